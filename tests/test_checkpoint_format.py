@@ -1,0 +1,772 @@
+"""Checkpoints: regions, any layout from any other, refusal of every damaged or hostile folder."""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.checkpoint import Checkpoint, Piece, Region, Saver, covers, latest, load, manifest, overlap, save, steps
+from weft.checkpoint.manifest import MANIFEST, seal
+from weft.errors import CheckpointError
+
+torch.set_num_threads(1)
+
+# ---------------------------------------------------------------- regions, against sets of indices
+
+
+def elements(region: Region) -> list[int]:
+    """The global flat index of each element that a region holds, in its own order."""
+    whole = torch.arange(prod(region.shape)).reshape(region.shape)
+    cut = tuple(slice(o, o + size) for o, size in zip(region.offsets, region.block, strict=True))
+    return whole[cut].reshape(-1)[region.start : region.stop].tolist()
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    offsets = tuple(draw(st.integers(0, size)) for size in shape)
+    block = tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
+    ends = sorted((draw(st.integers(0, prod(block))), draw(st.integers(0, prod(block)))))
+    return Region(shape, offsets, block, *ends)
+
+
+shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_overlap_is_the_intersection_of_index_sets(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    stored, wanted = data.draw(regions(shape)), data.draw(regions(shape))
+    have, want = elements(stored), elements(wanted)
+    copied: dict[int, int] = {}
+    for source, target, length in overlap(stored, wanted).tolist():
+        assert length > 0
+        for step in range(length):
+            assert target + step not in copied
+            assert have[source + step] == want[target + step]
+            copied[target + step] = source + step
+    assert {want[target] for target in copied} == set(have) & set(want)
+
+
+def test_overlap_finds_long_runs() -> None:
+    whole = Region.whole((6, 8))
+    assert overlap(whole, Region.flat((6, 8), 5, 29)).tolist() == [[5, 0, 24]]
+    assert overlap(Region((6, 8), (2, 0), (3, 8), 0, 24), whole).tolist() == [[0, 16, 24]]
+    right = Region((6, 8), (0, 4), (6, 4), 2, 11)  # the right half's elements 2 to 10
+    assert overlap(right, whole).tolist() == [[0, 6, 2], [2, 12, 4], [6, 20, 3]]
+    assert overlap(Region.whole(()), Region.whole(())).tolist() == [[0, 0, 1]]
+    assert overlap(Region.whole((0, 3)), Region.whole((0, 3))).tolist() == []
+
+
+def grid(shape: tuple[int, ...], cuts: list[list[int]], ways: list[int]) -> list[Region]:
+    """Rectangles between the cuts of each dim, each cut into flat ranges at `ways` (in sixteenths)."""
+    corners: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for size, inner in zip(shape, cuts, strict=True):
+        edges = [0, *sorted(cut % (size + 1) for cut in inner), size]
+        spans = [(low, high - low) for low, high in pairwise(edges)]
+        corners = [((*o, low), (*b, width)) for o, b in corners for low, width in spans]
+    result = []
+    for offsets, block in corners:
+        edges = [0, *sorted(prod(block) * way // 16 for way in ways), prod(block)]
+        result += [Region(shape, offsets, block, *ends) for ends in pairwise(edges)]
+    return result
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_covers_accepts_every_grid_and_refuses_it_with_a_piece_lost_or_doubled(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    cuts = [data.draw(st.lists(st.integers(0, 5), max_size=2)) for _ in shape]
+    parts = data.draw(st.permutations(grid(shape, cuts, data.draw(st.lists(st.integers(0, 16), max_size=2)))))
+    assert covers(shape, parts)
+    held = [part for part in parts if part.size]
+    if held:
+        assert not covers(shape, held[1:])
+        assert not covers(shape, [*held, held[0]])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_covers_is_never_wrong_when_it_says_yes(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
+    parts = data.draw(st.lists(regions(shape), max_size=4))
+    if covers(shape, parts):
+        assert sorted(index for part in parts for index in elements(part)) == list(range(prod(shape)))
+
+
+def test_covers_refuses_overlapping_rectangles_whose_volumes_add_up() -> None:
+    left, middle = Region((2, 4), (0, 0), (2, 2), 0, 4), Region((2, 4), (0, 1), (2, 2), 0, 4)
+    assert not covers((2, 4), [left, middle])
+    assert not covers((2, 4), [Region.whole((4, 2))])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((2, 3), (0,), (2, 3), 0, 6), "same length"),
+        (((2, -3), (0, 0), (2, 3), 0, 6), "sizes must be 0 or more"),
+        (((2**40, 2**40), (0, 0), (0, 0), 0, 0), "below 2\\*\\*63"),
+        (((2**60, 2**60, 0), (0, 0, 0), (0, 0, 0), 0, 0), "below 2\\*\\*63"),
+        (((2, 3), (1, 0), (2, 3), 0, 6), "outside the shape"),
+        (((2, 3), (-1, 0), (2, 3), 0, 6), "outside the shape"),
+        (((2, 3), (0, 0), (2, 3), 0, 7), "rectangle's 6 elements"),
+        (((2, 3), (0, 0), (2, 3), 4, 3), "rectangle's 6 elements"),
+    ],
+)
+def test_region_refuses(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Region(*arguments)
+
+
+# ---------------------------------------------------------------- any layout from any other
+
+Layout = Callable[[tuple[int, ...]], list[list[Region]]]  # shape → regions of each rank
+
+
+def flat_layout(num_ranks: int) -> Layout:
+    def cut(shape: tuple[int, ...]) -> list[list[Region]]:
+        total = prod(shape)
+        edges = [total * rank**2 // num_ranks**2 for rank in range(num_ranks + 1)]  # uneven on purpose
+        return [[Region.flat(shape, low, high)] for low, high in pairwise(edges)]
+
+    return cut
+
+
+def rectangles_layout(shape: tuple[int, ...]) -> list[list[Region]]:
+    """2 x 2 over rows and columns; tensors of one dim or none are held by rank 0."""
+    if len(shape) < 2:
+        return [[Region.whole(shape)], [], [], []]
+    cuts = [[size // 2] if dim < 2 else [] for dim, size in enumerate(shape)]
+    return [[region] for region in grid(shape, cuts, [])]
+
+
+def mesh_layout(shape: tuple[int, ...]) -> list[list[Region]]:
+    """Columns over 2 ranks, and each half cut flat over 3."""
+    if len(shape) < 2:
+        return [*flat_layout(3)(shape), [], [], []]
+    columns: list[list[int]] = [[], [(shape[1] + 1) // 2], *([] for _ in shape[2:])]
+    return [[region] for region in grid(shape, columns, [5, 10])]
+
+
+LAYOUTS: dict[str, Layout] = {
+    "one": flat_layout(1),
+    "two replicas": lambda shape: [[Region.whole(shape)], []],
+    "four flat": flat_layout(4),
+    "two by two": rectangles_layout,
+    "columns and flat": mesh_layout,
+    "eight flat": flat_layout(8),
+}
+
+STATE = {
+    "data": {"samples": 12},
+    "seed": 7,
+    "learning_rate": 0.1,
+    "run_file": "[plan]\ndata = 2\n",
+    "tags": ["ä", None],
+}
+
+
+def example_tensors() -> dict[tuple[str, str], Tensor]:
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return {
+        ("parameter", "w"): draw(7, 10),
+        ("exp_avg", "w"): draw(7, 10).double(),
+        ("exp_avg_sq", "w"): draw(7, 10).half(),
+        ("step", "w"): torch.tensor(41.0),
+        ("parameter", "conv.weight"): draw(6, 5, 3, 2).bfloat16(),
+        ("parameter", "blocks.0/mlp@1"): draw(9),
+        ("parameter", "empty"): draw(0, 4),
+        ("buffer", "mask"): draw(11, 3) > 0,
+        ("buffer", "count"): torch.tensor(2**62 + 1),
+        ("buffer", "codes"): torch.arange(23, dtype=torch.uint8),
+        ("buffer", "scaled"): draw(4, 6).to(torch.float8_e4m3fn),
+    }
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def cut(tensor: Tensor, region: Region) -> Tensor:
+    view = tensor[tuple(slice(o, o + size) for o, size in zip(region.offsets, region.block, strict=True))]
+    return view.reshape(-1)[region.start : region.stop]
+
+
+def save_under(
+    layout: Layout, folder: Path, step: int, tensors: dict[tuple[str, str], Tensor], token: str = "abcd"
+) -> Path:
+    """Save as all ranks of a layout, each with its own saver and thread."""
+    num_ranks = len(layout(()))
+    savers = [Saver(folder, rank, num_ranks, token, timeout_seconds=20) for rank in range(num_ranks)]
+    for rank, saver in enumerate(savers):
+        pieces = [
+            Piece(name, kind, region, cut(tensor, region))
+            for (kind, name), tensor in tensors.items()
+            for region in layout(tuple(tensor.shape))[rank]
+        ]
+        saver.save(step, pieces, STATE)
+    for saver in savers:
+        saver.wait(published=True)
+    return folder / f"step-{step:08d}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("layouts")
+    return {name: save_under(layout, root / name, 5, example_tensors()) for name, layout in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize("reader", LAYOUTS)
+@pytest.mark.parametrize("writer", LAYOUTS)
+def test_any_layout_loads_any_other_bit_for_bit(saved: dict[str, Path], writer: str, reader: str) -> None:
+    checkpoint = Checkpoint(saved[writer])
+    tensors = example_tensors()
+    assert {(entry.kind, entry.name) for entry in checkpoint.entries()} == tensors.keys()
+    for (kind, name), tensor in tensors.items():
+        for region in (region for rank in LAYOUTS[reader](tuple(tensor.shape)) for region in rank):
+            local = checkpoint.read_region(name, kind, region)
+            assert local.dtype == tensor.dtype
+            assert local.shape == (region.size,)
+            assert torch.equal(bits(local), bits(cut(tensor, region)))
+
+
+def test_a_checkpoint_is_a_value(saved: dict[str, Path]) -> None:
+    path = saved["two by two"]
+    checkpoint = Checkpoint(path)
+    assert (checkpoint.step, checkpoint.state, checkpoint.previous) == (5, STATE, None)
+    assert [entry.name for entry in checkpoint.entries("exp_avg")] == ["w"]
+    whole = checkpoint.read("w", "parameter")
+    assert whole.shape == (7, 10)
+    assert torch.equal(whole, example_tensors()["parameter", "w"])
+    assert checkpoint.read("w", "step").shape == ()
+    assert checkpoint.read("empty", "parameter").shape == (0, 4)
+    assert sorted(os.listdir(path)) == [MANIFEST, *(f"rank-{rank:05d}.safetensors" for rank in range(4))]
+    assert sorted(os.listdir(saved["two replicas"])) == [MANIFEST, "rank-00000.safetensors"]
+
+
+def test_reading_into_a_tensor(saved: dict[str, Path]) -> None:
+    checkpoint = Checkpoint(saved["four flat"])
+    want = example_tensors()["parameter", "w"].reshape(-1)[3:33]
+    region = Region.flat((7, 10), 3, 33)
+    buffer = torch.zeros(60)
+    assert checkpoint.read_region("w", "parameter", region, out=buffer[::2]).data_ptr() == buffer.data_ptr()
+    assert torch.equal(buffer[::2], want)
+    assert not buffer[1::2].any()
+    parameter = torch.nn.Parameter(torch.zeros(30))
+    checkpoint.read_region("w", "parameter", region, out=parameter)
+    assert torch.equal(parameter.data, want)
+    half = torch.zeros(30, dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"is torch.float32, `out` is torch.bfloat16; pass cast=True"):
+        checkpoint.read_region("w", "parameter", region, out=half)
+    assert torch.equal(checkpoint.read_region("w", "parameter", region, out=half, cast=True), want.bfloat16())
+    with pytest.raises(CheckpointError, match=r"region has 30 elements, `out` has shape \(29,\)"):
+        checkpoint.read_region("w", "parameter", region, out=torch.zeros(29))
+    with pytest.raises(CheckpointError, match=r"has shape \(7, 10\), the model wants \(70,\)"):
+        checkpoint.read_region("w", "parameter", Region.whole((70,)))
+    with pytest.raises(CheckpointError, match=r"has no exp_avg 'other'"):
+        checkpoint.read("other", "exp_avg")
+
+
+def test_only_the_needed_parts_are_read_and_each_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (manifest, load):
+        monkeypatch.setattr(module, "HASH_CHUNK_BYTES", 64)
+    tensors = {("parameter", "w"): torch.arange(1000.0)}
+    checkpoint = Checkpoint(save_under(LAYOUTS["one"], tmp_path, 1, tensors))
+    hashed: list[int] = []
+    real = manifest.chunk_hash
+
+    def counted(piece: Tensor, chunk: int) -> str:
+        hashed.append(chunk)
+        return real(piece, chunk)
+
+    monkeypatch.setattr(load, "chunk_hash", counted)
+    for _ in range(2):
+        local = checkpoint.read_region("w", "parameter", Region.flat((1000,), 500, 625))
+        assert torch.equal(local, torch.arange(500.0, 625.0))
+    assert hashed == list(range(31, 40))  # 16 elements a chunk: elements 496 to 639
+    checkpoint.read("w", "parameter")
+    assert sorted(hashed) == list(range(63))
+
+
+# ---------------------------------------------------------------- saving
+
+
+def one(folder: Path, **options: Any) -> Saver:
+    return Saver(folder, 0, 1, "abcd", **options)
+
+
+def piece(values: Tensor, name: str = "w") -> Piece:
+    return Piece(name, "parameter", Region.whole(tuple(values.shape)), values.reshape(-1))
+
+
+def test_what_changes_after_save_returns_is_not_saved(tmp_path: Path) -> None:
+    gate = threading.Event()
+    saver = one(tmp_path, at=lambda point: gate.wait(20) and None)
+    values, state = torch.ones(1000), {"list": [1]}
+    saver.save(1, [piece(values)], state)
+    values.fill_(2)
+    state["list"].append(2)
+    assert latest(tmp_path) is None  # the writer is held at its first step
+    gate.set()
+    saver.wait()
+    checkpoint = Checkpoint(tmp_path / "step-00000001")
+    assert torch.equal(checkpoint.read("w", "parameter"), torch.ones(1000))
+    assert checkpoint.state == {"list": [1]}
+
+
+def test_a_second_save_waits_for_the_first_and_reuses_its_memory(tmp_path: Path) -> None:
+    points: list[str] = []
+    saver = one(tmp_path, at=points.append)
+    saver.save(1, [piece(torch.ones(10))], {})
+    address = saver._buffer._bytes.data_ptr()
+    saver.save(2, [piece(torch.full((9,), 2.0))], {})
+    assert "after rename step-00000001" in points
+    assert saver._buffer._bytes.data_ptr() == address
+    saver.wait()
+    assert Checkpoint(tmp_path / "step-00000001").read("w", "parameter").tolist() == [1.0] * 10
+    assert Checkpoint(tmp_path / "step-00000002").read("w", "parameter").tolist() == [2.0] * 9
+
+
+def test_ranks_may_run_ahead(tmp_path: Path) -> None:
+    """Rank 1 writes three steps before rank 0 begins: nothing is lost, mixed or swept away."""
+    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=20) for rank in range(2)]
+    for rank in (1, 0):
+        for step in (1, 2, 3):
+            own = Piece("w", "parameter", Region.flat((4,), 2 * rank, 2 * rank + 2), torch.full((2,), float(step)))
+            ranks[rank].save(step, [own], {}, asynchronous=False)
+    assert steps(tmp_path) == [1, 2, 3]
+    for step in (1, 2, 3):
+        assert Checkpoint(tmp_path / f"step-{step:08d}").read("w", "parameter").tolist() == [float(step)] * 4
+
+
+def test_manifests_are_chained(tmp_path: Path) -> None:
+    saver = one(tmp_path)
+    for step in (1, 2):
+        saver.save(step, [piece(torch.ones(1))], {}, asynchronous=False)
+    first = hashlib.sha256((tmp_path / "step-00000001" / MANIFEST).read_bytes()).hexdigest()
+    assert Checkpoint(tmp_path / "step-00000002").previous == first
+
+
+def test_an_existing_step_is_left_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one(tmp_path).save(1, [piece(torch.ones(3))], {}, asynchronous=False)
+    with caplog.at_level(logging.WARNING, "weft"):
+        one(tmp_path).save(1, [piece(torch.zeros(3))], {}, asynchronous=False)
+    assert "complete already" in caplog.text
+    assert Checkpoint(tmp_path / "step-00000001").read("w", "parameter").tolist() == [1.0] * 3
+
+
+def test_retention(tmp_path: Path) -> None:
+    saver = one(tmp_path, keep_last=2, keep_every=40)
+    for step in range(10, 100, 10):
+        saver.save(step, [piece(torch.ones(3))], {})
+    saver.wait()
+    assert steps(tmp_path) == [40, 80, 90]
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in (40, 80, 90)]
+    one(tmp_path, keep_last=1).save(45, [piece(torch.ones(3))], {}, asynchronous=False)
+    assert steps(tmp_path) == [45, 90]  # a run that went back keeps what it saves
+
+
+def test_latest_ignores_everything_but_complete_checkpoints(tmp_path: Path) -> None:
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "absent") is None
+    one(tmp_path).save(3, [piece(torch.ones(1))], {}, asynchronous=False)
+    for name in ("step-00000009", ".saving-step-00000008-wxyz-1", "step-7", "step-000000007"):
+        (tmp_path / name).mkdir()
+        if name != "step-00000009":
+            (tmp_path / name / MANIFEST).write_text("{}")
+    assert latest(tmp_path) == tmp_path / "step-00000003"
+
+
+def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+    one(tmp_path).save(1, [piece(torch.ones(3))], {}, asynchronous=False)
+    saver = Saver(tmp_path, 0, 3, "efgh", timeout_seconds=0.1)
+    saver.save(2, [piece(torch.ones(3))], {})
+    with pytest.raises(CheckpointError, match=r"step 2 was not published: no part from ranks \[1, 2\] within 0.1 s"):
+        saver.wait()
+    other = Saver(tmp_path, 1, 3, "efgh", timeout_seconds=0.1)
+    other.save(2, [], {})
+    with pytest.raises(CheckpointError, match=r"rank 0 did not publish .*step-00000002 within 0.1 s"):
+        other.wait(published=True)
+    assert steps(tmp_path) == [1]
+    saver.save(3, [], {})  # sweeps the failed attempt away, then fails itself
+    with pytest.raises(CheckpointError, match="step 3"):
+        saver.wait()
+    assert sorted(os.listdir(tmp_path)) == [".saving-step-00000003-efgh-2", "step-00000001"]
+
+
+def test_an_incomplete_tensor_is_not_published(tmp_path: Path) -> None:
+    half = Piece("w", "parameter", Region.flat((6,), 0, 3), torch.ones(3))
+    with pytest.raises(CheckpointError, match=r"'w' of shape \(6,\) do not hold each element exactly once"):
+        one(tmp_path).save(1, [half], {}, asynchronous=False)
+    with pytest.raises(CheckpointError, match="differ in dtype or global shape"):
+        one(tmp_path).save(1, [half, piece(torch.ones(3))], {}, asynchronous=False)
+    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=20) for rank in range(2)]
+    ranks[1].save(2, [piece(torch.ones(3).double())], {}, asynchronous=False)
+    ranks[0].save(2, [piece(torch.ones(3))], {})
+    with pytest.raises(CheckpointError, match=r"is torch.float64 \(3,\) on rank 1, but torch.float32 \(3,\)"):
+        ranks[0].wait()
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("pieces", "state", "message"),
+    [
+        ([Piece("w", "parameter", Region.whole((4,)), torch.ones(3))], {}, "has 3 elements, its Region"),
+        ([piece(torch.ones(2, dtype=torch.complex128))], {}, "torch.complex128; a checkpoint holds F64, F32"),
+        ([piece(torch.ones(2), name="")], {}, "1 to 1024 printable"),
+        ([piece(torch.ones(2), name="a\nb")], {}, "1 to 1024 printable"),
+        ([Piece("w", "a/b", Region.whole((1,)), torch.ones(1))], {}, "kind 'a/b' must be"),
+        ([], {"x": torch.ones(1)}, "must be plain JSON"),
+        ([], {"x": float("nan")}, "must be plain JSON"),
+        ([], {"1": 0, 1: 0}, "must be plain JSON"),
+    ],
+)
+def test_save_refuses(tmp_path: Path, pieces: list[Piece], state: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        one(tmp_path).save(1, pieces, state)
+
+
+def test_saver_refuses(tmp_path: Path) -> None:
+    for arguments, message in (
+        ((0, 1, "a-b/"), "token 'a-b/'"),
+        ((2, 2, "abcd"), "rank 2 is outside the 2 ranks"),
+        ((0, 1, "abcd", 0), "keep_last = 0"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            Saver(tmp_path, *arguments)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="step -1 must be 0 or more"):
+        one(tmp_path).save(-1, [], {})
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot save to .*file/runs"):
+        one(tmp_path / "file" / "runs")
+
+
+@pytest.mark.parametrize("call", ["save_file", "_fsync"])
+def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    saver = one(tmp_path)
+    saver.save(1, [piece(torch.ones(3))], {}, asynchronous=False)
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save, call, full)
+        saver.save(2, [piece(torch.ones(3))], {})
+        with pytest.raises(CheckpointError, match=f"cannot save to {tmp_path}: .*No space left.*untouched"):
+            saver.wait()
+    assert Checkpoint(latest(tmp_path) or "").step == 1
+    saver.save(2, [piece(torch.ones(3))], {}, asynchronous=False)  # room again
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+# ---------------------------------------------------------------- damage and malice
+
+
+def read_all(path: Path) -> None:
+    checkpoint = Checkpoint(path)
+    for entry in checkpoint.entries():
+        checkpoint.read(entry.name, entry.kind)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of two ranks, which differ in values only."""
+    folder = tmp_path_factory.mktemp("small")
+    for step in (1, 2):
+        tensors = {("parameter", "w"): torch.arange(8.0) + step, ("buffer", "b"): torch.tensor([step, 2])}
+        save_under(
+            lambda shape: [[r] for r in grid(shape, [[prod(shape) // 2]] * len(shape), [])] + [[]] * (not shape),
+            folder,
+            step,
+            tensors,
+        )
+    return folder
+
+
+@pytest.fixture
+def victim(small: Path, tmp_path: Path) -> Path:
+    shutil.copytree(small, tmp_path / "copy")
+    return tmp_path / "copy" / "step-00000002"
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", MANIFEST])
+def test_every_flipped_bit_is_refused(victim: Path, name: str) -> None:
+    path = victim / name
+    good = path.read_bytes()
+    for index in range(len(good)):
+        damaged = bytearray(good)
+        damaged[index] ^= 1 << index % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=name):
+            read_all(victim)
+    path.write_bytes(good)
+    read_all(victim)
+
+
+@pytest.mark.parametrize("name", ["rank-00001.safetensors", MANIFEST])
+def test_every_truncation_is_refused(victim: Path, name: str) -> None:
+    path = victim / name
+    good = path.read_bytes()
+    for size in range(0, len(good), 3):
+        path.write_bytes(good[:size])
+        with pytest.raises(CheckpointError, match=f"{name}.*use the previous checkpoint .*step-00000001"):
+            read_all(victim)
+    path.write_bytes(good + b"x")
+    with pytest.raises(CheckpointError, match=name):
+        read_all(victim)
+
+
+def test_the_hash_is_what_finds_a_flipped_byte(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: with verification off, the damage goes through."""
+    path = victim / "rank-00001.safetensors"
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="do not match their SHA-256"):
+        read_all(victim)
+    monkeypatch.setattr(Checkpoint, "_verify", lambda *arguments: None)
+    read_all(victim)
+
+
+def test_lost_swapped_and_foreign_shards_are_refused(victim: Path) -> None:
+    first, second = victim / "rank-00000.safetensors", victim / "rank-00001.safetensors"
+    good = second.read_bytes()
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors cannot be used: .*No such file"):
+        Checkpoint(victim)
+    second.mkdir()
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors cannot be used"):
+        Checkpoint(victim)
+    second.rmdir()
+    shutil.copy(victim.parent / "step-00000001" / second.name, second)  # of another step: same header, other bytes
+    with pytest.raises(CheckpointError, match=r"step-00000002/rank-00001.safetensors .* do not match their SHA-256"):
+        read_all(victim)
+    second.write_bytes(first.read_bytes())
+    first.write_bytes(good)
+    with pytest.raises(CheckpointError, match=r"rank-0000[01].safetensors .*SHA-256"):
+        read_all(victim)
+
+
+def test_a_checkpoint_under_another_steps_name_is_refused(victim: Path) -> None:
+    shutil.move(victim, victim.with_name("step-00000003"))
+    with pytest.raises(CheckpointError, match="it is of step 2"):
+        Checkpoint(victim.with_name("step-00000003"))
+    shutil.move(victim.with_name("step-00000003"), victim.with_name("best"))
+    assert Checkpoint(victim.with_name("best")).step == 2
+
+
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "__0_0.distcp", "optimizer.pkl", "x.pth"])
+def test_pickles_are_refused(victim: Path, name: str) -> None:
+    (victim / name).write_bytes(b"\x80\x04.")
+    with pytest.raises(CheckpointError, match=f"{name}: weft never unpickles; export it with safetensors first"):
+        Checkpoint(victim)
+
+
+def test_what_is_no_checkpoint_is_refused(victim: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no manifest.json.*did you mean .*step-00000002\?"):
+        Checkpoint(victim.parent)
+    with pytest.raises(CheckpointError, match="is no checkpoint folder"):
+        Checkpoint(victim / MANIFEST)
+
+
+def document(path: Path) -> dict[str, Any]:
+    """The manifest without its seal."""
+    content: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+    del content["sha256"]
+    return content
+
+
+def rewrite(path: Path, content: Any) -> None:
+    """Write a manifest as a forger would, who seals it again."""
+    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (path / MANIFEST).write_bytes(seal(text))
+
+
+def put(*steps_and_value: Any) -> Callable[[dict[str, Any]], None]:
+    *way, last, value = steps_and_value
+
+    def change(content: dict[str, Any]) -> None:
+        target: Any = content
+        for step in way:
+            target = target[step]
+        target[last] = value
+
+    return change
+
+
+def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
+    def change(content: dict[str, Any]) -> None:
+        content["files"][name] = content["files"].pop("rank-00001.safetensors")
+        for tensor in content["tensors"]:
+            tensor["pieces"][1]["file"] = name
+
+    return change
+
+
+FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (put("format", "weft-checkpoint-9"), "format 'weft-checkpoint-9' is unknown"),
+    (put("step", -1), "step -1"),
+    (put("step", 3), "it is of step 3"),
+    (put("step", True), "'step' of the manifest has the wrong type"),
+    (put("step", 2.0), "wrong type"),
+    (put("num_ranks", 0), "num_ranks 0"),
+    (put("state", []), "wrong type"),
+    (put("previous", "abc"), "not a SHA-256"),
+    (put("extra", 1), "needs exactly the fields"),
+    (lambda content: content.pop("state"), "needs exactly the fields"),
+    (rename_file("../rank-00001.safetensors"), "needs a name like"),
+    (rename_file("/etc/passwd"), "needs a name like"),
+    (rename_file("rank-00001.safetensors\n"), "needs a name like"),
+    (put("files", "rank-00001.safetensors", -5), "a size in bytes"),
+    (put("files", "rank-00001.safetensors", 10**400), "a size in bytes"),
+    (put("files", "rank-00001.safetensors", 17), "the manifest says 17"),
+    (put("files", "rank-00007.safetensors", 17), "holds no piece"),
+    (put("tensors", 0, "dtype", "F128"), "unknown dtype 'F128'"),
+    (put("tensors", 0, "dtype", "F64"), "its header does not list"),
+    (put("tensors", 0, "name", "b\x1b[2J"), "printable"),
+    (put("tensors", 0, "kind", "a/b"), "kind 'a/b'"),
+    (put("tensors", 0, "shape", [2**62, 4]), "below 2\\*\\*63"),
+    (put("tensors", 1, "shape", [10**30]), "below 2\\*\\*63"),
+    (put("tensors", 1, "shape", [-8]), "sizes must be 0 or more"),
+    (put("tensors", 1, "shape", [8.0]), "must be a list of int"),
+    (put("tensors", 1, "shape", [9]), "exactly once"),
+    (put("tensors", 1, "shape", [1] * 100), "16 dims at most"),
+    (put("tensors", 1, "pieces", []), "exactly once"),
+    (put("tensors", 1, "pieces", 0, "stop", 10**20), "the range must lie"),
+    (put("tensors", 1, "pieces", 0, "offsets", [7]), "outside the shape"),
+    (put("tensors", 1, "pieces", 1, "offsets", [0]), "exactly once"),
+    (put("tensors", 1, "pieces", 0, "key", "other"), "its header does not list"),
+    (put("tensors", 1, "pieces", 0, "file", "rank-00005.safetensors"), "which is not listed"),
+    (put("tensors", 1, "pieces", 0, "sha256", []), "needs one SHA-256"),
+    (put("tensors", 1, "pieces", 0, "sha256", ["0" * 64]), "do not match their SHA-256"),
+    (lambda content: content["tensors"].append(content["tensors"][0]), "is listed twice"),
+    (lambda content: content["tensors"][0]["pieces"].append(content["tensors"][0]["pieces"][0]), "is used twice"),
+    (lambda content: content["tensors"].pop(), "its header does not list"),
+]
+
+
+@pytest.mark.parametrize(("forge", "message"), FORGERIES)
+def test_a_forged_manifest_is_refused(victim: Path, forge: Callable[[dict[str, Any]], Any], message: str) -> None:
+    content = document(victim)
+    rewrite(victim, content)
+    read_all(victim)  # the forger's seal itself is good
+    forge(content)
+    rewrite(victim, content)
+    with pytest.raises(CheckpointError, match=rf"step-00000002/(manifest.json|rank-).*{message}"):
+        read_all(victim)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "does? not match|not match its own"),
+        (b"{garbage", "not JSON"),
+        (b"{" * 100_000, "not JSON"),
+        (b'{"a":' + b"[" * 200_000, "not JSON"),
+        (b'{"step":1,"step":1}', "appears twice"),
+        (b'{"step":NaN}', "NaN is no JSON number"),
+        (b'{"step":' + b"9" * 10_000 + b"}", "not JSON"),
+        (b'{"step":"\xff"}', "not JSON"),
+        (b"{}", "not JSON|needs exactly"),
+    ],
+)
+def test_a_manifest_that_is_no_manifest_is_refused(victim: Path, text: bytes, message: str) -> None:
+    rewrite(victim, text)
+    with pytest.raises(CheckpointError, match=rf"manifest.json cannot be used: .*({message})"):
+        Checkpoint(victim)
+
+
+def test_a_huge_manifest_is_refused_unread(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointError, match="more than 100 bytes"):
+        Checkpoint(victim)
+    monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 100)
+    with pytest.raises(CheckpointError, match="save less state"):
+        seal(b"{" + b" " * 100 + b"}")
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every (container, key) in a JSON document."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(value[key])
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@pytest.fixture(scope="module")
+def mutable(small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    copy = tmp_path_factory.mktemp("mutable") / "copy"
+    shutil.copytree(small, copy)
+    return copy / "step-00000002", document(copy / "step-00000002")
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_mutated_manifest_raises_nothing_but_checkpoint_errors(
+    mutable: tuple[Path, dict[str, Any]], data: st.DataObject
+) -> None:
+    path, original = mutable
+    content = json.loads(json.dumps(original))
+    for _ in range(data.draw(st.integers(1, 3))):
+        container, key = data.draw(st.sampled_from(list(places(content))))
+        match data.draw(st.sampled_from(["replace", "near", "delete", "double"])):
+            case "near" if type(container[key]) is int:
+                container[key] += data.draw(st.sampled_from([-1, 1, 4, -4, 2**63]))
+            case "delete":
+                del container[key]
+            case "double" if isinstance(container, list):
+                container.append(container[key])
+            case _:
+                container[key] = data.draw(json_values)
+        if not list(places(content)):
+            break
+    rewrite(path, content)
+    try:
+        read_all(path)
+    except CheckpointError:
+        return
+    # What was accepted differs in nothing but names and what the caller may store freely.
+    assert [content[field] for field in ("format", "step", "files")] == [
+        original[field] for field in ("format", "step", "files")
+    ]
+    for field in ("dtype", "shape", "pieces"):
+        assert [tensor[field] for tensor in content["tensors"]] == [tensor[field] for tensor in original["tensors"]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(raw=st.binary(max_size=200) | st.text().map(str.encode))
+def test_random_bytes_are_refused(mutable: tuple[Path, dict[str, Any]], raw: bytes) -> None:
+    path, _ = mutable
+    for content in (raw, seal(b"{" + raw)):
+        (path / MANIFEST).write_bytes(content)
+        with pytest.raises(CheckpointError, match=MANIFEST):
+            Checkpoint(path)

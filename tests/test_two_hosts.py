@@ -1,0 +1,108 @@
+"""One job over two hosts: two network namespaces of one machine, joined by a cable, with torchrun in each.
+
+Each namespace has its own loopback and its own address, so that what wrongly binds or names loopback cannot work
+here, as it could not on two machines. Making namespaces needs root and `ip`.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+DEADLINE_SECONDS = 90
+NUM_LOCAL_RANKS = 2
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29511
+
+# Adds up rank + 1 over all ranks, and says what it found where.
+SUM_OF_RANKS = """
+import os
+from datetime import timedelta
+import torch, weft.launch
+torch.set_num_threads(1)
+place = weft.launch.detect(os.environ)
+weft.launch.init_process_group(place, "cpu", timedelta(seconds=60))
+number = torch.tensor([place.rank + 1.0])
+torch.distributed.all_reduce(number)
+weft.launch.shutdown()
+print(f"{place.launcher}: rank {place.rank} of {place.num_ranks}, local {place.local_rank} of "
+      f"{place.num_local_ranks}, {place.num_hosts} hosts: {number.item()}\\n", end="", flush=True)
+"""
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """The names of two namespaces, each with one end of a cable, named as its namespace."""
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the `ip` command (iproute2)")
+    names = [f"weft{os.getpid() % 1000000}{end}" for end in "ab"]  # an interface's name has 15 characters at most
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+            for name, address in zip(names, ADDRESSES, strict=True):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", name)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", name, "up")
+        except subprocess.CalledProcessError as error:
+            if "not permitted" in error.stderr or "denied" in error.stderr:
+                pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
+            raise
+        yield names
+    finally:
+        for name in names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)  # takes its end of the cable along
+
+
+def run_on(hosts: Sequence[str], command: Sequence[str], folder: Path) -> tuple[list[int], list[str]]:
+    """Run `command` as two ranks on each host; the exit codes and the outputs of both hosts' torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--nproc-per-node={NUM_LOCAL_RANKS}"]
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}", "--rdzv-id=test", "--no-python"]
+    root = str(Path(__file__).parents[1])
+    outputs = [folder / f"{host}.log" for host in hosts]
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for host, address, output in zip(hosts, ADDRESSES, outputs, strict=True):
+            environ = os.environ | {"GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+            # --local-addr: the machine's name means loopback in both namespaces.
+            line = ["ip", "netns", "exec", host, *torchrun, f"--local-addr={address}", *command]
+            with open(output, "wb") as file:
+                processes.append(subprocess.Popen(line, env=environ, stdout=file, stderr=file, start_new_session=True))
+        codes = [process.wait(DEADLINE_SECONDS) for process in processes]
+    except subprocess.TimeoutExpired:
+        pytest.fail("the job did not end:\n" + "\n".join(output.read_text() for output in outputs))
+    finally:
+        for host in hosts:
+            end_all(host)
+        for process in processes:
+            process.wait()
+    return codes, [output.read_text() for output in outputs]
+
+
+def end_all(host: str) -> None:
+    """Kill what still runs in a namespace: torchrun's ranks lead sessions of their own and may outlive it."""
+    pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_one_job_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
+    codes, outputs = run_on(hosts, [sys.executable, "-c", SUM_OF_RANKS], tmp_path)
+    assert codes == [0, 0], "\n".join(outputs)
+    # Which host's ranks come first is the agents' choice.
+    lines = sorted(line for output in outputs for line in output.splitlines() if line.startswith("torchrun:"))
+    assert lines == [f"torchrun: rank {rank} of 4, local {rank % 2} of 2, 2 hosts: 10.0" for rank in range(4)]
+    assert [output.count("torchrun: rank") for output in outputs] == [2, 2]

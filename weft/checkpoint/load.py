@@ -1,0 +1,173 @@
+"""Loading: open a checkpoint, distrust it, and read the regions that this rank needs, whatever layout wrote it.
+
+Opening reads the manifest and every shard's header, and no tensor. Reading copies the overlaps of the stored pieces
+with the wanted region out of memory-mapped files; the parts it touches are hashed first, each once per opened
+checkpoint. Nothing is ever unpickled.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.checkpoint.folder import latest, step_name, step_of, steps
+from weft.checkpoint.manifest import (
+    DTYPE_NAMES,
+    HASH_CHUNK_BYTES,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Entry,
+    Manifest,
+    StoredPiece,
+    chunk_hash,
+    decode,
+    num_chunks,
+)
+from weft.checkpoint.region import Region, overlap
+from weft.errors import CheckpointError
+
+__all__ = ["Checkpoint", "latest", "steps"]
+
+_PICKLED_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
+
+
+class Checkpoint:
+    """One published checkpoint: its `step`, its `state`, and its tensors by name and kind."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        manifest = self._open_manifest()
+        self.step: int = manifest.step
+        self.state: dict[str, Any] = manifest.state
+        self.previous: str | None = manifest.previous
+        self._entries = {(entry.kind, entry.name): entry for entry in manifest.entries}
+        self._files = {name: self._open_shard(name, manifest) for name in manifest.files}
+        self._check_headers(manifest)
+        self._verified: set[tuple[str, str, int]] = set()
+
+    def entries(self, kind: str | None = None) -> list[Entry]:
+        """What is stored: name, kind, dtype, global shape and pieces of each tensor, of one kind or of all."""
+        return [entry for entry in self._entries.values() if kind in (None, entry.kind)]
+
+    def read(self, name: str, kind: str) -> Tensor:
+        """A whole tensor."""
+        shape = self._entry(name, kind).shape
+        return self.read_region(name, kind, Region.whole(shape)).reshape(shape)
+
+    def read_region(
+        self, name: str, kind: str, region: Region, out: Tensor | None = None, cast: bool = False
+    ) -> Tensor:
+        """The region's elements, 1-D; into `out` if given. Another dtype in `out` is refused unless `cast`."""
+        entry = self._entry(name, kind)
+        what = f"{kind} {name!r} of {self.path}"
+        if region.shape != entry.shape:
+            raise CheckpointError(f"{what} has shape {entry.shape}, the model wants {tuple(region.shape)}")
+        if out is not None and out.shape != (region.size,):
+            raise CheckpointError(f"{what}: the region has {region.size} elements, `out` has shape {tuple(out.shape)}")
+        if out is not None and out.dtype != entry.dtype and not cast:
+            raise CheckpointError(f"{what} is {entry.dtype}, `out` is {out.dtype}; pass cast=True to convert")
+        # Many short copies to a device or through a cast are slow: gather on the host, then copy once.
+        straight = out is not None and out.device.type == "cpu" and out.dtype == entry.dtype
+        local = out if out is not None and straight else torch.empty(region.size, dtype=entry.dtype)
+        with torch.no_grad():
+            for piece in entry.pieces:
+                runs = overlap(piece.region, region)
+                if len(runs):
+                    stored = self._files[piece.file].get_tensor(piece.key)
+                    self._verify(piece, stored, runs)
+                    _copy_runs(runs, stored, local)
+            return local if out is None or straight else out.copy_(local)
+
+    def _entry(self, name: str, kind: str) -> Entry:
+        if (kind, name) not in self._entries:
+            raise CheckpointError(f"{self.path} has no {kind} {name!r}; it is of another model or optimizer")
+        return self._entries[kind, name]
+
+    def _open_manifest(self) -> Manifest:
+        path = self.path / MANIFEST
+        if not self.path.is_dir():
+            raise CheckpointError(f"{self.path} is no checkpoint folder")
+        pickled = sorted(name for name in os.listdir(self.path) if name.endswith(_PICKLED_SUFFIXES))
+        if pickled:
+            raise CheckpointError(f"{self.path / pickled[0]}: weft never unpickles; export it with safetensors first")
+        if not path.is_file():
+            newest = latest(self.path)
+            advice = f"; did you mean {newest}?" if newest else ""
+            raise CheckpointError(f"{self.path} has no {MANIFEST}, so it is no complete checkpoint{advice}")
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            self._refuse(MANIFEST, f"it has more than {MAX_MANIFEST_BYTES} bytes")
+        try:
+            manifest = decode(path.read_bytes())
+        except (CheckpointError, OSError) as error:
+            self._refuse(MANIFEST, str(error))
+        if step_of(self.path.name) not in (None, manifest.step):
+            self._refuse(MANIFEST, f"it is of step {manifest.step}, not of the step in the folder's name")
+        return manifest
+
+    def _open_shard(self, name: str, manifest: Manifest) -> Any:
+        path = self.path / name
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.files[name]:
+                self._refuse(name, f"it has {status.st_size} bytes, the manifest says {manifest.files[name]}")
+            return safe_open(path, framework="pt")
+        except (OSError, SafetensorError, RuntimeError) as error:
+            self._refuse(name, str(error))
+
+    def _check_headers(self, manifest: Manifest) -> None:
+        """Each shard must list exactly the keys, dtypes and lengths that the manifest states."""
+        stated: dict[str, dict[str, tuple[str, list[int]]]] = {name: {} for name in self._files}
+        for entry in manifest.entries:
+            for piece in entry.pieces:
+                stated[piece.file][piece.key] = (DTYPE_NAMES[entry.dtype], [piece.region.size])
+        for name, file in self._files.items():
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            found = {key: (part.get_dtype(), part.get_shape()) for key, part in slices.items()}
+            if found != stated[name]:
+                self._refuse(name, "its header does not list the keys, dtypes and lengths of the manifest")
+
+    def _verify(self, piece: StoredPiece, stored: Tensor, runs: npt.NDArray[np.int64]) -> None:
+        """Hash the chunks of a piece that the runs touch."""
+        begin = runs[:, 0] * stored.itemsize // HASH_CHUNK_BYTES
+        last = ((runs[:, 0] + runs[:, 2]) * stored.itemsize - 1) // HASH_CHUNK_BYTES
+        depth = np.zeros(num_chunks(len(stored), stored.dtype) + 1, np.int64)
+        np.add.at(depth, begin, 1)
+        np.add.at(depth, last + 1, -1)
+        for chunk in np.flatnonzero(np.cumsum(depth)).tolist():
+            if (piece.file, piece.key, chunk) in self._verified:
+                continue
+            if chunk_hash(stored, chunk) != piece.sha256[chunk]:
+                self._refuse(piece.file, f"the bytes of {piece.key!r} do not match their SHA-256")
+            self._verified.add((piece.file, piece.key, chunk))
+
+    def _refuse(self, file: str, why: str) -> NoReturn:
+        own = step_of(self.path.name)
+        earlier = [step for step in steps(self.path.parent) if own is not None and step < own]
+        previous = self.path.parent / step_name(earlier[-1]) if earlier else None
+        advice = f"use the previous checkpoint {previous}" if previous else "there is no earlier checkpoint beside it"
+        raise CheckpointError(f"{self.path / file} cannot be used: {why}; {advice}")
+
+
+def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:
+    """Copy each run. Runs at even distances, as a cut by columns gives, are one strided copy. Both are 1-D."""
+    inner = runs[1:-1]  # the flat ranges may have cut the first and the last short
+    step = np.diff(inner, axis=0)
+    if len(inner) > 2 and np.all(step == step[0]) and step[0, 2] == 0:
+        length = int(inner[0, 2])
+        # [runs, length] windows on either side
+        parts = [
+            tensor[int(first) : int(last) + length].unfold(0, length, int(distance))
+            for tensor, first, last, distance in zip(
+                (out, stored), inner[0, 1::-1], inner[-1, 1::-1], step[0, 1::-1], strict=True
+            )
+        ]
+        parts[0].copy_(parts[1])
+        runs = runs[[0, -1]]
+    for source, target, length in runs.tolist():
+        out[target : target + length] = stored[source : source + length]

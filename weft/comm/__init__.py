@@ -1,0 +1,18 @@
+"""The only room that talks to other ranks: collectives over named axes, and the ledger that counts them."""
+
+from weft.comm.collectives import Axis, Pending, all_gather, all_reduce, broadcast, reduce_scatter
+from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
+
+__all__ = [
+    "Axis",
+    "Key",
+    "Ledger",
+    "Pending",
+    "Traffic",
+    "Traffics",
+    "add_traffic",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter",
+]

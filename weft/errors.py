@@ -1,0 +1,29 @@
+"""The errors a user may meet: each says what was given, which rule failed and what to change."""
+
+
+class WeftError(Exception):
+    """Base of every error that weft raises on purpose; the CLI prints it in one line."""
+
+
+class ConfigError(WeftError):
+    """A run file, plan file or override that breaks a rule. Exit status 2."""
+
+
+class PlanError(ConfigError):
+    """A plan that does not fit the model, the batch or the machine."""
+
+
+class DataError(ConfigError):
+    """Training data that is missing, empty, too short or unreadable."""
+
+
+class LaunchError(ConfigError):
+    """Processes that were started in a way that does not match the plan."""
+
+
+class CheckpointError(WeftError):
+    """A checkpoint that is incomplete, corrupt or of another model. Names the file."""
+
+
+class VerifyError(WeftError):
+    """A parallel run that differs from the sequential model. Exit status 1."""

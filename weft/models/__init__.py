@@ -1,0 +1,54 @@
+"""Plain models that know nothing of parallelism, and Hugging Face weights in and out.
+
+A config says what a model is; `build` makes the modules, `initialise` or `read_weights` gives them values, and
+`token_loss` is what training minimises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from weft.errors import ConfigError
+from weft.models.decoder import Decoder, DecoderArchitecture, DecoderConfig, RopeScaling
+from weft.models.gpt2 import GPT2, GPT2Config
+from weft.models.hf import read_config, read_weights, save_folder, weights, write_config, write_weights
+from weft.models.init import Model, ModelConfig, build, initial_value, initialise
+from weft.models.loss import IGNORE, token_loss
+from weft.schema import build_dataclass, nearest
+
+__all__ = [
+    "GPT2",
+    "IGNORE",
+    "Decoder",
+    "DecoderConfig",
+    "GPT2Config",
+    "Model",
+    "ModelConfig",
+    "RopeScaling",
+    "build",
+    "config_from_table",
+    "initial_value",
+    "initialise",
+    "read_config",
+    "read_weights",
+    "save_folder",
+    "token_loss",
+    "weights",
+    "write_config",
+    "write_weights",
+]
+
+ARCHITECTURES = (*get_args(DecoderArchitecture), "gpt2")
+
+
+def config_from_table(table: Mapping[str, Any], path: str = "model") -> ModelConfig:
+    """The config of a run file's table; its key `architecture` ("llama" if left out) chooses the kind."""
+    architecture = table.get("architecture", "llama")
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"unknown '{path}.architecture' = {architecture!r}{nearest(str(architecture), ARCHITECTURES)}"
+        )
+    if architecture == "gpt2":
+        return build_dataclass(GPT2Config, table, path)
+    return build_dataclass(DecoderConfig, table, path)

@@ -1,0 +1,365 @@
+"""The decoder family Llama, Mistral, Qwen2 and Qwen3: a plain PyTorch model that knows nothing of parallelism.
+
+Module and parameter names are those of transformers' LlamaForCausalLM, so a Hugging Face folder loads name by name.
+Config keys are those of its config.json. What the four architectures differ in:
+
+    llama     optional biases (attention_bias, mlp_bias), optional Llama-3 scaling of the rotary frequencies
+    mistral   optional sliding_window
+    qwen2     biases on q, k and v only (qkv_bias)
+    qwen3     an RMSNorm on each head of q and k (qk_norm), head_dim free of hidden_size / heads
+
+Rotary tables are computed in each forward from the config: they are a vanishing part of the work, and a model that is
+cast, or built on the meta device and emptied, has no table that could be stale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.errors import ConfigError
+
+DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+
+# Options that only some architectures have, because transformers could not load the others back.
+OPTION_ARCHITECTURES: dict[str, tuple[str, ...]] = {
+    "attention_bias": ("llama", "qwen3"),
+    "mlp_bias": ("llama",),
+    "sliding_window": ("mistral",),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3 scaling: long wavelengths are divided by `factor`, short ones kept, those between are blended."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        require_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be larger than "
+                f"rope_scaling.low_freq_factor = {self.low_freq_factor}; Llama 3 uses 4 and 1"
+            )
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The shape of a decoder. A size of 0 means derived, and holds its derived value after construction.
+
+    intermediate_size: 8/3 of hidden_size, rounded up to a multiple of 256 (Llama's rule).
+    num_key_value_heads: num_attention_heads. head_dim: hidden_size / num_attention_heads.
+    qkv_bias, qk_norm: follow from the architecture; giving a value that contradicts it is an error.
+    """
+
+    architecture: DecoderArchitecture = "llama"
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    intermediate_size: int = 0
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    qkv_bias: bool | None = None
+    mlp_bias: bool = False
+    qk_norm: bool | None = None
+    sliding_window: int | None = None
+
+    embedding_name: ClassVar[str] = "model.embed_tokens.weight"
+
+    def __post_init__(self) -> None:
+        if self.architecture not in get_args(DecoderArchitecture):
+            raise ConfigError(
+                f"architecture = {self.architecture!r} is not a decoder; use {', '.join(get_args(DecoderArchitecture))}"
+            )
+        sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        require_positive(self, *sizes, "rms_norm_eps", "rope_theta")
+        self._check_options()
+        self._derive()
+        require_positive(self, "intermediate_size", "num_key_value_heads", "head_dim")
+        if self.sliding_window is not None:
+            require_positive(self, "sliding_window")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ConfigError(
+                f"num_key_value_heads = {self.num_key_value_heads} does not divide num_attention_heads = "
+                f"{self.num_attention_heads}; use one of {divisors(self.num_attention_heads)}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"head_dim = {self.head_dim} is odd; rotary embeddings turn pairs, so use an even head_dim"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.num_hidden_layers
+
+    def shrunk(self) -> DecoderConfig:
+        """A tiny config of the same structure, for verification in float64 in a moment.
+
+        The ratio of query to key heads is kept up to 8, whether heads * head_dim equals hidden_size is kept, and a
+        sliding window or scaled wavelengths still fall inside 64 positions.
+        """
+        group = min(self.num_attention_heads // self.num_key_value_heads, 8)
+        num_key_value_heads = min(self.num_key_value_heads, 8 // group)
+        num_heads = group * num_key_value_heads
+        head_dim = min(self.head_dim, 32 // num_heads // 2 * 2)
+        hidden_size = num_heads * head_dim
+        is_square = self.num_attention_heads * self.head_dim == self.hidden_size
+        scaling = self.rope_scaling
+        if scaling is not None:
+            positions = min(scaling.original_max_position_embeddings, 32)
+            scaling = replace(scaling, original_max_position_embeddings=positions)
+        return replace(
+            self,
+            vocab_size=min(self.vocab_size, 61),
+            hidden_size=hidden_size,
+            intermediate_size=min(self.intermediate_size, 64),
+            num_hidden_layers=min(self.num_hidden_layers, 2),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim if is_square else 2 * head_dim,
+            max_position_embeddings=min(self.max_position_embeddings, 64),
+            rope_scaling=scaling,
+            sliding_window=None if self.sliding_window is None else min(self.sliding_window, 8),
+        )
+
+    def _check_options(self) -> None:
+        for name, architectures in OPTION_ARCHITECTURES.items():
+            if getattr(self, name) and self.architecture not in architectures:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)} does not exist in architecture {self.architecture!r}; "
+                    f"leave it out, or use architecture {' or '.join(repr(name) for name in architectures)}"
+                )
+        for name, owner in (("qkv_bias", "qwen2"), ("qk_norm", "qwen3")):
+            implied, given = self.architecture == owner, getattr(self, name)
+            if given is not None and given != implied:
+                raise ConfigError(
+                    f"{name} = {given} contradicts architecture {self.architecture!r}, which has {name} = {implied}; "
+                    f"leave {name} out"
+                )
+            object.__setattr__(self, name, implied)
+
+    def _derive(self) -> None:
+        if (self.head_dim == 0 or self.architecture == "llama") and self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"num_attention_heads = {self.num_attention_heads} does not divide hidden_size = {self.hidden_size}; "
+                f"use one of {divisors(self.hidden_size)}"
+            )
+        derived = {
+            "intermediate_size": math.ceil(8 * self.hidden_size / 3 / 256) * 256,
+            "num_key_value_heads": self.num_attention_heads,
+            "head_dim": self.hidden_size // self.num_attention_heads,
+        }
+        for name, value in derived.items():
+            if getattr(self, name) == 0:
+                object.__setattr__(self, name, value)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim, computed in at least float32 and rounded before the weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(hidden.dtype)
+
+
+class CausalAttention(nn.Module):
+    """Softmax attention in which position t sees positions t - window < s <= t. Holds no parameters.
+
+    A module of its own, so that a strategy that splits the sequence can take its place.
+    """
+
+    def __init__(self, sliding_window: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.sliding_window = sliding_window
+        self.dropout = dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [batch, heads, sequence, head_dim]; key and value with as many heads or fewer; out like query."""
+        group, sequence = query.shape[1] // key.shape[1], query.shape[2]
+        dropout = self.dropout if self.training else 0.0
+        if self.sliding_window is None or sequence <= self.sliding_window:
+            return F.scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=group > 1
+            )
+        # Kernels that take a mask do not take fewer key heads, so here the key heads are repeated.
+        key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
+        positions = torch.arange(sequence, device=query.device)
+        distance = positions[:, None] - positions[None, :]  # [sequence, sequence]
+        mask = (distance >= 0) & (distance < self.sliding_window)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions. Head counts follow from the projections' widths."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        bias = config.attention_bias or bool(config.qkv_bias)
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.v_proj = nn.Linear(config.hidden_size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.core = CausalAttention(config.sliding_window)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        heads = (-1, self.head_dim)
+        # [batch, sequence, heads * head_dim] -> [batch, heads, sequence, head_dim]
+        query = self.q_norm(self.q_proj(hidden).unflatten(-1, heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden).unflatten(-1, heads)).transpose(1, 2)
+        value = self.v_proj(hidden).unflatten(-1, heads).transpose(1, 2)
+        mixed: Tensor = self.core(rotate(query, cos, sin), rotate(key, cos, sin), value)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))  # [batch, sequence, hidden]
+        return out
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(hidden)) * up(hidden))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """One block of the chain: attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = SwiGLU(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class DecoderBody(nn.Module):
+    """Everything but the head: embedding, layers, final norm."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden: Tensor = self.embed_tokens(tokens)  # [batch, sequence, hidden]
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        cos, sin = rotary_tables(self.config, positions, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+
+class TiedHead(nn.Module):
+    """A model whose `lm_head` shares the parameter named `tied_to`, through every cast and move; None if not."""
+
+    lm_head: nn.Linear
+    tied_to: str | None
+
+    def tie(self) -> None:
+        if self.tied_to is not None:
+            self.lm_head.weight = self.get_parameter(self.tied_to)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TiedHead:
+        # to_empty from the meta device makes a new parameter per module, which would cut the tie.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.tie()
+        return self
+
+
+class Decoder(TiedHead):
+    """tokens [batch, sequence] -> logits [batch, sequence, vocab]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderBody(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tied_to = config.embedding_name if config.tie_word_embeddings else None
+        self.tie()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(self.model(tokens))
+        return logits
+
+
+def rotary_tables(config: DecoderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles of `positions` [sequence], each [sequence, head_dim].
+
+    Angles are float32 whatever the dtype, as in transformers: the published weights were trained with their rounding.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)  # [head_dim / 2]
+    if config.rope_scaling is not None:
+        frequencies = scale_frequencies(frequencies, config.rope_scaling)
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama-3 scaling. `smooth` is 0 at the longest kept wavelength of the blend and 1 at its shortest."""
+    wavelengths = 2 * math.pi / frequencies
+    original = scaling.original_max_position_embeddings
+    smooth = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > original / scaling.low_freq_factor, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < original / scaling.high_freq_factor, frequencies, scaled)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + head_dim / 2) of heads [batch, heads, sequence, head_dim] by its position's angle."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Refuse the first of the named fields that is not above zero."""
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{name} = {getattr(config, name)} must be positive; give a value above 0")
+
+
+def divisors(number: int) -> str:
+    """The divisors of a number up to 256, as the end of a message."""
+    return ", ".join(str(divisor) for divisor in range(1, min(number, 256) + 1) if number % divisor == 0)

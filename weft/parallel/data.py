@@ -1,0 +1,45 @@
+"""Axis `data`: the batch split over replicas that hold the same state (data parallelism).
+
+After its reduction over `shard`, each rank's slice of every block's gradient is all-reduced over `data`, once a step
+and behind the backward of earlier blocks; with `shard` > 1 that is hybrid sharding (HSDP). Per trained flat buffer of
+N elements in slices of N/shard: one all-reduce of N/shard · m bytes, m bytes an element of master state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from weft.comm.ledger import Key
+from weft.mesh import Mesh
+from weft.parallel.layout import master_bytes, trained_layouts
+from weft.parallel.unit import units_of
+from weft.plan import BatchSplit, Plan
+from weft.profile import Profile
+from weft.strategy import Cost, Strategy, Values, reductions_per_step, refuse_batch_mixers, tally
+
+
+class DataAxis(Strategy):
+    """The batch over `data`."""
+
+    name = "data"
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        return refuse_batch_mixers(profile, plan, "data", plan.data)
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        pairs: list[tuple[Key, int]] = []
+        if plan.data > 1:
+            for layout in trained_layouts(profile, plan):
+                one = (("data", "all_reduce"), layout.slice_numel * master_bytes(plan))
+                pairs += [one] * reductions_per_step(plan, split)
+        return Cost(tally(pairs))
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        units = units_of(model)
+        if plan.data > 1:
+            assert units is not None
+            for flat in units.flats:
+                flat.reduce_over.append(mesh["data"])
+        return model

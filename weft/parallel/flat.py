@@ -1,0 +1,220 @@
+"""One flat buffer of a block: whole where it computes, sliced over `shard` where it rests.
+
+`whole` holds the parameters in the compute dtype; `slice` is this rank's master copy, which the optimizer sees piece by
+piece under each parameter's own name. Where both have one dtype and stages 1-2 keep `whole`, the slice is a view of it
+and nothing is held twice. Gradients add up in `whole_gradient` in the master dtype and end in `slice_gradient`.
+
+    slice ──all-gather over shard──▶ whole ──forward, backward──▶ whole_gradient
+      ▲                                                               │ reduce-scatter over shard, all-reduce over data
+      └────────────── optimizer ◀── slice_gradient ◀──────────────────┘   (mean over both)
+
+With `shard` = 1 the gather is a cast (or nothing) and the reduction is data parallelism's all-reduce: one code path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
+from weft.parallel.layout import FlatLayout
+
+Owners = Sequence[tuple[nn.Module, str]]
+
+
+class Flat:
+    """A flat buffer, the parameters that live in it and the collectives that move it."""
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        owners: Sequence[Owners],
+        values: Callable[[str], Tensor],
+        shard: Axis,
+        stage: int,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layout, self.owners, self.shard, self.stage = layout, owners, shard, stage
+        self.compute_dtype, self.master_dtype, self.device = compute_dtype, master_dtype, device
+        self.reduce_over: list[Axis] = []
+        self.trainable = layout.parameters[0].trainable
+        self.frees_whole = stage == 3 and shard.degree > 1
+        self.keeps_whole_gradient = stage == 1 or shard.degree == 1
+        self.whole = torch.empty(layout.numel, dtype=compute_dtype, device=device)
+        self.slice = self._make_slice(values)
+        self.whole_gradient: Tensor | None = None
+        self.slice_gradient: Tensor | None = None
+        self._carried: Tensor | None = None
+        self._filled: set[int] = set()
+        self._gathering: Pending | None = None
+        self._reducing: Pending | None = None
+        self.whole_parameters = [self._whole_parameter(i) for i in range(len(layout.parameters))]
+        self.pieces = [self._piece(part.offset, part.stop - part.start) for part in layout.parts(shard.index)]
+        self.is_whole = False
+        self.refresh()
+        if not self.trainable and not self.frees_whole:
+            self._fill_whole(values)
+
+    # --- parameters
+
+    def start_gather(self) -> None:
+        """Begin to make the buffer whole; does nothing when it is, or is about to be."""
+        if self.is_whole or self._gathering is not None:
+            return
+        if self.frees_whole:
+            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+        own = self._own(self.whole)
+        if own.data_ptr() != self.slice.data_ptr():
+            own.copy_(self.slice)
+        self._gathering = all_gather(self.whole, own, self.shard)
+
+    def finish_gather(self) -> None:
+        """Wait for the gather and let the modules see whole parameters."""
+        if self.is_whole:
+            return
+        self.start_gather()
+        assert self._gathering is not None
+        self._gathering.wait()
+        self._gathering = None
+        self._install(self.whole_parameters)
+        self.is_whole = True
+
+    def release(self, stale: bool) -> None:
+        """After use: stage 3 frees the whole buffer. `stale` says that the optimizer will now change the slices."""
+        stale = stale and self.trainable
+        if self._gathering is not None and stale:  # fetched ahead and not used: the optimizer will make it old
+            self.finish_gather()
+        if self.is_whole and (stale or self.frees_whole):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Show the pieces again, for the optimizer or a checkpoint to change; whoever computes next gathers anew."""
+        self._install(self.pieces)
+        self.is_whole = False
+        if self.frees_whole:
+            self._free_whole()
+
+    # --- gradients
+
+    def take_gradient(self, index: int) -> None:
+        """Add the gradient that autograd left on a whole parameter to the flat gradient, in the master dtype."""
+        parameter = self.whole_parameters[index]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if not self._filled:
+            self._begin_gradient()
+        target = self._view(self.whole_gradient, index)
+        if index in self._filled:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            self._filled.add(index)
+
+    def start_reduce(self) -> None:
+        """Begin to reduce the flat gradient over `shard`; a parameter without a gradient counts as zero."""
+        if not self._filled:
+            self._begin_gradient()
+        self._filled.clear()
+        assert self.whole_gradient is not None
+        if self.keeps_whole_gradient:
+            self.slice_gradient = self._own(self.whole_gradient)
+            target = self.slice_gradient
+        else:
+            target = torch.empty(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
+        self._reduced = target
+        self._reducing = reduce_scatter(target, self.whole_gradient, self.shard)
+
+    def continue_reduce(self) -> None:
+        """Once reduced over `shard`: free the whole gradient, and begin to reduce the slice over the other axes."""
+        self._wait_reduce()
+        if not self.keeps_whole_gradient:
+            self.whole_gradient = None
+        for axis in self.reduce_over:
+            self._wait_reduce()
+            self._reducing = all_reduce(self._reduced, axis)
+
+    def finish_reduce(self) -> None:
+        """Wait, take the mean over the ranks that took different samples, and show the optimizer its gradients."""
+        self._wait_reduce()
+        ranks = self.shard.degree
+        for axis in self.reduce_over:
+            ranks *= axis.degree
+        self._reduced.div_(ranks)
+        if self.slice_gradient is None:
+            self.slice_gradient = self._reduced
+        elif self.slice_gradient is not self._reduced:
+            self.slice_gradient.copy_(self._reduced)
+        if self._carried is not None:
+            self.slice_gradient.add_(self._carried)
+            self._carried = None
+        del self._reduced
+        for piece, part in zip(self.pieces, self.layout.parts(self.shard.index), strict=True):
+            if part.stop > part.start:
+                piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
+
+    # --- inside
+
+    def _make_slice(self, values: Callable[[str], Tensor]) -> Tensor:
+        """Fill this rank's slice, one parameter at a time, so that no rank ever needs the whole model in memory."""
+        if self.compute_dtype == self.master_dtype and not self.frees_whole:
+            piece = self._own(self.whole)
+            self.whole.zero_()
+        else:
+            piece = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
+        for part in self.layout.parts(self.shard.index):
+            if part.stop > part.start:
+                value = values(part.parameter.name).detach().reshape(-1)[part.start : part.stop]
+                piece[part.offset : part.offset + part.stop - part.start].copy_(value)
+        return piece
+
+    def _fill_whole(self, values: Callable[[str], Tensor]) -> None:
+        """What is frozen and stays whole never changes: every rank takes it from the source, and nothing is said."""
+        for index, parameter in enumerate(self.layout.parameters):
+            self._view(self.whole, index).copy_(values(parameter.name).detach())
+        self._install(self.whole_parameters)
+        self.is_whole = True
+
+    def _whole_parameter(self, index: int) -> nn.Parameter:
+        # Made from the storage, not as a view of `whole`: autograd's version counter of a parameter must not move when
+        # the buffer is gathered again for backward.
+        shape, start = self.layout.parameters[index].shape, self.layout.starts[index]
+        tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
+        stride = torch.empty(shape, device="meta").stride()
+        tensor.set_(self.whole.untyped_storage(), start, shape, stride)
+        return nn.Parameter(tensor, requires_grad=self.trainable)
+
+    def _piece(self, offset: int, length: int) -> nn.Parameter:
+        return nn.Parameter(self.slice[offset : offset + length], requires_grad=self.trainable)
+
+    def _own(self, buffer: Tensor) -> Tensor:
+        return buffer.narrow(0, self.shard.index * self.layout.slice_numel, self.layout.slice_numel)
+
+    def _view(self, buffer: Tensor | None, index: int) -> Tensor:
+        assert buffer is not None
+        parameter, start = self.layout.parameters[index], self.layout.starts[index]
+        return buffer[start : start + parameter.numel].view(parameter.shape)
+
+    def _begin_gradient(self) -> None:
+        # What an earlier backward left on the pieces, if the user has not cleared it, is added at the end.
+        if self.slice_gradient is not None and any(piece.grad is not None for piece in self.pieces):
+            self._carried = self.slice_gradient.clone()
+        if self.whole_gradient is None:
+            self.whole_gradient = torch.zeros(self.layout.numel, dtype=self.master_dtype, device=self.device)
+        else:
+            self.whole_gradient.zero_()
+
+    def _install(self, parameters: Sequence[nn.Parameter]) -> None:
+        for places, parameter in zip(self.owners, parameters, strict=True):
+            for module, name in places:
+                module._parameters[name] = parameter
+
+    def _free_whole(self) -> None:
+        self.whole.untyped_storage().resize_(0)
+
+    def _wait_reduce(self) -> None:
+        assert self._reducing is not None
+        self._reducing.wait()

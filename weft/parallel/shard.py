@@ -1,0 +1,163 @@
+"""Axis `shard`: the batch and the model's state split over ranks.
+
+ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), and the depth axis of AxoNN's three-dimensional matmul.
+
+Each block's parameters lie in one flat buffer, cut into equal slices (`layout.py`). A rank's optimizer updates its
+slice only. Per step, with N elements of a buffer, c bytes each to compute and m bytes each for master state:
+
+    stage   all-gather of N·c                    reduce-scatter of N·m    resting state
+    1, 2    once, before forward                 once, behind backward    whole parameters + slice
+    3       before each forward and backward     once, behind backward    slice only
+            of each micro-batch (the root once)
+
+Stage 1 keeps the whole gradient buffer, stages 2 and 3 only the slice. `memory.accumulate = "slice"` reduces at every
+micro-batch, to hold no whole gradients in between. Degree 1 is plain data parallelism or mixed precision: the same
+path, with nothing to gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from weft.comm.ledger import Key
+from weft.mesh import Mesh
+from weft.parallel.flat import Flat
+from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE, flat_layouts, master_bytes, trained_layouts
+from weft.parallel.unit import hold
+from weft.plan import BatchSplit, Plan
+from weft.profile import Block, Places, Profile
+from weft.strategy import Cost, Strategy, Values, reductions_per_step, refuse_batch_mixers, tally
+
+STEP_COUNTER_BYTES = 4  # AdamW keeps one fp32 step count for each tensor
+
+
+class ShardAxis(Strategy):
+    """State and batch over `shard`."""
+
+    name = "shard"
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        if plan.shard.degree > 1 and not profile.num_trained:
+            return "the model has no trainable parameter; set requires_grad on what is to be trained"
+        return refuse_batch_mixers(profile, plan, "shard", plan.shard.degree)
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        if not needs_units(plan):
+            return _plain_cost(profile, plan)
+        pairs: list[tuple[Key, int]] = []
+        if plan.shard.degree > 1:
+            pairs = [*_gathers(profile, plan, split), *_reductions(profile, plan, split)]
+        state = _state_bytes(profile, plan, coordinates["shard"])
+        return Cost(tally(pairs), state, _transient_bytes(profile, plan, split))
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        master = MASTER_DTYPE[plan.precision]
+        if not needs_units(plan):
+            return _hold_plainly(model, values, master, mesh.device)
+        make_flats = partial(_make_flats, plan=plan, mesh=mesh, values=values)
+        hold(model, make_flats, COMPUTE_DTYPE[plan.precision])
+        for buffer_owner in model.modules():
+            for name, buffer in buffer_owner._buffers.items():
+                if buffer is not None:
+                    buffer_owner._buffers[name] = buffer.to(mesh.device)
+        return model
+
+
+def needs_units(plan: Plan) -> bool:
+    """Whether state lives in flat buffers: with any split of the batch, or with master weights beside compute ones."""
+    return plan.num_batch_ranks > 1 or COMPUTE_DTYPE[plan.precision] != MASTER_DTYPE[plan.precision]
+
+
+def _gathers(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:
+    compute = COMPUTE_DTYPE[plan.precision].itemsize
+    for block in profile.all:
+        for layout in flat_layouts(block.parameters, plan.shard.degree):
+            if plan.shard.stage < 3:
+                times = 1 if layout.parameters[0].trainable else 0
+            elif block is profile.root:
+                times = split.accumulation
+            else:
+                times = split.accumulation * (block.calls + block.in_backward)
+            yield from [(("shard", "all_gather"), layout.numel * compute)] * times
+
+
+def _reductions(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:
+    for layout in trained_layouts(profile, plan):
+        one = (("shard", "reduce_scatter"), layout.numel * master_bytes(plan))
+        yield from [one] * reductions_per_step(plan, split)
+
+
+def _state_bytes(profile: Profile, plan: Plan, index: int) -> dict[str, int]:
+    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, master_bytes(plan)
+    frees_whole = plan.shard.stage == 3 and plan.shard.degree > 1
+    keeps_whole_gradient = plan.shard.stage == 1 or plan.shard.degree == 1
+    state = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    for block in profile.all:
+        for layout in flat_layouts(block.parameters, plan.shard.degree):
+            if not frees_whole:
+                state["parameters"] += layout.numel * compute
+            if frees_whole or compute != master:
+                state["parameters"] += layout.slice_numel * master
+            if layout.parameters[0].trainable:
+                state["gradients"] += (layout.numel if keeps_whole_gradient else layout.slice_numel) * master
+                for part in layout.parts(index):
+                    if part.stop > part.start:
+                        state["optimizer"] += 2 * (part.stop - part.start) * master + STEP_COUNTER_BYTES
+    return {**state, "buffers": profile.buffer_bytes}
+
+
+def _transient_bytes(profile: Profile, plan: Plan, split: BatchSplit) -> int:
+    """What comes and goes: stage 3's root and two gathered blocks, and the whole gradients of two blocks under way."""
+    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, master_bytes(plan)
+    sizes = [sum(lay.numel for lay in flat_layouts(b.parameters, plan.shard.degree)) for b in profile.all]
+    root, blocks = sizes[0], sorted(sizes[1:], reverse=True)
+    transient = 0
+    if plan.shard.degree > 1 and plan.shard.stage == 3:
+        transient += (root + sum(blocks[:2])) * compute
+    if plan.shard.degree > 1 and plan.shard.stage > 1:
+        whole = split.accumulation > 1 and plan.memory.accumulate == "whole"
+        transient += (sum(sizes) if whole else sum(sorted(sizes, reverse=True)[:2])) * master
+    return transient
+
+
+def _plain_cost(profile: Profile, plan: Plan) -> Cost:
+    trained = [p for block in profile.all for p in block.parameters if p.trainable]
+    size, trained_numel = master_bytes(plan), sum(parameter.numel for parameter in trained)
+    return Cost(
+        state_bytes={
+            "parameters": profile.numel * size,
+            "gradients": trained_numel * size,
+            "optimizer": 2 * trained_numel * size + STEP_COUNTER_BYTES * len(trained),
+            "buffers": profile.buffer_bytes,
+        }
+    )
+
+
+def _make_flats(block: Block, places: Mapping[str, Places], plan: Plan, mesh: Mesh, values: Values) -> Sequence[Flat]:
+    return [
+        Flat(
+            layout,
+            [places[parameter.name] for parameter in layout.parameters],
+            values,
+            mesh["shard"],
+            plan.shard.stage,
+            COMPUTE_DTYPE[plan.precision],
+            MASTER_DTYPE[plan.precision],
+            mesh.device,
+        )
+        for layout in flat_layouts(block.parameters, plan.shard.degree)
+    ]
+
+
+def _hold_plainly(model: nn.Module, values: Values, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """One rank, one precision: the model as it is."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values(name))
+    return model.to(device=device, dtype=dtype)

@@ -1,0 +1,249 @@
+"""Holds a model's state in units and moves it at the right moment, by hooks from outside; the model is not edited.
+
+A unit is one block's parameters (what no block owns belongs to the root). Before a unit computes, its flat buffers are
+made whole, the next unit's are fetched ahead in the order that the last pass recorded; after its backward its gradients
+are reduced while earlier units still compute. Reductions start in one fixed order on every rank (the reverse of the
+forward order, the root last), so ranks whose gradients arrive in another order, or not at all, still agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import PlanError
+from weft.parallel.flat import Flat
+from weft.profile import Block, Places, find_parameters, profile
+
+_ATTRIBUTE = "_weft_units"
+MakeFlats = Callable[[Block, Mapping[str, Places]], Sequence[Flat]]
+
+
+class Unit:
+    """The flat buffers of one block, and where the block is in the step."""
+
+    def __init__(self, name: str, module: nn.Module, flats: Sequence[Flat]) -> None:
+        self.name, self.module, self.flats = name, module, tuple(flats)
+        self.trained = tuple(flat for flat in flats if flat.trainable)
+        self.in_backward = False
+        self.needs_backward = False
+        self.missing = 0
+        self.expect_gradients()
+
+    def expect_gradients(self) -> None:
+        """Start waiting for one gradient of every trained parameter."""
+        self.missing = sum(len(flat.whole_parameters) for flat in self.trained)
+
+    def start_gather(self) -> None:
+        """Begin to make all buffers whole."""
+        for flat in self.flats:
+            flat.start_gather()
+
+    def finish_gather(self) -> None:
+        """Make all buffers whole."""
+        for flat in self.flats:
+            flat.finish_gather()
+
+    def release(self, stale: bool) -> None:
+        """After use; see `Flat.release`."""
+        self.in_backward = False
+        for flat in self.flats:
+            flat.release(stale)
+
+
+class Units:
+    """All units of a model, and the hooks that drive them."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], compute_dtype: torch.dtype) -> None:
+        self.root, self.blocks = units[0], tuple(units[1:])
+        self.compute_dtype = compute_dtype
+        self.sync = True
+        self._forward_order: list[Unit] = []  # as recorded in this pass
+        self._order: list[Unit] = list(self.blocks)  # as recorded in the last whole pass
+        self._to_reduce: list[Unit] = []
+        self._last_started: Unit | None = None
+        self._in_backward = False
+        self._install_hooks(model)
+
+    @property
+    def all(self) -> tuple[Unit, ...]:
+        """Every unit, the root first."""
+        return (self.root, *self.blocks)
+
+    @property
+    def flats(self) -> Iterator[Flat]:
+        """Every flat buffer, unit by unit."""
+        return (flat for unit in self.all for flat in unit.flats)
+
+    # --- forward
+
+    def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._forward_order = []
+        for unit in self.all:
+            if unit is self.root or not any(flat.frees_whole for flat in unit.flats):
+                unit.start_gather()
+        self.root.finish_gather()
+        return _cast(args, self.compute_dtype), _cast(kwargs, self.compute_dtype)
+
+    def _after_model(self, _: nn.Module, __: Any, output: Any) -> None:
+        self._order = list(dict.fromkeys(self._forward_order))
+        if not torch.is_grad_enabled():
+            self.root.release(stale=False)
+
+    def _before_block(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> None:
+        unit.finish_gather()
+        if unit.in_backward:  # the user's own checkpointing calls the block again
+            return
+        self._fetch_ahead(unit, +1)
+        self._forward_order.append(unit)
+        if not unit.trained and torch.is_grad_enabled():
+            self._release_after_inputs(unit, [*_tensors(args), *_tensors(kwargs)])
+
+    def _after_block(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
+        if unit.in_backward:
+            return
+        tensors = _tensors(output)
+        if torch.is_grad_enabled() and not tensors:
+            raise PlanError(
+                f"block '{unit.name}' returned {type(output).__name__}, in which no tensor was found; "
+                f"return tensors, or tuples, lists, dicts or dataclasses of them"
+            )
+        unit.needs_backward = any(tensor.requires_grad for tensor in tensors)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, unit))
+        unit.release(stale=False)
+
+    # --- backward
+
+    def _before_backward(self, unit: Unit, _: Tensor) -> None:
+        unit.in_backward = True
+        unit.finish_gather()
+        self._fetch_ahead(unit, -1)
+
+    def _take(self, unit: Unit, flat: Flat, index: int, _: Tensor) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+        flat.take_gradient(index)
+        unit.missing -= 1
+        if unit.missing == 0:
+            if unit is not self.root:
+                unit.release(stale=self.sync)
+            if self.sync:
+                self._reduce_ready()
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._to_reduce = [unit for unit in (*reversed(self.blocks), self.root) if unit.trained]
+        for unit in self.all:
+            unit.expect_gradients()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _reduce_ready(self, force: bool = False) -> None:
+        while self._to_reduce and (force or self._to_reduce[0].missing == 0):
+            unit = self._to_reduce.pop(0)
+            for flat in unit.trained:
+                flat.start_reduce()
+            if self._last_started is not None:
+                self._continue(self._last_started)
+            self._last_started = unit
+
+    def _continue(self, unit: Unit) -> None:
+        for flat in unit.trained:
+            flat.continue_reduce()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        if self.sync:
+            self._reduce_ready(force=True)
+            if self._last_started is not None:
+                self._continue(self._last_started)
+                self._last_started = None
+            for unit in self.all:
+                for flat in unit.trained:
+                    flat.finish_reduce()
+        for unit in self.all:
+            unit.release(stale=self.sync)
+
+    # --- inside
+
+    def _fetch_ahead(self, unit: Unit, direction: int) -> None:
+        """Start gathering the unit that the last pass used after (or, in backward, before) this one."""
+        try:
+            position = self._order.index(unit) + direction
+        except ValueError:
+            return
+        if 0 <= position < len(self._order):
+            following = self._order[position]
+            if direction > 0 or following.needs_backward:
+                following.start_gather()
+
+    def _release_after_inputs(self, unit: Unit, tensors: list[Tensor]) -> None:
+        """A frozen unit has no gradients to wait for: it is done when the gradients of all its inputs are."""
+        inputs = [tensor for tensor in tensors if tensor.requires_grad]
+        left = len(inputs)
+
+        def arrived(_: Tensor) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                unit.release(stale=False)
+
+        for tensor in inputs:
+            tensor.register_hook(arrived)
+
+    def _install_hooks(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._before_model, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._after_model)
+        for unit in self.blocks:
+            unit.module.register_forward_pre_hook(partial(self._before_block, unit), with_kwargs=True, prepend=True)
+            unit.module.register_forward_hook(partial(self._after_block, unit))
+        for unit in self.all:
+            for flat in unit.trained:
+                for index, parameter in enumerate(flat.whole_parameters):
+                    parameter.register_post_accumulate_grad_hook(partial(self._take, unit, flat, index))
+
+
+def units_of(model: nn.Module) -> Units | None:
+    """The units that hold a model's state, or None for a model that one rank holds plainly."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def hold(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dtype) -> Units:
+    """Put every parameter of `model` into units: one for each block, and the root's for the rest (tied ones too)."""
+    structure, places = profile(model), find_parameters(model)
+    units = [Unit(b.name, model.get_submodule(b.name), make_flats(b, places[b.name])) for b in structure.all]
+    held = Units(model, units, compute_dtype)
+    model.__dict__[_ATTRIBUTE] = held
+    return held
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Every tensor inside nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [t for field in dataclasses.fields(value) for t in _tensors(getattr(value, field.name))]
+    return []
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors in the arguments of a model, in the compute dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return tuple(_cast(item, dtype) for item in value)
+    if isinstance(value, list):
+        return [_cast(item, dtype) for item in value]
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value

@@ -1,0 +1,164 @@
+"""The plan: a frozen value that says how the work is split. A degree for each axis, the memory policy, the precision.
+
+Read and written as TOML. `AXES` is the mesh order, outermost first: the axes that talk most come last, so that they
+fall inside a node. A new axis adds a field to `Plan` and its name to `AXES`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.errors import ConfigError, PlanError
+from weft.schema import build_dataclass, dump_toml, read_toml, to_table
+
+AXES = ("data", "shard")
+MAX_RANKS = 1 << 20
+
+Precision = Literal["fp64", "fp32", "bf16"]
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The `shard` axis. `stage` is ZeRO's: 1 shards optimizer state, 2 also gradients, 3 also parameters."""
+
+    degree: int = 1
+    stage: Literal[1, 2, 3] = 3
+
+    @classmethod
+    def from_shorthand(cls, value: Any, path: str) -> Shard:
+        """`shard = 4` is `shard = { degree = 4 }`."""
+        if type(value) is not int:
+            raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ degree, stage }}")
+        return cls(degree=value)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """`recompute`: which activations are computed again in backward instead of kept.
+
+    `accumulate`: where gradients of several micro-batches add up. "whole" communicates once a step and holds whole
+    gradients meanwhile; "slice" reduces each micro-batch and holds only the rank's slice (shard stages 2 and 3).
+    """
+
+    recompute: Recompute = "none"
+    accumulate: Literal["whole", "slice"] = "whole"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work is split. `micro_batch` is sequences per forward and rank; None means one micro-batch a step.
+
+    `exact = false` admits what changes the mathematics (statistics over a part of the batch, for instance).
+    """
+
+    data: int = 1
+    shard: Shard = field(default_factory=Shard)
+    micro_batch: int | None = None
+    memory: Memory = field(default_factory=Memory)
+    precision: Precision = "fp32"
+    exact: bool = True
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if self.degree(axis) < 1:
+                raise PlanError(f"plan.{axis} = {self.degree(axis)}; a degree is at least 1")
+        if self.num_ranks > MAX_RANKS:
+            raise PlanError(f"the plan asks for {self.num_ranks} ranks ({self.describe_axes()}); at most {MAX_RANKS}")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise PlanError(f"plan.micro_batch = {self.micro_batch}; a micro-batch holds at least 1 sequence")
+        if self.memory.accumulate == "slice" and (self.shard.degree == 1 or self.shard.stage == 1):
+            raise PlanError(
+                f"plan.memory.accumulate = 'slice' needs shard.stage 2 or 3 with shard.degree > 1; given stage "
+                f"{self.shard.stage}, degree {self.shard.degree}; use 'whole' or raise the stage"
+            )
+
+    def degree(self, axis: str) -> int:
+        """The degree of an axis of `AXES`."""
+        return {"data": self.data, "shard": self.shard.degree}[axis]
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis to degree, in mesh order."""
+        return {axis: self.degree(axis) for axis in AXES}
+
+    @property
+    def num_ranks(self) -> int:
+        """How many processes the plan needs."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def num_batch_ranks(self) -> int:
+        """How many ranks take different samples: the product of the axes that split the batch."""
+        return self.data * self.shard.degree
+
+    def inner(self, axis: str) -> int:
+        """The product of the degrees inside `axis`: how far apart neighbours on the axis are."""
+        return math.prod(self.degree(other) for other in AXES[AXES.index(axis) + 1 :])
+
+    def describe_axes(self) -> str:
+        """`data 2 × shard 4 (stage 3)`, or `1 process`."""
+        parts = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
+        if self.shard.degree > 1:
+            parts[-1] += f" (stage {self.shard.stage})"
+        return " × ".join(parts) or "1 process"
+
+    def to_toml(self) -> str:
+        """The plan as a `[plan]` table."""
+        return dump_toml({"plan": to_table(self)})
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """The batch identity: sequences a step = batch ranks × micro-batch × accumulation."""
+
+    batch: int
+    num_batch_ranks: int
+    micro_batch: int
+    accumulation: int
+    sequence: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step over all ranks."""
+        return self.batch * self.sequence
+
+    def identity(self, plan: Plan) -> str:
+        """The identity with its numbers, as printed at the start of a run."""
+        return (
+            f"{self.batch} sequences/step = {plan.data} data × {plan.shard.degree} shard × {self.micro_batch} "
+            f"micro-batch × {self.accumulation} accumulation; × {self.sequence} tokens = {self.tokens:,} tokens/step"
+        )
+
+
+def split_batch(plan: Plan, batch: int, sequence: int) -> BatchSplit:
+    """The batch identity of a plan, or a PlanError with the numbers and the nearest batch that divides."""
+    ranks = plan.num_batch_ranks
+    if batch < 1 or sequence < 1:
+        raise PlanError(f"a batch of {batch} sequences of {sequence} tokens is empty; both must be at least 1")
+    if batch % ranks:
+        down, up = batch // ranks * ranks, (batch // ranks + 1) * ranks
+        raise PlanError(
+            f"batch = {batch} sequences does not divide over {ranks} ranks (data {plan.data} × shard "
+            f"{plan.shard.degree}); use {f'{down} or {up}' if down else up}"
+        )
+    per_rank = batch // ranks
+    micro_batch = plan.micro_batch or per_rank
+    if per_rank % micro_batch:
+        divisors = ", ".join(str(size) for size in range(1, per_rank + 1) if per_rank % size == 0)
+        raise PlanError(
+            f"plan.micro_batch = {micro_batch} does not divide the {per_rank} sequences of each rank (batch {batch} / "
+            f"{ranks} ranks); use one of {divisors}"
+        )
+    return BatchSplit(batch, ranks, micro_batch, per_rank // micro_batch, sequence)
+
+
+def load_plan(path: Path) -> Plan:
+    """The `[plan]` table of a TOML file."""
+    table = read_toml(path)
+    if "plan" not in table:
+        raise ConfigError(f"{path} has no [plan] table")
+    return build_dataclass(Plan, table["plan"], "plan")

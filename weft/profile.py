@@ -1,0 +1,276 @@
+"""What a model costs, block by block: parameters, FLOPs, bytes saved for backward. Taken without computing anything.
+
+The chain of blocks is found, not declared: the elements of the outermost `nn.ModuleList`s and `nn.Sequential`s that
+hold parameters. What lies outside them (embedding, final norm, head) is the root. FLOPs and saved bytes come from one
+forward on fake tensors (shapes only), counted by torch's own FLOP formulas and saved-tensor hooks; a model of any
+size takes seconds and no memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+aten = torch.ops.aten
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+# What selective recompute keeps: results of matmuls, convolutions and attention. The rest is cheap to compute again.
+KEPT_OPERATIONS = frozenset(
+    [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default]
+    + [getattr(aten, name).default for name in _ATTENTION]
+)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter's name and global shape, and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A unit of the model's chain. Counts are for one forward of the example batch.
+
+    `saved_bytes` are those that backward needs, by `memory.recompute`. `in_backward` is false for a block whose output
+    needs no gradient: nothing of it is needed again.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    calls: int = 1
+    in_backward: bool = True
+    flops: int = 0
+    saved_bytes: Mapping[str, int] | None = None
+
+    @property
+    def numel(self) -> int:
+        """How many parameters it has."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch."""
+
+    root: Block
+    blocks: tuple[Block, ...]
+    buffer_bytes: int = 0
+    batch_mixers: tuple[str, ...] = ()
+    counted: bool = False
+
+    @property
+    def all(self) -> tuple[Block, ...]:
+        """Every block, the root first."""
+        return (self.root, *self.blocks)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model, tied ones once."""
+        return sum(block.numel for block in self.all)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that are trained."""
+        return sum(parameter.numel for block in self.all for parameter in block.parameters if parameter.trainable)
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of one forward of the example batch."""
+        return sum(block.flops for block in self.all)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The chain of blocks by name, in order of registration, each module once."""
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        is_chain = isinstance(module, (nn.ModuleList, nn.Sequential))
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            if is_chain and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                if id(child) not in seen and any(True for _ in child.parameters()):
+                    seen.add(id(child))
+                    found[path] = child
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return found
+
+
+Places = list[tuple[nn.Module, str]]
+
+
+def find_parameters(model: nn.Module) -> dict[str, dict[str, Places]]:
+    """Block name ('' for the root) to parameter name to where it is used; one used by several blocks is the root's."""
+    blocks = find_blocks(model)
+    owner_of = {id(inner): name for name, module in blocks.items() for inner in module.modules()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places: dict[str, Places] = {}
+    owners: dict[str, set[str]] = {}
+    for module in model.modules():
+        for local_name, parameter in module._parameters.items():
+            if parameter is not None:
+                name = names[id(parameter)]
+                places.setdefault(name, []).append((module, local_name))
+                owners.setdefault(name, set()).add(owner_of.get(id(module), ""))
+    result: dict[str, dict[str, Places]] = {"": {}, **{name: {} for name in blocks}}
+    for name, at in places.items():
+        owner = owners[name]
+        result[owner.pop() if len(owner) == 1 else ""][name] = at
+    return result
+
+
+def profile(model: nn.Module, example: Callable[[], Any] | None = None) -> Profile:
+    """The profile of a model. `example()` makes the arguments of one forward of a micro-batch; without it, or where
+    the model's forward depends on values, only the structure is known (`counted` is false).
+    """
+    structure = _structure(model)
+    return structure if example is None else _count(model, example, structure)
+
+
+def _structure(model: nn.Module) -> Profile:
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    blocks = [
+        Block(name, tuple(Parameter(key, shapes[key], trainable[key]) for key in places))
+        for name, places in find_parameters(model).items()
+    ]
+    mixers = tuple(
+        name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    )
+    buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return Profile(blocks[0], tuple(blocks[1:]), buffer_bytes, mixers)
+
+
+def _count(model: nn.Module, example: Callable[[], Any], structure: Profile) -> Profile:
+    tally = _Tally()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = {name: _fake(parameter) for name, parameter in model.named_parameters()}
+        state |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
+        tally.ignore(state.values())
+        with tally.watching(model):
+            functional_call(model, state, example())
+    counted = [
+        replace(
+            block,
+            calls=tally.calls.get(block.name, 1 if not block.name else 0),
+            in_backward=tally.in_backward.get(block.name, not block.name),
+            flops=tally.flops.get(block.name, 0),
+            saved_bytes={kind: tally.saved[kind].get(block.name, 0) for kind in tally.saved},
+        )
+        for block in structure.all
+    ]
+    return replace(structure, root=counted[0], blocks=tuple(counted[1:]), counted=True)
+
+
+class _Tally(TorchDispatchMode):
+    """Counts FLOPs and saved bytes of each operation for the block that is running. A storage is counted once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = ""
+        self.calls: dict[str, int] = {}
+        self.in_backward: dict[str, bool] = {}
+        self.flops: dict[str, int] = {}
+        self.saved: dict[str, dict[str, int]] = {"none": {}, "selective": {}, "full": {}}
+        self._seen: dict[str, set[int]] = {"none": set(), "selective": set(), "full": set()}
+        self._alive: list[Tensor] = []  # a storage's address means something only while it lives
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Parameters and buffers are state, not saved bytes."""
+        for tensor in tensors:
+            for seen in self._seen.values():
+                seen.add(tensor.untyped_storage()._cdata)
+            self._alive.append(tensor)
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Count while the model runs forward."""
+        handles = []
+        for name, module in find_blocks(model).items():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._leave, name)))
+        try:
+            with self, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = _ATTENTION_FLOPS.get(func._overloadpacket, flop_registry.get(func._overloadpacket))
+        if count is not None:
+            flops = count(*args, **(kwargs or {}), out_val=result)
+            self.flops[self.running] = self.flops.get(self.running, 0) + flops
+        if func in KEPT_OPERATIONS:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    self._add("selective", tensor)
+        return result
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._add("none", tensor)
+        if not self.running:
+            self._add("selective", tensor)
+            self._add("full", tensor)
+        return tensor
+
+    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running = name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor):
+                self._add("selective", tensor)
+                self._add("full", tensor)
+
+    def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        self.running = ""
+        needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+        self.in_backward[name] = self.in_backward.get(name, False) or needs
+
+    def _add(self, kind: str, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen[kind]:
+            self._seen[kind].add(storage._cdata)
+            self._alive.append(tensor)
+            self.saved[kind][self.running] = self.saved[kind].get(self.running, 0) + storage.nbytes()
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    # Whole attention, as torch's own counter has it; a causal mask is not discounted.
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+_ATTENTION_FLOPS = {getattr(aten, name): _attention_flops for name in _ATTENTION}
+
+
+def _fake(tensor: Tensor) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,175 @@
+"""Strict tables: a TOML table becomes a frozen dataclass, or an error that names the key and the remedy.
+
+Used by run files, plan files, model tables and the cluster catalog, so that every file that weft reads is checked in
+one way: an unknown key suggests the nearest one, a wrong type names the value, a missing key is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from weft.errors import ConfigError
+
+T = TypeVar("T")
+MAX_FILE_BYTES = 16 * 1024 * 1024
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The suggestion that ends a message about an unknown word: '; did you mean ...?' or the list of what exists."""
+    options = sorted(known)
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; known: {', '.join(options)}" if options else ""
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file, or a ConfigError that names file and place."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; this is not a TOML file of weft")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; check the path") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as UTF-8 text: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def build_dataclass(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
+    """A dataclass of type `cls` from a table; `path` is the dotted place of the table, for messages.
+
+    A class may define `from_shorthand(value)` to accept something other than a table (`shard = 4`).
+    """
+    assert dataclasses.is_dataclass(cls)
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    for key in table:
+        if key not in fields:
+            raise ConfigError(f"unknown key '{_join(path, key)}'{nearest(key, fields)}")
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in table:
+            values[name] = convert(table[name], hints[name], _join(path, name))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"missing key '{_join(path, name)}' (expects {type_name(hints[name])})")
+    return cls(**values)
+
+
+def convert(value: Any, hint: Any, path: str) -> Any:
+    """`value` as the annotated type `hint`, or a ConfigError that names path, value and expected type."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        options = [arg for arg in args if arg is not type(None)]
+        if value is None and len(options) < len(args):
+            return None
+        for option in options[:-1]:
+            try:
+                return convert(value, option, path)
+            except ConfigError:
+                continue
+        return convert(value, options[-1], path)
+    if origin is Literal:
+        if value in args and type(value) in {type(arg) for arg in args}:
+            return value
+        raise _wrong(path, value, hint, nearest(str(value), [str(arg) for arg in args]))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, hint):
+            return value
+        if isinstance(value, Mapping):
+            return build_dataclass(hint, value, path)
+        shorthand = getattr(hint, "from_shorthand", None)
+        if shorthand is None:
+            raise _wrong(path, value, hint)
+        return shorthand(value, path)
+    if origin in (tuple, list):
+        if not isinstance(value, (list, tuple)):
+            raise _wrong(path, value, hint)
+        return tuple(convert(item, args[0], f"{path}[{i}]") for i, item in enumerate(value))
+    if origin in (dict, Mapping, types.MappingProxyType) or getattr(origin, "__name__", "") == "Mapping":
+        if not isinstance(value, Mapping):
+            raise _wrong(path, value, hint)
+        return {str(key): convert(item, args[1], _join(path, str(key))) for key, item in value.items()}
+    if hint is float and type(value) is int:
+        return float(value)
+    if hint is Any or type(value) is hint:
+        return value
+    raise _wrong(path, value, hint)
+
+
+def to_table(value: Any) -> Any:
+    """A dataclass back to plain tables (None left out), the inverse of `build_dataclass`."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
+        return {name: to_table(item) for name, item in pairs if item is not None}
+    if isinstance(value, Mapping):
+        return {key: to_table(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_table(item) for item in value]
+    return value
+
+
+def dump_toml(table: Mapping[str, Any]) -> str:
+    """Plain tables as TOML text: scalars first, small inner tables inline below the first level."""
+    lines = [f"{key} = {_literal(item)}" for key, item in table.items() if not isinstance(item, Mapping)]
+    for key, item in table.items():
+        if isinstance(item, Mapping):
+            lines += ["", f"[{key}]", *(f"{name} = {_literal(inner)}" for name, inner in item.items())]
+    return "\n".join(lines).strip() + "\n"
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """`a.b=c` as (['a', 'b'], value); the value is TOML, or a bare word taken as a string."""
+    name, equals, raw = text.partition("=")
+    keys = [key.strip() for key in name.split(".")]
+    if not equals or not all(keys):
+        raise ConfigError(f"override '{text}' is not of the form section.key=value, e.g. train.steps=100")
+    try:
+        return keys, tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return keys, raw.strip()
+
+
+def type_name(hint: Any) -> str:
+    """An annotated type in a user's words."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_name(arg) for arg in args if arg is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(repr(arg) for arg in args)
+    if origin in (tuple, list):
+        return f"a list of {type_name(args[0])}"
+    if dataclasses.is_dataclass(hint):
+        return "a table"
+    plain = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+    return plain.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _wrong(path: str, value: Any, hint: Any, hint_text: str = "") -> ConfigError:
+    kind = type_name(type(value))
+    return ConfigError(f"'{path}' = {value!r} ({kind}) but it expects {type_name(hint)}{hint_text}")
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
+        return f'"{escaped}"'
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    return repr(value)

@@ -1,0 +1,91 @@
+"""The seam: what every axis and every memory policy is. A new one is a file with a `Strategy` and a line in the table.
+
+`refuse` says in words why a plan does not fit a model; `cost` says what it costs before it runs; `apply` does it.
+They live side by side so that they cannot drift, and a test holds the cost's traffic to the ledger, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from weft.comm import Traffic, Traffics, add_traffic
+from weft.comm.ledger import Key
+from weft.mesh import Mesh
+from weft.plan import BatchSplit, Plan
+from weft.profile import Profile
+
+Values = Callable[[str], Tensor]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank pays for one step.
+
+    `state_bytes` lives from step to step, by kind; `transient_bytes` comes and goes; `saved_bytes` is the activations
+    that one micro-batch keeps for backward; `flops` counts forward, backward and recompute.
+    """
+
+    traffic: Traffics = field(default_factory=dict)
+    state_bytes: Mapping[str, int] = field(default_factory=dict)
+    transient_bytes: int = 0
+    saved_bytes: int = 0
+    flops: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        kinds = {**self.state_bytes}
+        for kind, num_bytes in other.state_bytes.items():
+            kinds[kind] = kinds.get(kind, 0) + num_bytes
+        return Cost(
+            add_traffic(self.traffic, other.traffic),
+            kinds,
+            self.transient_bytes + other.transient_bytes,
+            self.saved_bytes + other.saved_bytes,
+            self.flops + other.flops,
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Everything at once, the most a rank is predicted to hold."""
+        return sum(self.state_bytes.values()) + self.transient_bytes + self.saved_bytes
+
+
+class Strategy:
+    """One axis, or one memory policy. Defaults: fits every model, costs nothing, does nothing."""
+
+    name: str
+    exact = True
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        """Why this plan does not fit this model, with the values and what to change; None where it does."""
+        return None
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        """What the rank at `coordinates` of the mesh pays for a step. The profile is of one micro-batch."""
+        return Cost()
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        """Do it, in place; state_dict keys stay. `values` gives a parameter's initial value by name."""
+        return model
+
+
+def tally(pairs: list[tuple[Key, int]]) -> dict[Key, Traffic]:
+    """Calls to traffic: a list of ((axis, operation), bytes of one call)."""
+    return add_traffic(*({key: Traffic(1, num_bytes)} for key, num_bytes in pairs))
+
+
+def refuse_batch_mixers(profile: Profile, plan: Plan, axis: str, degree: int) -> str | None:
+    """Layers that mix the samples of a batch compute something else when each rank has its own part of it."""
+    if degree > 1 and plan.exact and profile.batch_mixers:
+        return (
+            f"layer '{profile.batch_mixers[0]}' takes statistics over the batch, which {axis} = {degree} splits; "
+            f"set plan.exact = false to accept statistics per rank, or use GroupNorm or LayerNorm"
+        )
+    return None
+
+
+def reductions_per_step(plan: Plan, split: BatchSplit) -> int:
+    """How often gradients are reduced in a step."""
+    return split.accumulation if plan.memory.accumulate == "slice" else 1

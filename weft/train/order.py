@@ -1,0 +1,73 @@
+"""Which sequences a step trains on: a pure function of (seed, step), whatever the layout.
+
+Every epoch visits each of n sequences once, in an order of its own. The order is a bijection that is computed and
+not stored: a Feistel network over the smallest power of four that holds n, walked until it lands below n (Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So a resumed run continues at any step, a run on other
+devices sees the same batches, and 10^12 sequences cost no more memory than one batch.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+Words = NDArray[np.uint64]
+
+# Four rounds make a random-looking permutation of a large range; ranges of a few sequences need more (measured).
+NUM_ROUNDS = 12
+GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest 2^64 / golden ratio: the step of SplitMix64
+WORD_MASK = (1 << 64) - 1
+
+
+def permute(index: NDArray[np.integer[Any]], n: int, seed: int, epoch: int | Indices) -> Indices:
+    """A bijection on range(n) for each (seed, epoch), applied to each index; epoch may differ per index."""
+    index = np.asarray(index)
+    assert n >= 1, n
+    assert index.ndim == 1, index.shape
+    assert index.size == 0 or (index.min() >= 0 and index.max() < n), "index outside range(n)"
+    half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
+    start = np.full(index.shape, seed & WORD_MASK, dtype=np.uint64)
+    keys = _mix(_mix(start) + np.asarray(epoch, dtype=np.uint64))
+
+    result = _feistel(index.astype(np.uint64), keys, half_bits)
+    while (outside := result >= np.uint64(n)).any():  # at most 3 in 4 lie outside, so few turns
+        result[outside] = _feistel(result[outside], keys[outside], half_bits)
+    return result.astype(np.int64)
+
+
+def _feistel(value: Words, keys: Words, half_bits: int) -> Words:
+    """A permutation of range(4 ** half_bits): each round adds a hash of one half to the other, and swaps."""
+    left, right = value >> np.uint64(half_bits), value & np.uint64((1 << half_bits) - 1)
+    for number in range(1, NUM_ROUNDS + 1):
+        hashed = _mix(_mix(keys + np.uint64(number * GOLDEN & WORD_MASK)) + right)
+        left, right = right, left ^ (hashed >> np.uint64(64 - half_bits))
+    return (left << np.uint64(half_bits)) | right
+
+
+def _mix(words: Words) -> Words:
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): each input bit moves every output bit."""
+    words = words + np.uint64(GOLDEN)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def batch_indices(step: int, batch: int, num_sequences: int, seed: int) -> Indices:
+    """The sequences of one global step, [batch]. A batch may end one epoch and begin the next."""
+    assert step >= 0, step
+    assert batch >= 1, batch
+    positions = np.arange(step * batch, (step + 1) * batch, dtype=np.int64)
+    return permute(positions % num_sequences, num_sequences, seed, positions // num_sequences)
+
+
+def local_indices(indices: Indices, micro_batch: int, num_ranks: int, rank: int) -> list[Indices]:
+    """The micro-batches of one rank, [micro_batch] each, in the order in which it accumulates them.
+
+    Micro-batch a of all ranks together is a contiguous part of the batch, so the batch is the same set of sequences
+    for every (micro_batch, num_ranks).
+    """
+    assert 0 <= rank < num_ranks, (rank, num_ranks)
+    assert micro_batch >= 1, micro_batch
+    assert len(indices) % (micro_batch * num_ranks) == 0, (len(indices), micro_batch, num_ranks)
+    return list(indices.reshape(-1, num_ranks, micro_batch)[:, rank])

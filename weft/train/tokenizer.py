@@ -1,0 +1,108 @@
+"""Text to token ids and back: bytes, which need nothing, or a `tokenizer.json` of the tokenizers library.
+
+Weft trains no tokenizer. It only asks four things of one (`Tokenizer`): how many ids, which id ends a document,
+encode, and decode; and a fingerprint, so that tokens on disk are never taken for those of another tokenizer.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import DataError
+
+# The tokens that end a document in well-known vocabularies, tried in this order.
+END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+
+    @property
+    def end(self) -> int:
+        """The id that ends a document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Differs between tokenizers that give different ids."""
+
+    def encode(self, text: str) -> NDArray[np.integer[Any]]:
+        """The ids of a text, without any that mark its beginning or end."""
+
+    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+        """The text of ids; what is not valid text becomes U+FFFD, document ends become nothing."""
+
+
+class ByteTokenizer:
+    """The UTF-8 bytes are the ids 0 to 255, and 256 ends a document: 257 in all."""
+
+    vocab_size = 257
+    end = 256
+    fingerprint = "bytes, 256 ends a document"
+
+    def encode(self, text: str) -> NDArray[np.integer[Any]]:
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+        ids = np.asarray(ids)
+        # A model's vocabulary may be padded beyond 257; 0xFF is never valid UTF-8, so such ids show as U+FFFD.
+        data: bytes = np.minimum(ids[ids != self.end], 255).astype(np.uint8).tobytes()
+        return data.decode("utf-8", errors="replace")
+
+
+class FileTokenizer:
+    """A `tokenizer.json`. Special tokens written out in a text are taken as such, as transformers does."""
+
+    def __init__(self, path: Path, end_token: str | None) -> None:
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            raise DataError(f"reading {path} needs tokenizers; run: pip install weft[data]") from None
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read the tokenizer {path} ({error.strerror}); give 'bytes' or a path") from None
+        try:
+            self._backend = Backend.from_buffer(content)
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{path} is not a tokenizer.json ({error}); give one that tokenizers wrote") from None
+        # A file may carry settings of the model it was made for, which would cut or fill documents.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        self.end = self._find_end(path, end_token)
+        self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document"
+
+    def _find_end(self, path: Path, end_token: str | None) -> int:
+        candidates = END_TOKENS if end_token is None else (end_token,)
+        for token in candidates:
+            identity: int | None = self._backend.token_to_id(token)
+            if identity is not None:
+                return identity
+        raise DataError(
+            f"{path} has no token {' or '.join(candidates)} to end a document; give the name of the one it has"
+        )
+
+    def encode(self, text: str) -> NDArray[np.integer[Any]]:
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
+        ids = np.asarray(ids)
+        text: str = self._backend.decode(ids[ids != self.end].tolist(), skip_special_tokens=False)
+        return text
+
+
+def load_tokenizer(spec: str | Path, *, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer "bytes", or that of a `tokenizer.json` or of a model folder that holds one."""
+    if spec == "bytes":
+        if end_token is not None:
+            raise DataError(
+                f"end_token = {end_token!r} was given for 'bytes', whose end is always id 256; leave it out"
+            )
+        return ByteTokenizer()
+    path = Path(spec)
+    return FileTokenizer(path / "tokenizer.json" if path.is_dir() else path, end_token)

@@ -1,0 +1,270 @@
+"""The corpus as token ids on disk, made once and memory-mapped by every process, and sequences cut from it.
+
+A cache is a folder named by its key, with train.npy, held_out.npy and cache.json. It is built beside its place and
+renamed into it, so it is there whole or not at all. Processes of one machine take turns by a file lock: the first
+builds, the others find it finished.
+
+The split: a text is held out by a hash of its number in the source, so every machine holds out the same ones. A text
+is a document, or about a megabyte of a longer text file. If this leaves nothing on one side (a single short file,
+few documents, a small fraction), the last `held_out` part of all tokens is held out instead.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weft.errors import DataError
+from weft.train.sources import Source
+from weft.train.tokenizer import Tokenizer
+
+FORMAT_VERSION = 1
+SIDES = ("train", "held_out")
+COPY_TOKENS = 1 << 20
+PROGRESS_BYTES = 1 << 20  # progress is told once per so much, since documents may be a few bytes each
+
+TokenArray = NDArray[np.unsignedinteger[Any]]
+Progress = Callable[[int, int], None]
+
+logger = logging.getLogger("weft")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    train: TokenArray  # [num_tokens], memory-mapped, each document followed by the end id
+    held_out: TokenArray
+    fingerprint: str  # of the tokens themselves: equal on machines that train on the same ones
+
+
+def token_cache(
+    source: Source, tokenizer: Tokenizer, held_out: float, folder: Path, progress: Progress | None = None
+) -> Tokens:
+    """The tokens of a source, from the cache in `folder` or built into it.
+
+    `progress(done_bytes, total_bytes)` is called while building, and not at all when the cache is there.
+    """
+    if not 0 <= held_out < 1:
+        raise DataError(f"held_out = {held_out} is not a fraction; use 0 for none, or for example 0.01")
+    identity = [source.fingerprint, tokenizer.fingerprint, float(held_out), FORMAT_VERSION]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
+    cache = folder / key
+    if cache.exists():
+        # Without the lock: a finished cache may lie in a folder that cannot be written.
+        with contextlib.suppress(_DamagedCacheError):
+            return _open(cache)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(folder / f"{key}.lock"):
+        if cache.exists():
+            try:
+                return _open(cache)
+            except _DamagedCacheError as damage:
+                logger.warning("the token cache %s is damaged (%s); building it again", cache, damage)
+                shutil.rmtree(cache)
+        _build(source, tokenizer, held_out, cache, progress or (lambda done_bytes, total_bytes: None))
+        return _open(cache)
+
+
+class _DamagedCacheError(Exception):
+    """Says what does not match."""
+
+
+def _open(cache: Path) -> Tokens:
+    """Maps a cache after comparing sizes and headers; the content is not read through, as it may be terabytes."""
+    try:
+        record = json.loads((cache / "cache.json").read_bytes())
+        arrays: list[TokenArray] = []
+        for side in SIDES:
+            path, expected = cache / f"{side}.npy", record[side]
+            size_bytes = path.stat().st_size
+            if size_bytes != expected["size_bytes"]:
+                raise _DamagedCacheError(f"{path.name} has {size_bytes} bytes instead of {expected['size_bytes']}")
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if array.shape != (expected["num_tokens"],) or array.dtype.str != record["dtype"]:
+                raise _DamagedCacheError(f"{path.name} holds {array.dtype.str} {array.shape}, which cache.json denies")
+            arrays.append(array)
+        fingerprint = hashlib.sha256("".join(record[side]["sha256"] for side in SIDES).encode()).hexdigest()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _DamagedCacheError(f"{type(error).__name__}: {error}") from None
+    return Tokens(arrays[0], arrays[1], fingerprint)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process of this machine at a time; the system lets go of it if the process is killed."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process is building the token cache; waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(source: Source, tokenizer: Tokenizer, held_out: float, cache: Path, progress: Progress) -> None:
+    # The lock may not reach other machines that share the folder, so each has a place of its own to build in.
+    building = cache.with_name(f"{cache.name}.building-{socket.gethostname()}")
+    shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
+    building.mkdir()
+    try:
+        dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        with _TokenFile(building / "train.npy", dtype) as train, _TokenFile(building / "held_out.npy", dtype) as held:
+            _write_tokens(source, tokenizer, held_out, train, held, progress)
+            if held_out > 0:
+                _ensure_both_sides(train, held, held_out, source)
+            record: dict[str, Any] = {"train": train.finish(), "held_out": held.finish()}
+        record |= {"format_version": FORMAT_VERSION, "dtype": dtype.str, "source": source.description}
+        with (building / "cache.json").open("w") as file:
+            json.dump(record, file, indent=2)
+            _flush_to_disk(file)
+        _sync_folder(building)
+        try:
+            building.rename(cache)
+        except OSError:
+            if not cache.exists():
+                raise
+            # Another machine was first; `building` is removed below and its cache, which is equal, is used.
+        _sync_folder(cache.parent)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _write_tokens(
+    source: Source,
+    tokenizer: Tokenizer,
+    held_out: float,
+    train: "_TokenFile",
+    held: "_TokenFile",
+    progress: Progress,
+) -> None:
+    total_bytes = source.total_bytes
+    reported_bytes = 0
+    progress(0, total_bytes)
+    for index, piece in enumerate(source.pieces()):
+        side = held if is_held_out(index, held_out) else train
+        ids = tokenizer.encode(piece.text)
+        assert ids.size == 0 or int(ids.max()) < tokenizer.vocab_size, "the tokenizer gave an id beyond its vocab_size"
+        side.append(ids)
+        if piece.ends_document:
+            side.append(np.array([tokenizer.end]))
+        if piece.done_bytes - reported_bytes >= PROGRESS_BYTES:
+            reported_bytes = piece.done_bytes
+            progress(reported_bytes, total_bytes)
+    if train.num_tokens + held.num_tokens == 0:
+        raise DataError(f"{source.description} holds no text; give data with at least one document")
+    progress(total_bytes, total_bytes)
+
+
+def is_held_out(index: int, held_out: float) -> bool:
+    """Whether text number `index` of a source is held out: true for about the fraction `held_out` of them."""
+    digest = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < held_out * 2**64
+
+
+def _ensure_both_sides(train: "_TokenFile", held: "_TokenFile", held_out: float, source: Source) -> None:
+    num_tokens = train.num_tokens + held.num_tokens
+    if num_tokens < 2:
+        raise DataError(f"{source.description} gives {num_tokens} token, too few to hold some out; use held_out = 0")
+    if train.num_tokens == 0:
+        held.move_tail(train, num_tokens)
+    if held.num_tokens == 0:
+        train.move_tail(held, min(max(round(num_tokens * held_out), 1), num_tokens - 1))
+
+
+class _TokenFile:
+    """A one-dimensional .npy file that grows; its header is written last, when the count is known."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        self._dtype = dtype
+        self._file = path.open("w+b")
+        self.num_tokens = 0
+        self._write_header()
+        self._header_bytes = self._file.tell()
+
+    def __enter__(self) -> "_TokenFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _write_header(self) -> None:
+        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self.num_tokens,)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def append(self, ids: NDArray[np.integer[Any]]) -> None:
+        self._file.write(ids.astype(self._dtype).tobytes())
+        self.num_tokens += ids.size
+
+    def move_tail(self, target: "_TokenFile", num_tokens: int) -> None:
+        """Moves the last tokens to the end of another file."""
+        kept = self.num_tokens - num_tokens
+        self._file.seek(self._header_bytes + kept * self._dtype.itemsize)
+        while data := self._file.read(COPY_TOKENS * self._dtype.itemsize):
+            target.append(np.frombuffer(data, dtype=self._dtype))
+        self._file.seek(self._header_bytes + kept * self._dtype.itemsize)
+        self._file.truncate()
+        self.num_tokens = kept
+
+    def finish(self) -> dict[str, int | str]:
+        """Writes the header and flushes; returns what cache.json says of the file."""
+        size_bytes = self._file.tell()
+        self._file.seek(0)
+        self._write_header()
+        assert self._file.tell() == self._header_bytes, "numpy leaves room in the header for the count to grow"
+        _flush_to_disk(self._file)
+        self._file.seek(0)
+        sha256 = hashlib.file_digest(self._file, "sha256").hexdigest()
+        return {"num_tokens": self.num_tokens, "size_bytes": size_bytes, "sha256": sha256}
+
+
+def _flush_to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes names in a folder survive a power cut, as fsync does for the content of a file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Sequences:
+    """Tokens cut into sequences: number i reads tokens[i * length : (i + 1) * length] and predicts each next one."""
+
+    def __init__(self, tokens: TokenArray, sequence_length: int, *, name: str = "training data") -> None:
+        if sequence_length < 1:
+            raise DataError(f"sequence_length = {sequence_length} must be at least 1")
+        if len(tokens) == 0:
+            raise DataError(f"the {name} holds no tokens; give more data or change held_out")
+        if len(tokens) < sequence_length + 1:
+            raise DataError(
+                f"sequence_length = {sequence_length} needs at least {sequence_length + 1} tokens, but the {name} "
+                f"holds {len(tokens)}; use a sequence_length of at most {max(len(tokens) - 1, 1)}, or more data"
+            )
+        self._tokens = tokens
+        self.sequence_length = sequence_length
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self.sequence_length
+
+    def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels of some sequences, int64 [num_indices, sequence_length] each."""
+        indices = np.asarray(indices, dtype=np.int64)
+        assert indices.size == 0 or (indices.min() >= 0 and indices.max() < len(self)), "no such sequence"
+        positions = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
+        rows = torch.from_numpy(self._tokens[positions].astype(np.int64))  # [num_indices, sequence_length + 1]
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

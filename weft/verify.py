@@ -1,0 +1,286 @@
+"""The oracle: runs a plan on local Gloo processes in float64 against the unsplit model, and compares everything.
+
+Every rank also trains the sequential model by itself, with torch's own functions and none of weft's, and compares its
+own pieces: loss of each step, every gradient of the first step, every parameter after the last, the bytes it sent
+against the bytes predicted, and the bytes its state occupies against the bytes predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from weft.comm import Traffic, add_traffic
+from weft.comm.ledger import Key
+from weft.errors import VerifyError
+from weft.local import run_local
+from weft.mesh import Mesh
+from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
+from weft.plan import BatchSplit, Plan, split_batch
+from weft.profile import Profile, profile
+from weft.train.order import local_indices
+from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
+
+TOLERANCE = 1e-9
+# Tensors much smaller than the largest one are compared with this fraction of it: the gradient of an attention key's
+# bias, for one, is zero in mathematics and noise in any floating point.
+FLOOR = 1e-6
+LEARNING_RATE = 1e-2
+
+ModelFn = Callable[[], nn.Module]
+BatchFn = Callable[[int], Batch]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what was compared, the worst difference and where, or predicted and counted bytes."""
+
+    what: str
+    expected: str
+    found: str
+    where: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks of one plan."""
+
+    plan: Plan
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the plan equals the sequential model."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def first_failure(self) -> Check | None:
+        """The first check that did not pass."""
+        return next((check for check in self.checks if not check.passed), None)
+
+    def require(self) -> Report:
+        """Raise VerifyError with the first offender, or return the report."""
+        failure = self.first_failure
+        if failure is not None:
+            raise VerifyError(
+                f"{self.plan.describe_axes()} differs from the sequential model in {failure.what}: "
+                f"expected {failure.expected}, found {failure.found} ({failure.where})"
+            )
+        return self
+
+
+def verify(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    plan: Plan,
+    *,
+    objective: Objective = CROSS_ENTROPY,
+    steps: int = 3,
+    clip: float | None = 1.0,
+    tolerance: float = TOLERANCE,
+    timeout_seconds: float = 120.0,
+) -> Report:
+    """Prove that `plan` computes what the unsplit model does.
+
+    `model_fn()` makes the model (the same on every call after torch.manual_seed(0)); `batch_fn(step)` makes the tensors
+    of a whole global batch, samples first. The plan's precision is replaced by float64.
+    """
+    plan = replace(plan, precision="fp64")
+    example = batch_fn(0)
+    split = split_batch(plan, len(example[0]), 1)
+    refuse(_profile(model_fn, example, split), plan)
+
+    def rank(index: int) -> dict[str, Any]:
+        return _run_rank(model_fn, batch_fn, plan, split, objective, steps, clip)
+
+    answers = run_local(rank, plan.num_ranks, timeout_seconds)
+    return Report(plan, tuple(_judge(answers, tolerance)))
+
+
+# --- on each rank
+
+
+def _run_rank(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    plan: Plan,
+    split: BatchSplit,
+    objective: Objective,
+    steps: int,
+    clip: float | None,
+) -> dict[str, Any]:
+    expected = _run_sequential(_make(model_fn), batch_fn, objective, steps, clip)
+    counted_profile = _profile(model_fn, batch_fn(0), split)
+    mesh = Mesh(plan)
+    model = parallelize(_make(model_fn), plan, mesh)
+    optimizer = _optimizer(model)
+    watch = _Watch(model, optimizer)
+    mesh.ledger.clear()
+    losses, norms = [], []
+    for step in range(steps):
+        result = train_step(
+            model, optimizer, _own_batches(batch_fn(step), split, mesh["batch"].index), mesh, objective, clip
+        )
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    predicted = cost(counted_profile, plan, split, mesh.coordinates)
+    traffic = add_traffic(predicted.traffic, step_traffic(plan))
+    return {
+        "loss": _worst_number(losses, expected.losses),
+        "grad_norm": _worst_number(norms, expected.norms),
+        "gradient": _worst_tensor(watch.gradients, expected.gradients),
+        "parameter": _worst_tensor(_pieces(model), expected.parameters),
+        "predicted": _plain({key: value * steps for key, value in traffic.items()}),
+        "counted": _plain(mesh.ledger.entries()),
+        "predicted_state": dict(predicted.state_bytes),
+        "counted_state": watch.state,
+    }
+
+
+@dataclass
+class _Sequential:
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def _run_sequential(
+    model: nn.Module, batch_fn: BatchFn, objective: Objective, steps: int, clip: float | None
+) -> _Sequential:
+    optimizer = _optimizer(model)
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        batch = _to_double(batch_fn(step))
+        loss = objective.total(model, batch) / objective.count(batch).clamp(min=1)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
+        if step == 0:
+            gradients = {n: p.grad.flatten().clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        norms.append(norm.item())
+    parameters = {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
+    return _Sequential(losses, norms, gradients, parameters)
+
+
+class _Watch:
+    """Keeps the gradients that the first update sees, and the size of the state at the last one."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model = model
+        self.gradients: list[tuple[str, int, Tensor]] = []
+        self.state: dict[str, int] = {}
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self.gradients:
+            self.gradients = [
+                (part.parameter.name, part.start, piece.grad.flatten().clone())
+                for part, piece in named_pieces(self.model)
+                if piece.grad is not None
+            ]
+        self.state = state_bytes(self.model, optimizer)
+
+
+def _make(model_fn: ModelFn) -> nn.Module:
+    torch.manual_seed(0)
+    return model_fn().double()
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    return AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, foreach=True)
+
+
+def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit) -> Profile:
+    inputs = batch[0][: split.micro_batch]
+    return profile(_make(model_fn), lambda: (torch.empty_like(inputs, dtype=_double(inputs.dtype), device="cpu"),))
+
+
+def _own_batches(batch: Batch, split: BatchSplit, index: int) -> list[Batch]:
+    rows = local_indices(torch.arange(split.batch).numpy(), split.micro_batch, split.num_batch_ranks, index)
+    return [tuple(tensor[torch.from_numpy(chosen)] for tensor in _to_double(batch)) for chosen in rows]
+
+
+def _to_double(batch: Batch) -> Batch:
+    return tuple(tensor.to(_double(tensor.dtype)) for tensor in batch)
+
+
+def _double(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _pieces(model: nn.Module) -> list[tuple[str, int, Tensor]]:
+    return [(part.parameter.name, part.start, piece.detach().flatten()) for part, piece in named_pieces(model)]
+
+
+def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str]:
+    errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True)]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    return errors[worst], f"step {worst + 1}"
+
+
+def _worst_tensor(found: list[tuple[str, int, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
+    largest = max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=1.0)
+    worst = (0.0, "-")
+    for name, start, tensor in found:
+        # A parameter that the sequential run never reached has no gradient; here it must be zero.
+        reference = expected.get(name, torch.zeros(start + tensor.numel(), dtype=tensor.dtype))
+        difference = float((tensor - reference[start : start + tensor.numel()]).abs().max())
+        error = difference / max(float(reference.abs().max()), FLOOR * largest)
+        if not error <= worst[0]:  # also catches NaN
+            worst = (error, name)
+    return worst
+
+
+def _plain(traffic: dict[Key, Traffic]) -> dict[str, list[int]]:
+    return {f"{axis} {operation}": [value.calls, value.num_bytes] for (axis, operation), value in traffic.items()}
+
+
+# --- from all ranks
+
+
+def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
+    checks = []
+    for key, what in (
+        ("loss", "loss"),
+        ("grad_norm", "gradient norm"),
+        ("gradient", "worst gradient"),
+        ("parameter", "worst parameter after the steps"),
+    ):
+        errors = [(answer[key][0], f"rank {rank}, {answer[key][1]}") for rank, answer in enumerate(answers)]
+        error, where = max(errors, key=lambda pair: float("inf") if pair[0] != pair[0] else pair[0])
+        checks.append(Check(what, f"≤ {tolerance:.0e}", f"{error:.1e}", where, error <= tolerance))
+    keys = sorted({key for answer in answers for key in (*answer["predicted"], *answer["counted"])})
+    checks += [_equal(f"traffic: {key}", answers, "predicted", "counted", key, _traffic_text) for key in keys]
+    kinds = answers[0]["predicted_state"]
+    checks += [
+        _equal(f"state: {kind}", answers, "predicted_state", "counted_state", kind, _bytes_text) for kind in kinds
+    ]
+    return checks
+
+
+def _equal(
+    what: str, answers: list[dict[str, Any]], predicted: str, counted: str, key: str, text: Callable[[Any], str]
+) -> Check:
+    for rank, answer in enumerate(answers):
+        expected, found = answer[predicted].get(key), answer[counted].get(key)
+        if expected != found:
+            return Check(what, text(expected), text(found), f"rank {rank}", False)
+    value = text(answers[0][predicted].get(key))
+    return Check(what, value, value, "all ranks", True)
+
+
+def _traffic_text(value: list[int] | None) -> str:
+    return "nothing" if value is None else f"{value[1]:,} B in {value[0]} calls"
+
+
+def _bytes_text(value: int | None) -> str:
+    return f"{value or 0:,} B"
