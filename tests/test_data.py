@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from weft.errors import DataError
-from weft.train import sources, tokens
-from weft.train.sources import documents
-from weft.train.tokenizer import ByteTokenizer, load_tokenizer
-from weft.train.tokens import Sequences, is_held_out, token_cache
+from weft.data import sources, tokens
+from weft.data.sources import documents
+from weft.data.tokenizer import ByteTokenizer, load_tokenizer
+from weft.data.tokens import Sequences, is_held_out, token_cache
 
 TEXTS = ["alpha\nbeta\n", "γάμμα 🙂", "delta\r\nepsilon", "zeta" * 20]
 

@@ -67,8 +67,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
     """transformers' RMSNorm without its cast to float32, which rounds float64 models to 1e-7."""
-    normed = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-    return self.weight * normed
+    variance = hidden.pow(2).mean(-1, keepdim=True)
+    normed: Tensor = self.weight * (hidden * torch.rsqrt(variance + self.variance_epsilon))
+    return normed
 
 
 @pytest.fixture
@@ -145,9 +146,8 @@ def test_our_folder_gives_transformers_our_logits(case: str, tmp_path: Path, bat
             parameter.mul_(5).add_(0.01)
         save_folder(tmp_path / "ours", ours)
         assert read_config(tmp_path / "ours") == config
-        theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-            tmp_path / "ours", output_loading_info=True, attn_implementation="sdpa"
-        )
+        loader: Any = transformers.AutoModelForCausalLM
+        theirs, report = loader.from_pretrained(tmp_path / "ours", output_loading_info=True, attn_implementation="sdpa")
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         assert type(theirs).__name__ == json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0]
         assert theirs.dtype == torch.float64

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.train.order import batch_indices, local_indices, permute
+from weft.data.order import batch_indices, local_indices, permute
 
 seeds = st.integers(0, 2**64 - 1)
 

@@ -76,8 +76,9 @@ def run_on(hosts: Sequence[str], command: Sequence[str], folder: Path) -> tuple[
     try:
         for host, address, output in zip(hosts, ADDRESSES, outputs, strict=True):
             environ = os.environ | {"GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
-            # --local-addr: the machine's name means loopback in both namespaces.
-            line = ["ip", "netns", "exec", host, *torchrun, f"--local-addr={address}", *command]
+            # torchrun would learn its address and role from the machine's name, which means loopback in both.
+            own = [f"--local-addr={address}", f"--rdzv-conf=is_host={int(host == hosts[0])}"]
+            line = ["ip", "netns", "exec", host, *torchrun, *own, *command]
             with open(output, "wb") as file:
                 processes.append(subprocess.Popen(line, env=environ, stdout=file, stderr=file, start_new_session=True))
         codes = [process.wait(DEADLINE_SECONDS) for process in processes]

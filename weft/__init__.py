@@ -1,1 +1,33 @@
-"""Weft."""
+"""Weft plans, proves and runs the training of networks too large for one device.
+
+plan = weft.Plan(data=2, shard=weft.Shard(degree=4, stage=3))
+weft.verify(model_fn, batch_fn, plan).require()   # equals the unsplit model, or says where it does not
+model = weft.parallelize(model, plan)             # the same module, its state split as the plan says
+"""
+
+from weft.errors import WeftError
+from weft.mesh import Mesh
+from weft.parallel import clip_grad_norm, parallelize, sync_gradients
+from weft.plan import Memory, Plan, Shard, load_plan
+from weft.profile import profile
+from weft.train.step import CROSS_ENTROPY, Objective, train_step
+from weft.verify import verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CROSS_ENTROPY",
+    "Memory",
+    "Mesh",
+    "Objective",
+    "Plan",
+    "Shard",
+    "WeftError",
+    "clip_grad_norm",
+    "load_plan",
+    "parallelize",
+    "profile",
+    "sync_gradients",
+    "train_step",
+    "verify",
+]

@@ -44,7 +44,7 @@ from weft.errors import LaunchError
 Launcher = Literal["none", "weft", "torchrun", "slurm", "mpi"]
 
 _COMMANDS: dict[Launcher, str] = {
-    "none": "nothing",
+    "none": "python",
     "weft": "weft",
     "torchrun": "torchrun",
     "slurm": "srun",
@@ -317,7 +317,7 @@ def _cuda_index(place: Place) -> int:
     if place.local_rank >= num_devices:
         raise LaunchError(
             f"local rank {place.local_rank} has no GPU: this host shows {num_devices}; "
-            f"start at most {num_devices} ranks per host, or train on the CPU"
+            "start no more ranks per host than it has, or train on the CPU"
         )
     return place.local_rank
 

@@ -55,8 +55,9 @@ class Parameter:
 class Block:
     """A unit of the model's chain. Counts are for one forward of the example batch.
 
-    `saved_bytes` are those that backward needs, by `memory.recompute`. `in_backward` is false for a block whose output
-    needs no gradient: nothing of it is needed again.
+    `flops` counts attention in full, as torch's counter does; `attention_flops` is that part of it, which a causal
+    mask halves. `saved_bytes` are those that backward needs, by `memory.recompute`. `in_backward` is false for a block
+    whose output needs no gradient: nothing of it is needed again.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Block:
     calls: int = 1
     in_backward: bool = True
     flops: int = 0
+    attention_flops: int = 0
     saved_bytes: Mapping[str, int] | None = None
 
     @property
@@ -182,6 +184,7 @@ def _count(model: nn.Module, example: Callable[[], Any], structure: Profile) -> 
             calls=tally.calls.get(block.name, 1 if not block.name else 0),
             in_backward=tally.in_backward.get(block.name, not block.name),
             flops=tally.flops.get(block.name, 0),
+            attention_flops=tally.attention_flops.get(block.name, 0),
             saved_bytes={kind: tally.saved[kind].get(block.name, 0) for kind in tally.saved},
         )
         for block in structure.all
@@ -198,6 +201,7 @@ class _Tally(TorchDispatchMode):
         self.calls: dict[str, int] = {}
         self.in_backward: dict[str, bool] = {}
         self.flops: dict[str, int] = {}
+        self.attention_flops: dict[str, int] = {}
         self.saved: dict[str, dict[str, int]] = {"none": {}, "selective": {}, "full": {}}
         self._seen: dict[str, set[int]] = {"none": set(), "selective": set(), "full": set()}
         self._alive: list[Tensor] = []  # a storage's address means something only while it lives
@@ -229,6 +233,8 @@ class _Tally(TorchDispatchMode):
         if count is not None:
             flops = count(*args, **(kwargs or {}), out_val=result)
             self.flops[self.running] = self.flops.get(self.running, 0) + flops
+            if func._overloadpacket in _ATTENTION_FLOPS:
+                self.attention_flops[self.running] = self.attention_flops.get(self.running, 0) + flops
         if func in KEPT_OPERATIONS:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):

@@ -17,13 +17,15 @@ from torch.optim import AdamW, Optimizer
 
 from weft.comm import Traffic, add_traffic
 from weft.comm.ledger import Key
+from weft.config import Run
+from weft.data.order import local_indices
 from weft.errors import VerifyError
 from weft.local import run_local
 from weft.mesh import Mesh
+from weft.models import IGNORE, build, initialise
 from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
 from weft.plan import BatchSplit, Plan, split_batch
 from weft.profile import Profile, profile
-from weft.train.order import local_indices
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
 
 TOLERANCE = 1e-9
@@ -101,6 +103,28 @@ def verify(
 
     answers = run_local(rank, plan.num_ranks, timeout_seconds)
     return Report(plan, tuple(_judge(answers, tolerance)))
+
+
+def verify_run(run: Run) -> Report:
+    """Prove a run's plan on a shrunk copy of its model, with random tokens of which some are masked."""
+    config = run.model.shrunk()
+    plan = replace(run.plan, micro_batch=2)
+    num_sequences = plan.num_batch_ranks * 2 * min(2, run.split.accumulation)
+    sequence = min(16, run.data.sequence)
+
+    def model_fn() -> nn.Module:
+        model = build(config)
+        initialise(model, run.train.seed)
+        return model
+
+    def batch_fn(step: int) -> Batch:
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, config.vocab_size, (num_sequences, sequence + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORE
+        return tokens[:, :-1].contiguous(), labels
+
+    return verify(model_fn, batch_fn, plan, clip=run.train.clip)
 
 
 # --- on each rank

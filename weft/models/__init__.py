@@ -12,7 +12,7 @@ from typing import Any, get_args
 from weft.errors import ConfigError
 from weft.models.decoder import Decoder, DecoderArchitecture, DecoderConfig, RopeScaling
 from weft.models.gpt2 import GPT2, GPT2Config
-from weft.models.hf import read_config, read_weights, save_folder, weights, write_config, write_weights
+from weft.models.hf import read_config, read_weights, save_folder, weight_reader, weights, write_config, write_weights
 from weft.models.init import Model, ModelConfig, build, initial_value, initialise
 from weft.models.loss import IGNORE, token_loss
 from weft.schema import build_dataclass, nearest
@@ -34,6 +34,7 @@ __all__ = [
     "read_weights",
     "save_folder",
     "token_loss",
+    "weight_reader",
     "weights",
     "write_config",
     "write_weights",

@@ -12,8 +12,8 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -143,34 +143,43 @@ def read_weights(folder: Path, model: Model) -> None:
 
 
 def weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a folder by weft's name, one at a time; names and shapes are checked before the first.
+    """Every parameter of a folder by weft's name, one at a time; a tied head is not one."""
+    read = weight_reader(folder, config)
+    return ((name, read(name)) for name in parameter_shapes(config))
 
-    A tied head is never yielded: where a folder has one, it must equal the embedding.
+
+def weight_reader(folder: Path, config: ModelConfig) -> Callable[[str], Tensor]:
+    """A function from a parameter's name to its tensor, read from the folder when asked; names and shapes are
+    checked at once. Where a folder has a tied head, it must equal the embedding.
     """
-    with ExitStack() as stack:
-        stored: dict[str, tuple[Path, Any, str]] = {}  # weft's name -> file, its handle, the name inside
-        for file, listed in _weight_files(folder).items():
-            handle = stack.enter_context(_open(file))
-            _check_listed(file, listed, set(handle.keys()))
-            for raw_name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
-                name = _weft_name(raw_name, config)
-                if LEGACY_BUFFERS.search(raw_name):
-                    continue
-                if name in stored:
-                    raise CheckpointError(f"{file}: {raw_name} is the tensor {name} a second time; remove one of them")
-                stored[name] = (file, handle, raw_name)
-        _check_stored(folder, config, stored)
-        for name, (file, handle, raw_name) in stored.items():
-            tensor = _turned(name, handle.get_tensor(raw_name), config)
-            if config.tie_word_embeddings and name == HEAD_NAME:
-                _, embedding_handle, embedding_name = stored[config.embedding_name]
-                if not torch.equal(tensor, embedding_handle.get_tensor(embedding_name)):
-                    raise CheckpointError(
-                        f"{file}: {raw_name} differs from the embedding, but tie_word_embeddings = true; "
-                        f"set it to false in {CONFIG_FILE}"
-                    )
+    stored: dict[str, tuple[Path, Any, str]] = {}  # weft's name -> file, its handle, the name inside
+    for file, listed in _weight_files(folder).items():
+        handle = _open(file)
+        _check_listed(file, listed, set(handle.keys()))
+        for raw_name in handle.keys():  # noqa: SIM118 (a handle is not a mapping)
+            name = _weft_name(raw_name, config)
+            if LEGACY_BUFFERS.search(raw_name):
                 continue
-            yield name, tensor
+            if name in stored:
+                raise CheckpointError(f"{file}: {raw_name} is the tensor {name} a second time; remove one of them")
+            stored[name] = (file, handle, raw_name)
+    _check_stored(folder, config, stored)
+
+    def read(name: str) -> Tensor:
+        _, handle, raw_name = stored[name]
+        return _turned(name, handle.get_tensor(raw_name), config)
+
+    if (
+        config.tie_word_embeddings
+        and HEAD_NAME in stored
+        and not torch.equal(read(HEAD_NAME), read(config.embedding_name))
+    ):
+        file, _, raw_name = stored[HEAD_NAME]
+        raise CheckpointError(
+            f"{file}: {raw_name} differs from the embedding, but tie_word_embeddings = true; "
+            f"set it to false in {CONFIG_FILE}"
+        )
+    return read
 
 
 def save_folder(folder: Path, model: Model) -> None:

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from weft.data.sources import Source
+from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
-from weft.train.sources import Source
-from weft.train.tokenizer import Tokenizer
 
 FORMAT_VERSION = 1
 SIDES = ("train", "held_out")

@@ -1,0 +1,326 @@
+"""The commands. No logic here: each reads its arguments, calls the room that does the work, and shows the result."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+except ImportError:
+    sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
+
+from weft import __version__
+from weft.checkpoint import steps
+from weft.config import Run, load_run
+from weft.display import (
+    LiveReporter,
+    QuietReporter,
+    byte_progress,
+    format_bytes,
+    format_seconds,
+    show_report,
+    show_run,
+    show_table,
+)
+from weft.doctor import examine
+from weft.errors import ConfigError, WeftError
+from weft.launch import Place, detect, start_local
+from weft.predict import micro_batch_profile, predict, run_cluster
+from weft.train.batches import prepare_data
+from weft.train.export import DTYPES, export
+from weft.train.generate import generate, load_for_generation
+from weft.train.loop import train
+from weft.verify import Report, verify_run
+
+app = typer.Typer(
+    name="weft",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Plans, proves and runs the training of networks too large for one device.",
+)
+
+RunFile = Annotated[Path, typer.Argument(help="the run file (TOML)", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="changes to it: section.key=value", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+
+MAX_VERIFIED_RANKS = 8
+PROMPT = "def "
+
+
+@app.command("train", epilog="Example: weft train examples/quickstart.toml train.steps=50")
+def train_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    verify: Annotated[bool, typer.Option(help="prove the plan on local processes first")] = True,
+    fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside and start anew")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
+    run = load_run(run_file, overrides or [])
+    place = detect(os.environ)
+    if place is not None:
+        _train_rank(run, place, as_json)
+        return
+    console = _console(as_json)
+    if fresh:
+        _move_aside(run, console)
+    _show(run, console)
+    done = steps(run.folder / "checkpoints")
+    if done and done[-1] >= run.train.steps:
+        console.print(
+            f"\nThis run is finished: step {done[-1]} of {run.train.steps} is in {run.folder}. "
+            f"To start anew: weft train {run_file} --fresh. To go on: weft train {run_file} "
+            f"train.steps={done[-1] + run.train.steps}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    else:
+        if verify:
+            _verify(run, console)
+        _prepare(run, console)
+        _run_ranks(run, run_file, overrides or [], as_json)
+    if as_json:
+        _print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
+    elif steps(run.folder / "checkpoints"):
+        _show_sample(run, run_file, console)
+
+
+@app.command("plan", epilog="Example: weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json")
+def plan_command(run_file: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Predict a plan: memory per device, traffic per axis and a rough time, without running anything."""
+    run = load_run(run_file, overrides or [])
+    cluster = run_cluster(run)
+    prediction = predict(run, cluster)
+    if as_json:
+        identity = run.split.identity(run.plan)
+        _print_json({"plan": run.plan.degrees, "batch": identity, "cluster": cluster.name, **prediction.to_json()})
+    else:
+        show_run(_console(), run, cluster, micro_batch_profile(run), prediction)
+
+
+@app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2")
+def verify_command(run_file: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Prove that the plan equals the unsplit model, in float64 on local processes, on a shrunk copy of the model."""
+    run = load_run(run_file, overrides or [])
+    console = _console(as_json)
+    with console.status(f"verifying {run.plan.describe_axes()} on {run.plan.num_ranks} local processes"):
+        report = verify_run(run)
+    if as_json:
+        _print_json({"passed": report.passed, "checks": [asdict(check) for check in report.checks]})
+    else:
+        show_report(console, report, run.plan.describe_axes())
+    report.require()
+
+
+@app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")
+def export_command(
+    source: Annotated[Path, typer.Argument(help="a run folder or a checkpoint")],
+    target: Annotated[Path, typer.Argument(help="the Hugging Face folder to write; must not exist")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as trained if not given")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder that transformers loads."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    with byte_progress(_console(as_json), "exporting") as progress:
+        export(source, target, dtype, progress)
+    if as_json:
+        _print_json({"folder": str(target)})
+    else:
+        _console().print(f"wrote {target}; load it with AutoModelForCausalLM.from_pretrained('{target}')")
+
+
+@app.command("generate", epilog='Example: weft generate runs/quickstart --prompt "def main():" --tokens 100')
+def generate_command(
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    prompt: Annotated[str, typer.Option(help="the text to continue")] = PROMPT,
+    tokens: Annotated[int, typer.Option(help="how many tokens at most", min=1, max=100_000)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token", min=0.0, max=10.0)] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="choose among the k likeliest", min=1)] = 50,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt with a trained model, on one process."""
+    console = _console(as_json)
+    with console.status("generating"):
+        model, tokens_of, context = load_for_generation(source, tokenizer)
+        text = generate(
+            model,
+            tokens_of,
+            prompt,
+            num_tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            context=context,
+        )
+    if as_json:
+        _print_json({"prompt": prompt, "text": text})
+    else:
+        print(prompt + text)
+
+
+@app.command("doctor", epilog="Example: weft doctor --json")
+def doctor_command(
+    ranks: Annotated[int, typer.Option(help="local ranks to measure the all-reduce with", min=2, max=64)] = 2,
+    as_json: Json = False,
+) -> None:
+    """Report versions, devices, back-ends, memory, the launcher found and the measured all-reduce speed."""
+    console = _console(as_json)
+    with console.status("examining the machine"):
+        findings = examine(os.environ, ranks)
+    if as_json:
+        _print_json(findings)
+        return
+    rows = {
+        key: value for key, value in findings.items() if key not in ("versions", "all_reduce", "warnings", "devices")
+    }
+    for key in ("memory_free_bytes", "shared_memory_bytes"):
+        rows[key] = "unknown" if rows[key] is None else format_bytes(rows[key])
+    rows["backends"] = ", ".join(findings["backends"])
+    rows |= {f"device {i}": ", ".join(f"{k} {v}" for k, v in d.items()) for i, d in enumerate(findings["devices"])}
+    rows["versions"] = ", ".join(f"{name} {found or 'missing'}" for name, found in findings["versions"].items())
+    for row in findings["all_reduce"]:
+        rows[f"all-reduce of {format_bytes(row['bytes'])}"] = (
+            f"{format_seconds(row['seconds'])} between {row['ranks']} local ranks, "
+            f"{format_bytes(row['bus_bytes_per_second'])}/s"
+        )
+    show_table(console, rows)
+    for warning in findings["warnings"]:
+        console.print(f"[yellow]warning[/] {warning}")
+
+
+def main() -> None:
+    """The entry point: errors that weft raises on purpose are one line, status 2 for what the user can change."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, 2)
+    except WeftError as error:
+        _fail(error, 1)
+
+
+# --- steps of `weft train`
+
+
+def _train_rank(run: Run, place: Place, as_json: bool) -> None:
+    """One rank under a launcher; rank 0 speaks."""
+    console = _console(as_json)
+    speaks = place.rank == 0 and not as_json
+    if speaks and place.launcher != "weft":
+        _show(run, console)
+        console.print("Prove this plan with: weft verify (not done under a launcher)")
+    reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
+    try:
+        outcome = train(run, place, reporter)
+    finally:
+        reporter.close()
+    if place.rank == 0 and not outcome.finished:
+        _console(True).print(
+            f"stopped at step {outcome.step} and saved; run the same command to go on", highlight=False
+        )
+
+
+def _run_ranks(run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:
+    if run.plan.num_ranks == 1:
+        _train_rank(run, Place(), as_json)
+        return
+    command = [sys.executable, "-m", "weft", "train", str(run_file), *overrides, *(["--json"] if as_json else [])]
+    status = start_local(run.plan.num_ranks, command, {})
+    if status:
+        raise SystemExit(status)
+
+
+def _show(run: Run, console: Console) -> None:
+    cluster = run_cluster(run)
+    show_run(console, run, cluster, micro_batch_profile(run), predict(run, cluster))
+
+
+def _verify(run: Run, console: Console) -> None:
+    if run.plan.num_ranks > MAX_VERIFIED_RANKS:
+        console.print(
+            f"not verified here: {run.plan.num_ranks} ranks are more than {MAX_VERIFIED_RANKS} local processes"
+        )
+        return
+    start = time.perf_counter()
+    with console.status("verifying the plan"):
+        report: Report = verify_run(run)
+    show_report(console, report, f"{run.plan.describe_axes()}, {time.perf_counter() - start:.0f} s")
+    report.require()
+
+
+def _prepare(run: Run, console: Console) -> None:
+    with byte_progress(console, "tokens") as progress:
+        data = prepare_data(run, progress)
+    held_out = 0 if data.held_out is None else len(data.held_out)
+    console.print(
+        f"[bold]data[/]     {data.description}: {len(data.train):,} sequences, {held_out:,} held out", highlight=False
+    )
+
+
+def _move_aside(run: Run, console: Console) -> None:
+    if not run.folder.exists():
+        return
+    number = 1
+    while (aside := run.folder.with_name(f"{run.folder.name}.old-{number}")).exists():
+        number += 1
+    run.folder.rename(aside)
+    console.print(f"moved the earlier run to {aside}")
+
+
+def _last_event(run: Run) -> dict[str, Any]:
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    last: dict[str, Any] = {}
+    for event in events:
+        last[event["kind"]] = {key: value for key, value in event.items() if key != "kind"}
+    return {"step": last.get("step"), "evaluation": last.get("evaluation")}
+
+
+def _show_sample(run: Run, run_file: Path, console: Console) -> None:
+    with console.status("generating"):
+        model, tokenizer, context = load_for_generation(run.folder)
+        text = generate(model, tokenizer, PROMPT, num_tokens=240, context=context)
+    console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
+    print(PROMPT + text)
+    console.print(
+        f"\n[bold]what to try next[/]\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps}      # train on, from the checkpoint\n"
+        f"  weft train {run_file} plan.data=1 plan.shard=2    # resume under another plan: same loss curve\n"
+        f"  weft plan {run_file} plan.shard.stage=2           # what another plan would cost\n"
+        f'  weft generate {run.folder} --prompt "import "     # more text\n'
+        f"  weft export {run.folder} my-model                 # a folder that transformers loads",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _console(to_stderr: bool = False) -> Console:
+    return Console(stderr=to_stderr)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _fail(error: WeftError, status: int) -> None:
+    print(f"weft: {error}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+@app.callback()
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="print the version and leave", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit

@@ -1,0 +1,255 @@
+"""The run file: one TOML file says what to train, on what, and how. Frozen, strict, and checked before anything starts.
+
+    run = load_run(Path("run.toml"), ["plan.data=2", "train.steps=100"])
+
+Every value remembers where it came from (the file, an override, or the default), so that a saved run explains itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import ConfigError
+from weft.models import ModelConfig, config_from_table, read_config
+from weft.plan import BatchSplit, Plan, split_batch
+from weft.schema import build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on: a file, a folder or "stdlib", cut into sequences of `sequence` tokens."""
+
+    source: str
+    sequence: int
+    tokenizer: str = "bytes"
+    text_field: str = "text"
+    held_out: float = 0.05
+    cache: str = "runs/cache"
+
+    def __post_init__(self) -> None:
+        _at_least("data.sequence", self.sequence, 1)
+        if not 0 <= self.held_out < 1:
+            raise ConfigError(f"data.held_out = {self.held_out}; it is a fraction from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. Give `batch` (sequences per step) or `batch_tokens` (tokens per step), not both."""
+
+    steps: int
+    batch: int | None = None
+    batch_tokens: int | None = None
+    learning_rate: float = 3e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    final_learning_rate: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip: float | None = 1.0
+    seed: int = 0
+    deterministic: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_seconds: int = 600
+    log_every: int = 1
+    evaluate_every: int | None = None
+    evaluate_sequences: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every", "evaluate_sequences", "timeout_seconds"):
+            _at_least(f"train.{name}", getattr(self, name), 1)
+        _at_least("train.warmup_steps", self.warmup_steps, 0)
+        if (self.batch is None) == (self.batch_tokens is None):
+            raise ConfigError("give one of train.batch (sequences per step) and train.batch_tokens (tokens per step)")
+        if self.warmup_steps + (self.decay_steps or 0) > self.steps:
+            raise ConfigError(
+                f"train.warmup_steps = {self.warmup_steps} and train.decay_steps = {self.decay_steps or 0} exceed "
+                f"train.steps = {self.steps}"
+            )
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ConfigError(f"train.decay_steps belongs to schedule = 'wsd'; given schedule = '{self.schedule}'")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save (every n steps, and always at the end) and what to keep."""
+
+    every: int | None = None
+    keep_last: int = 2
+    keep_every: int | None = None
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(f"checkpoint.{name}", value, 1)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Metrics always go to metrics.jsonl in the run folder; these are beside it."""
+
+    tensorboard: bool = False
+    wandb: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked run file. `model_folder` is a Hugging Face folder to start from, where one is given."""
+
+    name: str
+    folder: Path
+    model: ModelConfig
+    model_folder: Path | None
+    data: DataConfig
+    train: TrainConfig
+    plan: Plan
+    cluster: str = "local"
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def split(self) -> BatchSplit:
+        """The batch identity."""
+        batch = self.train.batch
+        if batch is None:
+            tokens = self.train.batch_tokens
+            assert tokens is not None
+            if tokens % self.data.sequence:
+                raise ConfigError(
+                    f"train.batch_tokens = {tokens} is not a multiple of data.sequence = {self.data.sequence}"
+                )
+            batch = tokens // self.data.sequence
+        return split_batch(self.plan, batch, self.data.sequence)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the data names."""
+        return load_tokenizer(self.data.tokenizer)
+
+    def to_toml(self) -> str:
+        """The whole run with every value spelled out, each with where it came from."""
+        tables = {
+            "name": self.name,
+            "folder": str(self.folder),
+            "cluster": self.cluster,
+            "model": _model_table(self),
+            **{key: to_table(getattr(self, key)) for key in ("data", "train", "plan", "checkpoint", "log")},
+        }
+        lines, section = [], ""
+        for line in dump_toml(tables).splitlines():
+            if line.startswith("["):
+                section = line.strip("[]") + "."
+            key = section + line.partition(" = ")[0]
+            origin = self.origins.get(key)
+            lines.append(f"{line}  # {origin}" if origin and " = " in line else line)
+        return "\n".join(lines) + "\n"
+
+
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "log")
+_VALUES = ("name", "folder", "cluster")
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
+    """A run file with overrides (`plan.data=2`) applied, strictly checked."""
+    tables = read_toml(path)
+    origins = dict.fromkeys(_keys(tables), path.name)
+    for text in overrides:
+        keys, value = parse_override(text)
+        _apply(tables, keys, value, text)
+        origins[".".join(keys)] = "override"
+    return run_from_tables(tables, origins, default_name=path.stem)
+
+
+def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], default_name: str) -> Run:
+    """A run from the tables of its file."""
+    for key in tables:
+        if key not in (*_TABLES, *_VALUES):
+            raise ConfigError(f"unknown key '{key}'{nearest(key, (*_TABLES, *_VALUES))}")
+    for key in _TABLES:
+        if not isinstance(tables.get(key, {}), Mapping):
+            raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a table [{key}]")
+    for key in _VALUES:
+        if not isinstance(tables.get(key, ""), str):
+            raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a string")
+    name = tables.get("name", default_name)
+    data = build_dataclass(DataConfig, tables.get("data", {}), "data")
+    model, folder = _model(tables.get("model", {}), data)
+    run = Run(
+        name=name,
+        folder=Path(tables.get("folder", f"runs/{name}")),
+        model=model,
+        model_folder=folder,
+        data=data,
+        train=build_dataclass(TrainConfig, tables.get("train", {}), "train"),
+        plan=build_dataclass(Plan, tables.get("plan", {}), "plan"),
+        cluster=tables.get("cluster", "local"),
+        checkpoint=build_dataclass(CheckpointConfig, tables.get("checkpoint", {}), "checkpoint"),
+        log=build_dataclass(LogConfig, tables.get("log", {}), "log"),
+        origins=origins,
+    )
+    _ = run.split  # the batch must divide
+    return run
+
+
+def _model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelConfig, Path | None]:
+    """The model's config: from a Hugging Face folder, or from the table, its vocabulary from the tokenizer."""
+    tokenizer = load_tokenizer(data.tokenizer)
+    if "folder" in table:
+        if len(table) > 1:
+            others = ", ".join(f"model.{key}" for key in table if key != "folder")
+            raise ConfigError(f"model.folder already says what the model is; remove {others}")
+        folder = Path(str(table["folder"]))
+        config = read_config(folder)
+        given = f"the model in {folder}"
+    else:
+        folder, given = None, "model.vocab_size"
+        config = config_from_table({"vocab_size": tokenizer.vocab_size, **table})
+    if config.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"{given} has a vocabulary of {config.vocab_size} but tokenizer '{data.tokenizer}' has "
+            f"{tokenizer.vocab_size} tokens; use a vocabulary of at least that"
+        )
+    longest = getattr(config, "n_positions", None)  # learned positions end; rotary ones do not
+    if longest is not None and data.sequence > longest:
+        raise ConfigError(f"data.sequence = {data.sequence} exceeds the model's n_positions = {longest}")
+    return config, folder
+
+
+def _model_table(run: Run) -> dict[str, Any]:
+    return {"folder": str(run.model_folder)} if run.model_folder else dict(to_table(run.model))
+
+
+def _keys(tables: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in tables.items():
+        keys += [f"{prefix}{key}"]
+        if isinstance(value, Mapping):
+            keys += _keys(value, f"{prefix}{key}.")
+    return keys
+
+
+def _apply(tables: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
+    place = tables
+    for depth, key in enumerate(keys[:-1]):
+        inner = place.get(key, {})
+        if not isinstance(inner, Mapping):
+            if keys[:2] != ["plan", "shard"]:  # `shard = 4` is short for a table
+                raise ConfigError(f"override '{text}': '{'.'.join(keys[: depth + 1])}' = {inner!r} is no table")
+            inner = {"degree": inner}
+        place[key] = dict(inner)
+        place = place[key]
+    place[keys[-1]] = value
+
+
+def _at_least(name: str, value: int, smallest: int) -> None:
+    if value < smallest:
+        raise ConfigError(f"{name} = {value}; it must be at least {smallest}")

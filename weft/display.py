@@ -1,0 +1,191 @@
+"""What people see: tables of the machine, the plan and the proof, and a live line for each step. Needs rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from weft.cluster import Cluster, describe
+from weft.config import Run
+from weft.predict import Prediction
+from weft.profile import Profile
+from weft.train.metrics import StepMetrics
+from weft.verify import Report
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(UNITS) - 1:
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{num_bytes:.0f} {UNITS[unit]}" if unit == 0 else f"{num_bytes:.1f} {UNITS[unit]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`90` as `1 min 30 s`, `0.002` as `2.0 ms`."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
+def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, prediction: Prediction) -> None:
+    """The machine, the plan with its predicted memory, traffic and time, and the batch identity."""
+    console.print(f"[bold]machine[/]  {describe(cluster)}", highlight=False)
+    model = run.model.architecture
+    console.print(f"[bold]model[/]    {model}, {profile.numel:,} parameters in {len(profile.blocks)} blocks")
+    console.print(
+        f"[bold]plan[/]     {run.plan.describe_axes()}, {run.plan.precision}, recompute {run.plan.memory.recompute}"
+    )
+    console.print(f"[bold]batch[/]    {run.split.identity(run.plan)}", highlight=False)
+    console.print(_memory_table(prediction))
+    if prediction.traffic:
+        console.print(_traffic_table(prediction))
+    console.print(f"[bold]time[/]     {_time_text(prediction)}", highlight=False)
+
+
+def _memory_table(prediction: Prediction) -> Table:
+    table = Table(title="predicted memory per device", title_justify="left", box=None, pad_edge=False)
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    rows = {**prediction.cost.state_bytes}
+    rows["activations"] = prediction.cost.saved_bytes
+    rows["comes and goes"] = prediction.cost.transient_bytes
+    for name, num_bytes in rows.items():
+        if num_bytes:
+            table.add_row(name, format_bytes(num_bytes))
+    total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
+    style = "bold red" if total > limit else "bold"
+    table.add_row("total", f"{format_bytes(total)} of {format_bytes(limit)}", style=style)
+    return table
+
+
+def _traffic_table(prediction: Prediction) -> Table:
+    table = Table(title="predicted traffic per step and device", title_justify="left", box=None, pad_edge=False)
+    for name in ("axis", "operation"):
+        table.add_column(name)
+    for name in ("calls", "bytes"):
+        table.add_column(name, justify="right")
+    for (axis, operation), value in prediction.traffic.items():
+        table.add_row(axis, operation, str(value.calls), f"{value.num_bytes:,}")
+    return table
+
+
+def _time_text(prediction: Prediction) -> str:
+    told = sum(prediction.communication_seconds.values())
+    if prediction.step_seconds is None or prediction.compute_seconds is None:
+        return f"unknown: this device's peak is not known; communication {format_seconds(told)}"
+    return (
+        f"about {format_seconds(prediction.step_seconds)} a step (rough): compute "
+        f"{format_seconds(prediction.compute_seconds)}, communication {format_seconds(told)}"
+    )
+
+
+def show_report(console: Console, report: Report, what: str) -> None:
+    """The proof as a table."""
+    table = Table(
+        title=f"verified in float64 against the sequential model: {what}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for name in ("check", "expected", "found", "where", ""):
+        table.add_column(name)
+    for check in report.checks:
+        mark = "[green]equal[/]" if check.passed else "[bold red]DIFFERS[/]"
+        table.add_row(check.what, check.expected, check.found, check.where, mark)
+    console.print(table)
+
+
+def show_table(console: Console, rows: Mapping[str, Any]) -> None:
+    """Names and values, one below the other."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+@contextmanager
+def byte_progress(console: Console, title: str) -> Iterator[Any]:
+    """A bar for work measured in bytes or items; yields the callback `(done, total)`."""
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), console=console
+    )
+    with bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _StepColumn(ProgressColumn):
+    """The numbers of the last step."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("line", ""))
+
+
+class LiveReporter:
+    """Shows a run: a live bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self._console, self._num_steps = console, num_steps
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._lines = 0
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        line = step_line(metrics, self._num_steps)
+        if self._console.is_terminal:
+            if self._bar is None:
+                self._bar = Progress(BarColumn(20), _StepColumn(), TimeElapsedColumn(), console=self._console)
+                self._bar.start()
+                self._task = self._bar.add_task("", total=self._num_steps)
+            self._bar.update(self._task, completed=metrics.step, line=line)
+        every = max(1, self._num_steps // 20)
+        if metrics.step == 1 or metrics.step // every > self._lines or metrics.step == self._num_steps:
+            self._lines = metrics.step // every
+            self.say(line)
+
+    def say(self, message: str) -> None:
+        """Print a line, above the bar where there is one."""
+        (self._bar.console if self._bar is not None else self._console).print(message, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """End the live display."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class QuietReporter:
+    """Says nothing; the metrics file has it all."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def step_line(metrics: StepMetrics, num_steps: int) -> str:
+    """One step in one line."""
+    mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1%}"
+    return (
+        f"step {metrics.step}/{num_steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
+        f"{metrics.tokens_per_second:,.0f} tokens/s ({metrics.tokens_per_second_per_device:,.0f}/device)  "
+        f"{metrics.tflops_per_second_per_device:.3f} TFLOP/s/device{mfu}  "
+        f"{format_bytes(metrics.memory_bytes)}  {format_seconds(metrics.seconds_left)} left"
+    )

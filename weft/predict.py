@@ -1,0 +1,162 @@
+"""What a plan will cost, before it runs: memory per device, traffic per axis, and a rough time of a step.
+
+Memory and traffic are the sum of what the strategies state; traffic is exact. Time is rough for now: FLOPs over an
+assumed fraction of the device's peak, plus collectives by the ring formulas on the cluster's links, of which a GPU
+hides what fits behind its compute.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from weft.cluster import Cluster, load, local_cluster, recognise, ring_seconds
+from weft.comm import Traffics, add_traffic
+from weft.config import Run
+from weft.models import build
+from weft.parallel import Cost, cost, refuse
+from weft.plan import Plan
+from weft.profile import Profile, profile
+from weft.train.step import step_traffic
+
+# The fraction of a GPU's dense peak that a training step reaches; an assumption that measurements are to replace.
+ASSUMED_EFFICIENCY = 0.45
+PEAK_OF = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan's cost on a cluster. `communication_seconds` is by axis; `step_seconds` counts what is not hidden."""
+
+    cost: Cost
+    traffic: Traffics
+    memory_limit_bytes: int
+    compute_seconds: float | None
+    communication_seconds: dict[str, float]
+    step_seconds: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction as plain values."""
+        return {
+            "memory": {
+                "state_bytes": dict(self.cost.state_bytes),
+                "saved_bytes": self.cost.saved_bytes,
+                "transient_bytes": self.cost.transient_bytes,
+                "total_bytes": self.cost.memory_bytes,
+                "limit_bytes": self.memory_limit_bytes,
+            },
+            "traffic": [
+                {"axis": axis, "operation": operation, "calls": value.calls, "bytes": value.num_bytes}
+                for (axis, operation), value in self.traffic.items()
+            ],
+            "seconds": {
+                "compute": self.compute_seconds,
+                "communication": self.communication_seconds,
+                "step": self.step_seconds,
+            },
+        }
+
+
+def predict(run: Run, cluster: Cluster) -> Prediction:
+    """What one step of the run costs each rank; the run's plan must fit the model."""
+    model_profile = micro_batch_profile(run)
+    refuse(model_profile, run.plan)
+    total = cost(model_profile, run.plan, run.split)
+    traffic = add_traffic(total.traffic, step_traffic(run.plan))
+    rate = _flops_per_second(run, cluster)
+    compute = total.flops / rate if rate else None
+    communication = _communication_seconds(traffic, run.plan, cluster)
+    told = sum(communication.values())
+    hidden = 0.0 if _is_cpu(cluster) else min(told, compute or 0.0)  # a CPU computes and talks with the same cores
+    step = None if compute is None else compute + told - hidden
+    return Prediction(total, traffic, cluster.node.device.memory_bytes, compute, communication, step)
+
+
+@lru_cache(maxsize=8)
+def _profile_of(model: Any, micro_batch: int, sequence: int) -> Profile:
+    with torch.device("meta"):
+        module = build(model)
+    return profile(module, lambda: (torch.zeros(micro_batch, sequence, dtype=torch.long, device="cpu"),))
+
+
+def micro_batch_profile(run: Run) -> Profile:
+    """The profile of the run's model for one micro-batch."""
+    return _profile_of(run.model, run.split.micro_batch, run.split.sequence)
+
+
+def model_flops(model_profile: Profile) -> float:
+    """FLOPs that one micro-batch's forward and backward need: causal attention counted half, recompute not at all."""
+    attention = sum(block.attention_flops for block in model_profile.all)
+    return 3 * (model_profile.flops - attention / 2)
+
+
+def peak_flops(run: Run, device: torch.device) -> float | None:
+    """The peak of this rank's device in the run's precision, where it is known."""
+    if device.type != "cuda":
+        return None
+    node = recognise(torch.cuda.get_device_name(device))
+    return None if node is None else node.device.peak_flops.get(PEAK_OF[run.plan.precision])
+
+
+def run_cluster(run: Run) -> Cluster:
+    """The cluster that the run names, with as many local devices as the plan has ranks."""
+    return local_cluster(run.plan.num_ranks) if run.cluster == "local" else load(run.cluster)
+
+
+def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for (axis, operation), value in traffic.items():
+        inner, degree = _span(axis, plan)
+        link = cluster.axis_link(inner, degree)
+        one = ring_seconds(
+            operation,
+            value.num_bytes / max(1, value.calls),
+            degree,
+            link.bandwidth_bytes_per_second,
+            link.latency_seconds,
+        )
+        seconds[axis] = seconds.get(axis, 0.0) + one * value.calls
+    return seconds
+
+
+def _span(axis: str, plan: Plan) -> tuple[int, int]:
+    """How far apart neighbours on an axis are, and its degree; the joint axes span all their members."""
+    if axis == "batch":
+        return 1, plan.num_batch_ranks
+    if axis == "world":
+        return 1, plan.num_ranks
+    return plan.inner(axis), plan.degree(axis)
+
+
+def _flops_per_second(run: Run, cluster: Cluster) -> float | None:
+    peak = cluster.node.device.peak_flops.get(PEAK_OF[run.plan.precision])
+    if peak is not None:
+        return peak * ASSUMED_EFFICIENCY
+    if not _is_cpu(cluster) or run.cluster != "local":
+        return None
+    return _cpu_flops_per_second() * cluster.node.num_cpu_cores / max(cluster.node.num_cpu_cores, run.plan.num_ranks)
+
+
+def _is_cpu(cluster: Cluster) -> bool:
+    return cluster.node.host_link_bytes_per_second is None
+
+
+@lru_cache(maxsize=1)
+def _cpu_flops_per_second() -> float:
+    """What one core of this machine does in a matmul, measured in a fraction of a second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        left, right = torch.randn(384, 384), torch.randn(384, 384)
+        best = float("inf")
+        for _ in range(8):
+            start = time.perf_counter()
+            left @ right
+            best = min(best, time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return float(2 * 384**3 / best)

@@ -1,0 +1,80 @@
+"""Text from a trained model: one process, sampling token by token. The serving engine with its cache comes later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from weft.checkpoint import Checkpoint, latest
+from weft.config import run_from_tables
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import ConfigError
+from weft.models import build, read_config, read_weights
+from weft.schema import parse_toml
+from weft.train.state import load_parameters
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    num_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    context: int = 1024,
+) -> str:
+    """`num_tokens` tokens after the prompt (fewer where the document ends). Temperature 0 takes the likeliest."""
+    tokens = torch.from_numpy(np.asarray(tokenizer.encode(prompt), dtype=np.int64))
+    if tokens.numel() == 0:
+        tokens = torch.tensor([tokenizer.end])
+    start = tokens.numel()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            logits = model(tokens[None, -context:])[0, -1].float()[: tokenizer.vocab_size]  # [vocab]
+            chosen = _choose(logits, temperature, top_k, generator)
+            if int(chosen) == tokenizer.end:
+                break
+            tokens = torch.cat([tokens, chosen])
+    return tokenizer.decode(tokens[start:].numpy())
+
+
+def load_for_generation(path: Path, tokenizer: str | None = None) -> tuple[nn.Module, Tokenizer, int]:
+    """The model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder."""
+    if (path / "config.json").is_file():
+        config = read_config(path)
+        model = build(config)
+        read_weights(path, model)
+        spec = tokenizer or str(path / "tokenizer.json")
+        if not tokenizer and not Path(spec).is_file():
+            raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
+        context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
+        return model.eval(), load_tokenizer(spec), context
+    checkpoint = open_checkpoint(path)
+    run = run_from_tables(parse_toml(str(checkpoint.state["run"]), str(path)), {}, path.name)
+    model = build(run.model)
+    load_parameters(checkpoint, model)
+    return model.eval(), load_tokenizer(tokenizer) if tokenizer else run.tokenizer, run.data.sequence
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a path: itself, or the newest one of a run folder."""
+    for folder in (path / "checkpoints", path):
+        newest = latest(folder)
+        if newest is not None:
+            return Checkpoint(newest)
+    return Checkpoint(path)
+
+
+def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+    if temperature == 0:
+        return logits.argmax(keepdim=True)
+    scaled = logits / temperature
+    if top_k is not None and top_k < scaled.numel():
+        scaled[scaled < scaled.topk(top_k).values[-1]] = float("-inf")
+    return torch.multinomial(scaled.softmax(-1), 1, generator=generator)

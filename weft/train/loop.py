@@ -1,0 +1,259 @@
+"""The training loop. `train` reads from top to bottom: build, resume, step, evaluate, save.
+
+It runs on every rank; only rank 0 reports. Everything it decides together (to stop, to save) is a collective decision
+or a function of the step, so ranks never part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.checkpoint import Checkpoint, Saver, latest
+from weft.comm import all_reduce, broadcast
+from weft.config import Run
+from weft.errors import CheckpointError, ConfigError
+from weft.launch import Place, check_world, init_process_group, shutdown
+from weft.mesh import Mesh
+from weft.models import build, initial_value, weight_reader
+from weft.models.hf import parameter_shapes
+from weft.parallel import parallelize
+from weft.predict import micro_batch_profile, model_flops, peak_flops
+from weft.strategy import Values
+from weft.train.batches import TrainingData, prepare_data
+from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
+from weft.train.schedule import learning_rate
+from weft.train.state import load_state, make_optimizer, pieces_to_save
+from weft.train.step import CROSS_ENTROPY, train_step
+from weft.train.stop import Stop
+
+
+class Reporter(Protocol):
+    """What a run tells a person; only rank 0 calls it."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """After a step that is logged."""
+
+    def say(self, message: str) -> None:
+        """A line about what happens."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    finished: bool
+    loss: float | None = None
+    evaluation_loss: float | None = None
+
+
+def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
+    """Train a run to its end, or until asked to stop; every rank calls it."""
+    check_world(place, run.plan.num_ranks, run.plan.degrees)
+    with _world(run, place) as mesh:
+        _set_determinism(run)
+        data = prepare_data(run)
+        model = parallelize(_build(run), run.plan, mesh, _values(run))
+        optimizer = make_optimizer(model, run.train)
+        saver = _saver(run, mesh)
+        step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
+        log = MetricsLog(run) if mesh.is_first else None
+        stop, clock = Stop(mesh), _clock(run, mesh, step)
+        saved, loss, evaluation = step, None, None
+        while step < run.train.steps and not stop.agreed:
+            rate = _set_learning_rate(run, optimizer, step)
+            batches = data.batches(run, step, mesh["batch"], mesh.device)
+            seed_dropout = partial(_seed_dropout, run, step, mesh)
+            result = train_step(model, optimizer, batches, mesh, clip=run.train.clip, before_micro_batch=seed_dropout)
+            step += 1
+            stop.ask()
+            if _due(step, run.train.log_every, run.train.steps):
+                loss = float(result.loss)
+                if log is not None:
+                    metrics = _measure(run, clock, mesh, step, loss, float(result.grad_norm), rate)
+                    log.step(metrics)
+                    reporter.step(metrics)
+            if _due(step, run.train.evaluate_every, run.train.steps):
+                evaluation = evaluate(model, data, run, mesh)
+                if log is not None and evaluation is not None:
+                    log.write("evaluation", step, {"loss": evaluation})
+                    reporter.say(f"step {step}: held-out loss {evaluation:.4f}")
+                clock.skip(step)
+            if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
+                _save(run, saver, step, model, optimizer, mesh, data)
+                saved = step
+                clock.skip(step)
+        stop.close()
+        if saved < step:
+            _save(run, saver, step, model, optimizer, mesh, data)
+        saver.wait(published=True)
+        if log is not None:
+            log.close()
+        return Outcome(step, step >= run.train.steps, loss, evaluation)
+
+
+def evaluate(model: nn.Module, data: TrainingData, run: Run, mesh: Mesh) -> float | None:
+    """The mean loss on held-out sequences, the same on every rank; None where nothing is held out."""
+    batches = data.evaluation_batches(run, mesh["batch"], mesh.device)
+    if not batches:
+        return None
+    model.eval()
+    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    with torch.no_grad():
+        for batch in batches:
+            sums += torch.stack([CROSS_ENTROPY.total(model, batch).double(), CROSS_ENTROPY.count(batch).double()])
+    model.train()
+    all_reduce(sums, mesh["batch"]).wait()
+    return float(sums[0] / sums[1])
+
+
+# --- building
+
+
+@contextmanager
+def _world(run: Run, place: Place) -> Iterator[Mesh]:
+    """This rank's mesh, inside its process group."""
+    kind = device_type(run)
+    if place.num_ranks == 1:
+        yield Mesh(run.plan, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
+        return
+    device = init_process_group(place, kind, timedelta(seconds=run.train.timeout_seconds))
+    try:
+        yield Mesh(run.plan, device)
+    finally:
+        shutdown()
+
+
+def device_type(run: Run) -> Literal["cpu", "cuda"]:
+    """Where the run computes: as it says, or on GPUs where there are any."""
+    available = torch.cuda.is_available()
+    if run.train.device == "cuda" and not available:
+        raise ConfigError("train.device = 'cuda' but torch sees no GPU; use 'auto' or 'cpu'")
+    return "cuda" if available and run.train.device != "cpu" else "cpu"
+
+
+def _set_determinism(run: Run) -> None:
+    torch.manual_seed(run.train.seed)
+    if run.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _build(run: Run) -> nn.Module:
+    """The model without values: no rank ever needs room for all of it."""
+    with torch.device("meta"):
+        return build(run.model)
+
+
+def _values(run: Run) -> Values:
+    """A parameter's first value by name: from a Hugging Face folder, or drawn from (seed, name)."""
+    if run.model_folder is not None:
+        return weight_reader(run.model_folder, run.model)
+    shapes = parameter_shapes(run.model)
+    return lambda name: initial_value(run.model, name, torch.Size(shapes[name]), run.train.seed)
+
+
+def _saver(run: Run, mesh: Mesh) -> Saver:
+    """All ranks agree on a random token, which keeps a crashed attempt's files apart."""
+    token = torch.randint(0, 2**62, (1,), generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(7))))
+    broadcast(token, mesh["world"]).wait()
+    return Saver(
+        run.folder / "checkpoints",
+        mesh.rank,
+        run.plan.num_ranks,
+        f"{int(token):016x}",
+        keep_last=run.checkpoint.keep_last,
+        keep_every=run.checkpoint.keep_every,
+    )
+
+
+def _resume(run: Run, model: nn.Module, optimizer: Optimizer, data: TrainingData, reporter: Reporter | None) -> int:
+    """Load the newest checkpoint of the run folder, if there is one, and return the step to go on from."""
+    path = latest(run.folder / "checkpoints")
+    if path is None:
+        return 0
+    checkpoint = Checkpoint(path)
+    found = checkpoint.state.get("data", {}).get("fingerprint")
+    if found != data.fingerprint:
+        raise CheckpointError(
+            f"{path} was trained on other data (tokens {found}, now {data.fingerprint}); give the same data and "
+            f"tokenizer, or start anew in another folder (folder = ...)"
+        )
+    load_state(checkpoint, model, optimizer)
+    if reporter is not None:
+        reporter.say(f"resumed at step {checkpoint.step} from {path}")
+    return checkpoint.step
+
+
+def _clock(run: Run, mesh: Mesh, step: int) -> Clock:
+    split = run.split
+    flops = model_flops(micro_batch_profile(run)) * split.accumulation
+    return Clock(step, split.tokens, run.plan.num_ranks, flops, peak_flops(run, mesh.device))
+
+
+# --- each step
+
+
+def _set_learning_rate(run: Run, optimizer: Optimizer, step: int) -> float:
+    config = run.train
+    rate = learning_rate(
+        step,
+        peak=config.learning_rate,
+        schedule=config.schedule,
+        steps=config.steps,
+        warmup=config.warmup_steps,
+        decay=config.decay_steps,
+        final=config.final_learning_rate,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
+
+
+def _seed_dropout(run: Run, step: int, mesh: Mesh, micro_batch: int) -> None:
+    """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them."""
+    key = f"{run.train.seed}:{step}:{micro_batch}:{mesh['batch'].index}"
+    torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()))
+
+
+def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
+    tokens, tokens_per_device, tflops, mfu, seconds = clock.read(step)
+    return StepMetrics(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rate=rate,
+        tokens_per_second=tokens,
+        tokens_per_second_per_device=tokens_per_device,
+        tflops_per_second_per_device=tflops,
+        mfu=mfu,
+        memory_bytes=memory_bytes(mesh.device),
+        seconds_left=(run.train.steps - step) * seconds,
+    )
+
+
+def _due(step: int, every: int | None, last: int) -> bool:
+    return step == last or (every is not None and step % every == 0)
+
+
+def _save(
+    run: Run, saver: Saver, step: int, model: nn.Module, optimizer: Optimizer, mesh: Mesh, data: TrainingData
+) -> None:
+    state = {
+        "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
+        "seed": run.train.seed,
+        "plan": run.plan.to_toml(),
+        "run": run.to_toml(),
+    }
+    saver.save(step, pieces_to_save(model, optimizer, mesh), state, asynchronous=run.checkpoint.asynchronous)

@@ -1,0 +1,114 @@
+"""What a run measures, and where it goes: JSON lines always, TensorBoard and W&B where asked. Rank 0 writes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from weft.config import Run
+from weft.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of the step display. `mfu` is None where the device's peak is not known."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_second: float
+    tokens_per_second_per_device: float
+    tflops_per_second_per_device: float
+    mfu: float | None
+    memory_bytes: int
+    seconds_left: float
+
+
+class Clock:
+    """Turns steps into rates, over the steps since the last reading."""
+
+    def __init__(
+        self, step: int, tokens_per_step: int, num_ranks: int, flops_per_step: float, peak: float | None
+    ) -> None:
+        """`flops_per_step` and `peak` are one rank's; the peak may be unknown."""
+        self._tokens, self._ranks, self._flops, self._peak = tokens_per_step, num_ranks, flops_per_step, peak
+        self.skip(step)
+
+    def skip(self, step: int) -> None:
+        """Do not count what happened since the last reading (evaluation, saving)."""
+        self._step, self._time = step, time.perf_counter()
+
+    def read(self, step: int) -> tuple[float, float, float, float | None, float]:
+        """Tokens/s, tokens/s/device, TFLOP/s/device, MFU and seconds a step since the last reading."""
+        seconds = (time.perf_counter() - self._time) / max(1, step - self._step)
+        self.skip(step)
+        rate = self._flops / seconds
+        mfu = rate / self._peak if self._peak else None
+        return self._tokens / seconds, self._tokens / seconds / self._ranks, rate / 1e12, mfu, seconds
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: the allocator's peak on a GPU, the resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl and to the optional loggers."""
+
+    def __init__(self, run: Run) -> None:
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._file: IO[str] = open(run.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (see close)
+        self._writers: list[Callable[[str, float, int], None]] = []
+        self._closers: list[Callable[[], object]] = [self._file.close]
+        if run.log.tensorboard:
+            self._add_tensorboard(run.folder)
+        if run.log.wandb is not None:
+            self._add_wandb(run.log.wandb, {"run": run.to_toml()})
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """One event, e.g. kind 'step' or 'evaluation'."""
+        self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            if isinstance(value, (int, float)) and name != "step":
+                for writer in self._writers:
+                    writer(f"{kind}/{name}", float(value), step)
+
+    def step(self, metrics: StepMetrics) -> None:
+        """One training step."""
+        self.write("step", metrics.step, asdict(metrics))
+
+    def close(self) -> None:
+        """End all logs."""
+        for close in self._closers:
+            close()
+
+    def _add_tensorboard(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError("log.tensorboard = true needs tensorboard; pip install 'weft[log]'") from None
+        board = SummaryWriter(str(folder / "tensorboard"))
+        self._writers.append(board.add_scalar)
+        self._closers.append(board.close)
+
+    def _add_wandb(self, project: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(f"log.wandb = '{project}' needs wandb; pip install 'weft[wandb]'") from None
+        run = wandb.init(project=project, config=dict(config))
+        self._writers.append(lambda name, value, step: run.log({name: value}, step=step))
+        self._closers.append(run.finish)

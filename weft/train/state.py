@@ -1,0 +1,105 @@
+"""Between a parallel model and a checkpoint: which pieces this rank writes, and how it takes them back under any plan.
+
+Parameters (in the master dtype) and the optimizer's state are stored under each parameter's own name with the region
+that this rank holds, so the layout that saved and the layout that loads need not agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from weft.checkpoint import Checkpoint, Piece, Region
+from weft.config import TrainConfig
+from weft.mesh import Mesh
+from weft.parallel import named_pieces, refresh
+from weft.parallel.layout import Part
+
+SCALAR = Region.whole(())
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
+    """AdamW over this rank's pieces, fused; matrices decay, vectors (norms, biases) do not."""
+    trained = [(part, piece) for part, piece in named_pieces(model) if piece.requires_grad]
+    groups = [
+        {"params": [p for part, p in trained if len(part.parameter.shape) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for part, p in trained if len(part.parameter.shape) < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]] or [{"params": [torch.zeros(0, requires_grad=True)]}]
+    betas = (config.beta1, config.beta2)
+    return AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+
+
+def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
+    """The pieces that this rank writes: its share of what its replicas over `data` hold alike."""
+    data = mesh["data"]
+    for number, (part, piece) in enumerate(named_pieces(model)):
+        if number % data.degree != data.index:
+            continue
+        name, region = part.parameter.name, _region(part)
+        yield Piece(name, "parameter", region, piece.detach())
+        for kind, value in optimizer.state.get(piece, {}).items():
+            if value.numel() == piece.numel() and value.dim() == piece.dim():
+                yield Piece(name, kind, region, value)
+            elif part.start == 0:  # a scalar that every rank holds alike: whoever has the beginning writes it
+                yield Piece(name, kind, SCALAR, value)
+    if mesh.is_first:
+        for name, buffer in _saved_buffers(model):
+            yield Piece(name, "buffer", Region.whole(tuple(buffer.shape)), buffer)
+
+
+def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
+    """Fill this rank's pieces, and the optimizer's state for them, from a checkpoint saved under any plan."""
+    kinds: dict[str, set[str]] = {}
+    for entry in checkpoint.entries():
+        kinds.setdefault(entry.name, set()).add(entry.kind)
+    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for part, piece in named_pieces(model):
+        name, region = part.parameter.name, _region(part)
+        checkpoint.read_region(name, "parameter", region, out=piece.detach().view(-1))
+        if optimizer is not None:
+            states[piece] = {
+                kind: _read_state(checkpoint, name, kind, region, piece)
+                for kind in sorted(kinds[name] - {"parameter", "buffer"})
+            }
+    for name, buffer in _saved_buffers(model):
+        buffer.copy_(checkpoint.read(name, "buffer"))
+    if optimizer is not None:
+        _load_optimizer(optimizer, states)
+    refresh(model)
+
+
+def load_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Fill the parameters only, for evaluation, generation or export."""
+    load_state(checkpoint, model, None)
+
+
+def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, piece: nn.Parameter) -> Tensor:
+    shape = next(entry.shape for entry in checkpoint.entries(kind) if entry.name == name)
+    if shape == ():
+        return checkpoint.read(name, kind)
+    return checkpoint.read_region(name, kind, region).to(piece.device).view(piece.shape)
+
+
+def _load_optimizer(optimizer: Optimizer, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
+    """Through the optimizer's own load_state_dict, which puts each value where it keeps it."""
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    optimizer.load_state_dict(
+        {
+            "state": {i: states[parameter] for i, parameter in enumerate(ordered) if states.get(parameter)},
+            "param_groups": optimizer.state_dict()["param_groups"],
+        }
+    )
+
+
+def _region(part: Part) -> Region:
+    return Region.flat(part.parameter.shape, part.start, part.stop)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong to the state_dict."""
+    kept = set(model.state_dict(keep_vars=True))
+    return ((name, buffer) for name, buffer in model.named_buffers() if name in kept)

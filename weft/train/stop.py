@@ -1,0 +1,51 @@
+"""SIGTERM and Ctrl-C: the ranks agree to stop after a step, so that all save the same one and leave with status 0."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from weft.comm import Pending, all_reduce
+from weft.mesh import Mesh
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop:
+    """Turns a signal at any rank into one decision of all ranks.
+
+    The flags (4 bytes over `world` a step) travel in host memory while the next step computes, and are read after it:
+    nobody waits for them. All ranks read the same answers in the same order, so all stop after the same step.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.agreed = False
+        self._world = mesh["world"]
+        self._wanted = False
+        self._asked: tuple[Tensor, Pending] | None = None
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+
+    def ask(self) -> None:
+        """After a step: read the answer to the last question, and tell the others whether this rank should stop."""
+        self._read()
+        flag = torch.tensor([int(self._wanted)], dtype=torch.int32)
+        self._asked = (flag, all_reduce(flag, self._world, "max"))
+
+    def close(self) -> None:
+        """Give the signals back."""
+        self._read()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _read(self) -> None:
+        if self._asked is not None:
+            flag, pending = self._asked
+            pending.wait()
+            self.agreed = self.agreed or bool(flag.item())
+            self._asked = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._wanted = True
