@@ -131,7 +131,7 @@ Places = list[tuple[nn.Module, str]]
 def find_parameters(model: nn.Module) -> dict[str, dict[str, Places]]:
     """Block name ('' for the root) to parameter name to where it is used; one used by several blocks is the root's."""
     blocks = find_blocks(model)
-    owner_of = {id(inner): name for name, module in blocks.items() for inner in module.modules()}
+    owners_of = _find_owners(model, blocks)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     places: dict[str, Places] = {}
     owners: dict[str, set[str]] = {}
@@ -140,12 +140,28 @@ def find_parameters(model: nn.Module) -> dict[str, dict[str, Places]]:
             if parameter is not None:
                 name = names[id(parameter)]
                 places.setdefault(name, []).append((module, local_name))
-                owners.setdefault(name, set()).add(owner_of.get(id(module), ""))
+                owners.setdefault(name, set()).update(owners_of[id(module)])
     result: dict[str, dict[str, Places]] = {"": {}, **{name: {} for name in blocks}}
     for name, at in places.items():
         owner = owners[name]
         result[owner.pop() if len(owner) == 1 else ""][name] = at
     return result
+
+
+def _find_owners(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, set[str]]:
+    """Identity of each module to the blocks that hold it ('' for the root): one module may hang in several places."""
+    block_names = {id(module): name for name, module in blocks.items()}
+    owners: dict[int, set[str]] = {}
+
+    def visit(module: nn.Module, owner: str) -> None:
+        owner = block_names.get(id(module), owner)
+        if owner not in owners.setdefault(id(module), set()):
+            owners[id(module)].add(owner)
+            for child in module.children():
+                visit(child, owner)
+
+    visit(model, "")
+    return owners
 
 
 def profile(model: nn.Module, example: Callable[[], Any] | None = None) -> Profile:

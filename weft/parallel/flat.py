@@ -85,14 +85,15 @@ class Flat:
 
     def release(self, stale: bool) -> None:
         """After use: stage 3 frees the whole buffer. `stale` says that the optimizer will now change the slices."""
-        stale = stale and self.trainable
-        if self._gathering is not None and stale:  # fetched ahead and not used: the optimizer will make it old
-            self.finish_gather()
-        if self.is_whole and (stale or self.frees_whole):
+        is_fetched = self.is_whole or self._gathering is not None
+        if is_fetched and (self.frees_whole or (stale and self.trainable)):
             self.refresh()
 
     def refresh(self) -> None:
         """Show the pieces again, for the optimizer or a checkpoint to change; whoever computes next gathers anew."""
+        if self._gathering is not None:  # fetched ahead and not used
+            self._gathering.wait()
+            self._gathering = None
         self._install(self.pieces)
         self.is_whole = False
         if self.frees_whole:
@@ -156,6 +157,13 @@ class Flat:
             if part.stop > part.start:
                 piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
 
+    def discard_gradient(self) -> None:
+        """Forget what a backward that was cut short has left."""
+        if self._reducing is not None:
+            self._reducing.wait()
+        self._reducing = self._carried = None
+        self._filled.clear()
+
     # --- inside
 
     def _make_slice(self, values: Callable[[str], Tensor]) -> Tensor:
@@ -200,8 +208,11 @@ class Flat:
 
     def _begin_gradient(self) -> None:
         # What an earlier backward left on the pieces, if the user has not cleared it, is added at the end.
-        if self.slice_gradient is not None and any(piece.grad is not None for piece in self.pieces):
-            self._carried = self.slice_gradient.clone()
+        for piece, part in zip(self.pieces, self.layout.parts(self.shard.index), strict=True):
+            if piece.grad is not None:
+                if self._carried is None:
+                    self._carried = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
+                self._carried[part.offset : part.offset + part.stop - part.start].copy_(piece.grad)
         if self.whole_gradient is None:
             self.whole_gradient = torch.zeros(self.layout.numel, dtype=self.master_dtype, device=self.device)
         else:

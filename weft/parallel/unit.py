@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,13 @@ _ATTRIBUTE = "_weft_units"
 MakeFlats = Callable[[Block, Mapping[str, Places]], Sequence[Flat]]
 
 
+@dataclass
+class Use:
+    """A forward's use of a block: how many gradients of its inputs backward has yet to deliver."""
+
+    inputs_left: int = 0
+
+
 class Unit:
     """The flat buffers of one block, and where the block is in the step."""
 
@@ -33,11 +41,16 @@ class Unit:
         self.in_backward = False
         self.needs_backward = False
         self.missing = 0
-        self.expect_gradients()
+        self.expect_use()
 
-    def expect_gradients(self) -> None:
-        """Start waiting for one gradient of every trained parameter."""
+    def expect_use(self) -> None:
+        """Start waiting for one gradient of every trained parameter, and for the inputs of a new forward."""
         self.missing = sum(len(flat.whole_parameters) for flat in self.trained)
+        self.use = Use()
+
+    def is_done(self, use: Use) -> bool:
+        """Whether backward needs the block no more: all gradients of its parameters are there, and of its inputs."""
+        return self.missing == 0 and use.inputs_left == 0
 
     def start_gather(self) -> None:
         """Begin to make all buffers whole."""
@@ -68,6 +81,8 @@ class Units:
         self._to_reduce: list[Unit] = []
         self._last_started: Unit | None = None
         self._in_backward = False
+        self._has_gradients = False  # whether this backward has delivered any
+        self._accumulating = False  # whether the last backward left gradients for the next to add to
         self._install_hooks(model)
 
     @property
@@ -83,6 +98,8 @@ class Units:
     # --- forward
 
     def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint around the model runs it again in backward
+            self._start_pass()
         self._forward_order = []
         for unit in self.all:
             if unit is self.root or not any(flat.frees_whole for flat in unit.flats):
@@ -90,10 +107,27 @@ class Units:
         self.root.finish_gather()
         return _cast(args, self.compute_dtype), _cast(kwargs, self.compute_dtype)
 
+    def _start_pass(self) -> None:
+        """Trust nothing that an earlier pass left whole: without a backward, it may have been cut short or followed by
+        an update. Between the micro-batches of a step nothing changes, and what is whole stays so.
+        """
+        if self._in_backward:  # the last backward was cut short
+            self._in_backward, self._last_started = False, None
+            for flat in self.flats:
+                flat.discard_gradient()
+        for unit in self.all:
+            unit.expect_use()
+            unit.release(stale=not self._accumulating)
+
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> None:
         self._order = list(dict.fromkeys(self._forward_order))
         if not torch.is_grad_enabled():
-            self.root.release(stale=False)
+            for unit in self.all:
+                unit.release(stale=False)
+            return
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._before_model_backward)
 
     def _before_block(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> None:
         unit.finish_gather()
@@ -101,8 +135,8 @@ class Units:
             return
         self._fetch_ahead(unit, +1)
         self._forward_order.append(unit)
-        if not unit.trained and torch.is_grad_enabled():
-            self._release_after_inputs(unit, [*_tensors(args), *_tensors(kwargs)])
+        if torch.is_grad_enabled() and len(unit.trained) < len(unit.flats):
+            self._await_inputs(unit, [*_tensors(args), *_tensors(kwargs)])
 
     def _after_block(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         if unit.in_backward:
@@ -116,12 +150,19 @@ class Units:
         unit.needs_backward = any(tensor.requires_grad for tensor in tensors)
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._before_backward, unit))
+                tensor.register_hook(partial(self._before_backward, unit, unit.use))
         unit.release(stale=False)
 
     # --- backward
 
-    def _before_backward(self, unit: Unit, _: Tensor) -> None:
+    def _before_model_backward(self, _: Tensor) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+        self.root.finish_gather()  # a forward without gradients in between has released it
+
+    def _before_backward(self, unit: Unit, use: Use, _: Tensor) -> None:
+        if unit.is_done(use):  # an output that is an input handed on: its gradient comes when the block is done
+            return
         unit.in_backward = True
         unit.finish_gather()
         self._fetch_ahead(unit, -1)
@@ -129,19 +170,21 @@ class Units:
     def _take(self, unit: Unit, flat: Flat, index: int, _: Tensor) -> None:
         if not self._in_backward:
             self._begin_backward()
+        self._has_gradients = True
         flat.take_gradient(index)
         unit.missing -= 1
         if unit.missing == 0:
-            if unit is not self.root:
-                unit.release(stale=self.sync)
+            self._release_if_done(unit, unit.use)
             if self.sync:
                 self._reduce_ready()
 
+    def _release_if_done(self, unit: Unit, use: Use) -> None:
+        if unit is not self.root and unit.is_done(use):
+            unit.release(stale=self.sync)
+
     def _begin_backward(self) -> None:
-        self._in_backward = True
+        self._in_backward, self._has_gradients = True, False
         self._to_reduce = [unit for unit in (*reversed(self.blocks), self.root) if unit.trained]
-        for unit in self.all:
-            unit.expect_gradients()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def _reduce_ready(self, force: bool = False) -> None:
@@ -159,6 +202,9 @@ class Units:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        if not self._has_gradients:  # torch.autograd.grad; a backward through its result needs the blocks again
+            return
+        self._accumulating = not self.sync
         if self.sync:
             self._reduce_ready(force=True)
             if self._last_started is not None:
@@ -168,6 +214,7 @@ class Units:
                 for flat in unit.trained:
                     flat.finish_reduce()
         for unit in self.all:
+            unit.expect_use()
             unit.release(stale=self.sync)
 
     # --- inside
@@ -183,16 +230,14 @@ class Units:
             if direction > 0 or following.needs_backward:
                 following.start_gather()
 
-    def _release_after_inputs(self, unit: Unit, tensors: list[Tensor]) -> None:
-        """A frozen unit has no gradients to wait for: it is done when the gradients of all its inputs are."""
-        inputs = [tensor for tensor in tensors if tensor.requires_grad]
-        left = len(inputs)
+    def _await_inputs(self, unit: Unit, tensors: list[Tensor]) -> None:
+        """What is frozen in a block has no gradient to wait for, and backward needs it until the inputs have theirs."""
+        use, inputs = unit.use, [tensor for tensor in tensors if tensor.requires_grad]
+        use.inputs_left += len(inputs) or 1  # with no input found, the block waits for the end of backward
 
         def arrived(_: Tensor) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                unit.release(stale=False)
+            use.inputs_left -= 1
+            self._release_if_done(unit, use)
 
         for tensor in inputs:
             tensor.register_hook(arrived)
