@@ -79,7 +79,6 @@ def gpt2() -> nn.Module:
 def dropout_gpt2() -> nn.Module:
     """GPT-2 with dropout in every place that has one."""
     config = GPT2Config(
-        VOCABULARY and "gpt2",
         vocab_size=VOCABULARY,
         n_positions=11,
         n_embd=10,
@@ -217,7 +216,6 @@ class SharedModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         shared = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(nn.ModuleDict({"own": nn.Linear(WIDTH, WIDTH), "shared": shared}) for _ in "ab")
         self.layers = nn.ModuleList(WithShared(shared) for _ in range(2))
         self.head = nn.Linear(WIDTH, 5)
 

@@ -6,6 +6,7 @@ each, in the parent before the ranks are forked, and the report must say so.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -182,6 +183,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_any_process_starts() -> 
 # --- negative controls: what is broken must be found, and named
 
 Patch = pytest.MonkeyPatch
+ORACLE = importlib.import_module("weft.verify")  # the package also has a function of this name
 
 
 def broken(name: str, plan: Plan) -> dict[str, str]:
@@ -273,7 +275,7 @@ def test_finds_a_forgotten_micro_batch(monkeypatch: Patch) -> None:
     def forgetful(model: Any, optimizer: Any, micro_batches: Any, *others: Any) -> Any:
         return train_step(model, optimizer, micro_batches[:-1], *others)
 
-    monkeypatch.setattr("weft.verify.train_step", forgetful)
+    monkeypatch.setattr(ORACLE, "train_step", forgetful)
     assert broken("mlp", Plan(data=2, micro_batch=2))["loss"]
 
 
@@ -371,8 +373,8 @@ def test_finds_a_parameter_that_is_not_a_number(monkeypatch: Patch, where: str) 
         pieces[0 if where == "first" else -1][2][0] = float("nan")
         return pieces
 
-    original = weft.verify._pieces
-    monkeypatch.setattr(weft.verify, "_pieces", poison)
+    original = ORACLE._pieces
+    monkeypatch.setattr(ORACLE, "_pieces", poison)
     assert list(broken("mlp", Plan(data=2))) == ["worst parameter after the steps"]
 
 
@@ -385,13 +387,13 @@ def test_finds_a_loss_that_is_not_a_number_in_a_later_step(monkeypatch: Patch) -
             result.loss.fill_(float("nan"))
         return result
 
-    monkeypatch.setattr("weft.verify.train_step", poison)
+    monkeypatch.setattr(ORACLE, "train_step", poison)
     assert list(broken("mlp", Plan(data=2))) == ["loss"]
 
 
 def test_finds_a_piece_that_no_rank_holds(monkeypatch: Patch) -> None:
-    original = weft.verify._pieces
-    monkeypatch.setattr(weft.verify, "_pieces", lambda model: original(model)[1:])
+    original = ORACLE._pieces
+    monkeypatch.setattr(ORACLE, "_pieces", lambda model: original(model)[1:])
     assert list(broken("mlp", Plan(data=2))) == ["worst parameter after the steps"]
 
 

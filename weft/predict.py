@@ -13,12 +13,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from weft.cluster import Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic
 from weft.config import Run
-from weft.models import build
+from weft.models import ModelConfig, build, token_loss
 from weft.parallel import Cost, cost, refuse
+from weft.parallel.layout import COMPUTE_DTYPE
 from weft.plan import Plan
 from weft.profile import Profile, profile
 from weft.train.step import step_traffic
@@ -77,15 +79,19 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
 
 
 @lru_cache(maxsize=8)
-def _profile_of(model: Any, micro_batch: int, sequence: int) -> Profile:
+def _profile_of(model: ModelConfig, dtype: torch.dtype, micro_batch: int, sequence: int) -> Profile:
     with torch.device("meta"):
-        module = build(model)
-    return profile(module, lambda: (torch.zeros(micro_batch, sequence, dtype=torch.long, device="cpu"),))
+        module = build(model).to(dtype)
+
+    def tokens() -> Tensor:
+        return torch.zeros(micro_batch, sequence, dtype=torch.long, device="cpu")
+
+    return profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
 
 
 def micro_batch_profile(run: Run) -> Profile:
-    """The profile of the run's model for one micro-batch."""
-    return _profile_of(run.model, run.split.micro_batch, run.split.sequence)
+    """The profile of the run's model and loss for one micro-batch, in the dtype that computes."""
+    return _profile_of(run.model, COMPUTE_DTYPE[run.plan.precision], run.split.micro_batch, run.split.sequence)
 
 
 def model_flops(model_profile: Profile) -> float:

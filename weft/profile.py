@@ -164,12 +164,14 @@ def _find_owners(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int,
     return owners
 
 
-def profile(model: nn.Module, example: Callable[[], Any] | None = None) -> Profile:
-    """The profile of a model. `example()` makes the arguments of one forward of a micro-batch; without it, or where
-    the model's forward depends on values, only the structure is known (`counted` is false).
+def profile(
+    model: nn.Module, example: Callable[[], Any] | None = None, finish: Callable[[Any], Any] | None = None
+) -> Profile:
+    """The profile of a model. `example()` makes the arguments of one forward of a micro-batch, and `finish(output)`
+    computes the loss, whose saved bytes count for the root; without an example only the structure is known.
     """
     structure = _structure(model)
-    return structure if example is None else _count(model, example, structure)
+    return structure if example is None else _count(model, example, finish, structure)
 
 
 def _structure(model: nn.Module) -> Profile:
@@ -186,14 +188,18 @@ def _structure(model: nn.Module) -> Profile:
     return Profile(blocks[0], tuple(blocks[1:]), buffer_bytes, mixers)
 
 
-def _count(model: nn.Module, example: Callable[[], Any], structure: Profile) -> Profile:
+def _count(
+    model: nn.Module, example: Callable[[], Any], finish: Callable[[Any], Any] | None, structure: Profile
+) -> Profile:
     tally = _Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: _fake(parameter) for name, parameter in model.named_parameters()}
         state |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
         tally.ignore(state.values())
         with tally.watching(model):
-            functional_call(model, state, example())
+            output = functional_call(model, state, example())
+            if finish is not None:
+                finish(output)
     counted = [
         replace(
             block,

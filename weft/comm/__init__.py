@@ -1,6 +1,6 @@
 """The only room that talks to other ranks: collectives over named axes, and the ledger that counts them."""
 
-from weft.comm.collectives import Axis, Pending, all_gather, all_reduce, broadcast, reduce_scatter
+from weft.comm.collectives import Axis, Pending, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "add_traffic",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "broadcast",
     "reduce_scatter",
+    "shift",
 ]

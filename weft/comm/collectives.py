@@ -6,6 +6,7 @@ caller goes on computing and waits where it needs the result (on a GPU, waiting 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,18 +36,18 @@ class Axis:
 class Pending:
     """An operation under way."""
 
-    def __init__(self, work: dist.Work | None, axis: Axis, operation: str) -> None:
-        self._work, self._axis, self._operation = work, axis, operation
+    def __init__(self, work: dist.Work | list[dist.Work] | None, axis: Axis, operation: str) -> None:
+        self._works = work if isinstance(work, list) else [work] if work is not None else []
+        self._axis, self._operation = axis, operation
 
     def wait(self) -> None:
         """Return when the result may be used. May be called again."""
-        if self._work is None:
-            return
         ledger = self._axis.ledger
-        ledger.doing = f"{self._operation} over {self._axis.name}"
-        self._work.wait()
-        ledger.doing = ""
-        self._work = None
+        for work in self._works:
+            ledger.doing = f"{self._operation} over {self._axis.name}"
+            work.wait()
+            ledger.doing = ""
+        self._works = []
 
 
 def all_reduce(tensor: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pending:
@@ -80,6 +81,33 @@ def reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
     _enter(axis, "reduce_scatter", whole)
     work = _REDUCE_SCATTER(part, whole, group=axis.group, async_op=True)
     return Pending(work, axis, "reduce_scatter")
+
+
+def all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
+    """Give the i-th of equal parts of `sent` (along its first dim) to rank i of the axis, and take its part for us."""
+    assert received.shape == sent.shape
+    assert sent.shape[0] % axis.degree == 0
+    if axis.degree == 1:
+        received.copy_(sent)
+        return Pending(None, axis, "all_to_all")
+    _enter(axis, "all_to_all", sent)
+    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+    return Pending(work, axis, "all_to_all")
+
+
+def shift(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis, by: int = 1) -> Pending:
+    """Send tensors to the rank `by` places further on the axis (a ring), and receive as many from the one before."""
+    assert len(received) == len(sent)
+    if axis.degree == 1:
+        for target, source in zip(received, sent, strict=True):
+            target.copy_(source)
+        return Pending(None, axis, "send")
+    after, before = (axis.index + by) % axis.degree, (axis.index - by) % axis.degree
+    operations = [dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=after) for tensor in sent]
+    operations += [dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=before) for tensor in received]
+    for tensor in sent:
+        _enter(axis, "send", tensor)
+    return Pending(dist.batch_isend_irecv(operations), axis, "send")
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:

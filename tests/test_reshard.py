@@ -1,0 +1,241 @@
+"""A checkpoint saved under one layout loads under any other: the state bit for bit, and the curve that follows it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from runs_for_tests import LAYOUTS, losses, make_run, train_on_ranks, write_run_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.checkpoint import Checkpoint, Region, Saver, latest, steps
+from weft.config import Run
+from weft.errors import CheckpointError
+from weft.local import run_local
+from weft.mesh import Mesh
+from weft.models import build, initial_value
+from weft.parallel import named_pieces, parallelize
+from weft.train import state
+from weft.train.batches import prepare_data
+from weft.train.state import load_state, make_optimizer, pieces_to_save
+from weft.train.step import train_step
+
+pytestmark = pytest.mark.ranks
+TOLERANCE = 1e-4
+KINDS = ("exp_avg", "exp_avg_sq", "parameter", "step")
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run_file(tmp_path_factory.mktemp("reshard"))
+
+
+def build_on(run: Run, mesh: Mesh, seed: int) -> tuple[nn.Module, Optimizer]:
+    with torch.device("meta"):
+        model = build(run.model)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model = parallelize(model, run.plan, mesh, lambda name: initial_value(run.model, name, shapes[name], seed))
+    return model, make_optimizer(model, run.train)
+
+
+def own_values(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, int, Tensor]]:
+    """Everything that this rank holds: name, kind, where it starts in the flattened tensor, value."""
+    for part, piece in named_pieces(model):
+        held = {"parameter": piece.detach(), **optimizer.state[piece]}
+        assert tuple(sorted(held)) == KINDS
+        for kind, value in held.items():
+            yield part.parameter.name, kind, 0 if kind == "step" else part.start, value.flatten()
+
+
+def differences(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> tuple[list[str], int]:
+    """Which of this rank's values are not the checkpoint's, bit for bit, and how many parameter elements it has."""
+    wrong, num_elements = [], 0
+    for name, kind, start, value in own_values(model, optimizer):
+        stored = checkpoint.read(name, kind).flatten()[start : start + value.numel()]
+        num_elements += value.numel() if kind == "parameter" else 0
+        if not torch.equal(stored, value) or stored.dtype != value.dtype:
+            wrong.append(f"{kind} {name}[{start}:]")
+    return wrong, num_elements
+
+
+def save_under(run: Run) -> None:
+    """Three real steps, a save, and a comparison of what lies on disk with what each rank holds."""
+    data = prepare_data(run)
+
+    def rank(index: int) -> tuple[list[str], int]:
+        mesh = Mesh(run.plan)
+        model, optimizer = build_on(run, mesh, seed=1)
+        for step in range(3):
+            train_step(model, optimizer, data.batches(run, step, mesh["batch"], mesh.device), mesh)
+        saver = Saver(run.folder / "checkpoints", mesh.rank, run.plan.num_ranks, "token")
+        saver.save(3, pieces_to_save(model, optimizer, mesh), {})
+        saver.wait(published=True)
+        return differences(Checkpoint(run.folder / "checkpoints" / "step-00000003"), model, optimizer)
+
+    check(run, run_local(rank, run.plan.num_ranks))
+
+
+def check(run: Run, answers: list[tuple[list[str], int]]) -> None:
+    assert [wrong for wrong, _ in answers] == [[]] * run.plan.num_ranks
+    whole = sum(parameter.numel() for parameter in build(run.model).parameters())
+    assert sum(count for _, count in answers) == whole * run.plan.data  # all of it, on every replica
+
+
+@pytest.fixture(scope="module")
+def saved(run_file: Path) -> dict[str, Path]:
+    """A checkpoint from each layout."""
+    found = {}
+    for name, overrides in LAYOUTS.items():
+        run = make_run(run_file, f"saved {name}", *overrides)
+        save_under(run)
+        found[name] = run.folder / "checkpoints" / "step-00000003"
+    return found
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_state_is_equal_to_the_bit_whoever_saved_it(run_file: Path, saved: dict[str, Path], target: str) -> None:
+    run = make_run(run_file, "unused", *LAYOUTS[target])
+    for path in saved.values():
+
+        def rank(index: int, path: Path = path) -> tuple[list[str], int]:
+            model, optimizer = build_on(run, Mesh(run.plan), seed=2)  # so that what is not loaded differs
+            checkpoint = Checkpoint(path)
+            load_state(checkpoint, model, optimizer)
+            return differences(checkpoint, model, optimizer)
+
+        check(run, run_local(rank, run.plan.num_ranks))
+
+
+def test_the_comparison_sees_a_wrong_slice(run_file: Path, saved: dict[str, Path]) -> None:
+    """The control: pieces read one element off are found, on both ranks."""
+    run = make_run(run_file, "unused", "plan.shard=2")
+
+    def off_by_one(part: state.Part) -> Region:
+        shift = 1 if part.start > 0 else 0
+        return Region.flat(part.parameter.shape, part.start - shift, part.stop - shift)
+
+    def rank(index: int) -> int:
+        model, optimizer = build_on(run, Mesh(run.plan), seed=2)
+        checkpoint = Checkpoint(saved["2 data"])
+        with patch.object(state, "_region", off_by_one):
+            load_state(checkpoint, model, optimizer)
+        return len(differences(checkpoint, model, optimizer)[0])
+
+    assert run_local(rank, 2)[1] > 0
+
+
+def test_a_checkpoint_with_more_layers_than_the_model_is_refused(run_file: Path, saved: dict[str, Path]) -> None:
+    run = make_run(run_file, "unused", "model.num_hidden_layers=1")
+    model, optimizer = build_on(run, Mesh(run.plan), seed=2)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1.* is not in the model"):
+        load_state(Checkpoint(saved["1 process"]), model, optimizer)
+
+
+# --- curves
+
+
+def copy_run(run: Run, step: int, target: Run) -> None:
+    """The folder of a run as it was when it had just saved `step`."""
+    target.folder.mkdir()
+    for folder in (run.folder / "checkpoints").iterdir():
+        if folder.name <= f"step-{step:08d}":
+            shutil.copytree(folder, target.folder / "checkpoints" / folder.name)
+    lines = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target.folder / "metrics.jsonl").write_text("".join(lines[:step]))
+
+
+def resume(run: Run, step: int, run_file: Path, name: str) -> Run:
+    """A copy of a run at `step`, trained to the end under another layout."""
+    copy = make_run(run_file, f"{run.folder.name} {step} {name}", *LAYOUTS[name])
+    copy_run(run, step, copy)
+    assert train_on_ranks(copy)["finished"]
+    assert steps(copy.folder / "checkpoints") == [3, 6, 9, 12, 15]
+    return copy
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(run_file: Path) -> dict[str, Run]:
+    """Fifteen steps under each layout."""
+    runs = {name: make_run(run_file, f"whole {name}", *overrides) for name, overrides in LAYOUTS.items()}
+    for run in runs.values():
+        assert train_on_ranks(run)["finished"]
+    return runs
+
+
+def test_curves_of_all_layouts_agree(uninterrupted: dict[str, Run]) -> None:
+    reference = losses(uninterrupted["1 process"].folder)
+    assert len(reference) == 15
+    assert reference[-1] < 0.5 * reference[0]
+    for run in uninterrupted.values():
+        assert losses(run.folder) == pytest.approx(reference, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_resumed_curve_is_equal_to_the_bit_on_the_same_layout(
+    run_file: Path, uninterrupted: dict[str, Run], name: str
+) -> None:
+    whole = uninterrupted[name]
+    resumed = resume(whole, 6, run_file, name)
+    assert losses(resumed.folder) == losses(whole.folder)
+    ends = [Checkpoint(run.folder / "checkpoints" / "step-00000015") for run in (whole, resumed)]
+    for entry in ends[0].entries():
+        assert torch.equal(*(end.read(entry.name, entry.kind) for end in ends)), (entry.kind, entry.name)
+
+
+def test_a_run_that_changes_its_layout_every_three_steps_has_the_same_curve(
+    run_file: Path, uninterrupted: dict[str, Run]
+) -> None:
+    reference = losses(uninterrupted["1 process"].folder)
+    journey = ["2 data", "8 shard-2", "1 process", "4 shard-3", "2 data x 2 shard-1"]
+    run = uninterrupted[journey[0]]
+    for number, (_, after) in enumerate(pairwise(journey), start=1):
+        run = resume(run, 3 * number, run_file, after)
+        assert losses(run.folder) == pytest.approx(reference, rel=TOLERANCE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("after", LAYOUTS)
+@pytest.mark.parametrize("before", LAYOUTS)
+def test_a_resumed_curve_is_the_same_from_any_layout_to_any_other(
+    run_file: Path, uninterrupted: dict[str, Run], before: str, after: str
+) -> None:
+    resumed = resume(uninterrupted[before], 9, run_file, after)
+    assert losses(resumed.folder) == pytest.approx(losses(uninterrupted["1 process"].folder), rel=TOLERANCE)
+
+
+# --- what a run keeps
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_retention_keeps_the_last_ones_and_every_nth(run_file: Path, asynchronous: str) -> None:
+    keep = ["checkpoint.every=2", "checkpoint.keep_last=2", "checkpoint.keep_every=6"]
+    name = f"kept {asynchronous}"
+    run = make_run(run_file, name, "plan.data=2", *keep, f"checkpoint.asynchronous={asynchronous}")
+    train_on_ranks(run)
+    folder = run.folder / "checkpoints"
+    assert steps(folder) == [6, 12, 14, 15]
+    assert sorted(path.name for path in folder.iterdir()) == [f"step-{step:08d}" for step in (6, 12, 14, 15)]
+    newest = latest(folder)
+    assert newest is not None
+    assert Checkpoint(newest).state["data"]["samples"] == 15 * 16
+
+
+def test_an_asynchronous_save_holds_the_step_it_was_asked_for(run_file: Path) -> None:
+    """Steps go on while a save is written: it must hold the values of its own step, as a synchronous one does."""
+    runs = []
+    for asynchronous in ("true", "false"):
+        run = make_run(
+            run_file, f"save {asynchronous}", "plan.shard=2", f"checkpoint.asynchronous={asynchronous}", "checkpoint.every=1"
+        )
+        train_on_ranks(run)
+        runs.append(run)
+    for step in range(1, 16):
+        pair = [Checkpoint(run.folder / "checkpoints" / f"step-{step:08d}") for run in runs]
+        for entry in pair[0].entries():
+            assert torch.equal(*(one.read(entry.name, entry.kind) for one in pair)), (step, entry.kind, entry.name)
