@@ -153,7 +153,7 @@ class FrozenHeads(AdapterChain):
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 17), nn.Tanh(), nn.Linear(17, WIDTH)) for _ in "abc")
         for layer in self.layers:
-            layer[0].requires_grad_(False)
+            layer.get_submodule("0").requires_grad_(False)
 
 
 # --- users' own models
@@ -175,7 +175,9 @@ class MLP(nn.Module):
 
 def sequential() -> nn.Module:
     """No root: every parameter is a block's; blocks without parameters and an in-place operation between."""
-    return nn.Sequential(nn.Linear(WIDTH, 11), nn.ReLU(inplace=True), nn.Linear(11, 7), nn.LayerNorm(7), nn.Linear(7, 5))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 11), nn.ReLU(inplace=True), nn.Linear(11, 7), nn.LayerNorm(7), nn.Linear(7, 5)
+    )
 
 
 class CalledTwice(nn.Module):
@@ -236,7 +238,8 @@ class WithShared(nn.Module):
         self.shared = shared
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.own(hidden)) + self.shared(hidden)
+        out: Tensor = torch.tanh(self.own(hidden)) + self.shared(hidden)
+        return out
 
 
 class SharedParameter(SharedModule):
@@ -245,7 +248,7 @@ class SharedParameter(SharedModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(WithShared(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-        self.layers[1].own.weight = self.layers[0].own.weight
+        self.layers[1].get_submodule("own").weight = self.layers[0].get_parameter("own.weight")
 
 
 class Unused(MLP):

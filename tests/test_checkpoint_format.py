@@ -8,7 +8,8 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from functools import cache
+from itertools import pairwise, product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from weft.checkpoint import Checkpoint, Piece, Region, Saver, covers, latest, load, manifest, overlap, save, steps
 from weft.checkpoint.manifest import MANIFEST, seal
+from weft.checkpoint.region import Intervals
 from weft.errors import CheckpointError
 
 torch.set_num_threads(1)
@@ -28,19 +30,30 @@ torch.set_num_threads(1)
 # ---------------------------------------------------------------- regions, against sets of indices
 
 
+@cache
 def elements(region: Region) -> list[int]:
     """The global flat index of each element that a region holds, in its own order."""
     whole = torch.arange(prod(region.shape)).reshape(region.shape)
-    cut = tuple(slice(o, o + size) for o, size in zip(region.offsets, region.block, strict=True))
-    return whole[cut].reshape(-1)[region.start : region.stop].tolist()
+    for dim, intervals in enumerate(region.intervals):
+        whole = whole.index_select(dim, torch.cat([torch.arange(*interval) for interval in intervals]))
+    assert whole.shape == region.local_shape
+    return whole.reshape(-1)[region.start : region.stop].tolist()
+
+
+@st.composite
+def intervals_of(draw: st.DrawFn, size: int) -> Intervals:
+    """Some of the spans between random edges, in any order: empty ones and neighbours too."""
+    edges = sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=6)))
+    spans = draw(st.permutations(list(pairwise(edges))))
+    return tuple(spans[: draw(st.integers(1, len(spans)))])
 
 
 @st.composite
 def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
-    offsets = tuple(draw(st.integers(0, size)) for size in shape)
-    block = tuple(draw(st.integers(0, size - offset)) for size, offset in zip(shape, offsets, strict=True))
-    ends = sorted((draw(st.integers(0, prod(block))), draw(st.integers(0, prod(block)))))
-    return Region(shape, offsets, block, *ends)
+    intervals = tuple(draw(intervals_of(size)) for size in shape)
+    block = Region.block(shape, intervals)
+    ends = sorted((draw(st.integers(0, block.size)), draw(st.integers(0, block.size))))
+    return Region(shape, intervals, *ends)
 
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -65,33 +78,80 @@ def test_overlap_is_the_intersection_of_index_sets(data: st.DataObject) -> None:
 def test_overlap_finds_long_runs() -> None:
     whole = Region.whole((6, 8))
     assert overlap(whole, Region.flat((6, 8), 5, 29)).tolist() == [[5, 0, 24]]
-    assert overlap(Region((6, 8), (2, 0), (3, 8), 0, 24), whole).tolist() == [[0, 16, 24]]
-    right = Region((6, 8), (0, 4), (6, 4), 2, 11)  # the right half's elements 2 to 10
+    assert overlap(Region.block((6, 8), (((2, 5),), ((0, 8),))), whole).tolist() == [[0, 16, 24]]
+    right = Region((6, 8), (((0, 6),), ((4, 8),)), 2, 11)  # the right half's elements 2 to 10
     assert overlap(right, whole).tolist() == [[0, 6, 2], [2, 12, 4], [6, 20, 3]]
     assert overlap(Region.whole(()), Region.whole(())).tolist() == [[0, 0, 1]]
     assert overlap(Region.whole((0, 3)), Region.whole((0, 3))).tolist() == []
 
 
-def grid(shape: tuple[int, ...], cuts: list[list[int]], ways: list[int]) -> list[Region]:
-    """Rectangles between the cuts of each dim, each cut into flat ranges at `ways` (in sixteenths)."""
-    corners: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
-    for size, inner in zip(shape, cuts, strict=True):
-        edges = [0, *sorted(cut % (size + 1) for cut in inner), size]
-        spans = [(low, high - low) for low, high in pairwise(edges)]
-        corners = [((*o, low), (*b, width)) for o, b in corners for low, width in spans]
+def test_overlap_of_stacked_intervals_finds_long_runs() -> None:
+    fused = ((0, 1), (3, 4), (6, 7))
+    rows, columns = Region.block((9, 8), (fused, ((0, 8),))), Region.block((8, 9), (((0, 8),), fused))
+    assert overlap(Region.whole((9, 8)), rows).tolist() == [[0, 0, 8], [24, 8, 8], [48, 16, 8]]
+    # As many runs as rows for each interval, one interval after the other
+    assert overlap(Region.whole((8, 9)), columns).tolist() == [
+        [9 * row + begin, 3 * row + at, 1] for at, (begin, _) in enumerate(fused) for row in range(8)
+    ]
+    # The same stack on both sides is contiguous, also inside other dims
+    assert overlap(rows, rows).tolist() == [[0, 0, 24]]
+    assert overlap(columns, columns).tolist() == [[0, 0, 24]]
+    assert overlap(columns, Region((8, 9), columns.intervals, 5, 7)).tolist() == [[5, 0, 2]]
+    # Stacked in another order
+    swapped = Region.block((9,), (((6, 9), (0, 3)),))
+    assert overlap(Region.whole((9,)), swapped).tolist() == [[6, 0, 3], [0, 3, 3]]
+
+
+def test_a_large_cut_by_columns_is_few_copies() -> None:
+    size = 2048
+    columns = Region.block((size, size), (((0, size),), ((0, 256), (1024, 1152), (1536, 1664))))
+    for stored, wanted in ((Region.whole((size, size)), columns), (columns, Region.whole((size, size)))):
+        runs = overlap(stored, wanted)
+        assert len(runs) == 3 * size
+        assert [len(group) for group in load._even_groups(runs)] == [size] * 3
+    short = overlap(Region.whole((size, size)), Region((size, size), columns.intervals, 100, 512 * size - 100))
+    assert [len(group) for group in load._even_groups(short)] == [1, size - 1, size, size - 1, 1]
+
+
+def test_the_same_block_is_the_same_value() -> None:
+    whole = Region.block((9, 4), (((0, 3), (3, 3), (3, 8), (8, 9)), ((0, 4),)))
+    assert whole == Region.whole((9, 4))
+    empty = Region.block((9, 4), (((5, 5), (2, 2)), ((0, 4),)))
+    assert (empty.intervals, empty.local_shape, empty.size) == ((((0, 0),), ((0, 4),)), (0, 4), 0)
+    stacked = Region.block((9, 4), (((6, 9), (0, 3)), ((1, 3),)))
+    assert (stacked.intervals, stacked.local_shape) == ((((6, 9), (0, 3)), ((1, 3),)), (6, 2))
+    assert Region.whole(()).local_shape == ()
+
+
+def grid(shape: tuple[int, ...], stacks: list[list[Intervals]], ways: list[int]) -> list[Region]:
+    """Every combination of the dims' stacks, each cut into flat ranges at `ways` (in sixteenths)."""
     result = []
-    for offsets, block in corners:
-        edges = [0, *sorted(prod(block) * way // 16 for way in ways), prod(block)]
-        result += [Region(shape, offsets, block, *ends) for ends in pairwise(edges)]
+    for intervals in product(*stacks):
+        size = Region.block(shape, intervals).size
+        edges = [0, *sorted(size * way // 16 for way in ways), size]
+        result += [Region(shape, intervals, *ends) for ends in pairwise(edges)]
     return result
+
+
+@st.composite
+def grids(draw: st.DrawFn, shape: tuple[int, ...], ways: st.SearchStrategy[list[int]]) -> list[Region]:
+    """A tiling as tensor axes make it: the spans of each dim dealt out to its ranks, then the product of the dims."""
+    stacks = []
+    for size in shape:
+        edges = [0, *sorted(draw(st.lists(st.integers(0, size), max_size=4))), size]
+        dealt: dict[int, Intervals] = {}
+        for span in draw(st.permutations(list(pairwise(edges)))):
+            rank = draw(st.integers(0, 2))
+            dealt[rank] = (*dealt.get(rank, ()), span)
+        stacks.append(list(dealt.values()))
+    return draw(st.permutations(grid(shape, stacks, draw(ways))))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_covers_accepts_every_grid_and_refuses_it_with_a_piece_lost_or_doubled(data: st.DataObject) -> None:
     shape = data.draw(shapes)
-    cuts = [data.draw(st.lists(st.integers(0, 5), max_size=2)) for _ in shape]
-    parts = data.draw(st.permutations(grid(shape, cuts, data.draw(st.lists(st.integers(0, 16), max_size=2)))))
+    parts = data.draw(grids(shape, st.lists(st.integers(0, 16), max_size=2)))
     assert covers(shape, parts)
     held = [part for part in parts if part.size]
     if held:
@@ -108,23 +168,63 @@ def test_covers_is_never_wrong_when_it_says_yes(data: st.DataObject) -> None:
         assert sorted(index for part in parts for index in elements(part)) == list(range(prod(shape)))
 
 
-def test_covers_refuses_overlapping_rectangles_whose_volumes_add_up() -> None:
-    left, middle = Region((2, 4), (0, 0), (2, 2), 0, 4), Region((2, 4), (0, 1), (2, 2), 0, 4)
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_covers_of_whole_blocks_is_right_both_ways(data: st.DataObject) -> None:
+    """A grid of blocks, of which some may be lost, doubled or replaced."""
+    shape = data.draw(st.lists(st.integers(1, 4), max_size=4).map(tuple))
+    parts = data.draw(grids(shape, st.just([])))
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = data.draw(st.integers(0, len(parts)))
+        block = Region.block(shape, data.draw(st.tuples(*map(intervals_of, shape))))
+        parts[place : place + data.draw(st.integers(0, 2))] = [block]
+    truth = sorted(index for part in parts for index in elements(part)) == list(range(prod(shape)))
+    assert covers(shape, parts) == truth
+
+
+def test_covers_refuses_overlapping_blocks_whose_volumes_add_up() -> None:
+    left, middle = Region.block((2, 4), (((0, 2),), ((0, 2),))), Region.block((2, 4), (((0, 2),), ((1, 3),)))
     assert not covers((2, 4), [left, middle])
     assert not covers((2, 4), [Region.whole((4, 2))])
+    # Each begins before the other in one dim; they share the middle element
+    lower, upper = Region.block((3, 3), (((1, 3),), ((0, 2),))), Region.block((3, 3), (((0, 2),), ((1, 3),)))
+    assert not covers((3, 3), [lower, upper, Region.block((3, 3), (((2, 3),), ((2, 3),)))])
+    even, odd = (((0, 1), (2, 3)),), (((1, 2), (3, 4)),)
+    assert covers((4,), [Region.block((4,), even), Region.block((4,), odd)])
+    assert not covers((4,), [Region.block((4,), even), Region.block((4,), (((2, 4),),))])
+    # The ranges of one block do not fill up those of another
+    assert not covers((4,), [Region((4,), even, 0, 1), Region((4,), odd, 1, 2), Region.block((4,), odd)])
+
+
+def test_covers_bounds_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Region.block((6, 1), (((row, row + 1),), ((0, 1),))) for row in range(6)]
+    combs = [Region.block((6,), (tuple((row, row + 1) for row in range(first, 6, 2)),)) for first in (0, 1)]
+    for name in ("MAX_BLOCKS", "MAX_INTERVALS"):
+        for limit, accepted in ((6, True), (5, False)):
+            monkeypatch.setattr(f"weft.checkpoint.region.{name}", limit)
+            assert covers((6, 1), rows) == accepted
+            assert covers((6,), combs) == (accepted or name == "MAX_BLOCKS")
+        monkeypatch.undo()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (((2, 3), (0,), (2, 3), 0, 6), "same length"),
-        (((2, -3), (0, 0), (2, 3), 0, 6), "sizes must be 0 or more"),
-        (((2**40, 2**40), (0, 0), (0, 0), 0, 0), "below 2\\*\\*63"),
-        (((2**60, 2**60, 0), (0, 0, 0), (0, 0, 0), 0, 0), "below 2\\*\\*63"),
-        (((2, 3), (1, 0), (2, 3), 0, 6), "outside the shape"),
-        (((2, 3), (-1, 0), (2, 3), 0, 6), "outside the shape"),
-        (((2, 3), (0, 0), (2, 3), 0, 7), "rectangle's 6 elements"),
-        (((2, 3), (0, 0), (2, 3), 4, 3), "rectangle's 6 elements"),
+        (((2, 3), (((0, 2),),), 0, 6), "has 2 dims and intervals for 1"),
+        (((1,) * 17, (((0, 1),),) * 17, 0, 1), "has 17 dims .* 16 dims at most"),
+        (((2, -3), (((0, 2),), ((0, 3),)), 0, 6), "sizes must be 0 or more"),
+        (((2**40, 2**40), (((0, 0),), ((0, 0),)), 0, 0), "below 2\\*\\*63"),
+        (((2**60, 2**60, 0), (((0, 0),),) * 3, 0, 0), "below 2\\*\\*63"),
+        (((2, 3), (((1, 3),), ((0, 3),)), 0, 6), r"\(1, 3\) of dim 0 reaches outside the shape \(2, 3\)"),
+        (((2, 3), (((0, 2),), ((-1, 2),)), 0, 6), r"\(-1, 2\) of dim 1 reaches outside"),
+        (((2, 3), (((0, 2),), ((2, 1),)), 0, 0), r"\(2, 1\) of dim 1 reaches outside"),
+        (((2, 3), (((0, 2),), ()), 0, 0), "dim 1 has 0 intervals, it needs 1 to 4096"),
+        (((9000,), (((0, 1),) * 4097,), 0, 1), "dim 0 has 4097 intervals"),
+        (((9,), (((4, 8), (0, 5)),), 0, 9), r"intervals \(0, 5\) and \(4, 8\) of dim 0 overlap"),
+        (((9,), (((2, 4), (2, 4)),), 0, 4), r"intervals \(2, 4\) and \(2, 4\) of dim 0 overlap"),
+        (((2, 3), (((0, 2),), ((0, 3),)), 0, 7), r"local block \(2, 3\) of 6 elements, \[0, 7\) does not"),
+        (((2, 3), (((0, 2),), ((0, 3),)), 4, 3), "of 6 elements"),
+        (((9,), (((0, 2), (5, 7)),), 0, 5), r"local block \(4,\) of 4 elements"),
     ],
 )
 def test_region_refuses(arguments: tuple[Any, ...], message: str) -> None:
@@ -146,29 +246,49 @@ def flat_layout(num_ranks: int) -> Layout:
     return cut
 
 
-def rectangles_layout(shape: tuple[int, ...]) -> list[list[Region]]:
-    """2 x 2 over rows and columns; tensors of one dim or none are held by rank 0."""
-    if len(shape) < 2:
-        return [[Region.whole(shape)], [], [], []]
-    cuts = [[size // 2] if dim < 2 else [] for dim, size in enumerate(shape)]
-    return [[region] for region in grid(shape, cuts, [])]
+def mesh_layout(num_ranks: int, ways: list[int], *cuts: Callable[[int], list[Intervals]]) -> Layout:
+    """The first dims stacked as `cuts` say, each block cut flat at `ways`; rank 0 holds tensors with fewer dims."""
+
+    def stack(shape: tuple[int, ...]) -> list[list[Region]]:
+        if len(shape) < len(cuts):
+            return [[Region.whole(shape)], *([] for _ in range(num_ranks - 1))]
+        every = (*cuts, *(uncut for _ in shape[len(cuts) :]))
+        return [[part] for part in grid(shape, [cut(size) for cut, size in zip(every, shape, strict=True)], ways)]
+
+    return stack
 
 
-def mesh_layout(shape: tuple[int, ...]) -> list[list[Region]]:
-    """Columns over 2 ranks, and each half cut flat over 3."""
-    if len(shape) < 2:
-        return [*flat_layout(3)(shape), [], [], []]
-    columns: list[list[int]] = [[], [(shape[1] + 1) // 2], *([] for _ in shape[2:])]
-    return [[region] for region in grid(shape, columns, [5, 10])]
+def uncut(size: int) -> list[Intervals]:
+    return [((0, size),)]
+
+
+def halves(size: int) -> list[Intervals]:
+    return [((0, size // 2),), ((size // 2, size),)]
+
+
+def fused(num_parts: int) -> Callable[[int], list[Intervals]]:
+    """Over 2 ranks, a half of each of several parts of unequal widths, as q, k and v have in one matrix."""
+
+    def cut(size: int) -> list[Intervals]:
+        edges = [size - size * left**2 // num_parts**2 for left in range(num_parts, -1, -1)]
+        middles = [(low + high) // 2 for low, high in pairwise(edges)]
+        return [tuple(zip(edges[:-1], middles, strict=True)), tuple(zip(middles, edges[1:], strict=True))]
+
+    return cut
 
 
 LAYOUTS: dict[str, Layout] = {
     "one": flat_layout(1),
     "two replicas": lambda shape: [[Region.whole(shape)], []],
     "four flat": flat_layout(4),
-    "two by two": rectangles_layout,
-    "columns and flat": mesh_layout,
+    "two by two": mesh_layout(4, [], halves, halves),
+    "columns and flat": mesh_layout(6, [5, 10], uncut, halves),
     "eight flat": flat_layout(8),
+    "fused rows": mesh_layout(2, [], fused(3)),
+    "fused columns": mesh_layout(2, [], uncut, fused(3)),
+    "fused rows by columns": mesh_layout(4, [], fused(2), halves),
+    "fused rows by columns and flat": mesh_layout(8, [7], fused(2), halves),
+    "fused columns and flat": mesh_layout(4, [7], uncut, fused(3)),
 }
 
 STATE = {
@@ -206,8 +326,9 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def cut(tensor: Tensor, region: Region) -> Tensor:
-    view = tensor[tuple(slice(o, o + size) for o, size in zip(region.offsets, region.block, strict=True))]
-    return view.reshape(-1)[region.start : region.stop]
+    """By bytes, because not all dtypes can be indexed."""
+    rows = bits(tensor).reshape(tensor.numel(), tensor.itemsize)
+    return rows[torch.tensor(elements(region), dtype=torch.int64)].reshape(-1).view(tensor.dtype)
 
 
 def save_under(
@@ -497,12 +618,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small")
     for step in (1, 2):
         tensors = {("parameter", "w"): torch.arange(8.0) + step, ("buffer", "b"): torch.tensor([step, 2])}
-        save_under(
-            lambda shape: [[r] for r in grid(shape, [[prod(shape) // 2]] * len(shape), [])] + [[]] * (not shape),
-            folder,
-            step,
-            tensors,
-        )
+        save_under(mesh_layout(2, [], fused(2)), folder, step, tensors)
     return folder
 
 
@@ -656,8 +772,19 @@ FORGERIES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (put("tensors", 1, "shape", [1] * 100), "16 dims at most"),
     (put("tensors", 1, "pieces", []), "exactly once"),
     (put("tensors", 1, "pieces", 0, "stop", 10**20), "the range must lie"),
-    (put("tensors", 1, "pieces", 0, "offsets", [7]), "outside the shape"),
-    (put("tensors", 1, "pieces", 1, "offsets", [0]), "exactly once"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[0, 3, 6, 9]]), "outside the shape"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[0, 3, 2, 3]]), "overlap; each row is held once"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[0, 3, 3, 4]]), "be one where they touch"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[0, 3, 5, 5, 6, 7]]), "must not be empty"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[0, 3, 6]]), "need a begin and an end each"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[]]), "has 0 intervals"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[0, 1] * 5000]), "has 5000 intervals"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[0, 4], [0, 1]]), "has 1 dims and intervals for 2"),
+    (put("tensors", 1, "pieces", 0, "intervals", [4]), "must be a list of list"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[[0, 3], [6, 7]]]), "must be a list of int"),
+    (put("tensors", 1, "pieces", 0, "intervals", [[False, 3, 6, 7]]), "must be a list of int"),
+    (put("tensors", 1, "pieces", 0, "intervals", "0"), "'intervals' of a piece .* has the wrong type"),
+    (put("tensors", 1, "pieces", 1, "intervals", [[0, 4]]), "exactly once"),
     (put("tensors", 1, "pieces", 0, "key", "other"), "its header does not list"),
     (put("tensors", 1, "pieces", 0, "file", "rank-00005.safetensors"), "which is not listed"),
     (put("tensors", 1, "pieces", 0, "sha256", []), "needs one SHA-256"),

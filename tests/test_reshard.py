@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
@@ -14,13 +15,14 @@ from runs_for_tests import LAYOUTS, losses, make_run, train_on_ranks, write_run_
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint import Checkpoint, Region, Saver, latest, steps
+from weft.checkpoint import Checkpoint, Entry, Piece, Region, Saver, latest, save, steps
 from weft.config import Run
 from weft.errors import CheckpointError
 from weft.local import run_local
 from weft.mesh import Mesh
 from weft.models import build, initial_value
 from weft.parallel import named_pieces, parallelize
+from weft.parallel.layout import Part
 from weft.train import state
 from weft.train.batches import prepare_data
 from weft.train.state import load_state, make_optimizer, pieces_to_save
@@ -40,8 +42,8 @@ def build_on(run: Run, mesh: Mesh, seed: int) -> tuple[nn.Module, Optimizer]:
     with torch.device("meta"):
         model = build(run.model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    model = parallelize(model, run.plan, mesh, lambda name: initial_value(run.model, name, shapes[name], seed))
-    return model, make_optimizer(model, run.train)
+    split = parallelize(model, run.plan, mesh, lambda name: initial_value(run.model, name, shapes[name], seed))
+    return split, make_optimizer(split, run.train)
 
 
 def own_values(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, int, Tensor]]:
@@ -112,11 +114,23 @@ def test_state_is_equal_to_the_bit_whoever_saved_it(run_file: Path, saved: dict[
         check(run, run_local(rank, run.plan.num_ranks))
 
 
+def test_mixed_precision_loads_its_master_state_from_a_float32_run(run_file: Path, saved: dict[str, Path]) -> None:
+    run = make_run(run_file, "unused", "plan.shard=2", "plan.precision=bf16")
+
+    def rank(index: int) -> tuple[list[str], int]:
+        model, optimizer = build_on(run, Mesh(run.plan), seed=2)
+        checkpoint = Checkpoint(saved["4 shard-3"])
+        load_state(checkpoint, model, optimizer)
+        return differences(checkpoint, model, optimizer)
+
+    check(run, run_local(rank, 2))
+
+
 def test_the_comparison_sees_a_wrong_slice(run_file: Path, saved: dict[str, Path]) -> None:
     """The control: pieces read one element off are found, on both ranks."""
     run = make_run(run_file, "unused", "plan.shard=2")
 
-    def off_by_one(part: state.Part) -> Region:
+    def off_by_one(part: Part) -> Region:
         shift = 1 if part.start > 0 else 0
         return Region.flat(part.parameter.shape, part.start - shift, part.stop - shift)
 
@@ -227,15 +241,20 @@ def test_retention_keeps_the_last_ones_and_every_nth(run_file: Path, asynchronou
 
 
 def test_an_asynchronous_save_holds_the_step_it_was_asked_for(run_file: Path) -> None:
-    """Steps go on while a save is written: it must hold the values of its own step, as a synchronous one does."""
-    runs = []
+    """Steps go on while a slow save is written: it must hold the values of its own step, as a synchronous one does."""
+
+    def slow(file: str, pieces: Sequence[Piece]) -> tuple[tuple[Entry, ...], dict[str, Tensor]]:
+        time.sleep(0.3)
+        return index(file, pieces)
+
+    index, runs = save._index, []
     for asynchronous in ("true", "false"):
-        run = make_run(
-            run_file, f"save {asynchronous}", "plan.shard=2", f"checkpoint.asynchronous={asynchronous}", "checkpoint.every=1"
-        )
-        train_on_ranks(run)
+        saving = [f"checkpoint.asynchronous={asynchronous}", "checkpoint.every=7"]
+        run = make_run(run_file, f"save {asynchronous}", "plan.shard=2", *saving)
+        with patch.object(save, "_index", slow):
+            train_on_ranks(run)
         runs.append(run)
-    for step in range(1, 16):
+    for step in (7, 14, 15):
         pair = [Checkpoint(run.folder / "checkpoints" / f"step-{step:08d}") for run in runs]
         for entry in pair[0].entries():
             assert torch.equal(*(one.read(entry.name, entry.kind) for one in pair)), (step, entry.kind, entry.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,6 @@ def test_rates_rise_once_fall_once_and_stay_in_bounds(
     curve = rates(schedule, steps, warmup, decay, final)
     top = max(warmup - 1, 0)
     assert all(0.0 <= rate <= 2.0 + 1e-12 for rate in curve)
-    assert all(a <= b + 1e-12 for a, b in zip(curve[: top + 1], curve[1 : top + 1], strict=False))
-    assert all(a >= b - 1e-12 for a, b in zip(curve[top:], curve[top + 1 :], strict=False))
+    assert all(a <= b + 1e-12 for a, b in pairwise(curve[: top + 1]))
+    assert all(a >= b - 1e-12 for a, b in pairwise(curve[top:]))
     assert all(rate >= 2.0 * final - 1e-12 for rate in curve[warmup:])

@@ -14,6 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
+
+from weft.checkpoint import Checkpoint
 
 DEADLINE_SECONDS = 90
 NUM_LOCAL_RANKS = 2
@@ -107,3 +110,21 @@ def test_one_job_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     lines = sorted(line for output in outputs for line in output.splitlines() if line.startswith("torchrun:"))
     assert lines == [f"torchrun: rank {rank} of 4, local {rank % 2} of 2, 2 hosts: 10.0" for rank in range(4)]
     assert [output.count("torchrun: rank") for output in outputs] == [2, 2]
+
+
+@pytest.mark.ranks
+def test_a_run_over_two_hosts_has_the_curve_of_one_process(hosts: list[str], tmp_path: Path) -> None:
+    """The whole command, four ranks that hold half of the state each, against the unsplit run."""
+    run_file = write_run_file(tmp_path)
+    layout = ["plan.data=2", "plan.shard=2"]
+    run, whole = make_run(run_file, "two hosts", *layout), make_run(run_file, "whole")
+    command = [sys.executable, "-m", "weft", "train", str(run_file), *layout, f"folder={run.folder}"]
+    codes, outputs = run_on(hosts, command, tmp_path)
+    assert codes == [0, 0], "\n".join(outputs)
+    assert sum(output.count("local: 2 x 2 CPU = 4 devices") for output in outputs) == 1  # rank 0 speaks
+    train_on_ranks(whole)
+    assert len(losses(run.folder)) == 15
+    assert losses(run.folder) == pytest.approx(losses(whole.folder), rel=1e-4)
+    checkpoint = Checkpoint(run.folder / "checkpoints" / "step-00000015")
+    files = {piece.file for entry in checkpoint.entries() for piece in entry.pieces}
+    assert len(files) == 4  # every rank wrote its share

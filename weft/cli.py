@@ -36,7 +36,7 @@ from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
-from weft.train.loop import train
+from weft.train.loop import device_type, train
 from weft.verify import Report, verify_run
 
 app = typer.Typer(
@@ -65,8 +65,11 @@ def train_command(
 ) -> None:
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
     run = load_run(run_file, overrides or [])
+    device_type(run)  # refuses one that is not there
     place = detect(os.environ)
     if place is not None:
+        if fresh:
+            raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
         _train_rank(run, place, as_json)
         return
     console = _console(as_json)
@@ -83,13 +86,13 @@ def train_command(
             soft_wrap=True,
         )
     else:
+        _prepare(run, console)
         if verify:
             _verify(run, console)
-        _prepare(run, console)
         _run_ranks(run, run_file, overrides or [], as_json)
     if as_json:
         _print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
-    elif steps(run.folder / "checkpoints"):
+    elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
         _show_sample(run, run_file, console)
 
 
@@ -216,9 +219,12 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
     """One rank under a launcher; rank 0 speaks."""
     console = _console(as_json)
     speaks = place.rank == 0 and not as_json
-    if speaks and place.launcher != "weft":
-        _show(run, console)
-        console.print("Prove this plan with: weft verify (not done under a launcher)")
+    if place.launcher not in ("none", "weft"):  # under those two, all this was said before
+        cluster = run_cluster(run, place.num_hosts)
+        prediction = predict(run, cluster)
+        if speaks:
+            show_run(console, run, cluster, micro_batch_profile(run), prediction)
+            console.print("Prove this plan with: weft verify (not done under a launcher)")
     reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
     try:
         outcome = train(run, place, reporter)
@@ -317,10 +323,16 @@ def _fail(error: WeftError, status: int) -> None:
     raise SystemExit(status)
 
 
-@app.callback()
-def _version(
-    version: Annotated[bool, typer.Option("--version", help="print the version and leave", is_eager=True)] = False,
-) -> None:
-    if version:
+def _print_version(asked: bool) -> None:
+    if asked:
         print(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and leave", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of no command."""

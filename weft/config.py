@@ -7,6 +7,7 @@ Every value remembers where it came from (the file, an override, or the default)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +37,17 @@ class DataConfig:
             raise ConfigError(f"data.held_out = {self.held_out}; it is a fraction from 0 to below 1")
 
 
+# What AdamW and torch's generators take: at least the first number and below the second.
+LIMITS = {
+    "learning_rate": (0.0, math.inf),
+    "weight_decay": (0.0, math.inf),
+    "beta1": (0.0, 1.0),
+    "beta2": (0.0, 1.0),
+    "epsilon": (0.0, math.inf),
+    "seed": (-(2**63), 2**63),
+}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """How to train. Give `batch` (sequences per step) or `batch_tokens` (tokens per step), not both."""
@@ -62,9 +74,20 @@ class TrainConfig:
     evaluate_sequences: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "evaluate_sequences", "timeout_seconds"):
-            _at_least(f"train.{name}", getattr(self, name), 1)
+        for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):
+            if getattr(self, name) is not None:
+                _at_least(f"train.{name}", getattr(self, name), 1)
         _at_least("train.warmup_steps", self.warmup_steps, 0)
+        for name, (low, high) in LIMITS.items():
+            value = getattr(self, name)
+            if not low <= value < high:
+                raise ConfigError(f"train.{name} = {value}; it must be at least {low} and below {high}")
+        if not 0 <= self.final_learning_rate <= 1:
+            raise ConfigError(
+                f"train.final_learning_rate = {self.final_learning_rate}; it is a fraction of train.learning_rate"
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"train.clip = {self.clip}; it must be greater than 0, inf to clip nothing")
         if (self.batch is None) == (self.batch_tokens is None):
             raise ConfigError("give one of train.batch (sequences per step) and train.batch_tokens (tokens per step)")
         if self.warmup_steps + (self.decay_steps or 0) > self.steps:

@@ -72,21 +72,24 @@ def _fork(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Pat
     try:
         os.close(read)
         answer = _child(function, rank, num_ranks, folder, timeout_seconds)
-        status = 0 if "result" in answer else 1
         with os.fdopen(write, "wb") as pipe:
-            pipe.write(json.dumps(answer).encode())
+            pipe.write(answer)
+        status = 0 if answer.startswith(b'{"result"') else 1
     finally:
         sys.stdout.flush()
         os._exit(status)
 
 
-def _child(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Path, timeout_seconds: float) -> Any:
+def _child(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Path, timeout_seconds: float) -> bytes:
+    """The answer as JSON: the function's result, or the error that it ended with and when."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with open(folder / f"stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
             torch.set_num_threads(1)
+            if torch.cuda._is_in_bad_fork():
+                _hide_accelerators()
             if num_ranks > 1:
                 dist.init_process_group(
                     "gloo",
@@ -95,18 +98,28 @@ def _child(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Pa
                     world_size=num_ranks,
                     timeout=timedelta(seconds=timeout_seconds + 30),
                 )
-            return {"result": function(rank)}
+                dist.barrier()  # a rank that ends at once would break off others that are still connecting to it
+            return json.dumps({"result": function(rank)}).encode()
         except BaseException as error:
-            return {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            text = f"{type(error).__name__}: {error}"
+            return json.dumps({"error": text, "trace": traceback.format_exc(), "at": time.monotonic()}).encode()
+
+
+def _hide_accelerators() -> None:
+    """A forked process cannot use CUDA that its parent has touched, and optimizers ask about it even on a CPU."""
+    torch.cuda.is_available = lambda: False
+    torch.accelerator.current_accelerator = lambda check_available=False: None
 
 
 def _collect(children: list[_Child], deadline: float) -> None:
-    """Read answers until all ranks ended, one failed, or time is up."""
+    """Read answers until all ranks ended, one failed (the others would wait for it in vain), or time is up."""
+    failed: list[_Child] = []
     while not all(child.done for child in children):
         open_pipes = {child.pipe: child for child in children if not child.done}
-        ready, _, _ = select.select(list(open_pipes), [], [], max(0.0, deadline - time.monotonic()))
+        patience = 0.0 if failed else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select(list(open_pipes), [], [], patience)
         if not ready:
-            return
+            break
         for pipe in ready:
             child = open_pipes[pipe]
             chunk = os.read(pipe, 1 << 20)
@@ -114,12 +127,22 @@ def _collect(children: list[_Child], deadline: float) -> None:
             if not chunk:
                 child.status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
                 child.done = True
-                if child.status != 0:  # the others would wait for it in vain
-                    _result(child)
+                if child.status != 0:
+                    failed.append(child)
+    if failed:  # the first to fail is the cause; others may have failed because they lost it
+        _result(min(failed, key=_failed_at))
+
+
+def _has_answered(child: _Child) -> bool:
+    return child.status in (0, 1) and bool(child.text)  # a killed rank may have left half an answer
+
+
+def _failed_at(child: _Child) -> float:
+    return float(json.loads(child.text)["at"]) if _has_answered(child) else 0.0
 
 
 def _result(child: _Child) -> Any:
-    if not child.text:
+    if not _has_answered(child):
         raise LocalError(f"rank {child.rank} died with status {child.status} and left no answer")
     answer = json.loads(child.text)
     if "error" in answer:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import ConfigError, PlanError
-from weft.schema import build_dataclass, dump_toml, read_toml, to_table
+from weft.schema import convert, dump_toml, read_toml, to_table
 
 AXES = ("data", "shard")
 MAX_RANKS = 1 << 20
@@ -161,4 +161,5 @@ def load_plan(path: Path) -> Plan:
     table = read_toml(path)
     if "plan" not in table:
         raise ConfigError(f"{path} has no [plan] table")
-    return build_dataclass(Plan, table["plan"], "plan")
+    plan: Plan = convert(table["plan"], Plan, "plan")
+    return plan

@@ -7,8 +7,9 @@ hides what fits behind its compute.
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -108,9 +109,11 @@ def peak_flops(run: Run, device: torch.device) -> float | None:
     return None if node is None else node.device.peak_flops.get(PEAK_OF[run.plan.precision])
 
 
-def run_cluster(run: Run) -> Cluster:
-    """The cluster that the run names, with as many local devices as the plan has ranks."""
-    return local_cluster(run.plan.num_ranks) if run.cluster == "local" else load(run.cluster)
+def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
+    """The cluster that the run names; "local" is this machine with its part of the ranks, once for each host."""
+    if run.cluster != "local":
+        return load(run.cluster)
+    return replace(local_cluster(math.ceil(run.plan.num_ranks / num_hosts)), num_nodes=num_hosts)
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 _ATTENTION = (
@@ -168,10 +168,16 @@ def profile(
     model: nn.Module, example: Callable[[], Any] | None = None, finish: Callable[[Any], Any] | None = None
 ) -> Profile:
     """The profile of a model. `example()` makes the arguments of one forward of a micro-batch, and `finish(output)`
-    computes the loss, whose saved bytes count for the root; without an example only the structure is known.
+    computes the loss, whose saved bytes count for the root; without an example, or where the forward depends on the
+    values of its inputs, only the structure is known (`counted` is false).
     """
     structure = _structure(model)
-    return structure if example is None else _count(model, example, finish, structure)
+    if example is None:
+        return structure
+    try:
+        return _count(model, example, finish, structure)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return structure
 
 
 def _structure(model: nn.Module) -> Profile:
@@ -292,8 +298,9 @@ class _Tally(TorchDispatchMode):
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    # Whole attention, as torch's own counter has it; a causal mask is not discounted.
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    # Whole attention, as torch's own counter has it: a causal mask is not discounted. Key heads may be fewer.
+    batch, heads, queries, head_dim = query.shape
+    return 2 * batch * heads * queries * key.shape[-2] * (head_dim + value.shape[-1])
 
 
 _ATTENTION_FLOPS = {getattr(aten, name): _attention_flops for name in _ATTENTION}

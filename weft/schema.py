@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -139,9 +140,10 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     if not equals or not all(keys):
         raise ConfigError(f"override '{text}' is not of the form section.key=value, e.g. train.steps=100")
     try:
-        return keys, tomllib.loads(f"value = {raw}")["value"]
+        table = tomllib.loads(f"value = {raw}")
     except tomllib.TOMLDecodeError:
         return keys, raw.strip()
+    return keys, table["value"] if len(table) == 1 else raw
 
 
 def type_name(hint: Any) -> str:
@@ -172,8 +174,7 @@ def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t")
-        return f'"{escaped}"'
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's too
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + " }"
     if isinstance(value, (list, tuple)):

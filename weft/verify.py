@@ -102,7 +102,7 @@ def verify(
         return _run_rank(model_fn, batch_fn, plan, split, objective, steps, clip)
 
     answers = run_local(rank, plan.num_ranks, timeout_seconds)
-    return Report(plan, tuple(_judge(answers, tolerance)))
+    return Report(plan, (*_judge(answers, tolerance), _check_coverage(answers, plan)))
 
 
 def verify_run(run: Run) -> Report:
@@ -153,13 +153,16 @@ def _run_rank(
         )
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
+    pieces = _pieces(model)
     predicted = cost(counted_profile, plan, split, mesh.coordinates)
     traffic = add_traffic(predicted.traffic, step_traffic(plan))
     return {
         "loss": _worst_number(losses, expected.losses),
         "grad_norm": _worst_number(norms, expected.norms),
         "gradient": _worst_tensor(watch.gradients, expected.gradients),
-        "parameter": _worst_tensor(_pieces(model), expected.parameters),
+        "parameter": _worst_tensor(pieces, expected.parameters),
+        "num_compared": sum(tensor.numel() for _, _, tensor in pieces),
+        "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
         "counted": _plain(mesh.ledger.entries()),
         "predicted_state": dict(predicted.state_bytes),
@@ -247,7 +250,7 @@ def _pieces(model: nn.Module) -> list[tuple[str, int, Tensor]]:
 
 def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str]:
     errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True)]
-    worst = max(range(len(errors)), key=errors.__getitem__)
+    worst = max(range(len(errors)), key=lambda step: _badness(errors[step]))
     return errors[worst], f"step {worst + 1}"
 
 
@@ -259,9 +262,13 @@ def _worst_tensor(found: list[tuple[str, int, Tensor]], expected: dict[str, Tens
         reference = expected.get(name, torch.zeros(start + tensor.numel(), dtype=tensor.dtype))
         difference = float((tensor - reference[start : start + tensor.numel()]).abs().max())
         error = difference / max(float(reference.abs().max()), FLOOR * largest)
-        if not error <= worst[0]:  # also catches NaN
+        if _badness(error) > _badness(worst[0]):
             worst = (error, name)
     return worst
+
+
+def _badness(error: float) -> float:
+    return float("inf") if error != error else error  # NaN compares false with everything, and would be lost
 
 
 def _plain(traffic: dict[Key, Traffic]) -> dict[str, list[int]]:
@@ -280,7 +287,7 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
         ("parameter", "worst parameter after the steps"),
     ):
         errors = [(answer[key][0], f"rank {rank}, {answer[key][1]}") for rank, answer in enumerate(answers)]
-        error, where = max(errors, key=lambda pair: float("inf") if pair[0] != pair[0] else pair[0])
+        error, where = max(errors, key=lambda pair: _badness(pair[0]))
         checks.append(Check(what, f"≤ {tolerance:.0e}", f"{error:.1e}", where, error <= tolerance))
     keys = sorted({key for answer in answers for key in (*answer["predicted"], *answer["counted"])})
     checks += [_equal(f"traffic: {key}", answers, "predicted", "counted", key, _traffic_text) for key in keys]
@@ -289,6 +296,13 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
         _equal(f"state: {kind}", answers, "predicted_state", "counted_state", kind, _bytes_text) for kind in kinds
     ]
     return checks
+
+
+def _check_coverage(answers: list[dict[str, Any]], plan: Plan) -> Check:
+    """A piece that no rank holds is not compared, so the pieces are counted: each once in every replica."""
+    compared = sum(answer["num_compared"] for answer in answers)
+    expected = answers[0]["num_expected"] * plan.data
+    return Check("parameters held", f"{expected:,}", f"{compared:,}", "all ranks", compared == expected)
 
 
 def _equal(

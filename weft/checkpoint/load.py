@@ -7,6 +7,7 @@ checkpoint. Nothing is ever unpickled.
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -155,19 +156,28 @@ class Checkpoint:
 
 
 def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:
-    """Copy each run. Runs at even distances, as a cut by columns gives, are one strided copy. Both are 1-D."""
-    inner = runs[1:-1]  # the flat ranges may have cut the first and the last short
-    step = np.diff(inner, axis=0)
-    if len(inner) > 2 and np.all(step == step[0]) and step[0, 2] == 0:
-        length = int(inner[0, 2])
-        # [runs, length] windows on either side
-        parts = [
-            tensor[int(first) : int(last) + length].unfold(0, length, int(distance))
-            for tensor, first, last, distance in zip(
-                (out, stored), inner[0, 1::-1], inner[-1, 1::-1], step[0, 1::-1], strict=True
-            )
-        ]
-        parts[0].copy_(parts[1])
-        runs = runs[[0, -1]]
-    for source, target, length in runs.tolist():
-        out[target : target + length] = stored[source : source + length]
+    """Copy each run. Runs of one length at even distances, as a cut by columns gives, are one strided copy."""
+    for group in _even_groups(runs):
+        length = int(group[0, 2])
+        # [runs, length] windows on either side, which is 1-D
+        source, target = (
+            tensor[int(at[0]) : int(at[-1]) + length].unfold(0, length, int(at[1] - at[0]) if len(at) > 1 else 1)
+            for tensor, at in ((stored, group[:, 0]), (out, group[:, 1]))
+        )
+        target.copy_(source)
+
+
+def _even_groups(runs: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Cut the runs where their length or their distances change; the flat ranges may cut the ends of a row short."""
+    step = np.diff(runs, axis=0)
+    # [runs - 1]: a run and the next can be in one copy
+    even = ((step[:, :2] > 0).all(axis=1) & (step[:, 2] == 0)).tolist()
+    turns = np.flatnonzero((step[1:] != step[:-1]).any(axis=1)) + 1  # runs whose distances on either side differ
+    first = 0
+    while first < len(runs):
+        last = first
+        if first < len(even) and even[first]:
+            turn = int(np.searchsorted(turns, first + 1))
+            last = int(turns[turn]) if turn < len(turns) else len(runs) - 1
+        yield runs[first : last + 1]
+        first = last + 1

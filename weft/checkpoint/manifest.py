@@ -218,8 +218,7 @@ def _entry_document(entry: Entry) -> dict[str, Any]:
         {
             "file": piece.file,
             "key": piece.key,
-            "offsets": piece.region.offsets,
-            "block": piece.region.block,
+            "intervals": [[edge for pair in dim for edge in pair] for dim in piece.region.intervals],
             "start": piece.region.start,
             "stop": piece.region.stop,
             "sha256": piece.sha256,
@@ -241,12 +240,8 @@ def _entry(value: object, files: Iterable[str]) -> Entry:
     dtype = DTYPES[fields["dtype"]]
     pieces = []
     for raw in fields["pieces"]:
-        piece = _fields(
-            raw, f"a piece of {where}", file=str, key=str, offsets=list, block=list, start=int, stop=int, sha256=list
-        )
-        offsets = _list_of(int, piece["offsets"], f"the offsets of {where}")
-        block = _list_of(int, piece["block"], f"the block of {where}")
-        region = Region(shape, offsets, block, piece["start"], piece["stop"])
+        piece = _fields(raw, f"a piece of {where}", file=str, key=str, intervals=list, start=int, stop=int, sha256=list)
+        region = _region(shape, piece, where)
         hashes = _list_of(str, piece["sha256"], f"the hashes of {where}")
         if len(hashes) != num_chunks(region.size, dtype) or not all(_HASH.fullmatch(text) for text in hashes):
             raise CheckpointError(f"a piece of {where} needs one SHA-256 for each {HASH_CHUNK_BYTES} bytes")
@@ -254,6 +249,20 @@ def _entry(value: object, files: Iterable[str]) -> Entry:
             raise CheckpointError(f"a piece of {where} is in file {piece['file'][:100]!r}, which is not listed")
         pieces.append(StoredPiece(piece["file"], piece["key"], region, hashes))
     return Entry(fields["name"], fields["kind"], dtype, shape, tuple(pieces))
+
+
+def _region(shape: tuple[int, ...], piece: dict[str, Any], where: str) -> Region:
+    """The region of a piece, which stores the edges of each dim in one list: begin, end, begin, end, ..."""
+    intervals = []
+    for edges in _list_of(list, piece["intervals"], f"the intervals of {where}"):
+        edges = _list_of(int, edges, f"the intervals of a dim of {where}")
+        if len(edges) % 2:
+            raise CheckpointError(f"the intervals of a dim of {where} need a begin and an end each")
+        intervals.append(tuple(zip(edges[::2], edges[1::2], strict=True)))
+    region = Region(shape, tuple(intervals), piece["start"], piece["stop"])
+    if region.intervals != tuple(intervals):
+        raise CheckpointError(f"the intervals of {where} must not be empty, and be one where they touch")
+    return region
 
 
 def _check_entries(manifest: Manifest, complete: bool) -> None:

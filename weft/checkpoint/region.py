@@ -1,13 +1,15 @@
 """Which part of a global tensor a piece holds, and which parts two pieces share. Pure: no files, no torch.
 
-Tensor axes cut a tensor into rectangles; the shard axis then cuts the flattened rectangle into ranges. A region is
-therefore a rectangle and, inside it, a row-major range. Loading one layout from another is the overlap of two
-regions: runs of elements that are contiguous in both pieces, so that a copy moves runs and never single elements.
+Tensor axes cut a dim into intervals: one for a plain matrix, several for a fused one, where a rank holds its rows of
+q, of k and of v, stacked. The local block is the product of the stacked intervals of all dims; the shard axis then
+cuts the flattened block into ranges. Loading one layout from another is the overlap of two regions: runs of elements
+that are contiguous in both pieces, so that a copy moves runs and never single elements.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -15,36 +17,45 @@ import numpy.typing as npt
 
 from weft.errors import CheckpointError
 
+Intervals = tuple[tuple[int, int], ...]  # (begin, end) pairs of one dim, as stacked in the local block
+
 MAX_ELEMENTS = 2**63 - 1
 MAX_DIMS = 16
-# Rectangles are compared pair by pair; more than this is no mesh, but a manifest that wants to keep us busy.
-MAX_RECTANGLES = 4096
+# Blocks and intervals are compared pair by pair; more than this is no mesh, but a manifest that keeps us busy.
+MAX_BLOCKS = 4096
+MAX_INTERVALS = 4096
 
 
 @dataclass(frozen=True)
 class Region:
-    """The rectangle of size `block` at `offsets` in a tensor of `shape`, and in it the flat range [start, stop)."""
+    """The flat range [start, stop) of a rank's local block of a tensor of `shape`.
+
+    `intervals` holds for each dim the (begin, end) pairs that the local block stacks, in its order. They are stored
+    without empty ones and joined where one begins at the end of another, so that the same block is the same value.
+    """
 
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    block: tuple[int, ...]
+    intervals: tuple[Intervals, ...]
     start: int
     stop: int
 
     def __post_init__(self) -> None:
         dims = len(self.shape)
-        if dims > MAX_DIMS or len(self.offsets) != dims or len(self.block) != dims:
-            raise CheckpointError(f"{self}: shape, offsets and block need the same length, {MAX_DIMS} dims at most")
+        if dims > MAX_DIMS or len(self.intervals) != dims:
+            raise CheckpointError(
+                f"a region has {dims} dims and intervals for {len(self.intervals)}; they must be as many, "
+                f"and {MAX_DIMS} dims at most"
+            )
         if min(self.shape, default=1) < 0 or prod(max(size, 1) for size in self.shape) > MAX_ELEMENTS:
-            raise CheckpointError(f"{self}: sizes must be 0 or more and their product below 2**63")
-        inside = all(
-            min(offset, size) >= 0 and offset + size <= whole
-            for whole, offset, size in zip(self.shape, self.offsets, self.block, strict=True)
-        )
-        if not inside:
-            raise CheckpointError(f"{self}: the rectangle reaches outside the shape")
-        if not 0 <= self.start <= self.stop <= prod(self.block):
-            raise CheckpointError(f"{self}: the range must lie in the rectangle's {prod(self.block)} elements")
+            raise CheckpointError(f"shape {self.shape}: sizes must be 0 or more and their product below 2**63")
+        joined = tuple(_joined(self.shape, dim, intervals) for dim, intervals in enumerate(self.intervals))
+        object.__setattr__(self, "intervals", joined)
+        num_elements = prod(self.local_shape)
+        if not 0 <= self.start <= self.stop <= num_elements:
+            raise CheckpointError(
+                f"the range must lie in the local block {self.local_shape} of {num_elements} elements, "
+                f"[{self.start}, {self.stop}) does not"
+            )
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> "Region":
@@ -54,7 +65,17 @@ class Region:
     @staticmethod
     def flat(shape: tuple[int, ...], start: int, stop: int) -> "Region":
         """The row-major range [start, stop) of the whole tensor."""
-        return Region(tuple(shape), (0,) * len(shape), tuple(shape), start, stop)
+        return Region(tuple(shape), tuple(((0, size),) for size in shape), start, stop)
+
+    @staticmethod
+    def block(shape: tuple[int, ...], intervals: tuple[Intervals, ...]) -> "Region":
+        """A whole local block."""
+        return Region(tuple(shape), intervals, 0, prod(_local_shape(intervals)))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the local block, of which the piece is a flat range."""
+        return _local_shape(self.intervals)
 
     @property
     def size(self) -> int:
@@ -65,33 +86,26 @@ class Region:
 def overlap(stored: Region, wanted: Region) -> npt.NDArray[np.int64]:
     """Rows (offset in the stored piece, offset in the wanted piece, length): runs contiguous in both. [runs, 3]
 
-    Runs come in row-major order, so both offsets increase. An array and not a list, because a tensor that is cut
-    by columns has as many runs as rows.
+    An array and not a list, because a tensor that is cut by columns has as many runs as rows. The runs of one
+    interval follow each other, so that most have the same distance as the one before.
     """
     if stored.shape != wanted.shape:
         raise CheckpointError(f"the piece belongs to shape {stored.shape}, wanted is shape {wanted.shape}")
-    low = [max(a, b) for a, b in zip(stored.offsets, wanted.offsets, strict=True)]
-    common = [
-        min(a + size_a, b + size_b) - at
-        for a, size_a, b, size_b, at in zip(
-            stored.offsets, stored.block, wanted.offsets, wanted.block, low, strict=True
-        )
-    ]
-    if stored.size == 0 or wanted.size == 0 or min(common, default=1) <= 0:
+    shared = [_shared(stored, wanted, dim) for dim in range(len(stored.shape))] or [np.array([[0, 0, 1]], np.int64)]
+    if stored.size == 0 or wanted.size == 0 or not all(len(segments) for segments in shared):
         return np.empty((0, 3), np.int64)
-    # Trailing dims that both pieces hold whole are contiguous in both, and so is a part of the next dim.
-    outer = max(len(common) - 1, 0)
-    while outer > 0 and common[outer] == stored.block[outer] == wanted.block[outer]:
+    # Trailing dims that both pieces hold whole and alike are contiguous in both, and so is a segment of the next dim.
+    outer = len(shared) - 1
+    while outer > 0 and shared[outer][0, 2] == stored.local_shape[outer] == wanted.local_shape[outer]:
         outer -= 1
-    length = prod(common[outer:])
     firsts = []
-    for region in (stored, wanted):
-        strides = [prod(region.block[dim + 1 :]) for dim in range(len(common))]
-        corner = sum((at - o) * stride for at, o, stride in zip(low, region.offsets, strides, strict=True))
-        first = np.array([corner - region.start], np.int64)
+    for side, region in enumerate((stored, wanted)):
+        strides = [prod(region.local_shape[dim + 1 :]) for dim in range(len(shared))]
+        first = np.array([-region.start], np.int64)
         for dim in range(outer):
-            first = (first[:, None] + np.arange(common[dim], dtype=np.int64) * strides[dim]).ravel()
-        firsts.append(first)
+            first = (first[:, None] + _positions(shared[dim], side) * strides[dim]).ravel()
+        firsts.append((shared[outer][:, side, None] * strides[outer] + first).ravel())  # [segments, rows] flattened
+    length = np.repeat(shared[outer][:, 2] * strides[outer], len(first))
     # The flat ranges cut runs short at either end, or away.
     skip = np.maximum(0, np.maximum(-firsts[0], -firsts[1]))
     end = np.minimum(length, np.minimum(stored.size - firsts[0], wanted.size - firsts[1]))
@@ -102,26 +116,105 @@ def overlap(stored: Region, wanted: Region) -> npt.NDArray[np.int64]:
 def covers(shape: tuple[int, ...], regions: Iterable[Region]) -> bool:
     """Whether the regions hold every element of the tensor exactly once.
 
-    The rectangles must tile the tensor and the ranges must tile each rectangle, as every mesh cuts it; then the
-    check needs no element-wise work. Regions without elements do not count.
+    The blocks must tile the tensor and the ranges must tile each block, as every mesh cuts it; then the check needs
+    no element-wise work. Regions without elements do not count.
     """
-    ranges_of: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = defaultdict(list)
+    ranges_of: dict[tuple[Intervals, ...], list[tuple[int, int]]] = defaultdict(list)
     for region in regions:
         if region.shape != tuple(shape):
             return False
         if region.size:
-            ranges_of[region.offsets, region.block].append((region.start, region.stop))
-    for (_, block), ranges in ranges_of.items():
+            ranges_of[region.intervals].append((region.start, region.stop))
+    sizes = [prod(_local_shape(block)) for block in ranges_of]
+    for size, ranges in zip(sizes, ranges_of.values(), strict=True):
         ranges.sort()
         stops = [0, *(stop for _, stop in ranges)]
-        if [*(start for start, _ in ranges), prod(block)] != stops:
+        if [*(start for start, _ in ranges), size] != stops:
             return False
-    if sum(prod(block) for _, block in ranges_of) != prod(shape) or len(ranges_of) > MAX_RECTANGLES:
-        return False
-    # The volumes add up, so the rectangles tile the tensor unless two of them overlap.
-    low = np.array([offsets for offsets, _ in ranges_of], np.int64).reshape(len(ranges_of), len(shape))
-    high = low + np.array([block for _, block in ranges_of], np.int64).reshape(low.shape)
-    for index in range(1, len(low)):
-        if np.any(np.all((low[:index] < high[index]) & (low[index] < high[:index]), axis=1)):
+    # Where the volumes add up, the blocks tile the tensor unless two of them overlap.
+    return sum(sizes) == prod(shape) and len(sizes) <= MAX_BLOCKS and _disjoint(list(ranges_of))
+
+
+def _joined(shape: tuple[int, ...], dim: int, intervals: Intervals) -> Intervals:
+    """The checked intervals of one dim, without empty ones, joined where they touch; one empty one if all are."""
+    if not 0 < len(intervals) <= MAX_INTERVALS:
+        raise CheckpointError(f"dim {dim} has {len(intervals)} intervals, it needs 1 to {MAX_INTERVALS}")
+    for begin, end in intervals:
+        if not 0 <= begin <= end <= shape[dim]:
+            raise CheckpointError(f"interval ({begin}, {end}) of dim {dim} reaches outside the shape {shape}")
+    held = [(begin, end) for begin, end in intervals if begin < end]
+    for one, other in pairwise(sorted(held)):
+        if one[1] > other[0]:
+            raise CheckpointError(f"intervals {one} and {other} of dim {dim} overlap; each row is held once")
+    joined: list[tuple[int, int]] = []
+    for begin, end in held:
+        if joined and joined[-1][1] == begin:
+            begin = joined.pop()[0]
+        joined.append((begin, end))
+    return tuple(joined) or ((0, 0),)
+
+
+def _local_shape(intervals: tuple[Intervals, ...]) -> tuple[int, ...]:
+    return tuple(sum(end - begin for begin, end in dim) for dim in intervals)
+
+
+def _shared(stored: Region, wanted: Region, dim: int) -> npt.NDArray[np.int64]:
+    """What both blocks hold of one dim: rows (index in the stored block, in the wanted block, length). [segments, 3]
+
+    Of dim 0 only what the flat ranges reach: a rank needs few of the rows of a large tensor that many ranks share.
+    """
+    spans = []
+    for region in (stored, wanted):
+        begin, end = np.array(region.intervals[dim], np.int64).T
+        local = np.cumsum(end - begin) - (end - begin)
+        shift = begin - local  # from an index in the local block to the global one
+        if dim == 0:
+            stride = max(prod(region.local_shape[1:]), 1)
+            begin = np.maximum(begin, region.start // stride + shift)
+            end = np.minimum(end, -(-region.stop // stride) + shift)
+        spans.append((begin, end, shift))
+    (begin_a, end_a, shift_a), (begin_b, end_b, shift_b) = spans
+    begin = np.maximum(begin_a, begin_b[:, None])  # [wanted intervals, stored intervals]
+    length = np.minimum(end_a, end_b[:, None]) - begin
+    row, column = np.nonzero(length > 0)
+    begin = begin[row, column]
+    segments = np.stack([begin - shift_a[column], begin - shift_b[row], length[row, column]], axis=1)
+    if not len(segments):
+        return segments
+    # Blocks that stack neighbours alike hold them contiguously, wherever they lie in the tensor.
+    follows = np.all(segments[:-1, :2] + segments[:-1, 2:] == segments[1:, :2], axis=1)
+    heads = np.flatnonzero(np.concatenate([[True], ~follows]))
+    return np.column_stack([segments[heads, :2], np.add.reduceat(segments[:, 2], heads)])
+
+
+def _positions(segments: npt.NDArray[np.int64], side: int) -> npt.NDArray[np.int64]:
+    """Every index of the segments on one side. [positions]"""
+    length = segments[:, 2]
+    before = np.cumsum(length) - length
+    return np.repeat(segments[:, side] - before, length) + np.arange(length.sum(), dtype=np.int64)
+
+
+def _disjoint(blocks: list[tuple[Intervals, ...]]) -> bool:
+    """Whether no two blocks overlap. Two do if they share a part of every dim."""
+    meet = np.ones((len(blocks), len(blocks)), bool)
+    for of_dim in zip(*blocks, strict=True):
+        numbers = {intervals: number for number, intervals in enumerate(dict.fromkeys(of_dim))}
+        if len(numbers) == 1:
+            continue
+        if sum(len(intervals) for intervals in numbers) > MAX_INTERVALS:
             return False
-    return True
+        number = [numbers[intervals] for intervals in of_dim]
+        meet &= _touch(list(numbers))[np.ix_(number, number)]
+    return int(meet.sum()) == len(blocks)  # each meets itself only
+
+
+def _touch(sets: list[Intervals]) -> npt.NDArray[np.bool_]:
+    """Which of these sets of intervals share a part. [sets, sets]"""
+    pairs = sorted((begin, end, number) for number, intervals in enumerate(sets) for begin, end in intervals)
+    begin, end, owner = np.array(pairs, np.int64).T
+    after = np.arange(1, len(pairs) + 1)
+    inside = np.searchsorted(begin, end) - after  # how many of those after it begin before it ends
+    later = _positions(np.stack([after, after, inside], axis=1), 0)
+    touch = np.eye(len(sets), dtype=bool)
+    touch[np.repeat(owner, inside), owner[later]] = True
+    return touch | touch.T

@@ -39,6 +39,12 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh | None = None, values: 
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError("the model is on the meta device; pass values=, which gives a parameter's tensor by name")
         values = dict(model.named_parameters()).__getitem__
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise PlanError(
+                f"buffer '{name}' is on the meta device, and its value is not among values=; build the model on a real "
+                f"device, or set its buffers first"
+            )
     for strategy in STRATEGIES:
         model = strategy.apply(model, plan, mesh, values)
     return model

@@ -14,12 +14,14 @@ With `shard` = 1 the gather is a cast (or nothing) and the reduction is data par
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
-from weft.parallel.layout import FlatLayout
+from weft.errors import PlanError
+from weft.parallel.layout import FlatLayout, Part
 
 Owners = Sequence[tuple[nn.Module, str]]
 
@@ -53,7 +55,7 @@ class Flat:
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
         self.whole_parameters = [self._whole_parameter(i) for i in range(len(layout.parameters))]
-        self.pieces = [self._piece(part.offset, part.stop - part.start) for part in layout.parts(shard.index)]
+        self.pieces = [self._piece(part) for part in layout.parts(shard.index)]
         self.is_whole = False
         self.refresh()
         if not self.trainable and not self.frees_whole:
@@ -98,6 +100,10 @@ class Flat:
         self.is_whole = False
         if self.frees_whole:
             self._free_whole()
+
+    def is_freed_view(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks into the whole buffer, of which stage 3 leaves nothing to look at."""
+        return self.frees_whole and tensor.untyped_storage()._cdata == self.whole.untyped_storage()._cdata
 
     # --- gradients
 
@@ -195,8 +201,13 @@ class Flat:
         tensor.set_(self.whole.untyped_storage(), start, shape, stride)
         return nn.Parameter(tensor, requires_grad=self.trainable)
 
-    def _piece(self, offset: int, length: int) -> nn.Parameter:
-        return nn.Parameter(self.slice[offset : offset + length], requires_grad=self.trainable)
+    def _piece(self, part: Part) -> nn.Parameter:
+        piece = nn.Parameter(
+            self.slice[part.offset : part.offset + part.stop - part.start], requires_grad=self.trainable
+        )
+        if self.trainable:  # autograd reaches whole parameters only; a gradient here would not be reduced
+            piece.register_post_accumulate_grad_hook(partial(_refuse_gradient, part.parameter.name))
+        return piece
 
     def _own(self, buffer: Tensor) -> Tensor:
         return buffer.narrow(0, self.shard.index * self.layout.slice_numel, self.layout.slice_numel)
@@ -229,3 +240,10 @@ class Flat:
     def _wait_reduce(self) -> None:
         assert self._reducing is not None
         self._reducing.wait()
+
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise PlanError(
+        f"parameter '{name}' got a gradient outside the forward of its block; call the block (not its .forward, nor "
+        f"its parameters), and add penalties on parameters through the optimizer (weight_decay)"
+    )

@@ -6,13 +6,13 @@ Each block's parameters lie in one flat buffer, cut into equal slices (`layout.p
 slice only. Per step, with N elements of a buffer, c bytes each to compute and m bytes each for master state:
 
     stage   all-gather of N·c                    reduce-scatter of N·m    resting state
-    1, 2    once, before forward                 once, behind backward    whole parameters + slice
+    1, 2    once, before forward (*)             once, behind backward    whole parameters + slice
     3       before each forward and backward     once, behind backward    slice only
             of each micro-batch (the root once)
 
 Stage 1 keeps the whole gradient buffer, stages 2 and 3 only the slice. `memory.accumulate = "slice"` reduces at every
-micro-batch, to hold no whole gradients in between. Degree 1 is plain data parallelism or mixed precision: the same
-path, with nothing to gather.
+micro-batch, to hold no whole gradients in between; (*) stage 2 then also gathers before each, because an update may
+follow any reduction. Degree 1 is plain data parallelism or mixed precision: the same path, with nothing to gather.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _gathers(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[
     for block in profile.all:
         for layout in flat_layouts(block.parameters, plan.shard.degree):
             if plan.shard.stage < 3:
-                times = 1 if layout.parameters[0].trainable else 0
+                times = reductions_per_step(plan, split) if layout.parameters[0].trainable else 0
             elif block is profile.root:
                 times = split.accumulation
             else:

@@ -25,7 +25,7 @@ _ATTRIBUTE = "_weft_units"
 MakeFlats = Callable[[Block, Mapping[str, Places]], Sequence[Flat]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Use:
     """A forward's use of a block: how many gradients of its inputs backward has yet to deliver."""
 
@@ -41,16 +41,20 @@ class Unit:
         self.in_backward = False
         self.needs_backward = False
         self.missing = 0
+        self.use = Use()
+        self.uses_in_backward: set[Use] = set()
         self.expect_use()
 
     def expect_use(self) -> None:
         """Start waiting for one gradient of every trained parameter, and for the inputs of a new forward."""
         self.missing = sum(len(flat.whole_parameters) for flat in self.trained)
         self.use = Use()
+        self.uses_in_backward.clear()
 
-    def is_done(self, use: Use) -> bool:
-        """Whether backward needs the block no more: all gradients of its parameters are there, and of its inputs."""
-        return self.missing == 0 and use.inputs_left == 0
+    @property
+    def is_done(self) -> bool:
+        """Whether backward needs the block no more: the gradients of its parameters are all there, and of inputs."""
+        return self.missing == 0 and not self.uses_in_backward
 
     def start_gather(self) -> None:
         """Begin to make all buffers whole."""
@@ -147,6 +151,11 @@ class Units:
                 f"block '{unit.name}' returned {type(output).__name__}, in which no tensor was found; "
                 f"return tensors, or tuples, lists, dicts or dataclasses of them"
             )
+        if any(flat.is_freed_view(tensor) for flat in unit.flats for tensor in tensors):
+            raise PlanError(
+                f"block '{unit.name}' returned a view of its parameter, which shard.stage = 3 frees after the block; "
+                f"return a copy of it (.clone()), or use stage 1 or 2"
+            )
         unit.needs_backward = any(tensor.requires_grad for tensor in tensors)
         for tensor in tensors:
             if tensor.requires_grad:
@@ -161,8 +170,10 @@ class Units:
         self.root.finish_gather()  # a forward without gradients in between has released it
 
     def _before_backward(self, unit: Unit, use: Use, _: Tensor) -> None:
-        if unit.is_done(use):  # an output that is an input handed on: its gradient comes when the block is done
+        if unit.is_done and use.inputs_left == 0:  # an output that is an input handed on: its gradient comes last
             return
+        if use.inputs_left:
+            unit.uses_in_backward.add(use)
         unit.in_backward = True
         unit.finish_gather()
         self._fetch_ahead(unit, -1)
@@ -174,12 +185,12 @@ class Units:
         flat.take_gradient(index)
         unit.missing -= 1
         if unit.missing == 0:
-            self._release_if_done(unit, unit.use)
+            self._release_if_done(unit)
             if self.sync:
                 self._reduce_ready()
 
-    def _release_if_done(self, unit: Unit, use: Use) -> None:
-        if unit is not self.root and unit.is_done(use):
+    def _release_if_done(self, unit: Unit) -> None:
+        if unit is not self.root and unit.is_done:
             unit.release(stale=self.sync)
 
     def _begin_backward(self) -> None:
@@ -237,7 +248,9 @@ class Units:
 
         def arrived(_: Tensor) -> None:
             use.inputs_left -= 1
-            self._release_if_done(unit, use)
+            if use.inputs_left == 0:
+                unit.uses_in_backward.discard(use)
+                self._release_if_done(unit)
 
         for tensor in inputs:
             tensor.register_hook(arrived)
@@ -261,6 +274,8 @@ def units_of(model: nn.Module) -> Units | None:
 
 def hold(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dtype) -> Units:
     """Put every parameter of `model` into units: one for each block, and the root's for the rest (tied ones too)."""
+    if units_of(model) is not None:
+        raise PlanError("the model is parallel already; build it anew to apply another plan")
     structure, places = profile(model), find_parameters(model)
     units = [Unit(b.name, model.get_submodule(b.name), make_flats(b, places[b.name])) for b in structure.all]
     held = Units(model, units, compute_dtype)

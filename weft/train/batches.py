@@ -49,8 +49,8 @@ class TrainingData:
         batches = []
         for chosen in local_indices(np.arange(padded), micro_batch, axis.degree, axis.index):
             inputs, labels = self.held_out.get(np.minimum(chosen, num - 1))
-            labels[torch.from_numpy(chosen >= num)] = IGNORE
-            batches.append(_to((inputs, labels), device))
+            repeats = torch.from_numpy(chosen >= num)[:, None]  # [micro_batch, 1]
+            batches.append(_to((inputs, labels.masked_fill(repeats, IGNORE)), device))
         return batches
 
 
@@ -58,10 +58,10 @@ def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:
     """Find the documents, build or open the token cache, and check that it holds sequences; before any rank starts."""
     source = documents(run.data.source, text_field=run.data.text_field)
     tokens = token_cache(source, run.tokenizer, run.data.held_out, Path(run.data.cache), progress)
-    held_out = None
+    train, held_out = Sequences(tokens.train, run.data.sequence), None
     if run.data.held_out > 0:
         held_out = Sequences(tokens.held_out, run.data.sequence, name="held-out data")
-    return TrainingData(Sequences(tokens.train, run.data.sequence), held_out, tokens.fingerprint, source.description)
+    return TrainingData(train, held_out, tokens.fingerprint, source.description)
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

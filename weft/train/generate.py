@@ -57,7 +57,7 @@ def load_for_generation(path: Path, tokenizer: str | None = None) -> tuple[nn.Mo
         return model.eval(), load_tokenizer(spec), context
     checkpoint = open_checkpoint(path)
     run = run_from_tables(parse_toml(str(checkpoint.state["run"]), str(path)), {}, path.name)
-    model = build(run.model)
+    model = build(run.model).to(checkpoint.entries("parameter")[0].dtype)
     load_parameters(checkpoint, model)
     return model.eval(), load_tokenizer(tokenizer) if tokenizer else run.tokenizer, run.data.sequence
 

@@ -29,6 +29,7 @@ from weft.models import build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
 from weft.predict import micro_batch_profile, model_flops, peak_flops
+from weft.schema import to_table
 from weft.strategy import Values
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
@@ -61,16 +62,16 @@ class Outcome:
 def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     """Train a run to its end, or until asked to stop; every rank calls it."""
     check_world(place, run.plan.num_ranks, run.plan.degrees)
+    data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     with _world(run, place) as mesh:
         _set_determinism(run)
-        data = prepare_data(run)
         model = parallelize(_build(run), run.plan, mesh, _values(run))
         optimizer = make_optimizer(model, run.train)
         saver = _saver(run, mesh)
         step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
-        log = MetricsLog(run) if mesh.is_first else None
+        log = MetricsLog(run, step) if mesh.is_first else None
         stop, clock = Stop(mesh), _clock(run, mesh, step)
-        saved, loss, evaluation = step, None, None
+        loss, evaluation = None, None
         while step < run.train.steps and not stop.agreed:
             rate = _set_learning_rate(run, optimizer, step)
             batches = data.batches(run, step, mesh["batch"], mesh.device)
@@ -92,12 +93,9 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                 clock.skip(step)
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
                 _save(run, saver, step, model, optimizer, mesh, data)
-                saved = step
                 clock.skip(step)
-        stop.close()
-        if saved < step:
-            _save(run, saver, step, model, optimizer, mesh, data)
         saver.wait(published=True)
+        stop.close()  # last: a signal must not end a rank that still writes
         if log is not None:
             log.close()
         return Outcome(step, step >= run.train.steps, loss, evaluation)
@@ -190,10 +188,22 @@ def _resume(run: Run, model: nn.Module, optimizer: Optimizer, data: TrainingData
             f"{path} was trained on other data (tokens {found}, now {data.fingerprint}); give the same data and "
             f"tokenizer, or start anew in another folder (folder = ...)"
         )
+    _refuse_other_model(checkpoint, run)
     load_state(checkpoint, model, optimizer)
     if reporter is not None:
         reporter.say(f"resumed at step {checkpoint.step} from {path}")
     return checkpoint.step
+
+
+def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
+    """Shapes do not tell: other rotary frequencies, say, would go on in silence with another network."""
+    saved, now = checkpoint.state["model"], to_table(run.model)
+    for key in {**now, **saved}:
+        if saved.get(key) != now.get(key):
+            raise CheckpointError(
+                f"{checkpoint.path} was trained with model.{key} = {saved.get(key)}, now it is {now.get(key)}; give "
+                f"the same model, or start anew in another folder (folder = ...)"
+            )
 
 
 def _clock(run: Run, mesh: Mesh, step: int) -> Clock:
@@ -253,6 +263,7 @@ def _save(
     state = {
         "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
         "seed": run.train.seed,
+        "model": to_table(run.model),
         "plan": run.plan.to_toml(),
         "run": run.to_toml(),
     }

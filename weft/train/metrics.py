@@ -65,15 +65,17 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl and to the optional loggers."""
+    """Appends to metrics.jsonl and to the optional loggers, from the end of `step` on."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, step: int) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] = open(run.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (see close)
+        path = run.folder / "metrics.jsonl"
+        _forget_after(path, step)
+        self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (see close)
         self._writers: list[Callable[[str, float, int], None]] = []
         self._closers: list[Callable[[], object]] = [self._file.close]
         if run.log.tensorboard:
-            self._add_tensorboard(run.folder)
+            self._add_tensorboard(run.folder, step)
         if run.log.wandb is not None:
             self._add_wandb(run.log.wandb, {"run": run.to_toml()})
 
@@ -95,12 +97,12 @@ class MetricsLog:
         for close in self._closers:
             close()
 
-    def _add_tensorboard(self, folder: Path) -> None:
+    def _add_tensorboard(self, folder: Path, step: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise ConfigError("log.tensorboard = true needs tensorboard; pip install 'weft[log]'") from None
-        board = SummaryWriter(str(folder / "tensorboard"))
+        board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
         self._writers.append(board.add_scalar)
         self._closers.append(board.close)
 
@@ -112,3 +114,13 @@ class MetricsLog:
         run = wandb.init(project=project, config=dict(config))
         self._writers.append(lambda name, value, step: run.log({name: value}, step=step))
         self._closers.append(run.finish)
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop what a killed run logged after its last checkpoint and will log again; its last line may be torn."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if kept != lines:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(kept), encoding="utf-8")
+        temporary.replace(path)

@@ -14,6 +14,7 @@ from torch.optim import AdamW, Optimizer
 
 from weft.checkpoint import Checkpoint, Piece, Region
 from weft.config import TrainConfig
+from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.parallel import named_pieces, refresh
 from weft.parallel.layout import Part
@@ -56,6 +57,7 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
     kinds: dict[str, set[str]] = {}
     for entry in checkpoint.entries():
         kinds.setdefault(entry.name, set()).add(entry.kind)
+    _refuse_leftovers(checkpoint, model)
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
     for part, piece in named_pieces(model):
         name, region = part.parameter.name, _region(part)
@@ -75,6 +77,17 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
 def load_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Fill the parameters only, for evaluation, generation or export."""
     load_state(checkpoint, model, None)
+
+
+def _refuse_leftovers(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """A checkpoint that holds more than the model is of another model."""
+    names = {name for name, _ in model.named_parameters()}
+    for entry in checkpoint.entries("parameter"):
+        if entry.name not in names:
+            raise CheckpointError(
+                f"{checkpoint.path} holds parameter {entry.name!r}, which is not in the model; give the model that was "
+                f"saved, or start anew in another folder"
+            )
 
 
 def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, piece: nn.Parameter) -> Tensor:

@@ -1,0 +1,350 @@
+"""The commands in this process: what they print, in words and in JSON, and with which status they leave."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rich.console import Console
+from runs_for_tests import events, losses, write_run_file
+from typer.testing import CliRunner
+
+from weft import __version__, cli
+from weft.checkpoint import steps
+from weft.comm import Traffic
+from weft.config import load_run
+from weft.display import LiveReporter, format_bytes, format_seconds, step_line
+from weft.predict import run_cluster
+from weft.train.metrics import StepMetrics
+from weft.verify import Check, verify_run
+
+COMMANDS = ("train", "plan", "verify", "export", "generate", "doctor")
+
+
+class Left(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Weft = Callable[..., Left]
+
+
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    """Calls the command line in this process."""
+
+    def call(*arguments: object) -> Left:
+        monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as left:
+            status = left.code if isinstance(left.code, int) else int(bool(left.code))
+        captured = capfd.readouterr()
+        return Left(status, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_run_file(tmp_path)
+
+
+# --- help
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_an_example(command: str) -> None:
+    shown = CliRunner().invoke(cli.app, [command, "--help"])
+    assert shown.exit_code == 0
+    assert f"Example: weft {command}" in " ".join(shown.output.split())
+
+
+def test_the_list_of_commands_is_complete() -> None:
+    shown = CliRunner().invoke(cli.app, ["--help"])
+    assert shown.exit_code == 0
+    for command in COMMANDS:
+        assert command in shown.output
+    assert {command.name for command in cli.app.registered_commands} == set(COMMANDS)
+
+
+def test_version(weft: Weft) -> None:
+    assert weft("--version").out.strip() == __version__
+
+
+# --- plan
+
+
+def test_plan_in_json(run_file: Path, weft: Weft) -> None:
+    left = weft("plan", run_file, "plan.data=2", "plan.shard={degree=2, stage=3}", "cluster=h100:1x8", "--json")
+    assert left.status == 0
+    found = left.json
+    assert found["plan"] == {"data": 2, "shard": 2}
+    assert found["batch"].startswith("16 sequences/step = 2 data × 2 shard × 4 micro-batch × 1 accumulation")
+    assert found["cluster"] == "h100"
+    memory = found["memory"]
+    parts = (*memory["state_bytes"].values(), memory["saved_bytes"], memory["transient_bytes"])
+    assert sum(parts) == memory["total_bytes"]
+    assert memory["limit_bytes"] == 80_000_000_000
+    traffic = {(row["axis"], row["operation"]): row["bytes"] for row in found["traffic"]}
+    assert {axis for axis, _ in traffic} == {"batch", "data", "shard"}
+    assert all(num_bytes > 0 for num_bytes in traffic.values())
+    assert set(found["seconds"]) == {"compute", "communication", "step"}
+    assert found["seconds"]["compute"] > 0
+
+
+def test_plan_in_words(run_file: Path, weft: Weft) -> None:
+    left = weft("plan", run_file, "plan.data=2")
+    assert left.status == 0
+    for words in ("2 CPU", "llama", "data 2", "predicted memory per device", "all_reduce", "384 tokens/step", "a step"):
+        assert words in left.out, words
+
+
+def test_a_plan_larger_than_its_cluster_is_refused(run_file: Path, weft: Weft) -> None:
+    left = weft("plan", run_file, "plan.data=16", "cluster=h100:1x8")
+    assert left.status == 2
+    assert "needs 16 devices, but h100 has 8" in left.err
+
+
+def test_the_local_cluster_is_this_machine_as_often_as_there_are_hosts(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two hosts of two GPUs each run four ranks; this machine alone would have too few."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 << 30))
+    cluster = run_cluster(load_run(run_file, ["plan.data=4"]), num_hosts=2)
+    assert (cluster.num_nodes, cluster.node.num_devices) == (2, 2)
+
+
+# --- what people see
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5.0 GiB"), (3 << 50, "3072.0 TiB")],
+)
+def test_bytes(num_bytes: int, shown: str) -> None:
+    assert format_bytes(num_bytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.002, "2.0 ms"), (0.1, "0.10 s"), (59.99, "59.99 s"), (90, "1 min 30 s"), (3725, "1 h 2 min")],
+)
+def test_seconds(seconds: float, shown: str) -> None:
+    assert format_seconds(seconds) == shown
+
+
+def metrics(step: int, mfu: float | None = None) -> StepMetrics:
+    return StepMetrics(step, 2.5, 0.1, 1e-3, 1000.0, 500.0, 0.25, mfu, 1 << 20, 3.0)
+
+
+def test_a_step_is_one_line_with_its_rates() -> None:
+    assert step_line(metrics(7, 0.412), 10) == (
+        "step 7/10  loss 2.5000  grad norm 0.100  1,000 tokens/s (500/device)  0.250 TFLOP/s/device  MFU 41.2%  "
+        "1.0 MiB  3.00 s left"
+    )
+    assert "MFU" not in step_line(metrics(7), 10)
+
+
+def test_a_long_run_shows_about_twenty_lines_where_there_is_no_terminal() -> None:
+    shown = io.StringIO()
+    reporter = LiveReporter(Console(file=shown, width=200), 1000)
+    for step in range(1, 1001):
+        reporter.step(metrics(step))
+    reporter.close()
+    steps_shown = [int(line.split("/")[0].removeprefix("step ")) for line in shown.getvalue().splitlines()]
+    assert steps_shown == [1, *range(50, 1001, 50)]
+
+
+def test_a_terminal_shows_a_bar_and_the_lines_above_it() -> None:
+    shown = io.StringIO()
+    reporter = LiveReporter(Console(file=shown, width=200, force_terminal=True), 3)
+    for step in range(1, 4):
+        reporter.step(metrics(step))
+    reporter.say("step 3: held-out loss 2.0000")
+    reporter.close()
+    assert "held-out loss 2.0000" in shown.getvalue()
+    assert "step 3/3" in shown.getvalue()
+
+
+# --- verify
+
+
+@pytest.mark.ranks
+def test_verify_in_json_and_in_words(run_file: Path, weft: Weft) -> None:
+    left = weft("verify", run_file, "plan.data=2", "--json")
+    assert left.status == 0
+    assert left.json["passed"] is True
+    checks = {check["what"]: check for check in left.json["checks"]}
+    assert {"loss", "gradient norm", "worst gradient", "worst parameter after the steps"} <= set(checks)
+    assert {"traffic: data all_reduce", "state: optimizer"} <= set(checks)
+    assert set(checks["loss"]) == {"what", "expected", "found", "where", "passed"}
+    left = weft("verify", run_file, "plan.data=2")
+    assert left.status == 0
+    assert "verified in float64 against the sequential model: data 2" in left.out
+    assert "equal" in left.out
+    assert "DIFFERS" not in left.out
+
+
+@pytest.mark.ranks
+def test_verify_fails_with_status_1_when_the_plan_is_wrong(
+    run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: ranks that do not reduce their gradients."""
+
+    def keep_to_myself(self: Any) -> None:
+        self._wait_reduce()
+
+    monkeypatch.setattr("weft.parallel.flat.Flat.continue_reduce", keep_to_myself)
+    left = weft("verify", run_file, "plan.data=2", "--json")
+    assert left.status == 1
+    assert left.json["passed"] is False
+    failed = [check["what"] for check in left.json["checks"] if not check["passed"]]
+    assert "worst gradient" in failed
+    assert "traffic: data all_reduce" in failed
+    assert left.err.splitlines()[-1].startswith("weft: data 2 differs from the sequential model in ")
+    left = weft("verify", run_file, "plan.data=2")
+    assert left.status == 1
+    assert "DIFFERS" in left.out
+
+
+@pytest.mark.ranks
+def test_training_does_not_start_when_the_proof_fails(
+    run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(run: Any) -> Any:
+        report = verify_run(run)
+        return replace(report, checks=(*report.checks, Check("sum", "1", "2", "rank 0", False)))
+
+    monkeypatch.setattr(cli, "verify_run", broken)
+    left = weft("train", run_file, "folder=run", "train.steps=3")
+    assert left.status == 1
+    assert "weft: 1 process differs from the sequential model in sum: expected 1, found 2 (rank 0)" in left.err
+    assert not Path("run").exists()
+
+
+# --- doctor
+
+
+@pytest.mark.ranks
+def test_doctor_in_json_and_in_words(weft: Weft) -> None:
+    found = weft("doctor", "--json").json
+    assert set(found) == {
+        *("versions", "machine", "devices", "backends", "cpu_cores", "memory_free_bytes", "shared_memory_bytes"),
+        *("launcher", "all_reduce", "warnings"),
+    }
+    assert found["versions"]["torch"] == torch.__version__
+    assert "gloo" in found["backends"]
+    assert found["launcher"] == "none; weft starts local processes itself"
+    assert [row["ranks"] for row in found["all_reduce"]] == [2, 2]
+    assert all(row["seconds"] > 0 and row["bus_bytes_per_second"] > 0 for row in found["all_reduce"])
+    left = weft("doctor", "--ranks", 3)
+    assert left.status == 0
+    assert "all-reduce of 4.0 MiB" in left.out
+    assert "between 3 local ranks" in left.out
+
+
+def test_doctor_sees_a_broken_launcher(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert weft("doctor", "--json").json["launcher"].startswith("broken: torchrun's variables are half set")
+
+
+# --- train, with one process
+
+
+def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft) -> None:
+    """Training, resuming with more steps, running again when finished, and starting anew."""
+    own = [run_file, "folder=run", "train.schedule=constant"]
+    left = weft("train", *own, "train.steps=5")
+    assert left.status == 0, left.err
+    assert left.err == ""
+    for words in ("machine", "16 sequences/step", "verified in float64", "sequences,", "held out", "step 5/5  loss"):
+        assert words in left.out, words
+    assert left.out.count("predicted memory per device") == 1
+    assert "not done under a launcher" not in left.out
+    assert "the model continues 'def '" in left.out
+    assert left.out.index("held out") < left.out.index("step 1/5")
+    first = losses(Path("run"))
+
+    left = weft("train", *own, "train.steps=5")
+    assert left.status == 0
+    assert "This run is finished: step 5 of 5 is in run." in left.out
+    assert f"weft train {run_file} --fresh" in left.out
+    assert "train.steps=10" in left.out
+    assert losses(Path("run")) == first
+
+    left = weft("train", *own, "train.steps=8", "--no-verify")
+    assert left.status == 0
+    assert "resumed at step 5 from run/checkpoints/step-00000005" in left.out
+    assert "verified" not in left.out
+    assert len(losses(Path("run"))) == 8
+
+    left = weft("train", *own, "train.steps=5", "--no-verify", "--fresh", "--json")
+    assert left.status == 0
+    assert "moved the earlier run to run.old-1" in left.err
+    found = left.json
+    assert (found["run"], found["folder"]) == ("tiny", "run")
+    assert (found["step"]["step"], found["evaluation"]["step"]) == (5, 5)
+    assert found["step"]["loss"] == first[-1]
+    assert losses(Path("run")) == first
+    assert len(losses(Path("run.old-1"))) == 8
+    assert weft("train", *own, "train.steps=3", "--no-verify", "--fresh").status == 0
+    assert steps("run.old-2/checkpoints") == [3, 5]
+
+
+def test_double_precision_trains_and_speaks(run_file: Path, weft: Weft) -> None:
+    left = weft("train", run_file, "folder=run", "train.steps=3", "plan.precision=fp64", "--no-verify")
+    assert (left.status, left.err) == (0, "")
+    assert "the model continues" in left.out
+
+
+def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_1(run_file: Path, weft: Weft) -> None:
+    assert weft("train", run_file, "folder=run", "train.steps=3", "--no-verify").status == 0
+    left = weft("train", run_file, "folder=run", "model.rope_theta=9.0", "--no-verify")
+    assert left.status == 1
+    assert left.err.splitlines() == [line for line in left.err.splitlines() if line.startswith("weft: ")]
+    assert "was trained with model.rope_theta = 10000.0, now it is 9.0" in left.err
+
+
+def test_generate_and_export_name_what_is_missing(tmp_path: Path, weft: Weft) -> None:
+    for command in (["generate", tmp_path / "absent"], ["export", tmp_path / "absent", tmp_path / "out"]):
+        left = weft(*command)
+        assert left.status == 1
+        assert left.err == f"weft: {tmp_path / 'absent'} is no checkpoint folder\n"
+    left = weft("export", tmp_path, tmp_path / "out", "--dtype", "fp8")
+    assert left.status == 2
+    assert left.err == "weft: --dtype fp8 is not one of fp32, bf16, fp16\n"
+
+
+def test_traffic_in_a_plan_is_what_a_run_counts(run_file: Path, weft: Weft) -> None:
+    """The prediction that is shown is the one that the verifier holds to the ledger."""
+    left = weft("plan", run_file, "plan.data=2", "--json")
+    rows = {(row["axis"], row["operation"]): Traffic(row["calls"], row["bytes"]) for row in left.json["traffic"]}
+    assert rows["batch", "all_reduce"] == Traffic(2, 16)
+
+
+def test_environment_is_left_alone(run_file: Path, weft: Weft) -> None:
+    before = dict(os.environ)
+    weft("train", run_file, "folder=run", "train.steps=3", "--no-verify", "--json")
+    assert {key: value for key, value in os.environ.items() if before.get(key) != value} == {"COLUMNS": "200"}
+    assert len(events(Path("run"))) == 3

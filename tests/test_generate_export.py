@@ -1,0 +1,161 @@
+"""What comes out of a run: text that repeats by its seed, and a folder that transformers loads with the same values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
+from safetensors.torch import load_file
+from torch import nn
+
+from weft.checkpoint import Checkpoint
+from weft.config import load_run
+from weft.data.tokenizer import load_tokenizer
+from weft.errors import CheckpointError, ConfigError
+from weft.models import Decoder, build, initialise, read_config
+from weft.train.export import export
+from weft.train.generate import generate, load_for_generation
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder, trained on two ranks whose state is split."""
+    run = make_run(write_run_file(tmp_path_factory.mktemp("export")), "run", "plan.shard=2", "train.steps=10")
+    train_on_ranks(run)
+    return run.folder
+
+
+def own_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = load_for_generation(folder)[0](tokens)
+    return logits
+
+
+# --- export
+
+
+def test_transformers_loads_an_export_with_equal_weights_and_logits(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    export(folder, tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    checkpoint = Checkpoint(folder / "checkpoints" / "step-00000010")
+    values = dict(theirs.named_parameters())
+    assert set(values) == {entry.name for entry in checkpoint.entries("parameter")}
+    for name, value in values.items():
+        assert torch.equal(value, checkpoint.read(name, "parameter")), name
+    tokens = torch.randint(0, 257, (3, 24), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = theirs(tokens).logits
+    torch.testing.assert_close(found, own_logits(folder, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_training_goes_on_from_an_export(folder: Path, tmp_path: Path) -> None:
+    """The circle: train, export, start from the folder; the first loss is near where the run ended."""
+    export(folder, tmp_path / "model")
+    text = (folder.parent / "tiny.toml").read_text()
+    file = tmp_path / "again.toml"
+    file.write_text(f'[model]\nfolder = "{tmp_path / "model"}"\n' + text[text.index("[data]") :])
+    run = load_run(file, [f"folder={tmp_path / 'run'}", "train.steps=4", "plan.data=2"])
+    train_on_ranks(run)
+    new = make_run(folder.parent / "tiny.toml", "new", "train.steps=4", "plan.data=2")
+    train_on_ranks(new)
+    assert losses(run.folder)[0] < 3.0 < losses(new.folder)[0]
+    assert load_for_generation(run.folder)[0].config == read_config(tmp_path / "model")
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [(None, torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.half)])
+def test_export_in_a_dtype(folder: Path, tmp_path: Path, dtype: str | None, expected: torch.dtype) -> None:
+    told: list[tuple[int, int]] = []
+    export(folder, tmp_path / "model", dtype, lambda done, total: told.append((done, total)))
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {expected}
+    checkpoint = Checkpoint(folder / "checkpoints" / "step-00000010")
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, checkpoint.read(name, "parameter").to(expected))
+    assert told[-1] == (len(tensors), len(tensors))
+
+
+def test_export_does_not_overwrite(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "precious").write_text("x")
+    with pytest.raises(CheckpointError, match="model"):
+        export(folder, tmp_path / "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["precious"]
+
+
+def test_export_takes_a_checkpoint_or_the_newest_of_a_run(folder: Path, tmp_path: Path) -> None:
+    for source, step in ((folder / "checkpoints" / "step-00000003", 3), (folder, 10), (folder / "checkpoints", 10)):
+        target = tmp_path / f"{source.name}"
+        export(source, target)
+        stored = Checkpoint(folder / "checkpoints" / f"step-{step:08d}")
+        tensors = load_file(target / "model.safetensors")
+        assert torch.equal(tensors["model.norm.weight"], stored.read("model.norm.weight", "parameter"))
+
+
+# --- generation
+
+
+def test_text_repeats_by_its_seed(folder: Path) -> None:
+    model, tokenizer, context = load_for_generation(folder)
+    assert context == 24
+    texts = [generate(model, tokenizer, "abc", num_tokens=60, seed=seed, context=context) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert generate(*load_for_generation(folder)[:2], "abc", num_tokens=60, seed=1, context=context) == texts[0]
+    assert 0 < len(texts[0]) <= 60
+
+
+def test_the_exported_folder_writes_the_same_text(folder: Path, tmp_path: Path) -> None:
+    export(folder, tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json; pass --tokenizer bytes"):
+        load_for_generation(tmp_path / "model")
+    theirs, tokenizer, _ = load_for_generation(tmp_path / "model", "bytes")
+    ours = load_for_generation(folder)[0]
+    texts = [generate(model, tokenizer, "fab ", num_tokens=40, context=24) for model in (ours, theirs)]
+    assert texts[0] == texts[1]
+
+
+class Fixed(nn.Module):
+    """Likes token 98 ('b') best, then 97 ('a'), then the end; all else is impossible."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen = tokens.shape[1]
+        logits = torch.full((*tokens.shape, 300), -1e9)
+        logits[..., 98], logits[..., 97], logits[..., 256], logits[..., 299] = 2.0, 1.0, -3.0, 50.0
+        return logits
+
+
+def test_temperature_zero_takes_the_likeliest_that_the_tokenizer_knows() -> None:
+    """Token 299 is beyond the tokenizer's 257: a vocabulary that was padded."""
+    text = generate(Fixed(), load_tokenizer("bytes"), "x", num_tokens=5, temperature=0)
+    assert text == "bbbbb"
+
+
+def test_top_k_leaves_out_the_rest() -> None:
+    tokenizer = load_tokenizer("bytes")
+    assert generate(Fixed(), tokenizer, "x", num_tokens=20, temperature=5.0, top_k=1) == "b" * 20
+    text = generate(Fixed(), tokenizer, "x", num_tokens=200, temperature=1.0, top_k=2)
+    assert set(text) == {"a", "b"}
+    assert 0.6 < text.count("b") / 200 < 0.85  # e / (1 + e) = 0.73
+
+
+def test_generation_ends_with_the_document_and_sees_no_more_than_its_context() -> None:
+    model, tokenizer = Fixed(), load_tokenizer("bytes")
+    assert len(generate(model, tokenizer, "x", num_tokens=5000, top_k=None, temperature=1.0)) < 5000
+    generate(model, tokenizer, "x" * 50, num_tokens=3, context=7)
+    assert model.seen == 7
+    assert generate(model, tokenizer, "", num_tokens=2, temperature=0) == "bb"
+
+
+def test_a_run_from_a_seed_and_its_model_agree(folder: Path) -> None:
+    """The control for the comparisons above: an untrained model says something else."""
+    model, tokenizer, context = load_for_generation(folder)
+    assert isinstance(model, Decoder)
+    fresh = build(model.config)
+    initialise(fresh, 0)
+    texts = [generate(m, tokenizer, "abc", num_tokens=40, context=context) for m in (model, fresh.eval())]
+    assert texts[0] != texts[1]

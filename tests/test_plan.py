@@ -1,0 +1,232 @@
+"""Plans and tables: strict reading with the remedy in the message, exact writing, and the batch identity."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ConfigError, PlanError
+from weft.plan import MAX_RANKS, Memory, Plan, Shard, load_plan, split_batch
+from weft.schema import dump_toml, parse_override, parse_toml
+
+
+def read(tmp_path: Path, text: str) -> Plan:
+    """The plan of a file with this text in its [plan] table."""
+    path = tmp_path / "plan.toml"
+    path.write_text(f"[plan]\n{text}\n", encoding="utf-8")
+    return load_plan(path)
+
+
+# --- reading
+
+
+def test_reads_every_key(tmp_path: Path) -> None:
+    text = """
+        data = 2
+        shard = { degree = 4, stage = 2 }
+        micro_batch = 3
+        memory = { recompute = "selective", accumulate = "slice" }
+        precision = "bf16"
+        exact = false
+    """
+    assert read(tmp_path, text) == Plan(2, Shard(4, 2), 3, Memory("selective", "slice"), "bf16", False)
+
+
+def test_what_is_left_out_has_its_default_and_a_number_is_a_degree(tmp_path: Path) -> None:
+    assert read(tmp_path, "") == Plan()
+    assert read(tmp_path, "shard = 4") == Plan(shard=Shard(4, 3))
+
+
+BAD_TABLES = {
+    "dta = 2": "unknown key 'plan.dta'; did you mean 'data'?",
+    "shard = { degre = 2 }": "unknown key 'plan.shard.degre'; did you mean 'degree'?",
+    'memory = { recompute = "selectiv" }': "'plan.memory.recompute' = 'selectiv' (a string) but it expects one of "
+    "'none', 'selective', 'full'; did you mean 'selective'?",
+    "zzz = 1": "unknown key 'plan.zzz'; known: data, exact, memory, micro_batch, precision, shard",
+    'data = "2"': "'plan.data' = '2' (a string) but it expects an integer",
+    "data = 2.0": "'plan.data' = 2.0 (a number) but it expects an integer",
+    "data = true": "'plan.data' = True (true or false) but it expects an integer",
+    "shard = true": "'plan.shard' = True but it expects an integer or a table { degree, stage }",
+    "shard = { degree = true }": "'plan.shard.degree' = True (true or false) but it expects an integer",
+    "shard = { stage = 4 }": "'plan.shard.stage' = 4 (an integer) but it expects one of 1, 2, 3",
+    "shard = { stage = true }": "'plan.shard.stage' = True (true or false) but it expects one of 1, 2, 3",
+    "exact = 1": "'plan.exact' = 1 (an integer) but it expects true or false",
+    "memory = 3": "'plan.memory' = 3 (an integer) but it expects a table",
+    'precision = "fp16"': "'plan.precision' = 'fp16' (a string) but it expects one of 'fp64', 'fp32', 'bf16'",
+    "data = 0": "plan.data = 0; a degree is at least 1",
+    "data = -3": "plan.data = -3; a degree is at least 1",
+    "shard = 0": "plan.shard = 0; a degree is at least 1",
+    "micro_batch = 0": "plan.micro_batch = 0; a micro-batch holds at least 1 sequence",
+    "data = 2048\nshard = 1024": "the plan asks for 2097152 ranks (data 2048 × shard 1024 (stage 3)); at most 1048576",
+    'memory = { accumulate = "slice" }': "plan.memory.accumulate = 'slice' needs shard.stage 2 or 3",
+    'shard = { degree = 2, stage = 1 }\nmemory = { accumulate = "slice" }': "given stage 1, degree 2",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_TABLES.items())
+def test_a_bad_table_says_what_was_given_and_what_to_change(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    assert message in str(caught.value)
+
+
+def test_files_that_are_no_plans_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    with pytest.raises(ConfigError, match=r"p\.toml does not exist; check the path"):
+        load_plan(path)
+    path.write_text("[model]\n")
+    with pytest.raises(ConfigError, match=r"p\.toml has no \[plan\] table"):
+        load_plan(path)
+    path.write_text("plan = 3\n")
+    with pytest.raises(ConfigError, match=r"'plan' = 3|p\.toml has no \[plan\] table"):
+        load_plan(path)
+    path.write_text("[plan\n")
+    with pytest.raises(ConfigError, match=r"p\.toml is not valid TOML: "):
+        load_plan(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"p\.toml cannot be read as UTF-8 text"):
+        load_plan(path)
+    with pytest.raises(ConfigError, match="cannot be read as UTF-8 text"):
+        load_plan(tmp_path)
+
+
+def test_as_many_ranks_as_there_may_be() -> None:
+    assert Plan(data=MAX_RANKS).num_ranks == MAX_RANKS
+    with pytest.raises(PlanError, match=f"at most {MAX_RANKS}"):
+        Plan(data=MAX_RANKS + 1)
+
+
+# --- the value
+
+plans = st.builds(
+    Plan,
+    data=st.integers(1, 64),
+    shard=st.builds(Shard, st.integers(1, 64), st.sampled_from([1, 2, 3])),
+    micro_batch=st.none() | st.integers(1, 1000),
+    memory=st.builds(Memory, st.sampled_from(["none", "selective", "full"])),
+    precision=st.sampled_from(["fp64", "fp32", "bf16"]),
+    exact=st.booleans(),
+)
+
+
+@given(plans)
+@settings(deadline=None)
+def test_a_plan_that_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
+    path = tmp_path_factory.getbasetemp() / "written.toml"
+    path.write_text(plan.to_toml(), encoding="utf-8")
+    assert load_plan(path) == plan
+
+
+@given(plans)
+@settings(deadline=None)
+def test_ranks_are_the_product_of_degrees_and_inner_is_the_stride(plan: Plan) -> None:
+    assert plan.num_ranks == plan.num_batch_ranks == plan.data * plan.shard.degree
+    assert plan.degrees == {"data": plan.data, "shard": plan.shard.degree}
+    assert (plan.inner("data"), plan.inner("shard")) == (plan.shard.degree, 1)
+
+
+def test_plans_in_words() -> None:
+    assert Plan().describe_axes() == "1 process"
+    assert Plan(data=2).describe_axes() == "data 2"
+    assert Plan(data=2, shard=Shard(4, 1)).describe_axes() == "data 2 × shard 4 (stage 1)"
+
+
+# --- the batch identity
+
+
+@given(plans, st.integers(1, 10_000), st.integers(1, 10_000))
+@settings(deadline=None)
+def test_a_split_batch_multiplies_back_or_says_what_would(plan: Plan, batch: int, sequence: int) -> None:
+    ranks = plan.num_batch_ranks
+    if batch % ranks == 0 and (batch // ranks) % (plan.micro_batch or 1) == 0:
+        split = split_batch(plan, batch, sequence)
+        assert split.num_batch_ranks * split.micro_batch * split.accumulation == split.batch == batch
+        assert split.micro_batch == (plan.micro_batch or batch // ranks)
+        assert split.tokens == batch * sequence
+        return
+    with pytest.raises(PlanError) as caught:
+        split_batch(plan, batch, sequence)
+    remedy = str(caught.value).rsplit("use ", 1)[1].removeprefix("one of ")
+    for word in remedy.replace(" or ", ", ").split(", "):
+        if batch % ranks:
+            assert int(word) % ranks == 0
+            assert int(word) > 0
+        else:
+            assert (batch // ranks) % int(word) == 0
+
+
+def test_messages_of_batches_that_do_not_divide() -> None:
+    plan = Plan(data=2, shard=Shard(3), micro_batch=4)
+    with pytest.raises(PlanError, match=r"batch = 20 sequences does not divide over 6 ranks .*use 18 or 24$"):
+        split_batch(plan, 20, 8)
+    with pytest.raises(PlanError, match=r"batch = 5 .*use 6$"):
+        split_batch(plan, 5, 8)
+    with pytest.raises(PlanError, match=r"micro_batch = 4 does not divide the 6 sequences .*use one of 1, 2, 3, 6$"):
+        split_batch(plan, 36, 8)
+    for batch, sequence in ((0, 8), (8, 0), (-6, 8)):
+        with pytest.raises(PlanError, match=f"a batch of {batch} sequences of {sequence} tokens is empty"):
+            split_batch(plan, batch, sequence)
+
+
+def test_the_identity_is_printed_with_its_numbers() -> None:
+    plan = Plan(data=2, shard=Shard(3), micro_batch=4)
+    assert split_batch(plan, 48, 1000).identity(plan) == (
+        "48 sequences/step = 2 data × 3 shard × 4 micro-batch × 2 accumulation; × 1000 tokens = 48,000 tokens/step"
+    )
+
+
+# --- tables as text
+
+keys = st.text(string.ascii_letters + string.digits + "_-", min_size=1, max_size=8)
+scalars: st.SearchStrategy[Any] = (
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text(max_size=20)
+)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3))
+
+
+@given(st.dictionaries(keys, scalars | st.dictionaries(keys, values, max_size=4), max_size=4))
+@settings(deadline=None, max_examples=200)
+def test_tables_that_are_written_read_back(table: dict[str, Any]) -> None:
+    assert parse_toml(dump_toml(table), "text") == table
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plan.data=2", (["plan", "data"], 2)),
+        ("train.rate=1e-3", (["train", "rate"], 1e-3)),
+        ("a = true", (["a"], True)),
+        ("a.b.c=[1, 2]", (["a", "b", "c"], [1, 2])),
+        ('a.b="x y"', (["a", "b"], "x y")),
+        ("a.b=x y", (["a", "b"], "x y")),
+        ("data.path=/tmp/x=y", (["data", "path"], "/tmp/x=y")),
+        ("plan.shard={ degree = 2 }", (["plan", "shard"], {"degree": 2})),
+        ("a=", (["a"], "")),
+    ],
+)
+def test_overrides(text: str, expected: tuple[list[str], Any]) -> None:
+    assert parse_override(text) == expected
+
+
+@pytest.mark.parametrize("text", ["plan.data", "=3", "a..b=3", ".a=1", ""])
+def test_overrides_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not of the form section\.key=value, e\.g\. train\.steps=100"):
+        parse_override(text)
+
+
+@given(st.text(max_size=12), st.text(max_size=12))
+@settings(deadline=None)
+def test_an_override_sets_one_value_whatever_its_text(name: str, raw: str) -> None:
+    # A value is TOML, but it must not smuggle in a second key.
+    assume("=" not in name and all(part.strip() for part in name.split(".")))
+    found, _ = parse_override(f"{name}={raw}")
+    assert found == [part.strip() for part in name.split(".")]
+
+
+def test_an_override_with_a_second_line_is_one_string() -> None:
+    assert parse_override("a=1\nb=2") == (["a"], "1\nb=2")

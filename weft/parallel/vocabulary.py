@@ -1,0 +1,92 @@
+"""Embedding and cross-entropy with the vocabulary split over x: no rank ever holds whole logits.
+
+Cross-entropy needs three numbers per target from the other ranks: the largest logit (one all-reduce), the sum of
+exponentials and the target's logit (one all-reduce of both). Backward needs nothing. In float32 at least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from weft.comm import Axis, all_reduce
+from weft.models.loss import IGNORE, token_loss
+from weft.parallel.tensor_ops import leave
+
+_ATTRIBUTE = "_weft_vocabulary"
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The classes [begin, end) that this rank's logits are of, and the axis that holds the others."""
+
+    begin: int
+    end: int
+    axis: Axis
+
+
+def vocabulary_of(model: nn.Module) -> Vocabulary | None:
+    """Which classes a model's logits are of, where they are split; None where they are all."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def set_vocabulary(model: nn.Module, vocabulary: Vocabulary) -> None:
+    """Remember that a model's logits are split."""
+    model.__dict__[_ATTRIBUTE] = vocabulary
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
+    """As `token_loss`, for logits of all classes or of this rank's: the sum over valid labels, and their number."""
+    if vocabulary is None or vocabulary.axis.degree == 1:
+        return token_loss(logits, labels)
+    total: Tensor = _SplitCrossEntropy.apply(logits, labels, vocabulary)
+    return total, (labels != IGNORE).sum()
+
+
+def loss_bytes(num_targets: int, itemsize: int) -> list[int]:
+    """The sizes of the all-reduces over x that one cross-entropy makes."""
+    return [num_targets * itemsize, 2 * num_targets * itemsize]
+
+
+class _SplitCrossEntropy(Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)  # [targets, local classes]
+        flat = labels.flatten()
+        largest = wide.max(dim=-1).values  # [targets]
+        all_reduce(largest, vocabulary.axis, "max").wait()
+        exponentials = (wide - largest[:, None]).exp_()
+        own = (flat >= vocabulary.begin) & (flat < vocabulary.end)
+        local = (flat - vocabulary.begin).clamp(0, wide.shape[1] - 1)
+        target = torch.where(own, wide.gather(1, local[:, None])[:, 0] - largest, 0.0)
+        sums = torch.stack([exponentials.sum(-1), target])  # [2, targets]
+        all_reduce(sums, vocabulary.axis).wait()
+        valid = flat != IGNORE
+        probabilities = exponentials.div_(sums[0][:, None])
+        ctx.save_for_backward(probabilities, own & valid, local, valid)
+        ctx.shape, ctx.dtype = logits.shape, logits.dtype
+        return torch.where(valid, sums[0].log() - sums[1], 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        probabilities, own, local, valid = ctx.saved_tensors
+        result = probabilities.clone()
+        result[torch.arange(len(local), device=local.device), local] -= own.to(result.dtype)
+        result *= valid[:, None] * gradients[0]
+        return result.to(ctx.dtype).view(ctx.shape), None, None
+
+
+def split_embedding(module: nn.Embedding, tokens: Tensor, begin: int, axis: Axis) -> Tensor:
+    """Rows that this rank holds, zeros for the others, summed over the axis."""
+    own = (tokens >= begin) & (tokens < begin + module.weight.shape[0])
+    local = torch.where(own, tokens - begin, 0)
+    padding = module.padding_idx
+    if padding is not None:
+        padding = padding - begin if begin <= padding < begin + module.weight.shape[0] else None
+    rows = F.embedding(local, module.weight, padding)
+    return leave(rows * own[..., None].to(rows.dtype), axis)
