@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.models import Decoder, DecoderConfig
-from weft.profile import Profile, find_blocks, find_parameters, profile
+from weft.blocks import find_blocks
+from weft.profile import Profile, find_parameters, profile
 
 
 def tokens() -> tuple[Tensor]:

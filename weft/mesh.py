@@ -1,7 +1,8 @@
 """The mesh: a plan's axes as named process groups. The only file that makes groups; it is passed, never global.
 
-Ranks are laid out in the order of `plan.AXES`, outermost first. Besides each axis there are two joint ones: `batch`
-(every rank that takes different samples: loss, token counts) and `world` (every rank: decisions to stop).
+Ranks are laid out in the order of `plan.AXES`, outermost first. Besides each axis there are joint ones, over all ranks
+that differ in some of them: `batch` (take different samples), `tokens` (different tokens: loss and counts), `state`
+(hold different parts of the model: the gradient norm) and `world` (decisions to stop).
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from weft.comm import Axis, Ledger
 from weft.errors import LaunchError
 from weft.plan import AXES, Plan
 
-BATCH_AXES = ("data", "shard")
+JOINT_AXES = {
+    "batch": ("data", "shard"),
+    "tokens": ("data", "shard", "context"),
+    "state": ("shard", "x", "y"),
+    "world": AXES,
+}
 
 
 class Mesh:
@@ -31,15 +37,33 @@ class Mesh:
                 f"the plan needs {plan.num_ranks} processes ({plan.describe_axes()}) but {found} run; "
                 f"start {plan.num_ranks} or change the plan"
             )
-        self._groups = self._make_groups() if found > 1 else {}
         self.coordinates = self._coordinates()
+        self._groups = self._make_groups() if found > 1 else {}
 
     def __getitem__(self, name: str) -> Axis:
-        members = {"batch": BATCH_AXES, "world": AXES}.get(name, (name,))
+        members = JOINT_AXES.get(name, (name,))
         degree, index = 1, 0
         for axis in members:
             degree, index = degree * self.plan.degree(axis), index * self.plan.degree(axis) + self.coordinates[axis]
         return Axis(name, degree, index, self._groups.get(self._talking(members)), self.ledger)
+
+    def neighbours(self, name: str, degree: int) -> Axis:
+        """The part of an axis that this rank is in when it is cut into runs of `degree` neighbours.
+
+        Makes groups, so all ranks must call it in the same order; asked again, it gives the same ones.
+        """
+        whole = self[name]
+        assert whole.degree % degree == 0
+        key = (f"{name}:{degree}",)
+        if degree > 1 and key not in self._groups:
+            inner = self.plan.inner(name)
+            for rank in range(self.plan.num_ranks):
+                if rank // inner % degree == 0:  # the first of its run
+                    members = [rank + step * inner for step in range(degree)]
+                    group = dist.new_group(members, group_desc=key[0])
+                    if self.rank in members:
+                        self._groups[key] = group
+        return Axis(name, degree, whole.index % degree, self._groups.get(key), self.ledger)
 
     @property
     def is_first(self) -> bool:
@@ -61,9 +85,10 @@ class Mesh:
         shape = tuple(self.plan.degree(axis) for axis in talking)
         device_mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=talking)
         groups: dict[tuple[str, ...], dist.ProcessGroup] = {(axis,): device_mesh.get_group(axis) for axis in talking}
-        batch = self._talking(BATCH_AXES)
-        if len(batch) > 1 and batch != talking:
-            groups[batch] = device_mesh[batch]._flatten("batch").get_group()
+        for name, members in JOINT_AXES.items():
+            joint = self._talking(members)
+            if len(joint) > 1 and joint != talking and joint not in groups:
+                groups[joint] = device_mesh[joint]._flatten(name).get_group()
         assert dist.group.WORLD is not None
         groups[talking] = dist.group.WORLD
         return groups

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from weft.blocks import find_blocks
 from weft.errors import PlanError
-from weft.profile import find_blocks
 
 Kind = Literal["column", "row", "gathered", "head"]
 QUERY, KEY, VALUE = ("q_proj", "query", "wq", "q"), ("k_proj", "key", "wk", "k"), ("v_proj", "value", "wv", "v")
@@ -89,6 +89,11 @@ def pair(model: nn.Module) -> Pairing:
 def is_linear(module: nn.Module) -> bool:
     """nn.Linear itself, or transformers' Conv1D."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
+
+
+def is_norm(module: nn.Module) -> bool:
+    """LayerNorm, or any kind of RMSNorm."""
+    return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or "RMSNorm" in type(module).__name__
 
 
 def sizes(module: nn.Module) -> tuple[int, int]:

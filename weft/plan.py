@@ -14,7 +14,7 @@ from typing import Any, Literal
 from weft.errors import ConfigError, PlanError
 from weft.schema import convert, dump_toml, read_toml, to_table
 
-AXES = ("data", "shard")
+AXES = ("data", "shard", "context", "x", "y")
 MAX_RANKS = 1 << 20
 
 Precision = Literal["fp64", "fp32", "bf16"]
@@ -33,6 +33,40 @@ class Shard:
         """`shard = 4` is `shard = { degree = 4 }`."""
         if type(value) is not int:
             raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ degree, stage }}")
+        return cls(degree=value)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """The `x` and `y` axes of every matmul: outputs and inputs of a layer, swapped in alternate layers.
+
+    `sequence` also splits activations along the sequence over x between the matmuls of a block.
+    """
+
+    x: int = 1
+    y: int = 1
+    sequence: bool = False
+
+    @classmethod
+    def from_shorthand(cls, value: Any, path: str) -> Tensor:
+        """`tensor = 2` is `tensor = { x = 2 }`."""
+        if type(value) is not int:
+            raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ x, y, sequence }}")
+        return cls(x=value)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The `context` axis: the sequence over ranks. `kind` is how attention sees the rest of it."""
+
+    degree: int = 1
+    kind: Literal["ring", "all-to-all"] = "ring"
+
+    @classmethod
+    def from_shorthand(cls, value: Any, path: str) -> Context:
+        """`context = 4` is `context = { degree = 4 }`."""
+        if type(value) is not int:
+            raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ degree, kind }}")
         return cls(degree=value)
 
 
@@ -57,6 +91,8 @@ class Plan:
 
     data: int = 1
     shard: Shard = field(default_factory=Shard)
+    tensor: Tensor = field(default_factory=Tensor)
+    context: Context = field(default_factory=Context)
     micro_batch: int | None = None
     memory: Memory = field(default_factory=Memory)
     precision: Precision = "fp32"
@@ -78,7 +114,14 @@ class Plan:
 
     def degree(self, axis: str) -> int:
         """The degree of an axis of `AXES`."""
-        return {"data": self.data, "shard": self.shard.degree}[axis]
+        degrees = {
+            "data": self.data,
+            "shard": self.shard.degree,
+            "context": self.context.degree,
+            "x": self.tensor.x,
+            "y": self.tensor.y,
+        }
+        return degrees[axis]
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -101,9 +144,10 @@ class Plan:
 
     def describe_axes(self) -> str:
         """`data 2 × shard 4 (stage 3)`, or `1 process`."""
-        parts = [f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1]
-        if self.shard.degree > 1:
-            parts[-1] += f" (stage {self.shard.stage})"
+        notes = {"shard": f" (stage {self.shard.stage})", "context": f" ({self.context.kind})"}
+        if self.tensor.sequence:
+            notes["x"] = " (sequence)"
+        parts = [f"{axis} {degree}{notes.get(axis, '')}" for axis, degree in self.degrees.items() if degree > 1]
         return " × ".join(parts) or "1 process"
 
     def to_toml(self) -> str:
@@ -136,7 +180,12 @@ class BatchSplit:
 
 def split_batch(plan: Plan, batch: int, sequence: int) -> BatchSplit:
     """The batch identity of a plan, or a PlanError with the numbers and the nearest batch that divides."""
-    ranks = plan.num_batch_ranks
+    ranks, context = plan.num_batch_ranks, plan.context.degree
+    if context > 1 and sequence % (2 * context):
+        raise PlanError(
+            f"a sequence of {sequence} tokens does not divide into 2 × context = {2 * context} equal parts (balanced "
+            f"for causal attention); use a multiple of {2 * context}"
+        )
     if batch < 1 or sequence < 1:
         raise PlanError(f"a batch of {batch} sequences of {sequence} tokens is empty; both must be at least 1")
     if batch % ranks:

@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.cluster import Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic
 from weft.config import Run
+from weft.mesh import JOINT_AXES
 from weft.models import ModelConfig, build, token_loss
 from weft.parallel import Cost, cost, refuse
 from weft.parallel.layout import COMPUTE_DTYPE
@@ -134,10 +135,8 @@ def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> d
 
 def _span(axis: str, plan: Plan) -> tuple[int, int]:
     """How far apart neighbours on an axis are, and its degree; the joint axes span all their members."""
-    if axis == "batch":
-        return 1, plan.num_batch_ranks
-    if axis == "world":
-        return 1, plan.num_ranks
+    if axis in JOINT_AXES:
+        return 1, math.prod(plan.degree(member) for member in JOINT_AXES[axis])
     return plan.inner(axis), plan.degree(axis)
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from weft.blocks import find_blocks
+from weft.cut import Cut
+from weft.models.decoder import CausalAttention
+from weft.pairing import Pairing, is_linear, is_norm, pair
+
 aten = torch.ops.aten
+CUTS_ATTRIBUTE = "_weft_cuts"
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
@@ -39,11 +45,12 @@ KEPT_OPERATIONS = frozenset(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter's name and global shape, and whether it is trained."""
+    """A parameter's name, the shape that this rank holds, and whether it is trained."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
+    cut: Cut | None = None  # where the tensor axes leave each rank a part, of which `shape` is the shape
 
     @property
     def numel(self) -> int:
@@ -75,14 +82,52 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """A linear, embedding or norm in one forward of the example batch: rows (tokens), features in and out.
+
+    `is_last` is true for the last linear that its block calls; `needs_gradient` says whether its input has one.
+    """
+
+    rows: int
+    in_features: int
+    out_features: int
+    needs_gradient: bool
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One attention in one forward of the example batch."""
+
+    batch: int
+    num_heads: int
+    num_key_heads: int
+    sequence: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class Profile:
-    """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch."""
+    """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
+
+    `layers` are the linears, embeddings and norms by name; `stream_numel` is the size of what blocks hand on.
+    """
 
     root: Block
     blocks: tuple[Block, ...]
     buffer_bytes: int = 0
     batch_mixers: tuple[str, ...] = ()
     counted: bool = False
+    layers: Mapping[str, Layer] = field(default_factory=dict)
+    attentions: Mapping[str, Heads] = field(default_factory=dict)
+    stream_numel: int = 0
+    model: nn.Module | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def pairing(self) -> Pairing:
+        """How the model's linears can be split; raises PlanError where they cannot."""
+        assert self.model is not None
+        return pair(self.model)
 
     @property
     def all(self) -> tuple[Block, ...]:
@@ -103,26 +148,6 @@ class Profile:
     def flops(self) -> int:
         """FLOPs of one forward of the example batch."""
         return sum(block.flops for block in self.all)
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The chain of blocks by name, in order of registration, each module once."""
-    found: dict[str, nn.Module] = {}
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module) -> None:
-        is_chain = isinstance(module, (nn.ModuleList, nn.Sequential))
-        for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
-            if is_chain and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                if id(child) not in seen and any(True for _ in child.parameters()):
-                    seen.add(id(child))
-                    found[path] = child
-            else:
-                visit(path, child)
-
-    visit("", model)
-    return found
 
 
 Places = list[tuple[nn.Module, str]]
@@ -183,15 +208,16 @@ def profile(
 def _structure(model: nn.Module) -> Profile:
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    cuts = model.__dict__.get(CUTS_ATTRIBUTE, {})
     blocks = [
-        Block(name, tuple(Parameter(key, shapes[key], trainable[key]) for key in places))
+        Block(name, tuple(Parameter(key, shapes[key], trainable[key], cuts.get(key)) for key in places))
         for name, places in find_parameters(model).items()
     ]
     mixers = tuple(
         name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     )
     buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
-    return Profile(blocks[0], tuple(blocks[1:]), buffer_bytes, mixers)
+    return Profile(blocks[0], tuple(blocks[1:]), buffer_bytes, mixers, model=model)
 
 
 def _count(
@@ -217,7 +243,15 @@ def _count(
         )
         for block in structure.all
     ]
-    return replace(structure, root=counted[0], blocks=tuple(counted[1:]), counted=True)
+    return replace(
+        structure,
+        root=counted[0],
+        blocks=tuple(counted[1:]),
+        counted=True,
+        layers=tally.layers,
+        attentions=tally.attentions,
+        stream_numel=tally.stream_numel,
+    )
 
 
 class _Tally(TorchDispatchMode):
@@ -231,6 +265,10 @@ class _Tally(TorchDispatchMode):
         self.flops: dict[str, int] = {}
         self.attention_flops: dict[str, int] = {}
         self.saved: dict[str, dict[str, int]] = {"none": {}, "selective": {}, "full": {}}
+        self.layers: dict[str, Layer] = {}
+        self.attentions: dict[str, Heads] = {}
+        self.stream_numel = 0
+        self._last_linear = ""
         self._seen: dict[str, set[int]] = {"none": set(), "selective": set(), "full": set()}
         self._alive: list[Tensor] = []  # a storage's address means something only while it lives
 
@@ -248,6 +286,11 @@ class _Tally(TorchDispatchMode):
         for name, module in find_blocks(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
+        for name, module in model.named_modules():
+            if is_linear(module) or isinstance(module, nn.Embedding) or is_norm(module):
+                handles.append(module.register_forward_hook(partial(self._measure, name)))
+            if isinstance(module, CausalAttention):
+                handles.append(module.register_forward_pre_hook(partial(self._measure_heads, name)))
         try:
             with self, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield
@@ -281,11 +324,27 @@ class _Tally(TorchDispatchMode):
         self.calls[name] = self.calls.get(name, 0) + 1
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
+                self.stream_numel = self.stream_numel or tensor.numel()
                 self._add("selective", tensor)
                 self._add("full", tensor)
 
+    def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        value = args[0]
+        width = 1 if isinstance(module, nn.Embedding) else value.shape[-1]
+        out = output.shape[-1]
+        self.layers[name] = Layer(value.numel() // width, width, out, value.requires_grad)
+        if is_linear(module):
+            self._last_linear = name
+
+    def _measure_heads(self, name: str, _: nn.Module, args: Any) -> None:
+        query, key = args[0], args[1]
+        batch, num_heads, sequence, head_dim = query.shape
+        self.attentions[name] = Heads(batch, num_heads, key.shape[1], sequence, head_dim)
+
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self.running = ""
+        if self._last_linear in self.layers:
+            self.layers[self._last_linear] = replace(self.layers[self._last_linear], is_last=True)
         needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
         self.in_backward[name] = self.in_backward.get(name, False) or needs
 

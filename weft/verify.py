@@ -24,6 +24,7 @@ from weft.local import run_local
 from weft.mesh import Mesh
 from weft.models import IGNORE, build, initialise
 from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
+from weft.parallel.layout import Part
 from weft.plan import BatchSplit, Plan, split_batch
 from weft.profile import Profile, profile
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
@@ -95,7 +96,7 @@ def verify(
     """
     plan = replace(plan, precision="fp64")
     example = batch_fn(0)
-    split = split_batch(plan, len(example[0]), 1)
+    split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
     refuse(_profile(model_fn, example, split), plan)
 
     def rank(index: int) -> dict[str, Any]:
@@ -161,7 +162,7 @@ def _run_rank(
         "grad_norm": _worst_number(norms, expected.norms),
         "gradient": _worst_tensor(watch.gradients, expected.gradients),
         "parameter": _worst_tensor(pieces, expected.parameters),
-        "num_compared": sum(tensor.numel() for _, _, tensor in pieces),
+        "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
         "counted": _plain(mesh.ledger.entries()),
@@ -189,12 +190,12 @@ def _run_sequential(
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
         if step == 0:
-            gradients = {n: p.grad.flatten().clone() for n, p in model.named_parameters() if p.grad is not None}
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         norms.append(norm.item())
-    parameters = {name: parameter.detach().flatten() for name, parameter in model.named_parameters()}
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return _Sequential(losses, norms, gradients, parameters)
 
 
@@ -203,14 +204,14 @@ class _Watch:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
-        self.gradients: list[tuple[str, int, Tensor]] = []
+        self.gradients: list[tuple[Part, Tensor]] = []
         self.state: dict[str, int] = {}
         optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.gradients:
             self.gradients = [
-                (part.parameter.name, part.start, piece.grad.flatten().clone())
+                (part, piece.grad.flatten().clone())
                 for part, piece in named_pieces(self.model)
                 if piece.grad is not None
             ]
@@ -244,8 +245,8 @@ def _double(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
 
 
-def _pieces(model: nn.Module) -> list[tuple[str, int, Tensor]]:
-    return [(part.parameter.name, part.start, piece.detach().flatten()) for part, piece in named_pieces(model)]
+def _pieces(model: nn.Module) -> list[tuple[Part, Tensor]]:
+    return [(part, piece.detach().flatten()) for part, piece in named_pieces(model)]
 
 
 def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str]:
@@ -254,17 +255,26 @@ def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str
     return errors[worst], f"step {worst + 1}"
 
 
-def _worst_tensor(found: list[tuple[str, int, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
+def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
     largest = max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=1.0)
     worst = (0.0, "-")
-    for name, start, tensor in found:
-        # A parameter that the sequential run never reached has no gradient; here it must be zero.
-        reference = expected.get(name, torch.zeros(start + tensor.numel(), dtype=tensor.dtype))
-        difference = float((tensor - reference[start : start + tensor.numel()]).abs().max())
-        error = difference / max(float(reference.abs().max()), FLOOR * largest)
+    for part, tensor in found:
+        reference = expected.get(part.parameter.name)
+        if reference is None:  # the sequential run never reached it: it has no gradient, and here it must be zero
+            difference, scale = float(tensor.abs().max()), 0.0
+        else:
+            cut = part.parameter.cut
+            local = (reference if cut is None else cut.take(reference)).flatten()[part.start : part.stop]
+            difference, scale = float((tensor - local).abs().max()), float(reference.abs().max())
+        error = difference / max(scale, FLOOR * largest)
         if _badness(error) > _badness(worst[0]):
-            worst = (error, name)
+            worst = (error, part.parameter.name)
     return worst
+
+
+def _is_first(part: Part) -> bool:
+    """Whether this rank counts for a part that several ranks of x × y hold alike."""
+    return part.parameter.cut is None or part.parameter.cut.is_first
 
 
 def _badness(error: float) -> float:
@@ -301,7 +311,7 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
 def _check_coverage(answers: list[dict[str, Any]], plan: Plan) -> Check:
     """A piece that no rank holds is not compared, so the pieces are counted: each once in every replica."""
     compared = sum(answer["num_compared"] for answer in answers)
-    expected = answers[0]["num_expected"] * plan.data
+    expected = answers[0]["num_expected"] * plan.data * plan.context.degree
     return Check("parameters held", f"{expected:,}", f"{compared:,}", "all ranks", compared == expected)
 
 

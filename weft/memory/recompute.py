@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from weft.blocks import find_blocks
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import KEPT_OPERATIONS, Profile, find_blocks
+from weft.profile import KEPT_OPERATIONS, Profile
 from weft.strategy import Cost, Strategy, Values
 
 

@@ -280,9 +280,10 @@ class DecoderBody(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         hidden: Tensor = self.embed_tokens(tokens)  # [batch, sequence, hidden]
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotary_tables(self.config, positions, hidden.dtype)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin)
@@ -308,7 +309,7 @@ class TiedHead(nn.Module):
 
 
 class Decoder(TiedHead):
-    """tokens [batch, sequence] -> logits [batch, sequence, vocab]."""
+    """tokens [batch, sequence] -> logits [batch, sequence, vocab]. Positions [sequence] are 0, 1, ... if not given."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -318,8 +319,8 @@ class Decoder(TiedHead):
         self.tied_to = config.embedding_name if config.tie_word_embeddings else None
         self.tie()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.model(tokens))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.lm_head(self.model(tokens, positions))
         return logits
 
 

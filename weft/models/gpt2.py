@@ -132,14 +132,15 @@ class GPT2Body(nn.Module):
         self.h = nn.ModuleList(GPT2Layer(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         sequence, num_positions = tokens.shape[1], self.wpe.num_embeddings
         if sequence > num_positions:
             raise ConfigError(
                 f"a sequence of {sequence} tokens exceeds n_positions = {num_positions}; "
                 f"use sequences of at most {num_positions}, or a larger n_positions"
             )
-        positions = torch.arange(sequence, device=tokens.device)
+        if positions is None:
+            positions = torch.arange(sequence, device=tokens.device)
         hidden: Tensor = self.drop(self.wte(tokens) + self.wpe(positions))  # [batch, sequence, hidden]
         for layer in self.h:
             hidden = layer(hidden)
@@ -148,7 +149,7 @@ class GPT2Body(nn.Module):
 
 
 class GPT2(TiedHead):
-    """tokens [batch, sequence] -> logits [batch, sequence, vocab]."""
+    """tokens [batch, sequence] -> logits [batch, sequence, vocab]. Positions [sequence] are 0, 1, ... if not given."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -158,6 +159,6 @@ class GPT2(TiedHead):
         self.tied_to = config.embedding_name if config.tie_word_embeddings else None
         self.tie()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(self.transformer(tokens))
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.lm_head(self.transformer(tokens, positions))
         return logits

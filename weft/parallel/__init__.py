@@ -6,6 +6,7 @@ The next axis: a file with its `Strategy`, a line in the table, a field in `Plan
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +16,17 @@ from weft.comm import all_reduce
 from weft.errors import PlanError
 from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
+from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.layout import Part
 from weft.parallel.shard import ShardAxis
+from weft.parallel.tensor import TensorAxes, localise
 from weft.parallel.unit import units_of
 from weft.plan import BatchSplit, Plan
-from weft.profile import Parameter, Profile, profile
+from weft.profile import CUTS_ATTRIBUTE, Parameter, Profile, profile
 from weft.strategy import Cost, Strategy, Values
 
-STRATEGIES: tuple[Strategy, ...] = (RecomputePolicy(), ShardAxis(), DataAxis())
+STRATEGIES: tuple[Strategy, ...] = (RecomputePolicy(), TensorAxes(), ShardAxis(), DataAxis(), ContextAxis())
 
 
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh | None = None, values: Values | None = None) -> nn.Module:
@@ -45,9 +48,16 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh | None = None, values: 
                 f"buffer '{name}' is on the meta device, and its value is not among values=; build the model on a real "
                 f"device, or set its buffers first"
             )
+    local = partial(_local_value, model, values)
     for strategy in STRATEGIES:
-        model = strategy.apply(model, plan, mesh, values)
+        model = strategy.apply(model, plan, mesh, local)
     return model
+
+
+def _local_value(model: nn.Module, values: Values, name: str) -> Tensor:
+    """This rank's part of a parameter's value, once the tensor axes have said which that is."""
+    cut = model.__dict__.get(CUTS_ATTRIBUTE, {}).get(name)
+    return values(name) if cut is None else cut.take(values(name))
 
 
 def refuse(model_profile: Profile, plan: Plan) -> None:
@@ -61,7 +71,8 @@ def refuse(model_profile: Profile, plan: Plan) -> None:
 def cost(model_profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int] | None = None) -> Cost:
     """What a rank (the first, unless its mesh coordinates are given) pays for one step under the plan."""
     at = coordinates or dict.fromkeys(plan.degrees, 0)
-    return sum((strategy.cost(model_profile, plan, split, at) for strategy in STRATEGIES), Cost())
+    local = localise(model_profile, plan, at)
+    return sum((strategy.cost(local, plan, split, at) for strategy in STRATEGIES), Cost())
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
@@ -124,14 +135,17 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before.
 
-    Each parameter counts once, whatever the mesh: slices are disjoint over `shard` and equal over `data`.
+    Each parameter counts once, whatever the mesh: slices are disjoint over `shard`, equal over `data`, and what several
+    ranks of x × y hold alike counts for each of them in part.
     """
     units = units_of(model)
     if units is None:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
     gradients = [flat.slice_gradient for flat in units.flats if flat.slice_gradient is not None]
-    squared = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-    all_reduce(squared, mesh["shard"]).wait()
+    replicas = [flat.layout.replicas for flat in units.flats if flat.slice_gradient is not None]
+    norms = torch.stack(torch._foreach_norm(gradients)).double()
+    squared = (norms.square() / torch.tensor(replicas, device=norms.device)).sum()
+    all_reduce(squared, mesh["state"]).wait()
     norm = squared.sqrt()
     if max_norm is not None:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))

@@ -41,5 +41,5 @@ class DataAxis(Strategy):
         if plan.data > 1:
             assert units is not None
             for flat in units.flats:
-                flat.reduce_over.append(mesh["data"])
+                flat.mean_over.append(mesh["data"])
         return model

@@ -42,7 +42,8 @@ class Flat:
     ) -> None:
         self.layout, self.owners, self.shard, self.stage = layout, owners, shard, stage
         self.compute_dtype, self.master_dtype, self.device = compute_dtype, master_dtype, device
-        self.reduce_over: list[Axis] = []
+        self.sum_over: list[Axis] = []  # gradients there are partial sums
+        self.mean_over: list[Axis] = []  # and there of different samples
         self.trainable = layout.parameters[0].trainable
         self.frees_whole = stage == 3 and shard.degree > 1
         self.keeps_whole_gradient = stage == 1 or shard.degree == 1
@@ -140,7 +141,7 @@ class Flat:
         self._wait_reduce()
         if not self.keeps_whole_gradient:
             self.whole_gradient = None
-        for axis in self.reduce_over:
+        for axis in (*self.sum_over, *self.mean_over):
             self._wait_reduce()
             self._reducing = all_reduce(self._reduced, axis)
 
@@ -148,7 +149,7 @@ class Flat:
         """Wait, take the mean over the ranks that took different samples, and show the optimizer its gradients."""
         self._wait_reduce()
         ranks = self.shard.degree
-        for axis in self.reduce_over:
+        for axis in self.mean_over:
             ranks *= axis.degree
         self._reduced.div_(ranks)
         if self.slice_gradient is None:

@@ -38,6 +38,18 @@ class FlatLayout:
     degree: int
 
     @property
+    def sums(self) -> tuple[str, ...]:
+        """The axes of the model's split over which gradients are partial sums."""
+        cut = self.parameters[0].cut
+        return cut.sums if cut else ()
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks of x × y hold the same parameters."""
+        cut = self.parameters[0].cut
+        return cut.replicas if cut else 1
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Where each parameter begins in the flat buffer."""
         starts, position = [], 0
@@ -68,10 +80,16 @@ class FlatLayout:
 
 
 def flat_layouts(parameters: Sequence[Parameter], degree: int) -> tuple[FlatLayout, ...]:
-    """The flat buffers of a block: one of what is trained and one of what is frozen, where there is any."""
-    trained = tuple(parameter for parameter in parameters if parameter.trainable)
-    frozen = tuple(parameter for parameter in parameters if not parameter.trainable)
-    return tuple(FlatLayout(group, degree) for group in (trained, frozen) if group)
+    """The flat buffers of a block: one for all parameters that are treated alike, those that are trained first.
+
+    Alike: trained or frozen, with gradients that are partial sums over the same axes, on as many ranks of x × y.
+    """
+    groups: dict[tuple[bool, tuple[str, ...], int], list[Parameter]] = {}
+    for parameter in parameters:
+        cut = parameter.cut
+        key = (not parameter.trainable, cut.sums if cut else (), cut.replicas if cut else 1)
+        groups.setdefault(key, []).append(parameter)
+    return tuple(FlatLayout(tuple(groups[key]), degree) for key in sorted(groups))
 
 
 def trained_layouts(profile: Profile, plan: Plan) -> Iterator[FlatLayout]:

@@ -48,9 +48,9 @@ class ShardAxis(Strategy):
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if not needs_units(plan):
             return _plain_cost(profile, plan)
-        pairs: list[tuple[Key, int]] = []
+        pairs: list[tuple[Key, int]] = [*_sums(profile, plan, split)]
         if plan.shard.degree > 1:
-            pairs = [*_gathers(profile, plan, split), *_reductions(profile, plan, split)]
+            pairs += [*_gathers(profile, plan, split), *_reductions(profile, plan, split)]
         state = _state_bytes(profile, plan, coordinates["shard"])
         return Cost(tally(pairs), state, _transient_bytes(profile, plan, split))
 
@@ -69,7 +69,7 @@ class ShardAxis(Strategy):
 
 def needs_units(plan: Plan) -> bool:
     """Whether state lives in flat buffers: with any split of the batch, or with master weights beside compute ones."""
-    return plan.num_batch_ranks > 1 or COMPUTE_DTYPE[plan.precision] != MASTER_DTYPE[plan.precision]
+    return plan.num_ranks > 1 or COMPUTE_DTYPE[plan.precision] != MASTER_DTYPE[plan.precision]
 
 
 def _gathers(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:
@@ -89,6 +89,14 @@ def _reductions(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tup
     for layout in trained_layouts(profile, plan):
         one = (("shard", "reduce_scatter"), layout.numel * master_bytes(plan))
         yield from [one] * reductions_per_step(plan, split)
+
+
+def _sums(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:
+    """Slices whose gradients are partial sums over an axis of the model's split."""
+    for layout in trained_layouts(profile, plan):
+        for axis in layout.sums:
+            one = ((axis.partition(":")[0], "all_reduce"), layout.slice_numel * master_bytes(plan))
+            yield from [one] * reductions_per_step(plan, split)
 
 
 def _state_bytes(profile: Profile, plan: Plan, index: int) -> dict[str, int]:
@@ -138,7 +146,7 @@ def _plain_cost(profile: Profile, plan: Plan) -> Cost:
 
 
 def _make_flats(block: Block, places: Mapping[str, Places], plan: Plan, mesh: Mesh, values: Values) -> Sequence[Flat]:
-    return [
+    flats = [
         Flat(
             layout,
             [places[parameter.name] for parameter in layout.parameters],
@@ -151,6 +159,11 @@ def _make_flats(block: Block, places: Mapping[str, Places], plan: Plan, mesh: Me
         )
         for layout in flat_layouts(block.parameters, plan.shard.degree)
     ]
+    for flat in flats:
+        for name in flat.layout.sums:
+            axis, _, degree = name.partition(":")
+            flat.sum_over.append(mesh.neighbours(axis, int(degree)) if degree else mesh[axis])
+    return flats
 
 
 def _hold_plainly(model: nn.Module, values: Values, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -30,12 +30,12 @@ from weft.comm.ledger import Key
 from weft.cut import Cut, Interval, share, share_units, stack
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.pairing import Pairing, Part, Split, sizes
+from weft.pairing import Pairing, Part, Split, is_norm, pair, sizes
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.tensor_ops import Region, enter, gather, leave, linear, scatter, scatter_sum
 from weft.parallel.vocabulary import Vocabulary, loss_bytes, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
-from weft.profile import CUTS_ATTRIBUTE, Profile
+from weft.profile import CUTS_ATTRIBUTE, Block, Layer, Profile
 from weft.strategy import Cost, Strategy, Values, tally
 
 SEQUENCE_DIM = 1  # of hidden states [batch, sequence, features]
@@ -58,13 +58,13 @@ class TensorAxes(Strategy):
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.tensor.x == plan.tensor.y == 1:
             return Cost()
-        calls = list(_traffic(profile, plan)) * split.accumulation
+        calls = list(_traffic(profile, plan, coordinates["x"])) * split.accumulation
         return Cost(tally([(key, num_bytes) for key, num_bytes in calls if num_bytes]))
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if plan.tensor.x == plan.tensor.y == 1:
             return model
-        pairing = profile_pairing(model)
+        pairing = pair(model)
         cuts = parameter_cuts(
             pairing, {name: tuple(p.shape) for name, p in model.named_parameters()}, plan, mesh.coordinates
         )
@@ -74,11 +74,21 @@ class TensorAxes(Strategy):
         return model
 
 
-def profile_pairing(model: nn.Module) -> Pairing:
-    """The pairing of a model; kept so that a model that was already cut is not paired again."""
-    from weft.pairing import pair
+def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+    """The profile with the parameters that the rank at `coordinates` holds, and the tokens that it sees."""
+    context = plan.context.degree
+    layers = {name: replace(layer, rows=layer.rows // context) for name, layer in profile.layers.items()}
+    profile = replace(profile, layers=layers, stream_numel=profile.stream_numel // context)
+    if plan.tensor.x == plan.tensor.y == 1:
+        return profile
+    shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
+    cuts = parameter_cuts(profile.pairing, shapes, plan, coordinates)
 
-    return pair(model)
+    def local(block: Block) -> Block:
+        parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
+        return replace(block, parameters=tuple(parameters))
+
+    return replace(profile, root=local(profile.root), blocks=tuple(local(block) for block in profile.blocks))
 
 
 # --- what each rank holds
@@ -195,7 +205,7 @@ class _Applier:
         for split in self.pairing.splits.values():
             module = self.model.get_submodule(split.module)
             forward = {"column": self._column, "row": self._row, "gathered": self._gathered, "head": self._head}
-            module.forward = partial(forward[split.kind], module, split)
+            setattr(module, "forward", partial(forward[split.kind], module, split))  # noqa: B010 (a method to mypy)
             if split.kind == "head":
                 begin, end = share(sizes(module)[1], self.x.degree, self.x.index)
                 set_vocabulary(self.model, Vocabulary(begin, end, self.x))
@@ -203,7 +213,7 @@ class _Applier:
             embedding = self.model.get_submodule(name)
             assert isinstance(embedding, nn.Embedding)
             begin = share(embedding.num_embeddings, self.x.degree, self.x.index)[0]
-            embedding.forward = partial(split_embedding, embedding, begin=begin, axis=self.x)
+            setattr(embedding, "forward", partial(split_embedding, embedding, begin=begin, axis=self.x))  # noqa: B010
         if self.y.degree > 1:
             self._split_norms()
         if self.sequence:
@@ -241,7 +251,11 @@ class _Applier:
     def _row(self, module: Any, split: Split, value: Tensor) -> Tensor:
         region = Region()
         out = linear(enter(value, self.y, region), module.weight, split.turned, region)
-        out = scatter_sum(out, self.x, SEQUENCE_DIM) if self.sequence and _in_blocks(split, self.pairing) else leave(out, self.x)
+        out = (
+            scatter_sum(out, self.x, SEQUENCE_DIM)
+            if self.sequence and _in_blocks(split, self.pairing)
+            else leave(out, self.x)
+        )
         return _add_bias(out, module)
 
     def _gathered(self, module: Any, split: Split, value: Tensor) -> Tensor:
@@ -250,8 +264,8 @@ class _Applier:
         return gather(_add_bias(out, module), self.x, -1, reduce=False)
 
     def _head(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        region = Region()
-        out = linear(enter(value, self.x, region), module.weight, split.turned, region)
+        # Without a region: a weight that is tied to the embedding gets its gradient from autograd, once.
+        out = linear(enter(value, self.x), module.weight, split.turned, None)
         return _add_bias(leave(out, self.y), module)
 
     def _split_norms(self) -> None:
@@ -262,12 +276,20 @@ class _Applier:
     def _split_sequence(self) -> None:
         blocks = [self.model.get_submodule(name) for name in self.pairing.blocks]
         blocks[0].register_forward_pre_hook(
-            lambda _, args, kwargs: _map_hidden(args, kwargs, lambda h: scatter(h, self.x, SEQUENCE_DIM)),
+            lambda _, args, kwargs: _map_hidden(args, kwargs, self._scatter_sequence),
             with_kwargs=True,
         )
         blocks[-1].register_forward_hook(
             lambda _, __, out: _map_first(out, lambda h: gather(h, self.x, SEQUENCE_DIM, reduce=False))
         )
+
+    def _scatter_sequence(self, hidden: Tensor) -> Tensor:
+        if hidden.dim() != 3 or hidden.shape[SEQUENCE_DIM] % self.x.degree:
+            raise PlanError(
+                f"tensor.sequence = true splits [batch, sequence, features] over x = {self.x.degree}, but the first "
+                f"block got {list(hidden.shape)}; use a sequence that x divides, or tensor.sequence = false"
+            )
+        return scatter(hidden, self.x, SEQUENCE_DIM)
 
     def _scale_attributes(self) -> None:
         for name, attributes in self.pairing.scaled.items():
@@ -278,11 +300,6 @@ class _Applier:
             groups = getattr(module, "num_key_value_groups", None)
             if isinstance(groups, int) and keys and keys[0].num_units < self.x.degree:
                 module.num_key_value_groups = groups * keys[0].num_units // self.x.degree  # type: ignore[assignment]
-
-
-def is_norm(module: nn.Module) -> bool:
-    """LayerNorm, or any kind of RMSNorm."""
-    return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or "RMSNorm" in type(module).__name__
 
 
 def _norm(module: Any, axis: Any, hidden: Tensor) -> Tensor:
@@ -359,8 +376,8 @@ def _refuse_split(split: Split, shape: tuple[int, ...], x: int, y: int) -> str |
         what = "heads" if part.unit > 1 else "features"
         if part.is_key and part.num_units < x and x % part.num_units:
             return (
-                f"tensor.x = {x} and the {part.num_units} key-value heads of '{split.module}' do not divide each other; "
-                f"use {_divisors(part.num_units)} or a multiple of {part.num_units}"
+                f"tensor.x = {x} and the {part.num_units} key-value heads of '{split.module}' do not divide each "
+                f"other; use {_divisors(part.num_units)} or a multiple of {part.num_units}"
             )
         even = split.kind in ("column", "row", "gathered")
         if even and not (part.is_key and part.num_units < x) and part.num_units % x:
@@ -375,7 +392,11 @@ def _refuse_split(split: Split, shape: tuple[int, ...], x: int, y: int) -> str |
             return (
                 f"tensor.y = {y}, but '{split.module}' has no partner to be paired with, and y needs pairs; use y = 1"
             )
-        over_y = (shape[1] if split.turned else shape[0]) if split.kind == "row" else (shape[0] if split.turned else shape[1])
+        over_y = (
+            (shape[1] if split.turned else shape[0])
+            if split.kind == "row"
+            else (shape[0] if split.turned else shape[1])
+        )
         if over_y % y:
             return f"tensor.y = {y} does not divide the {over_y} features of '{split.module}'; use {_divisors(over_y)}"
     return None
@@ -389,11 +410,11 @@ def _divisors(number: int) -> str:
 # --- traffic of one micro-batch
 
 
-def _traffic(profile: Profile, plan: Plan) -> Iterator[tuple[Key, int]]:
+def _traffic(profile: Profile, plan: Plan, x_index: int) -> Iterator[tuple[Key, int]]:
     """Every collective of one micro-batch, forward and backward, with the bytes of the whole tensor."""
     x, y = plan.tensor.x, plan.tensor.y
     size = COMPUTE_DTYPE[plan.precision].itemsize
-    meter = _Meter(profile, plan, size)
+    meter = _Meter(profile, plan, size, x_index)
     entered: set[str] = set()
     for split in profile.pairing.splits.values():
         if split.kind == "row":
@@ -405,7 +426,7 @@ def _traffic(profile: Profile, plan: Plan) -> Iterator[tuple[Key, int]]:
         yield from meter.column(split)
     for name in profile.pairing.embeddings:
         if x > 1:
-            yield ("x", "all_reduce"), profile.rows[name] * profile.widths[name][1] // y * size
+            yield ("x", "all_reduce"), profile.layers[name].rows * profile.layers[name].out_features // y * size
     if y > 1:
         yield from meter.norms()
     if plan.tensor.sequence and x > 1:
@@ -415,8 +436,8 @@ def _traffic(profile: Profile, plan: Plan) -> Iterator[tuple[Key, int]]:
 class _Meter:
     """Bytes of the collectives of each split, with forward ones again where a block is recomputed."""
 
-    def __init__(self, profile: Profile, plan: Plan, size: int) -> None:
-        self.profile, self.plan, self.size = profile, plan, size
+    def __init__(self, profile: Profile, plan: Plan, size: int, x_index: int) -> None:
+        self.profile, self.plan, self.size, self.x_index = profile, plan, size, x_index
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.sequence = plan.tensor.sequence
 
@@ -424,17 +445,17 @@ class _Meter:
         """Into a region: dI summed over x."""
         if self.x == 1:
             return
-        in_features, _ = self.profile.widths[split.module]
-        whole = self._rows(split) * in_features // self.y * self.size
+        layer = self._layer(split)
+        whole = layer.rows * layer.in_features // self.y * self.size
         if self.sequence and _in_blocks(split, self.profile.pairing):
             yield from [(("x", "all_gather"), whole)] * self._forwards(split)
             yield ("x", "reduce_scatter"), whole
-        elif self.profile.needs_input_gradient.get(split.module, True):
+        elif layer.needs_gradient:
             yield ("x", "all_reduce"), whole
 
     def column(self, split: Split) -> Iterator[tuple[Key, int]]:
         """Partial sums over y; the head's loss; the gathered outputs."""
-        rows, out = self._rows(split), self.profile.widths[split.module][1]
+        rows, out = self._layer(split).rows, self._layer(split).out_features
         local = sum(self._local_width(part) for part in split.parts)
         if self.y > 1:
             yield from [(("y", "all_reduce"), rows * local * self.size)] * self._forwards(split)
@@ -446,9 +467,9 @@ class _Meter:
 
     def row(self, split: Split) -> Iterator[tuple[Key, int]]:
         """Out of a region: partial sums over x; dI summed over y."""
-        rows, (_, out) = self._rows(split), self.profile.widths[split.module]
-        whole = rows * out // self.y * self.size
-        again = self._forwards(split) - (split.module in self.profile.last_rows)
+        layer = self._layer(split)
+        rows, whole = layer.rows, layer.rows * layer.out_features // self.y * self.size
+        again = self._forwards(split) - layer.is_last  # recomputing stops at the last thing that backward needs
         if self.x > 1 and self.sequence and _in_blocks(split, self.profile.pairing):
             yield from [(("x", "reduce_scatter"), whole)] * max(1, again)
             yield ("x", "all_gather"), whole
@@ -460,8 +481,12 @@ class _Meter:
 
     def norms(self) -> Iterator[tuple[Key, int]]:
         """Moments over y, forward and backward."""
-        for name, moments in self.profile.norms.items():
-            rows = self.profile.rows[name]
+        assert self.profile.model is not None
+        for name, layer in self.profile.layers.items():
+            module, rows = self.profile.model.get_submodule(name), layer.rows
+            if not is_norm(module) or f"{name}.weight" in self.profile.pairing.inner:
+                continue
+            moments = 2 if isinstance(module, nn.LayerNorm) else 1
             if self.sequence and any(name.startswith(f"{block}.") for block in self.profile.pairing.blocks):
                 rows //= self.x
             one = (("y", "all_reduce"), rows * max(4, self.size))
@@ -472,11 +497,14 @@ class _Meter:
         whole = self.profile.stream_numel // self.y * self.size
         yield from [(("x", "all_gather"), whole)] * 2
 
-    def _rows(self, split: Split) -> int:
-        return self.profile.rows[split.module]
+    def _layer(self, split: Split) -> Layer:
+        return self.profile.layers[split.module]
 
     def _local_width(self, part: Part) -> int:
-        return part.unit if part.is_key and part.num_units < self.x else -(-part.num_units // self.x) * part.unit
+        if part.is_key and part.num_units < self.x:
+            return part.unit
+        begin, end = share_units(part.num_units, part.unit, self.x, self.x_index)
+        return end - begin
 
     def _forwards(self, split: Split) -> int:
         return self._forward_times(split.module)
@@ -484,6 +512,3 @@ class _Meter:
     def _forward_times(self, name: str) -> int:
         in_block = any(name.startswith(f"{block}.") for block in self.profile.pairing.blocks)
         return 2 if in_block and self.plan.memory.recompute != "none" else 1
-
-
-__all__ = ["TensorAxes", "parameter_cuts", "replace"]

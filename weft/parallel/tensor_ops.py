@@ -65,7 +65,7 @@ class _Leave(Function):
 
 
 class _Gather(Function):
-    """All-gather along a dim; backward takes our part of the gradient, reduced over the axis if the parts use it alone."""
+    """All-gather along a dim; backward takes our part of the gradient, summed over the axis where uses differ."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis, dim: int, reduce: bool, region: Region | None) -> Tensor:
@@ -190,6 +190,7 @@ def scatter(value: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def linear(value: Tensor, weight: Tensor, turned: bool, region: Region | None) -> Tensor:
     """A matmul with the local weight; with a region, its weight gradient waits for the all-reduce of dI."""
-    if region is None or not torch.is_grad_enabled():
+    if region is None or not (torch.is_grad_enabled() and value.requires_grad):  # no dI, so nothing to hide dW behind
         return value @ (weight if turned else weight.t())
-    return _Linear.apply(value, weight, turned, region)
+    out: Tensor = _Linear.apply(value, weight, turned, region)
+    return out

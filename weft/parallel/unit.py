@@ -178,7 +178,9 @@ class Units:
         unit.finish_gather()
         self._fetch_ahead(unit, -1)
 
-    def _take(self, unit: Unit, flat: Flat, index: int, _: Tensor) -> None:
+    def _take(self, unit: Unit, flat: Flat, index: int, parameter: Tensor) -> None:
+        if parameter.grad is None:  # a linear over x or y delivers its weight's gradient later
+            return
         if not self._in_backward:
             self._begin_backward()
         self._has_gradients = True

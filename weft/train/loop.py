@@ -28,6 +28,7 @@ from weft.mesh import Mesh
 from weft.models import build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
+from weft.parallel.context import own_tokens
 from weft.predict import micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.strategy import Values
@@ -109,10 +110,10 @@ def evaluate(model: nn.Module, data: TrainingData, run: Run, mesh: Mesh) -> floa
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     with torch.no_grad():
-        for batch in batches:
+        for batch in (own_tokens(batch, mesh["context"]) for batch in batches):
             sums += torch.stack([CROSS_ENTROPY.total(model, batch).double(), CROSS_ENTROPY.count(batch).double()])
     model.train()
-    all_reduce(sums, mesh["batch"]).wait()
+    all_reduce(sums, mesh["tokens"]).wait()
     return float(sums[0] / sums[1])
 
 

@@ -38,14 +38,15 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
     """The pieces that this rank writes: its share of what its replicas over `data` hold alike."""
     data = mesh["data"]
     for number, (part, piece) in enumerate(named_pieces(model)):
-        if number % data.degree != data.index:
+        cut = part.parameter.cut
+        if number % data.degree != data.index or mesh["context"].index or (cut is not None and not cut.is_first):
             continue
         name, region = part.parameter.name, _region(part)
         yield Piece(name, "parameter", region, piece.detach())
         for kind, value in optimizer.state.get(piece, {}).items():
             if value.numel() == piece.numel() and value.dim() == piece.dim():
                 yield Piece(name, kind, region, value)
-            elif part.start == 0:  # a scalar that every rank holds alike: whoever has the beginning writes it
+            elif _begins(part):  # a scalar that every rank holds alike: whoever has the beginning writes it
                 yield Piece(name, kind, SCALAR, value)
     if mesh.is_first:
         for name, buffer in _saved_buffers(model):
@@ -109,7 +110,16 @@ def _load_optimizer(optimizer: Optimizer, states: dict[nn.Parameter, dict[str, T
 
 
 def _region(part: Part) -> Region:
-    return Region.flat(part.parameter.shape, part.start, part.stop)
+    cut = part.parameter.cut
+    if cut is None:
+        return Region.flat(part.parameter.shape, part.start, part.stop)
+    return Region(cut.shape, cut.intervals, part.start, part.stop)
+
+
+def _begins(part: Part) -> bool:
+    """Whether the part holds the first element of the whole parameter."""
+    cut = part.parameter.cut
+    return part.start == 0 and (cut is None or all(pieces[0][0] == 0 for pieces in cut.intervals if pieces))
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

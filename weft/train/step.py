@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from weft.comm import Traffic, all_reduce
 from weft.comm.ledger import Key
 from weft.mesh import Mesh
-from weft.models.loss import IGNORE, token_loss
+from weft.models.loss import IGNORE
 from weft.parallel import clip_grad_norm, sync_gradients
+from weft.parallel.context import own_tokens
+from weft.parallel.vocabulary import cross_entropy, vocabulary_of
 from weft.plan import Plan
 
 Batch = tuple[Tensor, ...]
@@ -50,7 +52,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def _token_total(model: nn.Module, batch: Batch) -> Tensor:
-    return token_loss(logits_of(model(batch[0])), batch[1])[0]
+    return cross_entropy(logits_of(model(batch[0])), batch[1], vocabulary_of(model))[0]
 
 
 # Cross-entropy of labels [batch, ...] under logits [batch, ..., classes]; the label -100 does not count.
@@ -66,9 +68,10 @@ def train_step(
     clip: float | None = 1.0,
     before_micro_batch: Callable[[int], None] = lambda index: None,
 ) -> StepResult:
-    """Forward, backward and update over this rank's micro-batches of one step."""
+    """Forward, backward and update over this rank's micro-batches of one step (whole sequences, whatever the plan)."""
+    micro_batches = [own_tokens(batch, mesh["context"]) for batch in micro_batches]
     num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
-    all_reduce(num_targets, mesh["batch"]).wait()
+    all_reduce(num_targets, mesh["tokens"]).wait()
     # Gradients become the mean over the ranks of `batch`, so each rank's loss is scaled up by their number.
     scale = mesh["batch"].degree / num_targets.clamp(min=1)
     loss = torch.zeros((), dtype=torch.float64, device=num_targets.device)
@@ -79,7 +82,7 @@ def train_step(
         total = objective.total(model, batch)
         (total * scale.to(total.dtype)).backward()
         loss += total.detach()
-    all_reduce(loss, mesh["batch"]).wait()
+    all_reduce(loss, mesh["tokens"]).wait()
     grad_norm = clip_grad_norm(model, clip, mesh)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -89,8 +92,8 @@ def train_step(
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:
     """What a step says beside the strategies: the count of targets, the loss, and the gradient norm."""
     traffic: dict[Key, Traffic] = {}
-    if plan.num_batch_ranks > 1:
-        traffic["batch", "all_reduce"] = Traffic(2, 16)
-    if plan.shard.degree > 1:
-        traffic["shard", "all_reduce"] = Traffic(1, 8)
+    if plan.num_batch_ranks * plan.context.degree > 1:
+        traffic["tokens", "all_reduce"] = Traffic(2, 16)
+    if plan.shard.degree * plan.tensor.x * plan.tensor.y > 1:
+        traffic["state", "all_reduce"] = Traffic(1, 8)
     return traffic
