@@ -71,6 +71,8 @@ BAD_OVERRIDES = {
     "plan.shard.stage=4": "expects one of 1, 2, 3",
     "train=5": "'train' = 5 but it expects a table [train]",
     "name=5": "'name' = 5 but it expects a string",
+    "name=": "'name' is empty",
+    "folder=": "'folder' is empty",
     "train.steps.more=2": "override 'train.steps.more=2': 'train.steps' = 15 is no table",
     # syntax
     "train.steps": "override 'train.steps' is not of the form section.key=value",

@@ -151,10 +151,10 @@ def test_report_lists_what_was_compared() -> None:
         "gradient norm",
         "worst gradient",
         "worst parameter after the steps",
-        "traffic: batch all_reduce",
+        "traffic: tokens all_reduce",
         "traffic: data all_reduce",
         "traffic: shard all_gather",
-        "traffic: shard all_reduce",
+        "traffic: state all_reduce",
         "traffic: shard reduce_scatter",
         "state: parameters",
         "state: gradients",
@@ -368,9 +368,9 @@ def test_finds_whole_gradients_that_stage_2_does_not_free(monkeypatch: Patch) ->
 @pytest.mark.parametrize("where", ["first", "last"])
 def test_finds_a_parameter_that_is_not_a_number(monkeypatch: Patch, where: str) -> None:
     # One element of one piece becomes NaN behind the last step: nothing else can show it.
-    def poison(model: nn.Module) -> list[tuple[str, int, Tensor]]:
-        pieces: list[tuple[str, int, Tensor]] = original(model)
-        pieces[0 if where == "first" else -1][2][0] = float("nan")
+    def poison(model: nn.Module) -> list[tuple[Any, Tensor]]:
+        pieces: list[tuple[Any, Tensor]] = original(model)
+        pieces[0 if where == "first" else -1][1][0] = float("nan")
         return pieces
 
     original = ORACLE._pieces

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError, PlanError
-from weft.plan import MAX_RANKS, Memory, Plan, Shard, load_plan, split_batch
+from weft.plan import MAX_RANKS, Context, Memory, Plan, Shard, Tensor, load_plan, split_batch
 from weft.schema import dump_toml, parse_override, parse_toml
 
 
@@ -29,12 +29,16 @@ def test_reads_every_key(tmp_path: Path) -> None:
     text = """
         data = 2
         shard = { degree = 4, stage = 2 }
+        tensor = { x = 2, y = 3, sequence = true }
+        context = { degree = 5, kind = "all-to-all" }
         micro_batch = 3
         memory = { recompute = "selective", accumulate = "slice" }
         precision = "bf16"
         exact = false
     """
-    assert read(tmp_path, text) == Plan(2, Shard(4, 2), 3, Memory("selective", "slice"), "bf16", False)
+    assert read(tmp_path, text) == Plan(
+        2, Shard(4, 2), Tensor(2, 3, True), Context(5, "all-to-all"), 3, Memory("selective", "slice"), "bf16", False
+    )
 
 
 def test_what_is_left_out_has_its_default_and_a_number_is_a_degree(tmp_path: Path) -> None:
@@ -47,7 +51,7 @@ BAD_TABLES = {
     "shard = { degre = 2 }": "unknown key 'plan.shard.degre'; did you mean 'degree'?",
     'memory = { recompute = "selectiv" }': "'plan.memory.recompute' = 'selectiv' (a string) but it expects one of "
     "'none', 'selective', 'full'; did you mean 'selective'?",
-    "zzz = 1": "unknown key 'plan.zzz'; known: data, exact, memory, micro_batch, precision, shard",
+    "zzz = 1": "unknown key 'plan.zzz'; known: context, data, exact, memory, micro_batch, precision, shard, tensor",
     'data = "2"': "'plan.data' = '2' (a string) but it expects an integer",
     "data = 2.0": "'plan.data' = 2.0 (a number) but it expects an integer",
     "data = true": "'plan.data' = True (true or false) but it expects an integer",
@@ -107,6 +111,8 @@ plans = st.builds(
     Plan,
     data=st.integers(1, 64),
     shard=st.builds(Shard, st.integers(1, 64), st.sampled_from([1, 2, 3])),
+    tensor=st.builds(Tensor, st.integers(1, 8), st.integers(1, 4), st.booleans()),
+    context=st.builds(Context, st.integers(1, 4), st.sampled_from(["ring", "all-to-all"])),
     micro_batch=st.none() | st.integers(1, 1000),
     memory=st.builds(Memory, st.sampled_from(["none", "selective", "full"])),
     precision=st.sampled_from(["fp64", "fp32", "bf16"]),
@@ -125,9 +131,16 @@ def test_a_plan_that_is_written_reads_back(tmp_path_factory: pytest.TempPathFact
 @given(plans)
 @settings(deadline=None)
 def test_ranks_are_the_product_of_degrees_and_inner_is_the_stride(plan: Plan) -> None:
-    assert plan.num_ranks == plan.num_batch_ranks == plan.data * plan.shard.degree
-    assert plan.degrees == {"data": plan.data, "shard": plan.shard.degree}
-    assert (plan.inner("data"), plan.inner("shard")) == (plan.shard.degree, 1)
+    inside = plan.context.degree * plan.tensor.x * plan.tensor.y
+    assert plan.num_batch_ranks == plan.data * plan.shard.degree
+    assert plan.num_ranks == plan.num_batch_ranks * inside
+    assert list(plan.degrees) == ["data", "shard", "context", "x", "y"]
+    assert (plan.inner("data"), plan.inner("shard")) == (plan.shard.degree * inside, inside)
+    assert (plan.inner("context"), plan.inner("x"), plan.inner("y")) == (
+        plan.tensor.x * plan.tensor.y,
+        plan.tensor.y,
+        1,
+    )
 
 
 def test_plans_in_words() -> None:

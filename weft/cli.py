@@ -284,8 +284,8 @@ def _move_aside(run: Run, console: Console) -> None:
 
 
 def _last_event(run: Run) -> dict[str, Any]:
-    lines = (run.folder / "metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
+    path = run.folder / "metrics.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     last: dict[str, Any] = {}
     for event in events:
         last[event["kind"]] = {key: value for key, value in event.items() if key != "kind"}

@@ -203,6 +203,8 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
     for key in _VALUES:
         if not isinstance(tables.get(key, ""), str):
             raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a string")
+        if not tables.get(key, "default"):
+            raise ConfigError(f"'{key}' is empty; give it a value or leave it out")
     name = tables.get("name", default_name)
     data = build_dataclass(DataConfig, tables.get("data", {}), "data")
     model, folder = _model(tables.get("model", {}), data)

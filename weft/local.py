@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from weft.comm import meet
 from weft.errors import WeftError
 
 
@@ -98,7 +99,7 @@ def _child(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Pa
                     world_size=num_ranks,
                     timeout=timedelta(seconds=timeout_seconds + 30),
                 )
-                dist.barrier()  # a rank that ends at once would break off others that are still connecting to it
+                meet()  # a rank that ends at once would break off others that are still connecting to it
             return json.dumps({"result": function(rank)}).encode()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"

@@ -1,6 +1,16 @@
 """The only room that talks to other ranks: collectives over named axes, and the ledger that counts them."""
 
-from weft.comm.collectives import Axis, Pending, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter, shift
+from weft.comm.collectives import (
+    Axis,
+    Pending,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    meet,
+    reduce_scatter,
+    shift,
+)
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
 
 __all__ = [
@@ -15,6 +25,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "meet",
     "reduce_scatter",
     "shift",
 ]

@@ -119,5 +119,10 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     return Pending(work, axis, "broadcast")
 
 
+def meet() -> None:
+    """Return when every process of the world has come here. For setting up; it is not in the ledger."""
+    dist.barrier()
+
+
 def _enter(axis: Axis, operation: str, whole: Tensor) -> None:
     axis.ledger.record(axis.name, operation, whole.numel() * whole.element_size())
