@@ -156,6 +156,7 @@ def test_plans_in_words() -> None:
 @settings(deadline=None)
 def test_a_split_batch_multiplies_back_or_says_what_would(plan: Plan, batch: int, sequence: int) -> None:
     ranks = plan.num_batch_ranks
+    sequence *= 2 * plan.context.degree  # what context wants is tested below
     if batch % ranks == 0 and (batch // ranks) % (plan.micro_batch or 1) == 0:
         split = split_batch(plan, batch, sequence)
         assert split.num_batch_ranks * split.micro_batch * split.accumulation == split.batch == batch
@@ -243,3 +244,9 @@ def test_an_override_sets_one_value_whatever_its_text(name: str, raw: str) -> No
 
 def test_an_override_with_a_second_line_is_one_string() -> None:
     assert parse_override("a=1\nb=2") == (["a"], "1\nb=2")
+
+
+def test_a_sequence_that_context_does_not_divide_is_refused() -> None:
+    with pytest.raises(PlanError, match="sequence of 12 tokens does not divide into 2 × context = 8 equal parts"):
+        split_batch(Plan(context=Context(4)), 4, 12)
+    assert split_batch(Plan(context=Context(4)), 4, 16).tokens == 64
