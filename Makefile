@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 PYTEST := $(BIN)/python -m pytest
+FAST := $(addprefix tests/test_,plan.py config.py schedule.py layout.py order.py cluster.py safety.py models.py)
 
 .PHONY: help install train test check soak bench format clean
 
@@ -30,7 +31,7 @@ check: install   ## format, lint, types and the tests without processes, in abou
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -m "not ranks and not soak" -x
+	$(PYTEST) -x $(FAST)
 
 soak: install    ## the exhaustive versions of sampled tests
 	$(PYTEST) -m soak

@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from weft.errors import DataError
 from weft.data import sources, tokens
 from weft.data.sources import documents
 from weft.data.tokenizer import ByteTokenizer, load_tokenizer
 from weft.data.tokens import Sequences, is_held_out, token_cache
+from weft.errors import DataError
 
 TEXTS = ["alpha\nbeta\n", "γάμμα 🙂", "delta\r\nepsilon", "zeta" * 20]
 
@@ -658,7 +658,7 @@ def test_sequences_overlap_by_one_token() -> None:
 @settings(deadline=None)
 def test_sequences_cover_all_whole_ones(num_tokens: int, length: int) -> None:
     if num_tokens < length + 1:
-        with pytest.raises(DataError, match=rf"use a sequence_length of at most {num_tokens - 1}, or more data"):
+        with pytest.raises(DataError, match=rf"use a sequence of at most {num_tokens - 1}, or more data"):
             Sequences(np.arange(num_tokens, dtype=np.uint32), length)
         return
     sequences = Sequences(np.arange(num_tokens, dtype=np.uint32), length)
@@ -681,7 +681,7 @@ def test_sequence_errors() -> None:
         DataError, match=r"= 4 needs at least 5 tokens, but the training data holds 4; use .* at most 3"
     ):
         Sequences(np.arange(4, dtype=np.uint16), 4)
-    with pytest.raises(DataError, match=r"sequence_length = 0 must be at least 1"):
+    with pytest.raises(DataError, match=r"a sequence of 0 tokens is empty; use at least 1"):
         Sequences(np.arange(4, dtype=np.uint16), 0)
     for bad in (-1, 3):
         with pytest.raises(AssertionError, match="no such sequence"):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.models import Decoder, DecoderConfig
 from weft.blocks import find_blocks
+from weft.models import Decoder, DecoderConfig
 from weft.profile import Profile, find_parameters, profile
 
 

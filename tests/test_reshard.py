@@ -28,7 +28,6 @@ from weft.train.batches import prepare_data
 from weft.train.state import load_state, make_optimizer, pieces_to_save
 from weft.train.step import train_step
 
-pytestmark = pytest.mark.ranks
 TOLERANCE = 1e-4
 KINDS = ("exp_avg", "exp_avg_sq", "parameter", "step")
 

@@ -29,8 +29,6 @@ from weft.train.batches import prepare_data
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 TOLERANCE = 1e-4
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -300,8 +300,8 @@ def _show_sample(run: Run, run_file: Path, console: Console) -> None:
     print(PROMPT + text)
     console.print(
         f"\n[bold]what to try next[/]\n"
-        f"  weft train {run_file} train.steps={2 * run.train.steps}      # train on, from the checkpoint\n"
-        f"  weft train {run_file} plan.data=1 plan.shard=2    # resume under another plan: same loss curve\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps}                 # train on, from the checkpoint\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps} plan.tensor.x=2 plan.data=1  # under another plan\n"
         f"  weft plan {run_file} plan.shard.stage=2           # what another plan would cost\n"
         f'  weft generate {run.folder} --prompt "import "     # more text\n'
         f"  weft export {run.folder} my-model                 # a folder that transformers loads",

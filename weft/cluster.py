@@ -279,7 +279,7 @@ def _check_sources(table: Mapping[str, Any]) -> None:
 # ---- this machine ----------------------------------------------------------------------------------------------
 
 
-def local_cluster(num_devices: int | None = None) -> Cluster:
+def local_cluster(num_devices: int | None = None, on_cpu: bool = False) -> Cluster:
     """This machine as a cluster of one node: its CUDA devices, or `num_devices` (1) processes on its CPU.
 
     Peak rates are known only for a CUDA device that the catalog recognises; a CPU has none, so no MFU is printed.
@@ -288,7 +288,7 @@ def local_cluster(num_devices: int | None = None) -> Cluster:
     """
     loopback = Link("loopback (assumed)", LOOPBACK_BYTES_PER_SECOND, LOOPBACK_LATENCY_SECONDS)
     host_memory_bytes, num_cpu_cores = _host_memory_bytes(), _num_cpu_cores()
-    if not torch.cuda.is_available():
+    if on_cpu or not torch.cuda.is_available():
         num_devices = num_devices or 1
         device = Device("CPU", host_memory_bytes // num_devices, None, {})
         node = Node("local", device, num_devices, loopback, loopback, host_memory_bytes, num_cpu_cores)

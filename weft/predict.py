@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from weft.cluster import Cluster, load, local_cluster, recognise, ring_seconds
-from weft.comm import Traffics, add_traffic
+from weft.comm import Traffics, add_traffic, expand
 from weft.config import Run
-from weft.mesh import JOINT_AXES
+from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import ModelConfig, build, token_loss
 from weft.parallel import Cost, cost, refuse
 from weft.parallel.layout import COMPUTE_DTYPE
@@ -70,7 +70,8 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     model_profile = micro_batch_profile(run)
     refuse(model_profile, run.plan)
     total = cost(model_profile, run.plan, run.split)
-    traffic = add_traffic(total.traffic, step_traffic(run.plan))
+    levels = level_degrees(run.plan, cluster.node.num_devices)
+    traffic = expand(add_traffic(total.traffic, step_traffic(run.plan)), levels)
     rate = _flops_per_second(run, cluster)
     compute = total.flops / rate if rate else None
     communication = _communication_seconds(traffic, run.plan, cluster)
@@ -114,13 +115,14 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
     """The cluster that the run names; "local" is this machine with its part of the ranks, once for each host."""
     if run.cluster != "local":
         return load(run.cluster)
-    return replace(local_cluster(math.ceil(run.plan.num_ranks / num_hosts)), num_nodes=num_hosts)
+    machine = local_cluster(math.ceil(run.plan.num_ranks / num_hosts), on_cpu=run.train.device == "cpu")
+    return replace(machine, num_nodes=num_hosts)
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for (axis, operation), value in traffic.items():
-        inner, degree = _span(axis, plan)
+        inner, degree = _span(axis, plan, cluster.node.num_devices)
         link = cluster.axis_link(inner, degree)
         one = ring_seconds(
             operation,
@@ -133,8 +135,12 @@ def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> d
     return seconds
 
 
-def _span(axis: str, plan: Plan) -> tuple[int, int]:
-    """How far apart neighbours on an axis are, and its degree; the joint axes span all their members."""
+def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:
+    """How far apart neighbours on an axis (or a level of it) are, and its degree; joint axes span all their members."""
+    axis, _, level = axis.partition("/")
+    if level:
+        num_nodes, num_local = level_degrees(plan, ranks_per_node)[axis]
+        return (ranks_per_node, num_nodes) if level == "node" else (_span(axis, plan, ranks_per_node)[0], num_local)
     if axis in JOINT_AXES:
         return 1, math.prod(plan.degree(member) for member in JOINT_AXES[axis])
     return plan.inner(axis), plan.degree(axis)

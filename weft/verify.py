@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from weft.comm import Traffic, add_traffic
+from weft.cluster import load
+from weft.comm import Traffic, add_traffic, expand
 from weft.comm.ledger import Key
 from weft.config import Run
 from weft.data.order import local_indices
 from weft.errors import VerifyError
 from weft.local import run_local
-from weft.mesh import Mesh
+from weft.mesh import Mesh, level_degrees
 from weft.models import IGNORE, build, initialise
 from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
@@ -88,11 +89,13 @@ def verify(
     clip: float | None = 1.0,
     tolerance: float = TOLERANCE,
     timeout_seconds: float = 120.0,
+    ranks_per_node: int | None = None,
 ) -> Report:
     """Prove that `plan` computes what the unsplit model does.
 
     `model_fn()` makes the model (the same on every call after torch.manual_seed(0)); `batch_fn(step)` makes the tensors
-    of a whole global batch, samples first. The plan's precision is replaced by float64.
+    of a whole global batch, samples first. The plan's precision is replaced by float64. `ranks_per_node` lays the ranks
+    out as if so many shared a node, for a hierarchical plan.
     """
     plan = replace(plan, precision="fp64")
     example = batch_fn(0)
@@ -100,7 +103,7 @@ def verify(
     refuse(_profile(model_fn, example, split), plan)
 
     def rank(index: int) -> dict[str, Any]:
-        return _run_rank(model_fn, batch_fn, plan, split, objective, steps, clip)
+        return _run_rank(model_fn, batch_fn, plan, split, objective, steps, clip, ranks_per_node)
 
     answers = run_local(rank, plan.num_ranks, timeout_seconds)
     return Report(plan, (*_judge(answers, tolerance), _check_coverage(answers, plan)))
@@ -125,7 +128,8 @@ def verify_run(run: Run) -> Report:
         labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORE
         return tokens[:, :-1].contiguous(), labels
 
-    return verify(model_fn, batch_fn, plan, clip=run.train.clip)
+    ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
+    return verify(model_fn, batch_fn, plan, clip=run.train.clip, ranks_per_node=ranks_per_node)
 
 
 # --- on each rank
@@ -139,10 +143,11 @@ def _run_rank(
     objective: Objective,
     steps: int,
     clip: float | None,
+    ranks_per_node: int | None,
 ) -> dict[str, Any]:
     expected = _run_sequential(_make(model_fn), batch_fn, objective, steps, clip)
     counted_profile = _profile(model_fn, batch_fn(0), split)
-    mesh = Mesh(plan)
+    mesh = Mesh(plan, ranks_per_node=ranks_per_node)
     model = parallelize(_make(model_fn), plan, mesh)
     optimizer = _optimizer(model)
     watch = _Watch(model, optimizer)
@@ -156,7 +161,8 @@ def _run_rank(
         norms.append(result.grad_norm.item())
     pieces = _pieces(model)
     predicted = cost(counted_profile, plan, split, mesh.coordinates)
-    traffic = add_traffic(predicted.traffic, step_traffic(plan))
+    flat = add_traffic(predicted.traffic, step_traffic(plan))
+    traffic = expand(flat, level_degrees(plan, ranks_per_node))
     return {
         "loss": _worst_number(losses, expected.losses),
         "grad_norm": _worst_number(norms, expected.norms),

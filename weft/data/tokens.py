@@ -247,13 +247,13 @@ class Sequences:
 
     def __init__(self, tokens: TokenArray, sequence_length: int, *, name: str = "training data") -> None:
         if sequence_length < 1:
-            raise DataError(f"sequence_length = {sequence_length} must be at least 1")
+            raise DataError(f"a sequence of {sequence_length} tokens is empty; use at least 1")
         if len(tokens) == 0:
             raise DataError(f"the {name} holds no tokens; give more data or change held_out")
         if len(tokens) < sequence_length + 1:
             raise DataError(
-                f"sequence_length = {sequence_length} needs at least {sequence_length + 1} tokens, but the {name} "
-                f"holds {len(tokens)}; use a sequence_length of at most {max(len(tokens) - 1, 1)}, or more data"
+                f"data.sequence = {sequence_length} needs at least {sequence_length + 1} tokens, but the {name} "
+                f"holds {len(tokens)}; use a sequence of at most {max(len(tokens) - 1, 1)}, or more data"
             )
         self._tokens = tokens
         self.sequence_length = sequence_length

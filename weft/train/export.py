@@ -9,20 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.config import Run, run_from_tables
 from weft.models import write_weights
-from weft.schema import parse_toml
-from weft.train.generate import open_checkpoint
+from weft.train.generate import open_checkpoint, saved_data, saved_model
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export(
     source: Path, target: Path, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
-) -> Run:
+) -> None:
     """Write the newest checkpoint under `source` to `target`, in the dtype it was trained in or in the one given."""
     checkpoint = open_checkpoint(source)
-    run = run_from_tables(parse_toml(str(checkpoint.state["run"]), str(source)), {}, source.name)
     entries = checkpoint.entries("parameter")
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -32,9 +29,8 @@ def export(
             if progress is not None:
                 progress(done, len(entries))
 
-    write_weights(target, run.model, tensors())
-    tokenizer = Path(run.data.tokenizer)
+    write_weights(target, saved_model(checkpoint), tensors())
+    tokenizer = Path(saved_data(checkpoint).tokenizer)
     tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
     if tokenizer.is_file():
         shutil.copy(tokenizer, target / "tokenizer.json")
-    return run

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from weft.checkpoint import Checkpoint, latest
-from weft.config import run_from_tables
+from weft.config import DataConfig
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
-from weft.models import build, read_config, read_weights
-from weft.schema import parse_toml
+from weft.models import ModelConfig, build, config_from_table, read_config, read_weights
+from weft.schema import build_dataclass, parse_toml
 from weft.train.state import load_parameters
 
 
@@ -56,10 +56,21 @@ def load_for_generation(path: Path, tokenizer: str | None = None) -> tuple[nn.Mo
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
         return model.eval(), load_tokenizer(spec), context
     checkpoint = open_checkpoint(path)
-    run = run_from_tables(parse_toml(str(checkpoint.state["run"]), str(path)), {}, path.name)
-    model = build(run.model).to(checkpoint.entries("parameter")[0].dtype)
+    data = saved_data(checkpoint)
+    model = build(saved_model(checkpoint)).to(checkpoint.entries("parameter")[0].dtype)
     load_parameters(checkpoint, model)
-    return model.eval(), load_tokenizer(tokenizer) if tokenizer else run.tokenizer, run.data.sequence
+    return model.eval(), load_tokenizer(tokenizer or data.tokenizer), data.sequence
+
+
+def saved_model(checkpoint: Checkpoint) -> ModelConfig:
+    """The model that a checkpoint is of; nothing but the checkpoint is needed."""
+    return config_from_table(checkpoint.state["model"])
+
+
+def saved_data(checkpoint: Checkpoint) -> DataConfig:
+    """What a checkpoint's run was trained on."""
+    tables = parse_toml(str(checkpoint.state["run"]), str(checkpoint.path))
+    return build_dataclass(DataConfig, tables["data"], "data")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -129,7 +129,7 @@ def _world(run: Run, place: Place) -> Iterator[Mesh]:
         return
     device = init_process_group(place, kind, timedelta(seconds=run.train.timeout_seconds))
     try:
-        yield Mesh(run.plan, device)
+        yield Mesh(run.plan, device, place.num_local_ranks)
     finally:
         shutdown()
 
@@ -190,6 +190,7 @@ def _resume(run: Run, model: nn.Module, optimizer: Optimizer, data: TrainingData
             f"tokenizer, or start anew in another folder (folder = ...)"
         )
     _refuse_other_model(checkpoint, run)
+    _refuse_other_order(checkpoint, run)
     load_state(checkpoint, model, optimizer)
     if reporter is not None:
         reporter.say(f"resumed at step {checkpoint.step} from {path}")
@@ -207,9 +208,20 @@ def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
             )
 
 
+def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:
+    """The order of samples follows from seed, step and batch: with another, data would be skipped or repeated."""
+    batch, seed = checkpoint.state["data"]["samples"] // max(1, checkpoint.step), checkpoint.state["seed"]
+    if (batch, seed) != (run.split.batch, run.train.seed):
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with {batch} sequences a step and seed {seed}, now {run.split.batch} and "
+            f"{run.train.seed}; keep both (any plan may change), or start anew in another folder (folder = ...)"
+        )
+
+
 def _clock(run: Run, mesh: Mesh, step: int) -> Clock:
     split = run.split
-    flops = model_flops(micro_batch_profile(run)) * split.accumulation
+    shared_by = run.plan.num_ranks // run.plan.num_batch_ranks  # ranks that compute parts of the same samples
+    flops = model_flops(micro_batch_profile(run)) * split.accumulation / shared_by
     return Clock(step, split.tokens, run.plan.num_ranks, flops, peak_flops(run, mesh.device))
 
 
