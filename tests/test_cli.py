@@ -189,7 +189,6 @@ def test_a_terminal_shows_a_bar_and_the_lines_above_it() -> None:
 # --- verify
 
 
-@pytest.mark.ranks
 def test_verify_in_json_and_in_words(run_file: Path, weft: Weft) -> None:
     left = weft("verify", run_file, "plan.data=2", "--json")
     assert left.status == 0
@@ -205,7 +204,6 @@ def test_verify_in_json_and_in_words(run_file: Path, weft: Weft) -> None:
     assert "DIFFERS" not in left.out
 
 
-@pytest.mark.ranks
 def test_verify_fails_with_status_1_when_the_plan_is_wrong(
     run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +225,6 @@ def test_verify_fails_with_status_1_when_the_plan_is_wrong(
     assert "DIFFERS" in left.out
 
 
-@pytest.mark.ranks
 def test_training_does_not_start_when_the_proof_fails(
     run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +242,6 @@ def test_training_does_not_start_when_the_proof_fails(
 # --- doctor
 
 
-@pytest.mark.ranks
 def test_doctor_in_json_and_in_words(weft: Weft) -> None:
     found = weft("doctor", "--json").json
     assert set(found) == {

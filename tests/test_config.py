@@ -207,7 +207,6 @@ def test_under_a_launcher_data_and_flags_are_checked_first(
         (TORCHRUN, ["plan.data=2"], "the plan needs 2 processes (data = 2) but torchrun started 3"),
     ],
 )
-@pytest.mark.ranks
 def test_a_real_process_leaves_with_status_2(
     run_file: Path, environ: dict[str, str], arguments: list[str], words: str
 ) -> None:

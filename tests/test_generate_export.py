@@ -18,8 +18,6 @@ from weft.models import Decoder, build, initialise, read_config
 from weft.train.export import export
 from weft.train.generate import generate, load_for_generation
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 EXTRAS = ["typer", "rich", "transformers", "tokenizers", "pyarrow", "datasets", "pandas", "wandb", "tensorboard"]
 
@@ -37,7 +35,6 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.ranks
 def test_import_needs_no_extra() -> None:
     left = run(IMPORT)
     assert left.returncode == 0, left.stderr
@@ -50,7 +47,6 @@ def test_import_needs_no_extra() -> None:
     assert found["seconds"] < 20  # a machine that is busy is slow; 0.1 s on one that is not
 
 
-@pytest.mark.ranks
 def test_the_command_line_names_the_extra_that_it_needs() -> None:
     left = run(IMPORT.partition("import torch")[0] + "import weft.cli")
     assert left.returncode == 1

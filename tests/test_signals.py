@@ -21,7 +21,6 @@ from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.train.stop import Stop
 
-pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[1]
 DEADLINE_SECONDS = 120
 NUM_STEPS = 200

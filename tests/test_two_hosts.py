@@ -112,7 +112,6 @@ def test_one_job_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     assert [output.count("torchrun: rank") for output in outputs] == [2, 2]
 
 
-@pytest.mark.ranks
 def test_a_run_over_two_hosts_has_the_curve_of_one_process(hosts: list[str], tmp_path: Path) -> None:
     """The whole command, four ranks that hold half of the state each, against the unsplit run."""
     run_file = write_run_file(tmp_path)
