@@ -6,6 +6,8 @@ with the mean over ranks that torch's DistributedDataParallel takes.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +37,7 @@ from weft.parallel.flat import Flat
 from weft.parallel.unit import units_of
 from weft.plan import Plan, Precision, Shard, split_batch
 from weft.profile import profile
+from weft.train.step import train_step
 
 ModelFn = Callable[[], nn.Module]
 PLANS = {
@@ -878,3 +881,20 @@ def test_clipping_equals_torchs_on_the_unsplit_model() -> None:
             check_gradients(model, gradients_of(reference))
 
     on_two_ranks(rank)
+
+
+def test_a_model_that_nobody_uses_is_freed() -> None:
+    def make() -> tuple[weakref.ref[nn.Module], weakref.ref[Tensor]]:
+        plan = Plan(precision="bf16")
+        mesh = Mesh(plan)
+        model = parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), plan, mesh)
+        inputs, labels = torch.randn(2, 4), torch.tensor([0, 1])
+        train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), [(inputs, labels)], mesh)
+        units = units_of(model)
+        assert units is not None
+        return weakref.ref(model), weakref.ref(next(units.flats).whole)
+
+    model, buffer = make()
+    gc.collect()
+    assert model() is None
+    assert buffer() is None

@@ -3,17 +3,26 @@
 Ranks are laid out in the order of `plan.AXES`, outermost first. Besides each axis there are joint ones, over all ranks
 that differ in some of them: `batch` (take different samples), `tokens` (different tokens: loss and counts), `state`
 (hold different parts of the model: the gradient norm) and `world` (decisions to stop).
+
+A hierarchical plan gives two levels to every axis that crosses nodes: `data/node` between nodes among equal local
+indices, and `data/local` inside the node. Nodes are runs of `ranks_per_node` ranks.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from weft.comm import Axis, Ledger
+from weft.comm import Axis, Ledger, all_reduce
 from weft.errors import LaunchError
 from weft.plan import AXES, Plan
+
+logger = logging.getLogger("weft")
 
 JOINT_AXES = {
     "batch": ("data", "shard"),
@@ -24,9 +33,9 @@ JOINT_AXES = {
 
 
 class Mesh:
-    """One rank's view of the plan's axes. `mesh["shard"]` is an `Axis`."""
+    """One rank's view of the plan's axes. `mesh["shard"]` is an `Axis`. `ranks_per_node` is for hierarchical plans."""
 
-    def __init__(self, plan: Plan, device: torch.device | str = "cpu") -> None:
+    def __init__(self, plan: Plan, device: torch.device | str = "cpu", ranks_per_node: int | None = None) -> None:
         self.plan = plan
         self.device = torch.device(device)
         self.ledger = Ledger()
@@ -39,13 +48,18 @@ class Mesh:
             )
         self.coordinates = self._coordinates()
         self._groups = self._make_groups() if found > 1 else {}
+        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._levels: dict[str, tuple[Axis, Axis]] = {}
+        if plan.hierarchical and found > 1:
+            self._make_levels(self._agree(ranks_per_node))
 
     def __getitem__(self, name: str) -> Axis:
         members = JOINT_AXES.get(name, (name,))
         degree, index = 1, 0
         for axis in members:
             degree, index = degree * self.plan.degree(axis), index * self.plan.degree(axis) + self.coordinates[axis]
-        return Axis(name, degree, index, self._groups.get(self._talking(members)), self.ledger)
+        group = self._groups.get(self._talking(members))
+        return Axis(name, degree, index, group, self.ledger, self._levels.get(name))
 
     def neighbours(self, name: str, degree: int) -> Axis:
         """The part of an axis that this rank is in when it is cut into runs of `degree` neighbours.
@@ -54,16 +68,9 @@ class Mesh:
         """
         whole = self[name]
         assert whole.degree % degree == 0
-        key = (f"{name}:{degree}",)
-        if degree > 1 and key not in self._groups:
-            inner = self.plan.inner(name)
-            for rank in range(self.plan.num_ranks):
-                if rank // inner % degree == 0:  # the first of its run
-                    members = [rank + step * inner for step in range(degree)]
-                    group = dist.new_group(members, group_desc=key[0])
-                    if self.rank in members:
-                        self._groups[key] = group
-        return Axis(name, degree, whole.index % degree, self._groups.get(key), self.ledger)
+        runs = ranks_of(self.plan, name).view(-1, degree)
+        group = self._group_among(runs, f"{name}:{degree}") if degree > 1 else None
+        return Axis(name, degree, whole.index % degree, group, self.ledger)
 
     @property
     def is_first(self) -> bool:
@@ -92,3 +99,85 @@ class Mesh:
         assert dist.group.WORLD is not None
         groups[talking] = dist.group.WORLD
         return groups
+
+    def _group_among(self, rows: Tensor, description: str) -> dist.ProcessGroup:
+        """This rank's group among rows of ranks [groups, members] that cover the world; made once for the same rows."""
+        key = tuple(sorted(tuple(row) for row in rows.tolist()))
+        if key not in self._made:
+            for row in key:  # every rank makes all groups, in one order
+                group = dist.new_group(list(row), group_desc=description)
+                if self.rank in row:
+                    self._made[key] = group
+        return self._made[key]
+
+    # --- two levels
+
+    def _agree(self, ranks_per_node: int | None) -> int | None:
+        """What all ranks say, or None: ranks that saw different nodes would make different groups and wait for ever."""
+        given = ranks_per_node or 0
+        bounds = torch.tensor([given, -given], device=self.device)
+        unrecorded = Axis("world", self.plan.num_ranks, self.rank, dist.group.WORLD, Ledger())
+        all_reduce(bounds, unrecorded, "max").wait()
+        largest, smallest = bounds.tolist()
+        return given if given and largest == -smallest else None
+
+    def _make_levels(self, ranks_per_node: int | None) -> None:
+        if ranks_per_node is None:
+            self._log("plan.hierarchical: the ranks per node are not known or differ; collectives stay flat")
+            return
+        uneven = [name for name in _names(self.plan) if rectangle(self.plan, name, ranks_per_node) is None]
+        if uneven:
+            self._log(
+                f"plan.hierarchical: the ranks of {', '.join(uneven)} do not fill equal parts of nodes of "
+                f"{ranks_per_node}; their collectives stay flat"
+            )
+        for name, (num_nodes, num_local) in level_degrees(self.plan, ranks_per_node).items():
+            blocks = ranks_of(self.plan, name).view(-1, num_nodes, num_local)
+            between = self._group_among(blocks.transpose(1, 2).reshape(-1, num_nodes), f"{name}/node")
+            inside = self._group_among(blocks.reshape(-1, num_local), f"{name}/local")
+            node, local = divmod(self[name].index, num_local)
+            self._levels[name] = (
+                Axis(f"{name}/node", num_nodes, node, between, self.ledger),
+                Axis(f"{name}/local", num_local, local, inside, self.ledger),
+            )
+
+    def _log(self, message: str) -> None:
+        if self.is_first:
+            logger.warning(message)
+
+
+def ranks_of(plan: Plan, name: str) -> Tensor:
+    """The world's ranks as the groups of an axis, or joint axis: [groups, degree], in the order of the axis."""
+    members = [AXES.index(axis) for axis in JOINT_AXES.get(name, (name,))]
+    others = [dim for dim in range(len(AXES)) if dim not in members]
+    degree = math.prod(plan.degree(AXES[dim]) for dim in members)
+    world = torch.arange(plan.num_ranks).view(*plan.degrees.values())
+    return world.permute(*others, *members).reshape(-1, degree)
+
+
+def rectangle(plan: Plan, name: str, ranks_per_node: int) -> tuple[int, int] | None:
+    """(nodes, ranks in each) where every group of the axis fills the same places of equally many nodes, else None."""
+    ranks = ranks_of(plan, name)  # [groups, degree]
+    nodes, places = ranks // ranks_per_node, ranks % ranks_per_node
+    num_local = int((nodes[0] == nodes[0, 0]).sum())
+    num_nodes = ranks.shape[1] // num_local
+    if num_nodes * num_local != ranks.shape[1]:
+        return None
+    nodes, places = nodes.view(-1, num_nodes, num_local), places.view(-1, num_nodes, num_local)
+    is_one_node_a_row = bool((nodes == nodes[:, :, :1]).all())
+    is_another_in_the_next = bool((nodes[:, 1:, 0] > nodes[:, :-1, 0]).all())
+    has_equal_places = bool((places == places[:, :1]).all())
+    return (num_nodes, num_local) if is_one_node_a_row and is_another_in_the_next and has_equal_places else None
+
+
+def level_degrees(plan: Plan, ranks_per_node: int | None) -> dict[str, tuple[int, int]]:
+    """(nodes, ranks in each) of the axes whose collectives a mesh of these nodes makes in two levels."""
+    if not plan.hierarchical or ranks_per_node is None:
+        return {}
+    found = {name: rectangle(plan, name, ranks_per_node) for name in _names(plan)}
+    return {name: levels for name, levels in found.items() if levels is not None and min(levels) > 1}
+
+
+def _names(plan: Plan) -> list[str]:
+    """Axes and joint axes that have anyone to talk to."""
+    return [name for name in (*AXES, *JOINT_AXES) if ranks_of(plan, name).shape[1] > 1]

@@ -87,6 +87,7 @@ class Plan:
     """How the work is split. `micro_batch` is sequences per forward and rank; None means one micro-batch a step.
 
     `exact = false` admits what changes the mathematics (statistics over a part of the batch, for instance).
+    `hierarchical`: two-level collectives on axes that cross nodes, between nodes and inside each.
     """
 
     data: int = 1
@@ -97,6 +98,7 @@ class Plan:
     memory: Memory = field(default_factory=Memory)
     precision: Precision = "fp32"
     exact: bool = True
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         for axis in AXES:

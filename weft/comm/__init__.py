@@ -3,15 +3,13 @@
 from weft.comm.collectives import (
     Axis,
     Pending,
-    all_gather,
-    all_reduce,
     all_to_all,
     broadcast,
     meet,
-    reduce_scatter,
     shift,
 )
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
+from weft.comm.two_level import all_gather, all_reduce, expand, reduce_scatter
 
 __all__ = [
     "Axis",
@@ -25,6 +23,7 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "expand",
     "meet",
     "reduce_scatter",
     "shift",

@@ -1,5 +1,6 @@
 """The only file that calls torch.distributed's collectives. Every call names its axis and enters the ledger.
 
+The package's all_gather, reduce_scatter and all_reduce are those of `two_level.py`, which builds on these.
 An operation over an axis of degree 1 costs nothing, says nothing and enters nothing. Each returns a `Pending`: the
 caller goes on computing and waits where it needs the result (on a GPU, waiting orders streams and blocks no thread).
 """
@@ -24,13 +25,17 @@ _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.R
 
 @dataclass(frozen=True)
 class Axis:
-    """A named axis of the mesh as one rank sees it: its degree, the rank's index on it, and the group that talks."""
+    """A named axis of the mesh as one rank sees it: its degree, the rank's index on it, and the group that talks.
+
+    `levels`, where the axis crosses nodes in two levels: between nodes among equal local indices, and inside the node.
+    """
 
     name: str
     degree: int
     index: int
     group: dist.ProcessGroup | None
     ledger: Ledger
+    levels: tuple[Axis, Axis] | None = None
 
 
 class Pending:
@@ -71,15 +76,15 @@ def all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
     return Pending(work, axis, "all_gather")
 
 
-def reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
-    """Sum `whole` over the axis and leave this rank's part of it in `part`."""
+def reduce_scatter(part: Tensor, whole: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pending:
+    """Combine `whole` over the axis and leave this rank's part of it in `part`."""
     assert whole.numel() == part.numel() * axis.degree
     if axis.degree == 1:
         if whole.data_ptr() != part.data_ptr():
             part.copy_(whole)
         return Pending(None, axis, "reduce_scatter")
     _enter(axis, "reduce_scatter", whole)
-    work = _REDUCE_SCATTER(part, whole, group=axis.group, async_op=True)
+    work = _REDUCE_SCATTER(part, whole, _REDUCTIONS[reduction], group=axis.group, async_op=True)
     return Pending(work, axis, "reduce_scatter")
 
 

@@ -8,22 +8,32 @@ ledger can be held to a prediction to the byte on any back-end.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls and bytes of one (axis, operation)."""
+    """Calls and bytes of one (axis, operation). `sizes` counts calls by the bytes of each; not given, all are alike."""
 
     calls: int = 0
     num_bytes: int = 0
+    sizes: Mapping[int, int] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.calls and not self.sizes:
+            object.__setattr__(self, "sizes", {self.num_bytes // self.calls: self.calls})
+        assert self.calls == sum(self.sizes.values())
+        assert self.num_bytes == sum(size * calls for size, calls in self.sizes.items())
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.num_bytes + other.num_bytes)
+        sizes = Counter(self.sizes) + Counter(other.sizes)
+        return Traffic(self.calls + other.calls, self.num_bytes + other.num_bytes, sizes)
 
     def __mul__(self, times: int) -> Traffic:
-        return Traffic(self.calls * times, self.num_bytes * times)
+        sizes = {size: calls * times for size, calls in self.sizes.items()}
+        return Traffic(self.calls * times, self.num_bytes * times, sizes)
 
 
 Key = tuple[str, str]
@@ -43,17 +53,19 @@ class Ledger:
     """Counts every collective of one rank; `doing` names the one that the rank waits in, for the watch over hangs."""
 
     def __init__(self) -> None:
-        self._entries: dict[Key, Traffic] = {}
+        self._entries: defaultdict[Key, Counter[int]] = defaultdict(Counter)  # calls by their bytes
         self.doing = ""
 
     def record(self, axis: str, operation: str, num_bytes: int) -> None:
         """Enter one call."""
-        key = (axis, operation)
-        self._entries[key] = self._entries.get(key, Traffic()) + Traffic(1, num_bytes)
+        self._entries[axis, operation][num_bytes] += 1
 
     def entries(self) -> dict[Key, Traffic]:
         """What has been counted so far, sorted by axis and operation."""
-        return add_traffic(self._entries)
+        return {
+            key: Traffic(sizes.total(), sum(size * calls for size, calls in sizes.items()), dict(sizes))
+            for key, sizes in sorted(self._entries.items())
+        }
 
     def clear(self) -> None:
         """Start counting anew."""

@@ -9,9 +9,10 @@ forward order, the root last), so ranks whose gradients arrive in another order,
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class Units:
         self._accumulating = False  # whether the last backward left gradients for the next to add to
         self._install_hooks(model)
 
-    @property
+    @cached_property
     def all(self) -> tuple[Unit, ...]:
         """Every unit, the root first."""
         return (self.root, *self.blocks)
@@ -178,9 +179,11 @@ class Units:
         unit.finish_gather()
         self._fetch_ahead(unit, -1)
 
-    def _take(self, unit: Unit, flat: Flat, index: int, parameter: Tensor) -> None:
+    def _take(self, number: int, place: int, index: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # a linear over x or y delivers its weight's gradient later
             return
+        unit = self.all[number]
+        flat = unit.trained[place]
         if not self._in_backward:
             self._begin_backward()
         self._has_gradients = True
@@ -263,10 +266,22 @@ class Units:
         for unit in self.blocks:
             unit.module.register_forward_pre_hook(partial(self._before_block, unit), with_kwargs=True, prepend=True)
             unit.module.register_forward_hook(partial(self._after_block, unit))
-        for unit in self.all:
-            for flat in unit.trained:
+        for number, unit in enumerate(self.all):
+            for place, flat in enumerate(unit.trained):
                 for index, parameter in enumerate(flat.whole_parameters):
-                    parameter.register_post_accumulate_grad_hook(partial(self._take, unit, flat, index))
+                    parameter.register_post_accumulate_grad_hook(_weakly(self._take, number, place, index))
+
+
+def _weakly(method: Callable[..., None], *numbers: int) -> Callable[[Tensor], None]:
+    """A hook on a parameter that does not keep its owner alive; Python cannot break cycles through tensors."""
+    reference = weakref.WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        owner = reference()
+        if owner is not None:
+            owner(*numbers, tensor)
+
+    return call
 
 
 def units_of(model: nn.Module) -> Units | None:

@@ -1,0 +1,404 @@
+"""Weft beside torch's own machinery (DDP, FSDP2, DTensor tensor parallelism) on the same CPU ranks, in one run.
+
+Both sides take the same step: the same Llama, tokens and AdamW, a loss normalised by the global count of targets,
+gradients clipped by their global norm. Losses and norms must agree over the first steps, or nothing is measured. Then
+steps alternate, and which side goes first too, so that both meet the same weather on a noisy machine. A step takes as
+long as its slowest rank. Aims, weft over peer: step time at most 1.05, bytes at most 1.0.
+
+    python benchmarks/peers.py [--steps 40] [--cases "x 2" "data 2"]
+
+Bytes are the ledger's (of the whole tensor of each call: all-reduced, gathered result, scattered input). Wire bytes
+are what a ring sends for them on p ranks: 2(p-1)/p of an all-reduce, (p-1)/p of the others. The peers' calls are
+counted at torch's dispatcher in a step of their own, because counting slows them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.local import run_local
+from weft.mesh import Mesh
+from weft.models import Decoder, DecoderConfig, initialise, token_loss
+from weft.parallel import named_pieces, parallelize
+from weft.plan import Plan
+from weft.plan import Shard as ShardAxis
+from weft.plan import Tensor as TensorAxes
+from weft.train.step import Batch, train_step
+
+CONFIG = DecoderConfig(
+    vocab_size=2048, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4
+)
+BATCH, SEQUENCE = 2, 128  # sequences of each batch rank, tokens
+CLIP, LEARNING_RATE = 1.0, 1e-3
+TOLERANCE = 1e-4
+CHECKED_STEPS, WARM_STEPS = 3, 4
+
+
+# --- what is compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan of weft and torch's way to the same layout."""
+
+    plan: Plan
+    peer: str
+    apply: Callable[[Decoder], nn.Module]
+    num_batch_ranks: int
+    splits_logits: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.plan.describe_axes()
+
+
+def ddp(model: Decoder) -> nn.Module:
+    """Its faster form: gradients live in the buckets."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def fsdp(model: Decoder, reshard: bool, mesh: DeviceMesh | None = None) -> nn.Module:
+    """One unit for each block and the root, which stays gathered after forward, as FSDP2 does by itself."""
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False)
+    return model
+
+
+def tensor_parallel(model: Decoder, sequence: bool, mesh: DeviceMesh | None = None) -> nn.Module:
+    """As torchtitan lays out a Llama: vocabulary rows, columns and rows in each block, logits split for the loss.
+
+    Without `sequence`, PrepareModuleInput makes the columns of a block share one input, so that its gradient is summed
+    once and not for each column.
+    """
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    stream = Shard(1) if sequence else Replicate()
+    norm = {"norm": SequenceParallel()} if sequence else {}
+    column, row = ColwiseParallel, RowwiseParallel
+    whole_model: dict[str, Any] = {
+        "model.embed_tokens": row(input_layouts=Replicate(), output_layouts=stream),
+        "lm_head": column(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+        **{f"model.{name}": style for name, style in norm.items()},
+    }
+    parallelize_module(model, mesh, whole_model)
+    for block in model.model.layers:
+        styles: dict[str, Any] = {
+            "self_attn": PrepareModuleInput(
+                input_layouts=(stream, None, None), desired_input_layouts=(Replicate(), None, None)
+            ),
+            "mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(Replicate(),)),
+            **{f"self_attn.{name}_proj": column() for name in "qkv"},
+            "self_attn.o_proj": row(output_layouts=stream),
+            "mlp.gate_proj": column(),
+            "mlp.up_proj": column(),
+            "mlp.down_proj": row(output_layouts=stream),
+        }
+        if sequence:
+            styles |= {"input_layernorm": SequenceParallel(), "post_attention_layernorm": SequenceParallel()}
+        parallelize_module(block, mesh, styles)
+    return model
+
+
+def tensor_parallel_fsdp(model: Decoder, x: int, sequence: bool) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // x, x), mesh_dim_names=("shard", "x"))
+    tensor_parallel(model, sequence, mesh["x"])
+    return fsdp(model, True, mesh["shard"])
+
+
+def cases() -> Iterator[Case]:
+    for ranks in (2, 4):
+        yield Case(Plan(data=ranks), "DDP", ddp, ranks)
+    for ranks in (2, 4):
+        yield Case(Plan(shard=ShardAxis(ranks, 3)), "FSDP2, reshard", lambda m: fsdp(m, True), ranks)
+        yield Case(Plan(shard=ShardAxis(ranks, 2)), "FSDP2, no reshard", lambda m: fsdp(m, False), ranks)
+    for ranks in (2, 4):
+        plan = Plan(tensor=TensorAxes(ranks))
+        yield Case(plan, "DTensor TP, loss_parallel", lambda m: tensor_parallel(m, False), 1, True)
+        plan = Plan(tensor=TensorAxes(ranks, sequence=True))
+        yield Case(plan, "DTensor TP + SP, loss_parallel", lambda m: tensor_parallel(m, True), 1, True)
+    for sequence in (False, True):
+        plan = Plan(shard=ShardAxis(2, 3), tensor=TensorAxes(2, sequence=sequence))
+        peer = f"DTensor TP{' + SP' if sequence else ''} × FSDP2, reshard"
+        yield Case(plan, peer, lambda m, s=sequence: tensor_parallel_fsdp(m, 2, s), 2, True)  # type: ignore[misc]
+
+
+# --- one step of each side
+
+
+class Side(Protocol):
+    """A model under training."""
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        """Train on this rank's batch; the loss and the gradient norm before clipping, of the whole batch."""
+
+    def count(self, batch: Batch) -> dict[str, Counter[str]]:
+        """Calls, bytes and wire bytes of one step, by operation."""
+
+
+class Weft:
+    def __init__(self, case: Case) -> None:
+        self.mesh = Mesh(case.plan)
+        self.model = parallelize(_make_model(), case.plan, self.mesh)
+        pieces = [piece for _, piece in named_pieces(self.model)]
+        self.optimizer = AdamW(pieces, lr=LEARNING_RATE, fused=True)
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        result = train_step(self.model, self.optimizer, [batch], self.mesh, clip=CLIP)
+        return result.loss.item(), result.grad_norm.item()
+
+    def count(self, batch: Batch) -> dict[str, Counter[str]]:
+        self.mesh.ledger.clear()
+        self.step(batch)
+        tally = _Tally()
+        for (axis, operation), traffic in self.mesh.ledger:
+            tally.add(operation, traffic.calls, traffic.num_bytes, self.mesh[axis].degree)
+        return tally.totals
+
+
+class Peer:
+    """The step that one would write by hand around torch's wrappers."""
+
+    def __init__(self, case: Case) -> None:
+        self.model = case.apply(_make_model())
+        self.degree = case.num_batch_ranks
+        self.loss_context: Callable[[], AbstractContextManager[None]] = (
+            loss_parallel if case.splits_logits else nullcontext
+        )
+        world = dist.get_world_size()
+        inner = world // self.degree
+        groups = [dist.new_group(list(range(start, world, inner))) for start in range(inner)]
+        self.batch_group = groups[dist.get_rank() % inner]
+        # fused AdamW and clipping take one kind of tensor at a time: plain ones, or DTensors of one mesh.
+        self.kinds = [*_by_mesh(self.model.parameters()).values()]
+        self.optimizer = AdamW([{"params": kind} for kind in self.kinds], lr=LEARNING_RATE, fused=True)
+
+    def step(self, batch: Batch) -> tuple[float, float]:
+        num_targets = torch.tensor(float(batch[1].numel()), dtype=torch.float64)
+        self._sum(num_targets)
+        with self.loss_context():
+            total = token_loss(self.model(batch[0]), batch[1])[0]
+            (total * (self.degree / num_targets.item())).backward()
+        loss = _local(total.detach()).double()
+        self._sum(loss)
+        norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return (loss / num_targets).item(), norm.item()
+
+    def count(self, batch: Batch) -> dict[str, Counter[str]]:
+        with CountCalls() as calls:
+            self.step(batch)
+        return calls.tally.totals
+
+    def _sum(self, value: Tensor) -> None:
+        if self.degree > 1:
+            dist.all_reduce(value, group=self.batch_group)
+
+    def _clip(self) -> Tensor:
+        gradients = [[p.grad for p in kind if p.grad is not None] for kind in self.kinds]
+        norms = [_local(nn.utils.get_total_norm(kind, foreach=True)) for kind in gradients]
+        norm = torch.stack(norms).square().sum().sqrt()
+        for kind in self.kinds:
+            nn.utils.clip_grads_with_norm_(kind, CLIP, norm, foreach=True)
+        return norm
+
+
+def _make_model() -> Decoder:
+    model = Decoder(CONFIG)
+    initialise(model, 0)
+    return model
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[DeviceMesh | None, list[nn.Parameter]]:
+    kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return kinds
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+# --- what the peer says
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.totals: dict[str, Counter[str]] = {"calls": Counter(), "bytes": Counter(), "wire_bytes": Counter()}
+
+    def add(self, operation: str, calls: int, num_bytes: int, degree: int) -> None:
+        sends = (2 if operation == "all_reduce" else 1) * num_bytes * (degree - 1) // degree
+        for key, value in (("calls", calls), ("bytes", num_bytes), ("wire_bytes", sends)):
+            self.totals[key][operation] += value
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts collectives at the dispatcher, where DDP's, FSDP2's and DTensor's all pass."""
+
+    # operation of weft's ledger, and which argument is its whole tensor
+    OPERATIONS: Mapping[str, tuple[str, int]] = {
+        "c10d::allreduce_": ("all_reduce", 0),
+        "c10d::_allgather_base_": ("all_gather", 0),
+        "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
+        "c10d::broadcast_": ("broadcast", 0),
+        "_c10d_functional::all_reduce": ("all_reduce", 0),
+        "_c10d_functional::all_reduce_": ("all_reduce", 0),
+        "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+        "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
+    }
+    SILENT = ("c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally = _Tally()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor takes it apart first; its collectives come by again
+        name = func._schema.name
+        if name in self.OPERATIONS:
+            self._record(name, args)
+        else:
+            assert "c10d" not in name or name in self.SILENT, f"{name} is not counted"
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, name: str, args: Any) -> None:
+        operation, whole = self.OPERATIONS[name]
+        num_bytes = sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(args[whole]))
+        if name.startswith("c10d"):
+            group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        else:
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            num_bytes *= group.size() if operation == "all_gather" else 1  # there the argument is the part
+        self.tally.add(operation, 1, num_bytes, group.size())
+
+
+# --- measuring
+
+
+def measure(case: Case, num_steps: int) -> dict[str, Any]:
+    answers = run_local(lambda rank: _run_rank(case, num_steps), case.plan.num_ranks, timeout_seconds=900.0)
+    seconds, busy = {}, {}
+    for side in ("weft", "peer"):
+        ranks = [answer[side] for answer in answers]
+        seconds[side] = [max(steps) for steps in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        busy[side] = [sum(steps) for steps in zip(*(rank["cpu_seconds"] for rank in ranks), strict=True)]
+    sent = {
+        side: {key: sum(answers[0][side]["traffic"][key].values()) for key in ("bytes", "wire_bytes")}
+        for side in ("weft", "peer")
+    }
+    quartiles = statistics.quantiles(_ratios(seconds), n=4)
+    return {
+        "layout": case.name,
+        "peer": case.peer,
+        "step_ratio": statistics.median(_ratios(seconds)),
+        "step_ratio_quartiles": [quartiles[0], quartiles[2]],
+        "cpu_ratio": statistics.median(_ratios(busy)),
+        "bytes_ratio": sent["weft"]["bytes"] / sent["peer"]["bytes"],
+        "wire_bytes_ratio": sent["weft"]["wire_bytes"] / sent["peer"]["wire_bytes"],
+        "step_seconds": {side: statistics.median(times) for side, times in seconds.items()},
+        "cpu_seconds": {side: statistics.median(times) for side, times in busy.items()},
+        "traffic": {side: answers[0][side]["traffic"] for side in ("weft", "peer")},
+        "worst_difference": max(answer["worst_difference"] for answer in answers),
+    }
+
+
+def _ratios(times: Mapping[str, Sequence[float]]) -> list[float]:
+    return [weft / peer for weft, peer in zip(times["weft"], times["peer"], strict=True)]
+
+
+def _run_rank(case: Case, num_steps: int) -> dict[str, Any]:
+    sides: dict[str, Side] = {"weft": Weft(case), "peer": Peer(case)}
+    index = dist.get_rank() // (case.plan.num_ranks // case.num_batch_ranks)
+    batches = _batches(index)
+    worst = _compare(sides, [next(batches) for _ in range(CHECKED_STEPS)])
+    batch = next(batches)
+    answer: dict[str, Any] = {"worst_difference": worst}
+    for name, side in sides.items():
+        answer[name] = {"traffic": side.count(batch), "seconds": [], "cpu_seconds": []}
+    for number in range(WARM_STEPS + num_steps):
+        batch = next(batches)
+        for name in list(sides)[:: 1 if number % 2 else -1]:
+            dist.barrier()
+            wall, busy = time.perf_counter(), time.process_time()
+            sides[name].step(batch)
+            if number >= WARM_STEPS:
+                answer[name]["seconds"].append(time.perf_counter() - wall)
+                answer[name]["cpu_seconds"].append(time.process_time() - busy)
+    dist.barrier()
+    return answer
+
+
+def _compare(sides: Mapping[str, Side], batches: Sequence[Batch]) -> float:
+    """The worst relative difference of losses and norms; the sides must have computed the same thing."""
+    worst = 0.0
+    for step, batch in enumerate(batches):
+        found = {name: side.step(batch) for name, side in sides.items()}
+        for what, weft, peer in zip(("loss", "gradient norm"), found["weft"], found["peer"], strict=True):
+            difference = abs(weft - peer) / abs(peer)
+            assert difference <= TOLERANCE, f"step {step}: {what} is {weft} with weft, {peer} with its peer"
+            worst = max(worst, difference)
+    return worst
+
+
+def _batches(index: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(index)
+    while True:
+        tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--cases", nargs="*", help="only layouts that start so")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peers-cpu.json")
+    arguments = parser.parse_args()
+    wanted = tuple(arguments.cases or ("",))
+    print(f"{'layout':32}{'peer':34}{'step':>7}{'quartiles':>14}{'cpu':>7}{'bytes':>8}{'wire':>7}")
+    results = []
+    for case in (case for case in cases() if case.name.startswith(wanted)):
+        one = measure(case, arguments.steps)
+        low, high = one["step_ratio_quartiles"]
+        print(
+            f"{one['layout']:32}{one['peer']:34}{one['step_ratio']:7.3f}{f'{low:.2f}-{high:.2f}':>14}"
+            f"{one['cpu_ratio']:7.3f}{one['bytes_ratio']:8.4f}{one['wire_bytes_ratio']:7.3f}",
+            flush=True,
+        )
+        results.append(one)
+    [print(json.dumps(r["traffic"])) for r in results]
+
+
+if __name__ == "__main__":
+    main()
