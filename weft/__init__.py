@@ -8,7 +8,8 @@ model = weft.parallelize(model, plan)             # the same module, its state s
 from weft.errors import WeftError
 from weft.mesh import Mesh
 from weft.parallel import clip_grad_norm, parallelize, sync_gradients
-from weft.plan import Memory, Plan, Shard, load_plan
+from weft.parallel.vocabulary import cross_entropy, vocabulary_of
+from weft.plan import Context, Memory, Plan, Shard, Tensor, load_plan
 from weft.profile import profile
 from weft.train.step import CROSS_ENTROPY, Objective, train_step
 from weft.verify import verify
@@ -17,17 +18,21 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CROSS_ENTROPY",
+    "Context",
     "Memory",
     "Mesh",
     "Objective",
     "Plan",
     "Shard",
+    "Tensor",
     "WeftError",
     "clip_grad_norm",
+    "cross_entropy",
     "load_plan",
     "parallelize",
     "profile",
     "sync_gradients",
     "train_step",
     "verify",
+    "vocabulary_of",
 ]
