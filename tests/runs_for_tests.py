@@ -26,13 +26,22 @@ LAYOUTS = {
     "8 shard-2": ["plan.shard={degree=8, stage=2}"],
 }
 
-# Odd sizes, so that no tensor divides by a degree; a tied head, so that one tensor has two names.
+# And the axes that split the model itself.
+MODEL_LAYOUTS = {
+    "2 x": ["plan.tensor.x=2"],
+    "4 x (sequence)": ["plan.tensor={x=4, sequence=true}"],
+    "2 x 2 y x 2 shard-3": ["plan.tensor={x=2, y=2}", "plan.shard=2"],
+    "2 data x 2 y": ["plan.data=2", "plan.tensor.y=2"],
+    "2 context x 2 x x 2 shard-2": ["plan.context=2", "plan.tensor.x=2", "plan.shard={degree=2, stage=2}"],
+}
+
+# Odd sizes, so that few tensors divide by a degree of shard; a tied head, so that one tensor has two names.
 RUN_FILE = """
 [model]
-hidden_size = 36
+hidden_size = 40
 intermediate_size = 52
 num_hidden_layers = 2
-num_attention_heads = 3
+num_attention_heads = 4
 num_key_value_heads = 1
 tie_word_embeddings = true
 

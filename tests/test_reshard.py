@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from runs_for_tests import LAYOUTS, losses, make_run, train_on_ranks, write_run_file
+from runs_for_tests import LAYOUTS, MODEL_LAYOUTS, losses, make_run, train_on_ranks, write_run_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +29,7 @@ from weft.train.state import load_state, make_optimizer, pieces_to_save
 from weft.train.step import train_step
 
 TOLERANCE = 1e-4
+ALL_LAYOUTS = LAYOUTS | MODEL_LAYOUTS
 KINDS = ("exp_avg", "exp_avg_sq", "parameter", "step")
 
 
@@ -45,23 +46,26 @@ def build_on(run: Run, mesh: Mesh, seed: int) -> tuple[nn.Module, Optimizer]:
     return split, make_optimizer(split, run.train)
 
 
-def own_values(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, str, int, Tensor]]:
-    """Everything that this rank holds: name, kind, where it starts in the flattened tensor, value."""
+def own_values(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[Part, str, Tensor]]:
+    """Everything that this rank holds: which part, kind, value."""
     for part, piece in named_pieces(model):
         held = {"parameter": piece.detach(), **optimizer.state[piece]}
         assert tuple(sorted(held)) == KINDS
         for kind, value in held.items():
-            yield part.parameter.name, kind, 0 if kind == "step" else part.start, value.flatten()
+            yield part, kind, value.flatten()
 
 
 def differences(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer) -> tuple[list[str], int]:
     """Which of this rank's values are not the checkpoint's, bit for bit, and how many parameter elements it has."""
     wrong, num_elements = [], 0
-    for name, kind, start, value in own_values(model, optimizer):
-        stored = checkpoint.read(name, kind).flatten()[start : start + value.numel()]
-        num_elements += value.numel() if kind == "parameter" else 0
-        if not torch.equal(stored, value) or stored.dtype != value.dtype:
-            wrong.append(f"{kind} {name}[{start}:]")
+    for part, kind, value in own_values(model, optimizer):
+        name, cut = part.parameter.name, part.parameter.cut
+        stored = checkpoint.read(name, kind)
+        if kind != "step":
+            stored = (stored if cut is None else cut.take(stored)).flatten()[part.start : part.stop]
+        num_elements += value.numel() if kind == "parameter" and (cut is None or cut.is_first) else 0
+        if not torch.equal(stored.flatten(), value) or stored.dtype != value.dtype:
+            wrong.append(f"{kind} {name}[{part.start}:]")
     return wrong, num_elements
 
 
@@ -85,23 +89,24 @@ def save_under(run: Run) -> None:
 def check(run: Run, answers: list[tuple[list[str], int]]) -> None:
     assert [wrong for wrong, _ in answers] == [[]] * run.plan.num_ranks
     whole = sum(parameter.numel() for parameter in build(run.model).parameters())
-    assert sum(count for _, count in answers) == whole * run.plan.data  # all of it, on every replica
+    replicas = run.plan.data * run.plan.context.degree
+    assert sum(count for _, count in answers) == whole * replicas  # all of it, on every replica
 
 
 @pytest.fixture(scope="module")
 def saved(run_file: Path) -> dict[str, Path]:
     """A checkpoint from each layout."""
     found = {}
-    for name, overrides in LAYOUTS.items():
+    for name, overrides in ALL_LAYOUTS.items():
         run = make_run(run_file, f"saved {name}", *overrides)
         save_under(run)
         found[name] = run.folder / "checkpoints" / "step-00000003"
     return found
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("target", ALL_LAYOUTS)
 def test_state_is_equal_to_the_bit_whoever_saved_it(run_file: Path, saved: dict[str, Path], target: str) -> None:
-    run = make_run(run_file, "unused", *LAYOUTS[target])
+    run = make_run(run_file, "unused", *ALL_LAYOUTS[target])
     for path in saved.values():
 
         def rank(index: int, path: Path = path) -> tuple[list[str], int]:

@@ -22,12 +22,16 @@ from weft.schema import build_dataclass, dump_toml, nearest, parse_override, rea
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train on: a file, a folder or "stdlib", cut into sequences of `sequence` tokens."""
+    """What to train on: a file, a folder or "stdlib", cut into sequences of `sequence` tokens.
+
+    `documents` that share a sequence see each other ("joined"), or do not ("separate").
+    """
 
     source: str
     sequence: int
     tokenizer: str = "bytes"
     text_field: str = "text"
+    documents: Literal["joined", "separate"] = "joined"
     held_out: float = 0.05
     cache: str = "runs/cache"
 

@@ -25,6 +25,7 @@ from weft.parallel import Cost, cost, refuse
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.plan import Plan
 from weft.profile import Profile, profile
+from weft.train.documents import document_traffic
 from weft.train.step import step_traffic
 
 # The fraction of a GPU's dense peak that a training step reaches; an assumption that measurements are to replace.
@@ -71,7 +72,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     refuse(model_profile, run.plan)
     total = cost(model_profile, run.plan, run.split)
     levels = level_degrees(run.plan, cluster.node.num_devices)
-    traffic = expand(add_traffic(total.traffic, step_traffic(run.plan)), levels)
+    traffic = expand(add_traffic(total.traffic, step_traffic(run.plan), document_traffic(run)), levels)
     rate = _flops_per_second(run, cluster)
     compute = total.flops / rate if rate else None
     communication = _communication_seconds(traffic, run.plan, cluster)

@@ -188,8 +188,11 @@ class RMSNorm(nn.Module):
 class CausalAttention(nn.Module):
     """Softmax attention in which position t sees positions t - window < s <= t. Holds no parameters.
 
-    A module of its own, so that a strategy that splits the sequence can take its place.
+    A module of its own, so that a strategy that splits the sequence can take its place. Where `documents` [batch,
+    sequence] is set before a forward, a position sees only positions with the same number.
     """
+
+    documents: Tensor | None = None
 
     def __init__(self, sliding_window: int | None = None, dropout: float = 0.0) -> None:
         super().__init__()
@@ -200,7 +203,8 @@ class CausalAttention(nn.Module):
         """query [batch, heads, sequence, head_dim]; key and value with as many heads or fewer; out like query."""
         group, sequence = query.shape[1] // key.shape[1], query.shape[2]
         dropout = self.dropout if self.training else 0.0
-        if self.sliding_window is None or sequence <= self.sliding_window:
+        windowed = self.sliding_window is not None and sequence > self.sliding_window
+        if not windowed and self.documents is None:
             return F.scaled_dot_product_attention(
                 query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=group > 1
             )
@@ -208,7 +212,11 @@ class CausalAttention(nn.Module):
         key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
         positions = torch.arange(sequence, device=query.device)
         distance = positions[:, None] - positions[None, :]  # [sequence, sequence]
-        mask = (distance >= 0) & (distance < self.sliding_window)
+        mask = distance >= 0
+        if self.sliding_window is not None:
+            mask = mask & (distance < self.sliding_window)
+        if self.documents is not None:
+            mask = mask & (self.documents[:, None, :, None] == self.documents[:, None, None, :])  # [batch, 1, s, s]
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
 

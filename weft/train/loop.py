@@ -33,6 +33,7 @@ from weft.predict import micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.strategy import Values
 from weft.train.batches import TrainingData, prepare_data
+from weft.train.documents import separate_documents
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.schedule import learning_rate
 from weft.train.state import load_state, make_optimizer, pieces_to_save
@@ -67,6 +68,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     with _world(run, place) as mesh:
         _set_determinism(run)
         model = parallelize(_build(run), run.plan, mesh, _values(run))
+        if run.data.documents == "separate":
+            separate_documents(model, run.tokenizer.end, mesh["context"])
         optimizer = make_optimizer(model, run.train)
         saver = _saver(run, mesh)
         step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
