@@ -5,24 +5,26 @@ gradients clipped by their global norm. Losses and norms must agree over the fir
 steps alternate, and which side goes first too, so that both meet the same weather on a noisy machine. A step takes as
 long as its slowest rank. Aims, weft over peer: step time at most 1.05, bytes at most 1.0.
 
-    python benchmarks/peers.py [--steps 40] [--cases "x 2" "data 2"]
+    python benchmarks/peers.py [--steps 60] [--cases "x 2" "data 2"]
 
-Bytes are the ledger's (of the whole tensor of each call: all-reduced, gathered result, scattered input). Wire bytes
-are what a ring sends for them on p ranks: 2(p-1)/p of an all-reduce, (p-1)/p of the others. The peers' calls are
-counted at torch's dispatcher in a step of their own, because counting slows them.
+The peers' collectives are counted at torch's dispatcher, in a step of its own because counting is slow. CPU seconds are
+those of all threads of all ranks: what a step costs whatever else runs on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,6 +54,7 @@ from weft.parallel import named_pieces, parallelize
 from weft.plan import Plan
 from weft.plan import Shard as ShardAxis
 from weft.plan import Tensor as TensorAxes
+from weft.schema import to_table
 from weft.train.step import Batch, train_step
 
 CONFIG = DecoderConfig(
@@ -61,6 +64,15 @@ BATCH, SEQUENCE = 2, 128  # sequences of each batch rank, tokens
 CLIP, LEARNING_RATE = 1.0, 1e-3
 TOLERANCE = 1e-4
 CHECKED_STEPS, WARM_STEPS = 3, 4
+AIMS = {"step_ratio": 1.05, "bytes_ratio": 1.0}
+CONVENTIONS = {
+    "ratios": "weft over peer; step_ratio and cpu_ratio are medians of the ratios of neighbouring steps",
+    "step_seconds": "median over steps of the slowest rank",
+    "cpu_seconds": "median over steps of the CPU time of all threads of all ranks",
+    "bytes": "rank 0, one step: the whole tensor of each call (all-reduced, gathered result, input to be scattered)",
+    "wire_bytes": "what a ring of p ranks sends for them: 2(p-1)/p of an all-reduce, (p-1)/p of other calls",
+    "step": "count of targets, forward, backward, loss, gradient norm and clipping, fused AdamW; on both sides",
+}
 
 
 # --- what is compared
@@ -130,26 +142,28 @@ def tensor_parallel(model: Decoder, sequence: bool, mesh: DeviceMesh | None = No
 
 
 def tensor_parallel_fsdp(model: Decoder, x: int, sequence: bool) -> nn.Module:
+    """Both, with the joint mesh that DTensor wants for one all-reduce of the norm instead of two."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // x, x), mesh_dim_names=("shard", "x"))
+    mesh._flatten("state")
     tensor_parallel(model, sequence, mesh["x"])
     return fsdp(model, True, mesh["shard"])
 
 
 def cases() -> Iterator[Case]:
+    """Every comparison, at 2 and 4 ranks."""
     for ranks in (2, 4):
         yield Case(Plan(data=ranks), "DDP", ddp, ranks)
     for ranks in (2, 4):
-        yield Case(Plan(shard=ShardAxis(ranks, 3)), "FSDP2, reshard", lambda m: fsdp(m, True), ranks)
-        yield Case(Plan(shard=ShardAxis(ranks, 2)), "FSDP2, no reshard", lambda m: fsdp(m, False), ranks)
-    for ranks in (2, 4):
-        plan = Plan(tensor=TensorAxes(ranks))
-        yield Case(plan, "DTensor TP, loss_parallel", lambda m: tensor_parallel(m, False), 1, True)
-        plan = Plan(tensor=TensorAxes(ranks, sequence=True))
-        yield Case(plan, "DTensor TP + SP, loss_parallel", lambda m: tensor_parallel(m, True), 1, True)
+        yield Case(Plan(shard=ShardAxis(ranks, 3)), "FSDP2, reshard", partial(fsdp, reshard=True), ranks)
+        yield Case(Plan(shard=ShardAxis(ranks, 2)), "FSDP2, no reshard", partial(fsdp, reshard=False), ranks)
+    for ranks, sequence in product((2, 4), (False, True)):
+        plan = Plan(tensor=TensorAxes(ranks, sequence=sequence))
+        peer = "TP + SP, loss_parallel" if sequence else "TP, loss_parallel"
+        yield Case(plan, peer, partial(tensor_parallel, sequence=sequence), 1, True)
     for sequence in (False, True):
         plan = Plan(shard=ShardAxis(2, 3), tensor=TensorAxes(2, sequence=sequence))
-        peer = f"DTensor TP{' + SP' if sequence else ''} × FSDP2, reshard"
-        yield Case(plan, peer, lambda m, s=sequence: tensor_parallel_fsdp(m, 2, s), 2, True)  # type: ignore[misc]
+        peer = "TP + SP × FSDP2, reshard" if sequence else "TP × FSDP2, reshard"
+        yield Case(plan, peer, partial(tensor_parallel_fsdp, x=2, sequence=sequence), 2, True)
 
 
 # --- one step of each side
@@ -379,25 +393,42 @@ def _batches(index: int) -> Iterator[Batch]:
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def show(one: Mapping[str, Any]) -> str:
+    """A line of the table."""
+    low, high = one["step_ratio_quartiles"]
+    return (
+        f"{one['layout']:36}{one['peer']:26}{one['step_ratio']:6.3f}{f'{low:.2f}-{high:.2f}':>11}"
+        f"{one['cpu_ratio']:7.3f}{one['bytes_ratio']:7.4f}{one['wire_bytes_ratio']:7.3f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--cases", nargs="*", help="only layouts that start so")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--cases", nargs="*", help="only layouts whose names start so; printed, not written")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peers-cpu.json")
     arguments = parser.parse_args()
-    wanted = tuple(arguments.cases or ("",))
-    print(f"{'layout':32}{'peer':34}{'step':>7}{'quartiles':>14}{'cpu':>7}{'bytes':>8}{'wire':>7}")
+    result: dict[str, Any] = {
+        "benchmark": "peers",
+        "aims": AIMS,
+        "conventions": CONVENTIONS,
+        "model": to_table(CONFIG),
+        "batch": {"sequences_per_batch_rank": BATCH, "tokens": SEQUENCE, "precision": "fp32"},
+        "steps_measured": arguments.steps,
+        "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores, 1 thread a rank, Gloo",
+        "load_average_before": os.getloadavg()[0],
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    print(f"{'layout':36}{'peer':26}{'step':>6}{'quartiles':>11}{'cpu':>7}{'bytes':>7}{'wire':>7}")
     results = []
-    for case in (case for case in cases() if case.name.startswith(wanted)):
-        one = measure(case, arguments.steps)
-        low, high = one["step_ratio_quartiles"]
-        print(
-            f"{one['layout']:32}{one['peer']:34}{one['step_ratio']:7.3f}{f'{low:.2f}-{high:.2f}':>14}"
-            f"{one['cpu_ratio']:7.3f}{one['bytes_ratio']:8.4f}{one['wire_bytes_ratio']:7.3f}",
-            flush=True,
-        )
-        results.append(one)
-    [print(json.dumps(r["traffic"])) for r in results]
+    for case in cases():
+        if case.name.startswith(tuple(arguments.cases or ("",))):
+            results.append(measure(case, arguments.steps))
+            print(show(results[-1]), flush=True)
+    if not arguments.cases:
+        result |= {"load_average_after": os.getloadavg()[0], "results": results}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

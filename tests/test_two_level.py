@@ -6,17 +6,20 @@ leave out the permute or swap the levels, and both the stamps and the oracle mus
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import models_for_tests as models
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from runs_for_tests import make_run, write_run_file
+from torch import Tensor, nn
 
 from weft.cluster import Cluster, Link, local_cluster
 from weft.comm import (
@@ -28,20 +31,25 @@ from weft.comm import (
     all_reduce,
     collectives,
     expand,
+    meet,
     reduce_scatter,
     two_level,
 )
+from weft.launch import Place
 from weft.local import run_local
 from weft.mesh import Mesh, level_degrees
+from weft.models import Decoder, DecoderConfig
 from weft.plan import Context, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.predict import _communication_seconds
-from weft.verify import Report, verify
+from weft.predict import _communication_seconds, predict, run_cluster
+from weft.train import loop
+from weft.verify import Report, verify, verify_run
 
 NODES = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3)]  # (nodes, ranks in each)
 SIZES = [1, 3, 5, 8, 16, 17, 1000]
 STAMPED = [torch.float64, torch.float32, torch.int64, torch.int32]  # hold rank · 10⁵ + place exactly, and sums of it
 SMALL = [torch.bfloat16, torch.float16, torch.uint8, torch.int8]  # hold small whole numbers exactly
+PAYLOADS = [*product(SIZES, [torch.int64]), *product([77], STAMPED + SMALL)]
 
 
 def two_levels(num_nodes: int, num_local: int) -> Axis:
@@ -57,10 +65,10 @@ def stamp(size: int, rank: int, dtype: torch.dtype) -> Tensor:
     return (rank * 100_000 + places if dtype in STAMPED else (7 * rank + 3 * places) % 11).to(dtype)
 
 
-def wrong_orders(axis: Axis, sizes: list[int], dtypes: list[torch.dtype]) -> list[str]:
-    """The operations that differ from what the stamps say, or from the flat collective, to the bit."""
+def wrong_orders(axis: Axis, payloads_of: Iterable[tuple[int, torch.dtype]]) -> list[str]:
+    """The operations that differ from what the stamps say, to the bit: the two-level ones, or even the flat ones."""
     flat, wrong = replace(axis, levels=None), []
-    for size, dtype in product(sizes, dtypes):
+    for size, dtype in payloads_of:
         payloads = [stamp(size * axis.degree, rank, dtype) for rank in range(axis.degree)]
         parts = [stamp(size, rank, dtype) for rank in range(axis.degree)]
         total = torch.stack(payloads).sum(0, dtype=dtype)
@@ -89,7 +97,7 @@ def wrong_orders(axis: Axis, sizes: list[int], dtypes: list[torch.dtype]) -> lis
 @pytest.mark.parametrize(("num_nodes", "num_local"), NODES)
 def test_every_element_comes_where_the_flat_collective_puts_it(num_nodes: int, num_local: int) -> None:
     def rank(_: int) -> list[str]:
-        return wrong_orders(two_levels(num_nodes, num_local), SIZES, STAMPED + SMALL)
+        return wrong_orders(two_levels(num_nodes, num_local), PAYLOADS)
 
     assert run_local(rank, num_nodes * num_local) == [[]] * (num_nodes * num_local)
 
@@ -101,7 +109,7 @@ def test_a_level_of_degree_1_says_nothing_and_changes_nothing(level: str) -> Non
         alone = Axis(f"data/{level}", 1, 0, None, whole.ledger)
         other = replace(whole, name="data/other")
         axis = replace(whole, levels=(alone, other) if level == "node" else (other, alone))
-        wrong = wrong_orders(axis, [1, 5, 50], [torch.int64])
+        wrong = wrong_orders(axis, product([1, 5, 50], [torch.int64]))
         return [wrong, [key for key, _ in axis.ledger if key[0] == alone.name]]
 
     assert run_local(rank, 3) == [[[], []]] * 3
@@ -129,6 +137,9 @@ def test_parts_inside_the_whole_and_tensors_of_several_dims() -> None:
 
 
 def test_several_operations_under_way_and_waited_for_in_another_order() -> None:
+    def total_of(size: int) -> Tensor:
+        return torch.stack([stamp(size, rank, torch.int64) for rank in range(4)]).sum(0)
+
     def rank(index: int) -> list[bool]:
         axis = two_levels(2, 2)
         first, second = torch.empty(400, dtype=torch.int64), torch.empty(12, dtype=torch.int64)
@@ -144,8 +155,8 @@ def test_several_operations_under_way_and_waited_for_in_another_order() -> None:
         return [
             torch.equal(first, torch.cat([stamp(100, other, torch.int64) for other in range(4)])),
             torch.equal(second, torch.cat([stamp(3, other + 10, torch.int64) for other in range(4)])),
-            torch.equal(reduced, sum(stamp(400, other, torch.int64) for other in range(4))[100 * index :][:100]),
-            torch.equal(total, sum(stamp(101, other, torch.int64) for other in range(4))),
+            torch.equal(reduced, total_of(400)[100 * index :][:100]),
+            torch.equal(total, total_of(101)),
         ]
 
     assert run_local(rank, 4) == [[True] * 4] * 4
@@ -248,10 +259,31 @@ def test_levels_are_told_on_their_own_links() -> None:
 # --- the oracle
 
 
-def check(plan: Plan, ranks_per_node: int, model: Any = models.tied_decoder) -> Report:
+def check(plan: Plan, ranks_per_node: int) -> Report:
     """Verify a decoder under a plan on simulated nodes."""
     plan = replace(plan, hierarchical=True)
-    return verify(model, models.token_batch, plan, timeout_seconds=60, ranks_per_node=ranks_per_node)
+    return verify(models.tied_decoder, models.token_batch, plan, timeout_seconds=60, ranks_per_node=ranks_per_node)
+
+
+def check_even(plan: Plan) -> Report:
+    """Verify, on nodes of two ranks, a decoder of which context and x take equal parts."""
+
+    def decoder() -> nn.Module:
+        config = DecoderConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+        return Decoder(config)
+
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(step))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return verify(decoder, batch, replace(plan, hierarchical=True), timeout_seconds=60, ranks_per_node=2)
 
 
 def told(report: Report) -> set[str]:
@@ -291,10 +323,45 @@ def test_data_and_shard_over_two_nodes_that_hold_shard() -> None:
 
 
 def test_context_and_x_over_two_nodes() -> None:
-    report = check(Plan(context=Context(4)), 2).require()
+    report = check_even(Plan(context=Context(4))).require()
     assert {"context/node all_reduce", "context send"} <= told(report)
-    report = check(Plan(tensor=TensorPlan(4)), 2, models.gpt2).require()
-    assert {"x/node all_reduce", "x/local reduce_scatter"} <= told(report)
+    report = check_even(Plan(tensor=TensorPlan(4, sequence=True))).require()
+    assert {"x/node all_gather", "x/local reduce_scatter"} <= told(report)
+
+
+# --- runs
+
+
+def test_a_run_takes_its_nodes_from_the_launcher_and_is_predicted_so(tmp_path: Path) -> None:
+    run = make_run(write_run_file(tmp_path), "run", "plan.data=4", "plan.hierarchical=true", "train.device=cpu")
+
+    def rank(index: int) -> list[str]:
+        with (  # the ranks are in a process group already
+            patch.object(loop, "init_process_group", lambda *_: torch.device("cpu")),
+            patch.object(loop, "shutdown", lambda: None),
+            loop._world(run, Place(index, 4, index % 2, 2, 2, "torchrun")) as mesh,
+        ):
+            levels = mesh["data"].levels
+            meet()
+        return [axis.name for axis in levels] if levels else []
+
+    assert run_local(rank, 4) == [["data/node", "data/local"]] * 4
+    prediction = predict(run, run_cluster(run, num_hosts=2))
+    assert set(prediction.traffic) == {
+        ("data/local", "all_gather"),
+        ("data/local", "reduce_scatter"),
+        ("data/node", "all_reduce"),
+        ("tokens", "all_reduce"),
+    }
+    assert set(prediction.communication_seconds) == {"data/local", "data/node", "tokens"}
+    assert set(predict(run, run_cluster(run)).traffic) == {("data", "all_reduce"), ("tokens", "all_reduce")}
+
+
+def test_a_runs_plan_is_verified_on_the_nodes_of_its_cluster(tmp_path: Path) -> None:
+    given = ["plan.data=4", "plan.hierarchical=true", "train.device=cpu"]
+    run_file = write_run_file(tmp_path)
+    assert "data/node all_reduce" in told(verify_run(make_run(run_file, "a", *given, "cluster=h100:2x2")).require())
+    assert "data all_reduce" in told(verify_run(make_run(run_file, "b", *given)).require())
 
 
 # --- negative controls
@@ -332,7 +399,7 @@ def test_finds_parts_in_the_wrong_order(
     monkeypatch: pytest.MonkeyPatch, name: str, replacement: Any, bytes_differ: bool
 ) -> None:
     monkeypatch.setattr(two_level, name, replacement)
-    wrong = run_local(lambda rank: wrong_orders(two_levels(2, 2), [1, 5], [torch.int64]), 4)
+    wrong = run_local(lambda rank: wrong_orders(two_levels(2, 2), product([1, 5], [torch.int64])), 4)
     # Ranks 0 and 3 have their part of a sum at the right place all the same.
     assert {line.split(" of ")[0] for line in wrong[1]} == {f"two-level {name.removeprefix('_')}"}
     report = check(Plan(shard=Shard(4, 3)), 2)

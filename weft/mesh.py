@@ -152,7 +152,7 @@ def ranks_of(plan: Plan, name: str) -> Tensor:
     others = [dim for dim in range(len(AXES)) if dim not in members]
     degree = math.prod(plan.degree(AXES[dim]) for dim in members)
     world = torch.arange(plan.num_ranks).view(*plan.degrees.values())
-    return world.permute(*others, *members).reshape(-1, degree)
+    return world.permute(*others, *members).reshape(-1, degree).contiguous()
 
 
 def rectangle(plan: Plan, name: str, ranks_per_node: int) -> tuple[int, int] | None:

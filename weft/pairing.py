@@ -1,32 +1,39 @@
 """Finds how a model's linears can be split over the tensor axes, from outside, without editing it.
 
 Two linears with only element-wise work (or attention heads) between them make a pair: the first ("column") is split by
-its outputs, the second ("row") by its inputs, and nothing is said in between. Attention with separate or fused
-projections and gated MLPs are known by the names of their projections; any other module with two linears is *probed*:
-it is computed once whole and once as two halves whose partial results are added, and is a pair only if both agree. What
-has no partner is "gathered": split by outputs and put together again. What hides its weights is refused by name.
+its outputs, the second ("row") by its inputs, and nothing is said in between. Attention and gated MLPs are suspected by
+the names of their projections, other pairs where a module has two linears; what is suspected is *proved* by computing
+it whole and in parts (`probe.py`). Only weft's own attention and transformers' plain one, which want more arguments
+than a probe can make up, are known by name. What has no partner is "gathered": split by outputs and put together again.
+What hides its weights, or attention that cannot be proved, is refused with its name and the reason.
 """
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weft.blocks import find_blocks
+from weft.cut import Interval, share_units, stack
 from weft.errors import PlanError
+from weft.probe import Proof, Shares, is_linear, is_turned, linear_sizes, prove_pair
+
+__all__ = ["Pairing", "Part", "Scaled", "Split", "is_linear", "is_norm", "pair", "sizes"]
 
 Kind = Literal["column", "row", "gathered", "head"]
 QUERY, KEY, VALUE = ("q_proj", "query", "wq", "q"), ("k_proj", "key", "wk", "k"), ("v_proj", "value", "wv", "v")
 FUSED = ("c_attn", "qkv", "Wqkv", "qkv_proj", "query_key_value")
-OUT = ("o_proj", "out_proj", "c_proj", "proj", "wo", "dense", "out")
+OUT = ("o_proj", "out_proj", "c_proj", "proj", "wo", "dense", "out", "o")
 GATE, UP, DOWN = ("gate_proj", "w1", "gate"), ("up_proj", "w3", "up"), ("down_proj", "w2", "down")
 HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
+KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 WIDTHS = ("embed_dim", "split_size", "hidden_size", "all_head_size", "inner_dim", "dim", "n_embd")
+KNOWN_ATTENTION = ("weft.models.", "transformers.models.")
 ELEMENT_WISE = (
     nn.ReLU,
     nn.GELU,
@@ -54,6 +61,15 @@ class Part:
         """Features."""
         return self.num_units * self.unit
 
+    def repeats(self, degree: int) -> int:
+        """How many neighbours of `degree` hold the same units."""
+        return degree // self.num_units if self.is_key and self.num_units < degree else 1
+
+    def share(self, degree: int, index: int) -> Interval:
+        """The features of rank `index` of `degree`."""
+        repeats = self.repeats(degree)
+        return share_units(self.num_units, self.unit, degree // repeats, index // repeats)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -65,16 +81,44 @@ class Split:
     parent: str | None = None
     turned: bool = False  # weight is [in, out], as in transformers' Conv1D
 
+    def over_x(self, degree: int, index: int) -> tuple[Interval, ...]:
+        """The intervals of the dim that goes over x."""
+        return _stack(self.parts, degree, index)
+
+    def repeats(self, degree: int) -> int:
+        """How many neighbours on x hold the same."""
+        return max(part.repeats(degree) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Integer attributes of an attention module that count what a rank of x has: heads, their width, key heads."""
+
+    attributes: tuple[str, ...]
+    num_key_heads: int
+
+    def apply(self, module: nn.Module, degree: int) -> None:
+        """Leave the module with the counts of one part of `degree`."""
+        for name in self.attributes:
+            setattr(module, name, max(1, getattr(module, name) // degree))
+        groups = getattr(module, "num_key_value_groups", None)
+        if isinstance(groups, int) and self.num_key_heads < degree:
+            setattr(module, "num_key_value_groups", groups * self.num_key_heads // degree)  # noqa: B010 (for mypy)
+
 
 @dataclass(frozen=True)
 class Pairing:
-    """All that the tensor axes touch. `scaled` are integer attributes (head counts, widths) of attention modules."""
+    """All that the tensor axes touch."""
 
     splits: dict[str, Split] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()
-    inner: frozenset[str] = frozenset()  # parameters used by each rank for its own heads only
-    scaled: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    inner: frozenset[str] = frozenset()  # parameters used by each rank for its own features or heads only
+    scaled: dict[str, Scaled] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+
+    def block_of(self, name: str) -> str | None:
+        """The block that a module or parameter is in, or is."""
+        return next((block for block in self.blocks if name == block or name.startswith(f"{block}.")), None)
 
 
 def pair(model: nn.Module) -> Pairing:
@@ -83,24 +127,13 @@ def pair(model: nn.Module) -> Pairing:
     for name, module in model.named_modules():
         finder.visit(name, module)
     finder.check_nothing_hidden()
+    finder.check_ties()
     return finder.result()
-
-
-def is_linear(module: nn.Module) -> bool:
-    """nn.Linear itself, or transformers' Conv1D."""
-    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
 def is_norm(module: nn.Module) -> bool:
     """LayerNorm, or any kind of RMSNorm."""
     return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or "RMSNorm" in type(module).__name__
-
-
-def sizes(module: nn.Module) -> tuple[int, int]:
-    """Input and output features of a linear."""
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return (weight.shape[0], weight.shape[1]) if _is_turned(module) else (weight.shape[1], weight.shape[0])
 
 
 class _Finder:
@@ -109,8 +142,11 @@ class _Finder:
         self.splits: dict[str, Split] = {}
         self.embeddings: list[str] = []
         self.inner: set[str] = set()
-        self.scaled: dict[str, tuple[str, ...]] = {}
+        self.scaled: dict[str, Scaled] = {}
         self.done: set[str] = set()
+        self.places: dict[int, str] = {}
+        self.blocks = tuple(find_blocks(model))
+        self.last = next((n for n, m in reversed(list(model.named_modules())) if is_linear(m)), "")
 
     def visit(self, name: str, module: nn.Module) -> None:
         if isinstance(module, nn.MultiheadAttention):
@@ -119,13 +155,12 @@ class _Finder:
                 f"cannot be split from outside; use separate nn.Linear projections, or tensor.x = tensor.y = 1"
             )
         if isinstance(module, nn.Embedding):
-            self.embeddings.append(name)
-            self.done.add(f"{name}.weight")
+            self._embedding(name, module)
         linears = {child: inner for child, inner in module.named_children() if is_linear(inner)}
         if linears:
             used = (
                 self._attention(name, module, linears)
-                or self._gated(name, linears)
+                or self._gated(name, module, linears)
                 or self._pairs(name, module, linears)
             )
             for child in linears:
@@ -133,9 +168,7 @@ class _Finder:
                     self._single(_join(name, child), linears[child])
 
     def result(self) -> Pairing:
-        return Pairing(
-            self.splits, tuple(self.embeddings), frozenset(self.inner), self.scaled, tuple(find_blocks(self.model))
-        )
+        return Pairing(self.splits, tuple(self.embeddings), frozenset(self.inner), self.scaled, self.blocks)
 
     def check_nothing_hidden(self) -> None:
         """Every matrix must be in a layer that was recognised; vectors (norms, biases, tokens) may stay whole."""
@@ -151,7 +184,34 @@ class _Finder:
                 f"nn.Embedding, so weft cannot tell how it is used; put it into an nn.Linear, or use tensor.x = 1"
             )
 
-    # --- kinds of pairs
+    def check_ties(self) -> None:
+        """A weight that two layers share must be split alike in both."""
+        seen: dict[int, tuple[str, Any]] = {}
+        layers = [(name, None) for name in self.embeddings] + [(s.module, s) for s in self.splits.values()]
+        for name, split in layers:
+            by_rows = split is None or split.kind in ("gathered", "head")
+            how = None if by_rows or split is None else (split.kind, split.parts)
+            weight = self.model.get_submodule(name).weight
+            other, earlier = seen.setdefault(id(weight), (name, how))
+            if earlier != how:
+                raise PlanError(
+                    f"'{other}' and '{name}' share one weight, but the tensor axes would split it in different ways; "
+                    f"give each its own weight, or use tensor.x = tensor.y = 1"
+                )
+
+    # --- kinds of layers
+
+    def _embedding(self, name: str, module: nn.Embedding) -> None:
+        odd = [option for option in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, option)]
+        if type(module).forward is not nn.Embedding.forward:
+            odd = [f"the forward of {type(module).__name__}"]
+        if odd:
+            raise PlanError(
+                f"the embedding '{name}' has {odd[0]}, which weft does not split over x; use a plain nn.Embedding (and "
+                f"work on its result in another module), or tensor.x = tensor.y = 1"
+            )
+        self.embeddings.append(name)
+        self.done.add(f"{name}.weight")
 
     def _attention(self, name: str, module: nn.Module, linears: dict[str, nn.Module]) -> set[str]:
         query, key, value = (_first(linears, names) for names in (QUERY, KEY, VALUE))
@@ -159,70 +219,158 @@ class _Finder:
         if out is None or not (fused or (query and key and value)):
             return set()
         if query and key and value:
-            head_dim = _head_dim(module, sizes(linears[query])[1])
-            if head_dim is None:
-                raise PlanError(f"'{name}': neither head_dim nor a number of heads is an attribute; add self.head_dim")
-            for child, is_key in ((query, False), (key, True), (value, True)):
-                part = Part(sizes(linears[child])[1] // head_dim, head_dim, is_key)
-                self._add(_join(name, child), linears[child], "column", (part,), name)
-            heads = Part(sizes(linears[out])[0] // head_dim, head_dim)
-            columns = {query, key, value}
+            fused = None
+            columns = self._separate_heads(name, module, linears, (query, key, value))
         else:
             assert fused is not None
-            width = sizes(linears[fused])[1]
-            head_dim = _head_dim(module, width // 3)
-            if head_dim is None or width % 3:
-                raise PlanError(f"'{name}.{fused}' has {width} outputs, which are not three equal parts of whole heads")
-            heads = Part(width // 3 // head_dim, head_dim)
-            self._add(_join(name, fused), linears[fused], "column", (heads,) * 3, name)
-            columns = {fused}
-        self._add(_join(name, out), linears[out], "row", (heads,))
-        self._scale(name, module, heads)
-        for inner_name, _ in module.named_parameters():
-            if inner_name.split(".")[0] not in linears:
-                self.inner.add(_join(name, inner_name))
+            columns = self._fused_heads(name, module, linears, fused)
+        heads = next(iter(columns.values()))[0]
+        keys = next(part for parts in reversed(columns.values()) for part in parts)
+        if sizes(linears[out])[0] != heads.width:
+            raise PlanError(
+                f"attention '{name}': its query heads have {heads.width} features but '{out}' takes "
+                f"{sizes(linears[out])[0]}, so weft cannot tell how its heads are laid out; use tensor.x = tensor.y = 1"
+            )
+        scaled = _find_scaled(module, heads, keys)
+        if _is_known(module, fused):
+            proof = self._trust(name, module, {*columns, out}, heads.unit)
+        else:
+            found = _prove(module, columns, out, (heads,), scaled)
+            if isinstance(found, str):
+                raise PlanError(
+                    f"attention '{name}' ({type(module).__name__}) cannot be split by heads: {found}; take sizes from "
+                    f"the projections' results or from self.num_heads and self.head_dim (not from the input's width), "
+                    f"or use tensor.x = tensor.y = 1"
+                )
+            proof = found
+        self.scaled[name] = scaled
+        self._add_pair(name, linears, columns, out, (heads,), proof)
         return {*columns, out}
 
-    def _gated(self, name: str, linears: dict[str, nn.Module]) -> set[str]:
+    def _separate_heads(
+        self, name: str, module: nn.Module, linears: dict[str, nn.Module], names: tuple[str, str, str]
+    ) -> dict[str, tuple[Part, ...]]:
+        head_dim = _head_dim(module, sizes(linears[names[0]])[1])
+        if head_dim is None:
+            raise PlanError(f"'{name}': neither head_dim nor a number of heads is an attribute; add self.head_dim")
+        return {
+            child: (Part(sizes(linears[child])[1] // head_dim, head_dim, is_key),)
+            for child, is_key in zip(names, (False, True, True), strict=True)
+        }
+
+    def _fused_heads(
+        self, name: str, module: nn.Module, linears: dict[str, nn.Module], fused: str
+    ) -> dict[str, tuple[Part, ...]]:
+        width = sizes(linears[fused])[1]
+        head_dim = _head_dim(module, width // 3)
+        if head_dim is None or width % 3:
+            raise PlanError(
+                f"'{_join(name, fused)}' has {width} outputs, which are not three equal parts of whole heads; use "
+                f"separate q, k and v projections, or tensor.x = tensor.y = 1"
+            )
+        return {fused: (Part(width // 3 // head_dim, head_dim),) * 3}
+
+    def _trust(self, name: str, module: nn.Module, used: set[str], head_dim: int) -> Proof:
+        """Known attention: beside its projections it may hold norms of each head, and nothing else."""
+        inner = set()
+        for path, parameter in module.named_parameters():
+            owner = path.rpartition(".")[0]
+            if owner in used:
+                continue
+            if not is_norm(module.get_submodule(owner)) or tuple(parameter.shape) != (head_dim,):
+                raise PlanError(
+                    f"'{_join(name, path)}' {tuple(parameter.shape)} is inside attention and not a norm of one head "
+                    f"({head_dim} features), so weft cannot tell how it is split; use tensor.x = tensor.y = 1"
+                )
+            inner.add(path)
+        return Proof(frozenset(inner), only_input=True)
+
+    def _gated(self, name: str, module: nn.Module, linears: dict[str, nn.Module]) -> set[str]:
         gate, up, down = (_first(linears, names) for names in (GATE, UP, DOWN))
         if not (gate and up and down):
             return set()
-        parts = (Part(sizes(linears[down])[0]),)
-        for child in (gate, up):
-            self._add(_join(name, child), linears[child], "column", parts, name)
-        self._add(_join(name, down), linears[down], "row", parts)
-        return {gate, up, down}
+        return self._try(name, module, linears, (gate, up), down)
 
     def _pairs(self, name: str, module: nn.Module, linears: dict[str, nn.Module]) -> set[str]:
-        if isinstance(module, nn.Sequential):
-            couples = list(_sequential_couples(module))
-        else:
-            names = list(linears)
-            couples = [(names[0], names[1])] if len(names) == 2 and _probe(module, names[0], names[1]) else []
+        names = list(linears)
+        if type(module).forward is not nn.Sequential.forward:
+            return self._try(name, module, linears, (names[0],), names[1]) if len(names) == 2 else set()
+        assert isinstance(module, nn.Sequential)
         used: set[str] = set()
-        for first, second in couples:
+        for first, second in _sequential_couples(module):
             parts = (Part(sizes(linears[second])[0]),)
-            self._add(_join(name, first), linears[first], "column", parts)
-            self._add(_join(name, second), linears[second], "row", parts)
+            self._add_pair(name, linears, {first: parts}, second, parts, Proof(frozenset(), only_input=False))
             used |= {first, second}
         return used
 
+    def _try(
+        self, name: str, module: nn.Module, linears: dict[str, nn.Module], columns: tuple[str, ...], row: str
+    ) -> set[str]:
+        """Make a pair if it can be proved."""
+        parts = (Part(sizes(linears[row])[0]),)
+        if parts[0].num_units < 2 or any(sizes(linears[column])[1] != parts[0].width for column in columns):
+            return set()
+        proof = _prove(module, dict.fromkeys(columns, parts), row, parts, Scaled((), 0))
+        if isinstance(proof, str):
+            return set()
+        self._add_pair(name, linears, dict.fromkeys(columns, parts), row, parts, proof)
+        return {*columns, row}
+
     def _single(self, name: str, module: nn.Module) -> None:
-        in_block = any(name == block or name.startswith(f"{block}.") for block in find_blocks(self.model))
-        last = [path for path, inner in self.model.named_modules() if is_linear(inner)][-1]
-        self._add(name, module, "head" if name == last and not in_block else "gathered", (Part(sizes(module)[1]),))
+        in_block = any(name == block or name.startswith(f"{block}.") for block in self.blocks)
+        self._add(name, module, "head" if name == self.last and not in_block else "gathered", (Part(sizes(module)[1]),))
+
+    def _add_pair(
+        self,
+        name: str,
+        linears: dict[str, nn.Module],
+        columns: dict[str, tuple[Part, ...]],
+        row: str,
+        row_parts: tuple[Part, ...],
+        proof: Proof,
+    ) -> None:
+        for child, parts in columns.items():
+            self._add(_join(name, child), linears[child], "column", parts, name if proof.only_input else None)
+        self._add(_join(name, row), linears[row], "row", row_parts)
+        self.inner |= {_join(name, path) for path in proof.inner}
 
     def _add(
         self, name: str, module: nn.Module, kind: Kind, parts: tuple[Part, ...], parent: str | None = None
     ) -> None:
-        self.splits[name] = Split(name, kind, parts, parent, _is_turned(module))
+        other = self.places.setdefault(id(module), name)
+        if other != name:
+            raise PlanError(
+                f"'{other}' and '{name}' are one linear in two places, which the tensor axes do not split; "
+                f"give each place its own, or use tensor.x = tensor.y = 1"
+            )
+        self.splits[name] = Split(name, kind, parts, parent, is_turned(module))
         self.done |= {f"{name}.weight", f"{name}.bias"}
 
-    def _scale(self, name: str, module: nn.Module, heads: Part) -> None:
-        found = [key for key in HEAD_COUNTS if getattr(module, key, None) == heads.num_units]
-        found += [key for key in WIDTHS if getattr(module, key, None) == heads.width]
-        if found:
-            self.scaled[name] = tuple(found)
+
+sizes = linear_sizes
+
+
+def _prove(
+    module: nn.Module, columns: dict[str, tuple[Part, ...]], row: str, row_parts: tuple[Part, ...], scaled: Scaled
+) -> Proof | str:
+    """Probe a pair in as few parts as its units allow."""
+    every = [part for parts in (*columns.values(), row_parts) for part in parts]
+    num_units = math.gcd(*(part.num_units for part in every if part.num_units > 1 or not part.is_key))
+    # Parts of features need not be equal; a single head is not parted, but its other parameters are still looked at.
+    divisors = (number for number in range(2, num_units + 1) if num_units % number == 0)
+    degree = 2 if every[0].unit == 1 else next(divisors, 1)
+    shares = Shares(
+        degree,
+        {name: partial(_stack, parts, degree) for name, parts in columns.items()},
+        row,
+        partial(_stack, row_parts, degree),
+        scaled.apply,
+    )
+    return prove_pair(module, shares)
+
+
+def _stack(parts: Sequence[Part], degree: int, index: int) -> tuple[Interval, ...]:
+    return stack([part.width for part in parts], [part.share(degree, index) for part in parts])
 
 
 def _sequential_couples(module: nn.Sequential) -> Iterator[tuple[str, str]]:
@@ -239,59 +387,19 @@ def _sequential_couples(module: nn.Sequential) -> Iterator[tuple[str, str]]:
             open_name = None
 
 
-def _probe(module: nn.Module, first: str, second: str) -> bool:
-    """Whether halves of two linears give the whole result: compute both, on random values in float64."""
-    inputs, middle = sizes(module.get_submodule(first))
-    if middle != sizes(module.get_submodule(second))[0] or middle < 2:
-        return False
-    whole = _random_copy(module)
-    halves = [_half(whole, first, second, index) for index in range(2)]
-    value = torch.randn(2, 3, inputs, dtype=torch.float64)
-    seen: list[Tensor] = []
-    try:
-        with torch.no_grad():
-            expected = whole(value)
-            tail = halves[1].get_submodule(second)
-            tail_forward = tail.forward
-            tail.forward = lambda hidden: seen.append(tail_forward(hidden)) or seen[-1]  # type: ignore[func-returns-value]
-            halves[1](value)
-            head = halves[0].get_submodule(second)
-            head_forward = head.forward
-            head.forward = lambda hidden: head_forward(hidden) + seen[0]
-            found = halves[0](value)
-    except Exception:  # a module that wants other arguments or shapes: not a pair that we can prove
-        return False
-    return len(seen) == 1 and isinstance(found, Tensor) and torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
+def _is_known(module: nn.Module, fused: str | None) -> bool:
+    """Attention that is trusted by its names: weft's, and transformers' with separate (or GPT-2's fused) projections.
+
+    Other fused projections of transformers lay q, k and v out in several ways.
+    """
+    return type(module).__module__.startswith(KNOWN_ATTENTION) and fused in (None, "c_attn")
 
 
-def _random_copy(module: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        made = copy.deepcopy(module).to_empty(device="cpu").double().eval()
-        for tensor in (*made.parameters(), *made.buffers()):
-            if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, dtype=torch.float64) + 0.1)
-    return made
-
-
-def _half(whole: nn.Module, first: str, second: str, index: int) -> nn.Module:
-    half = copy.deepcopy(whole)
-    column, row = half.get_submodule(first), half.get_submodule(second)
-    middle = sizes(column)[1]
-    begin, end = (0, middle // 2) if index == 0 else (middle // 2, middle)
-    _narrow(column, 1 if _is_turned(column) else 0, begin, end)
-    if getattr(column, "bias", None) is not None:
-        column.bias = nn.Parameter(column.bias[begin:end])  # type: ignore[index]
-    _narrow(row, 0 if _is_turned(row) else 1, begin, end)
-    if index == 1 and getattr(row, "bias", None) is not None:
-        nn.init.zeros_(row.bias)  # type: ignore[arg-type]
-    return half
-
-
-def _narrow(linear: nn.Module, dim: int, begin: int, end: int) -> None:
-    assert isinstance(linear.weight, Tensor)
-    linear.weight = nn.Parameter(linear.weight.narrow(dim, begin, end - begin).clone())
-    if _is_turned(linear) and dim == 1:
-        linear.nf = end - begin  # type: ignore[assignment]
+def _find_scaled(module: nn.Module, heads: Part, keys: Part) -> Scaled:
+    found = [key for key in HEAD_COUNTS if getattr(module, key, None) == heads.num_units]
+    found += [key for key in WIDTHS if getattr(module, key, None) == heads.width]
+    found += [key for key in KEY_HEAD_COUNTS if getattr(module, key, None) == keys.num_units]
+    return Scaled(tuple(found), keys.num_units)
 
 
 def _head_dim(module: Any, width: int) -> int | None:
@@ -303,10 +411,6 @@ def _head_dim(module: Any, width: int) -> int | None:
         if isinstance(count, int) and count > 0 and width % count == 0:
             return width // count
     return None
-
-
-def _is_turned(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
 
 
 def _first(linears: dict[str, nn.Module], names: Sequence[str]) -> str | None:

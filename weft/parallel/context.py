@@ -75,7 +75,7 @@ class ContextAxis(Strategy):
             one = (("context", "all_reduce"), layout.slice_numel * master_bytes(plan))
             pairs += [one] * reductions_per_step(plan, split)
         size = COMPUTE_DTYPE[plan.precision].itemsize
-        for heads in profile.attentions.values():
+        for name, heads in profile.attentions.items():
             local, keys = heads.num_heads // plan.tensor.x, max(1, heads.num_key_heads // plan.tensor.x)
             tokens = heads.sequence // plan.context.degree
             if plan.context.kind == "ring":
@@ -84,8 +84,8 @@ class ContextAxis(Strategy):
                 forward, backward = all_to_all_traffic(
                     heads.batch, local, keys, tokens, heads.head_dim, size, plan.context.degree
                 )
-            again = 2 if plan.memory.recompute != "none" else 1
-            calls = [*(forward * again), *backward] * split.accumulation
+            times, has_backward = _forwards(profile, plan, name)
+            calls = [*(forward * times), *(backward * has_backward)] * split.accumulation
             pairs += [(("context", operation), num_bytes) for operation, num_bytes in calls]
         return Cost(tally(pairs))
 
@@ -93,17 +93,25 @@ class ContextAxis(Strategy):
         axis = mesh["context"]
         if axis.degree == 1:
             return model
-        attention = ring_attention if plan.context.kind == "ring" else all_to_all_attention
         for module in model.modules():
             if isinstance(module, CausalAttention):
-                forward = partial(attention, axis=axis, sliding_window=module.sliding_window)
-                setattr(module, "forward", forward)  # noqa: B010 (a method to mypy)
+                setattr(module, "forward", partial(_attend, module, plan.context.kind, axis))  # noqa: B010 (to mypy)
         model.register_forward_pre_hook(partial(_add_positions, axis), with_kwargs=True)
         units = units_of(model)
         assert units is not None
         for flat in units.flats:
             flat.sum_over.append(axis)
         return model
+
+
+def _forwards(profile: Profile, plan: Plan, name: str) -> tuple[int, bool]:
+    """How often an attention computes forward in a micro-batch, and whether its result needs a gradient."""
+    block = next((block for block in profile.blocks if name.startswith(f"{block.name}.")), None)
+    is_again = block is not None and block.in_backward and plan.memory.recompute != "none"
+    around = f"{name.rpartition('.')[0]}."
+    inside = [layer for path, layer in profile.layers.items() if path.startswith(around)]
+    # The last layer there is the projection that takes the attention's result.
+    return (2 if is_again else 1), not inside or inside[-1].needs_gradient
 
 
 def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
@@ -114,6 +122,12 @@ def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
         tensor.index_select(SEQUENCE_DIM, zigzag(tensor.shape[SEQUENCE_DIM], axis.degree, axis.index).to(tensor.device))
         for tensor in batch
     )
+
+
+def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What takes the place of a module's attention; `module.documents` are then those of the whole sequence."""
+    attention = ring_attention if kind == "ring" else all_to_all_attention
+    return attention(query, key, value, axis, sliding_window=module.sliding_window, documents=module.documents)
 
 
 def _add_positions(axis: Axis, model: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -13,8 +13,9 @@ With `shard` = 1 the gather is a cast (or nothing) and the reduction is data par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ class Flat:
         self.sum_over: list[Axis] = []  # gradients there are partial sums
         self.mean_over: list[Axis] = []  # and there of different samples
         self.trainable = layout.parameters[0].trainable
+        self._starts, self._parts = layout.starts, tuple(layout.parts(shard.index))
         self.frees_whole = stage == 3 and shard.degree > 1
         self.keeps_whole_gradient = stage == 1 or shard.degree == 1
         self.whole = torch.empty(layout.numel, dtype=compute_dtype, device=device)
@@ -52,11 +54,12 @@ class Flat:
         self.whole_gradient: Tensor | None = None
         self.slice_gradient: Tensor | None = None
         self._carried: Tensor | None = None
+        self._targets: list[Tensor] = []  # the place of each parameter in `whole_gradient`
         self._filled: set[int] = set()
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
         self.whole_parameters = [self._whole_parameter(i) for i in range(len(layout.parameters))]
-        self.pieces = [self._piece(part) for part in layout.parts(shard.index)]
+        self.pieces = [self._piece(part) for part in self._parts]
         self.is_whole = False
         self.refresh()
         if not self.trainable and not self.frees_whole:
@@ -70,10 +73,10 @@ class Flat:
             return
         if self.frees_whole:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
-        own = self._own(self.whole)
-        if own.data_ptr() != self.slice.data_ptr():
-            own.copy_(self.slice)
-        self._gathering = all_gather(self.whole, own, self.shard)
+        part = self.slice
+        if self.compute_dtype != self.master_dtype:
+            part = self._own(self.whole).copy_(self.slice)
+        self._gathering = all_gather(self.whole, part, self.shard)
 
     def finish_gather(self) -> None:
         """Wait for the gather and let the modules see whole parameters."""
@@ -109,65 +112,65 @@ class Flat:
     # --- gradients
 
     def take_gradient(self, index: int) -> None:
-        """Add the gradient that autograd left on a whole parameter to the flat gradient, in the master dtype."""
+        """Add the gradient that autograd left on a whole parameter to the flat gradient, in the master dtype.
+
+        The mean over the ranks that take different samples is taken on the way: here it costs no pass of its own.
+        """
         parameter = self.whole_parameters[index]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         if not self._filled:
             self._begin_gradient()
-        target = self._view(self.whole_gradient, index)
+        if gradient.requires_grad:  # create_graph: a product into a buffer has no derivative
+            gradient = gradient.detach()
         if index in self._filled:
-            target.add_(gradient)
+            self._targets[index].addcmul_(gradient, self._mean)
         else:
-            target.copy_(gradient)
+            torch.mul(gradient, self._mean, out=self._targets[index])
             self._filled.add(index)
 
     def start_reduce(self) -> None:
         """Begin to reduce the flat gradient over `shard`; a parameter without a gradient counts as zero."""
         if not self._filled:
             self._begin_gradient()
+        for index in range(len(self.whole_parameters)):
+            if index not in self._filled:
+                self._targets[index].zero_()
         self._filled.clear()
         assert self.whole_gradient is not None
         if self.keeps_whole_gradient:
             self.slice_gradient = self._own(self.whole_gradient)
-            target = self.slice_gradient
-        else:
-            target = torch.empty(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
-        self._reduced = target
-        self._reducing = reduce_scatter(target, self.whole_gradient, self.shard)
+        elif self.slice_gradient is None:
+            self.slice_gradient = torch.empty(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
+        self._reducing = reduce_scatter(self.slice_gradient, self.whole_gradient, self.shard)
 
     def continue_reduce(self) -> None:
         """Once reduced over `shard`: free the whole gradient, and begin to reduce the slice over the other axes."""
         self._wait_reduce()
         if not self.keeps_whole_gradient:
-            self.whole_gradient = None
+            self.whole_gradient, self._targets = None, []
+        assert self.slice_gradient is not None
         for axis in (*self.sum_over, *self.mean_over):
             self._wait_reduce()
-            self._reducing = all_reduce(self._reduced, axis)
+            self._reducing = all_reduce(self.slice_gradient, axis)
 
     def finish_reduce(self) -> None:
-        """Wait, take the mean over the ranks that took different samples, and show the optimizer its gradients."""
+        """Wait, add what was carried, and show the optimizer its gradients."""
         self._wait_reduce()
-        ranks = self.shard.degree
-        for axis in self.mean_over:
-            ranks *= axis.degree
-        self._reduced.div_(ranks)
-        if self.slice_gradient is None:
-            self.slice_gradient = self._reduced
-        elif self.slice_gradient is not self._reduced:
-            self.slice_gradient.copy_(self._reduced)
+        assert self.slice_gradient is not None
         if self._carried is not None:
             self.slice_gradient.add_(self._carried)
             self._carried = None
-        del self._reduced
-        for piece, part in zip(self.pieces, self.layout.parts(self.shard.index), strict=True):
+        for piece, part in zip(self.pieces, self._parts, strict=True):
             if part.stop > part.start:
                 piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
 
     def discard_gradient(self) -> None:
-        """Forget what a backward that was cut short has left."""
+        """Forget what a backward that was cut short has left; what was on the pieces before it is there again."""
         if self._reducing is not None:
             self._reducing.wait()
+        if self._carried is not None and self.slice_gradient is not None:
+            self.slice_gradient.copy_(self._carried)
         self._reducing = self._carried = None
         self._filled.clear()
 
@@ -180,7 +183,7 @@ class Flat:
             self.whole.zero_()
         else:
             piece = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
-        for part in self.layout.parts(self.shard.index):
+        for part in self._parts:
             if part.stop > part.start:
                 value = values(part.parameter.name).detach().reshape(-1)[part.start : part.stop]
                 piece[part.offset : part.offset + part.stop - part.start].copy_(value)
@@ -196,7 +199,7 @@ class Flat:
     def _whole_parameter(self, index: int) -> nn.Parameter:
         # Made from the storage, not as a view of `whole`: autograd's version counter of a parameter must not move when
         # the buffer is gathered again for backward.
-        shape, start = self.layout.parameters[index].shape, self.layout.starts[index]
+        shape, start = self.layout.parameters[index].shape, self._starts[index]
         tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
         stride = torch.empty(shape, device="meta").stride()
         tensor.set_(self.whole.untyped_storage(), start, shape, stride)
@@ -213,22 +216,34 @@ class Flat:
     def _own(self, buffer: Tensor) -> Tensor:
         return buffer.narrow(0, self.shard.index * self.layout.slice_numel, self.layout.slice_numel)
 
-    def _view(self, buffer: Tensor | None, index: int) -> Tensor:
-        assert buffer is not None
-        parameter, start = self.layout.parameters[index], self.layout.starts[index]
-        return buffer[start : start + parameter.numel].view(parameter.shape)
+    def _view(self, buffer: Tensor, index: int) -> Tensor:
+        parameter, start = self.layout.parameters[index], self._starts[index]
+        return buffer[start : start + parameter.numel].view(parameter.shape or 1)  # as a product with `_mean` has it
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        # One element, not a number: it makes a product in the master dtype of a gradient in a narrower one.
+        ranks = math.prod((self.shard.degree, *(axis.degree for axis in self.mean_over)))
+        return torch.full((1,), 1 / ranks, dtype=self.master_dtype, device=self.device)
 
     def _begin_gradient(self) -> None:
         # What an earlier backward left on the pieces, if the user has not cleared it, is added at the end.
-        for piece, part in zip(self.pieces, self.layout.parts(self.shard.index), strict=True):
+        for piece, part in zip(self.pieces, self._parts, strict=True):
             if piece.grad is not None:
                 if self._carried is None:
                     self._carried = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
                 self._carried[part.offset : part.offset + part.stop - part.start].copy_(piece.grad)
         if self.whole_gradient is None:
-            self.whole_gradient = torch.zeros(self.layout.numel, dtype=self.master_dtype, device=self.device)
-        else:
-            self.whole_gradient.zero_()
+            self.whole_gradient = torch.empty(self.layout.numel, dtype=self.master_dtype, device=self.device)
+            self._zero_padding(self.whole_gradient)  # it enters the norm; the rest is written before it is read
+        if not self._targets:
+            self._targets = [self._view(self.whole_gradient, i) for i in range(len(self.whole_parameters))]
+
+    def _zero_padding(self, buffer: Tensor) -> None:
+        ends = (start + parameter.numel for start, parameter in zip(self._starts, self.layout.parameters, strict=True))
+        for end, start in zip(ends, (*self._starts[1:], self.layout.numel), strict=True):
+            if end < start:
+                buffer[end:start].zero_()
 
     def _install(self, parameters: Sequence[nn.Parameter]) -> None:
         for places, parameter in zip(self.owners, parameters, strict=True):

@@ -39,6 +39,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module, flats: Sequence[Flat]) -> None:
         self.name, self.module, self.flats = name, module, tuple(flats)
         self.trained = tuple(flat for flat in flats if flat.trainable)
+        self.is_sharded = any(flat.shard.degree > 1 for flat in flats)
         self.in_backward = False
         self.needs_backward = False
         self.missing = 0
@@ -211,6 +212,9 @@ class Units:
             if self._last_started is not None:
                 self._continue(self._last_started)
             self._last_started = unit
+            if not unit.is_sharded:  # nothing travels over `shard`, so the other axes need not wait for a unit
+                self._continue(unit)
+                self._last_started = None
 
     def _continue(self, unit: Unit) -> None:
         for flat in unit.trained:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from weft.comm import Axis, all_reduce
+from weft.errors import PlanError
 from weft.models.loss import IGNORE, token_loss
 from weft.parallel.tensor_ops import leave
 
@@ -23,10 +24,11 @@ _ATTRIBUTE = "_weft_vocabulary"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The classes [begin, end) that this rank's logits are of, and the axis that holds the others."""
+    """The classes [begin, end) of `num_classes` that this rank's logits are of, and the axis that holds the others."""
 
     begin: int
     end: int
+    num_classes: int
     axis: Axis
 
 
@@ -44,6 +46,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None)
     """As `token_loss`, for logits of all classes or of this rank's: the sum over valid labels, and their number."""
     if vocabulary is None or vocabulary.axis.degree == 1:
         return token_loss(logits, labels)
+    if logits.shape[-1] != vocabulary.end - vocabulary.begin:
+        raise PlanError(
+            f"the logits have {logits.shape[-1]} classes, but this rank's part of the model's last linear has "
+            f"{vocabulary.end - vocabulary.begin} of {vocabulary.num_classes}: they are not its result; let the linear "
+            f"that makes the logits be the last that the model registers, or use tensor.x = 1"
+        )
     total: Tensor = _SplitCrossEntropy.apply(logits, labels, vocabulary)
     return total, (labels != IGNORE).sum()
 
@@ -67,6 +75,9 @@ class _SplitCrossEntropy(Function):
         sums = torch.stack([exponentials.sum(-1), target])  # [2, targets]
         all_reduce(sums, vocabulary.axis).wait()
         valid = flat != IGNORE
+        # A label that no rank has would go unnoticed; one device raises, here the loss is not a number.
+        unknown = valid & ((flat < 0) | (flat >= vocabulary.num_classes))
+        sums[1].masked_fill_(unknown, float("nan"))
         probabilities = exponentials.div_(sums[0][:, None])
         ctx.save_for_backward(probabilities, own & valid, local, valid)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
@@ -82,11 +93,13 @@ class _SplitCrossEntropy(Function):
 
 
 def split_embedding(module: nn.Embedding, tokens: Tensor, begin: int, axis: Axis) -> Tensor:
-    """Rows that this rank holds, zeros for the others, summed over the axis."""
+    """Rows that this rank holds, zeros for the others, summed over the axis; NaN for tokens that none holds."""
     own = (tokens >= begin) & (tokens < begin + module.weight.shape[0])
     local = torch.where(own, tokens - begin, 0)
     padding = module.padding_idx
     if padding is not None:
         padding = padding - begin if begin <= padding < begin + module.weight.shape[0] else None
     rows = F.embedding(local, module.weight, padding)
-    return leave(rows * own[..., None].to(rows.dtype), axis)
+    unknown = (tokens < 0) | (tokens >= module.num_embeddings)
+    rows = (rows * own[..., None].to(rows.dtype)).masked_fill(unknown[..., None], float("nan"))
+    return leave(rows, axis)

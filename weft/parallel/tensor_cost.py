@@ -1,0 +1,270 @@
+"""What the tensor axes say and leave: every collective of one micro-batch, and a rank's part of the profile.
+
+Traffic follows the formulas of `tensor.py`, layer by layer, and equals the ledger to the byte. Saved bytes are those of
+the whole model, parted by where they lie (for activations, after Korthikanti et al. 2022): between column and row they
+go over x; what norms save and what enters the regions is the residual stream, which goes over y, and with
+`tensor.sequence` also over x. FLOPs of matmuls go over x and y, those of attention over x only, because all ranks of y
+have the same heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from weft.comm.ledger import Key
+from weft.pairing import Split, is_norm
+from weft.parallel.layout import COMPUTE_DTYPE
+from weft.parallel.tensor_cuts import parameter_cuts
+from weft.parallel.tensor_norm import ALONE, split_norm
+from weft.parallel.vocabulary import loss_bytes
+from weft.plan import Plan
+from weft.probe import random_copy
+from weft.profile import Block, Profile
+
+Calls = Iterator[tuple[Key, int]]
+
+
+# --- traffic of one micro-batch
+
+
+def traffic(profile: Profile, plan: Plan, x_index: int) -> Calls:
+    """Every collective of one micro-batch, forward and backward, with the bytes of the whole tensor."""
+    meter = _Meter(profile, plan, x_index)
+    entered: set[str] = set()
+    for split in profile.pairing.splits.values():
+        if split.kind == "row":
+            yield from meter.row(split)
+            continue
+        if split.parent is None or split.parent not in entered:
+            yield from meter.enter(split)
+            entered.add(split.parent or split.module)
+        yield from meter.column(split)
+    yield from meter.embeddings()
+    yield from meter.norms()
+    yield from meter.sequence_ends()
+
+
+class _Meter:
+    """Bytes of the collectives of each split, with forward ones again where a block is recomputed."""
+
+    def __init__(self, profile: Profile, plan: Plan, x_index: int) -> None:
+        self.profile, self.pairing, self.plan, self.x_index = profile, profile.pairing, plan, x_index
+        self.x, self.y = plan.tensor.x, plan.tensor.y
+        self.size = COMPUTE_DTYPE[plan.precision].itemsize
+        self.sequence = plan.tensor.sequence and self.x > 1
+        self.blocks = {block.name: block for block in profile.blocks}
+        self.frozen = {p.name for block in profile.all for p in block.parameters if not p.trainable}
+
+    def enter(self, split: Split) -> Calls:
+        """Into a region: dI summed over x. With `sequence` I is gathered, and again for dW if a part is kept."""
+        if self.x == 1:
+            return
+        layer, calls = self.profile.layers[split.module], self._calls(split.module)
+        whole = layer.rows * layer.in_features // self.y * self.size
+        if not (self.sequence and self._in_block(split.module)):
+            yield from [(("x", "all_reduce"), whole)] * calls * layer.needs_gradient
+            return
+        same = [s for s in self.pairing.splits.values() if s is split or (split.parent and s.parent == split.parent)]
+        keeps_part = self.plan.memory.recompute == "none" and any(self._trains(s.module) for s in same)
+        gathers = self._forwards(split.module) + calls * (layer.needs_gradient and keeps_part)
+        yield from [(("x", "all_gather"), whole)] * gathers
+        yield from [(("x", "reduce_scatter"), whole)] * calls * layer.needs_gradient
+
+    def column(self, split: Split) -> Calls:
+        """Partial sums over y; the head's loss; the gathered outputs."""
+        layer, forwards = self.profile.layers[split.module], self._results(split)
+        if self.y > 1:
+            yield from [(("y", "all_reduce"), layer.rows * self._local_width(split) * self.size)] * forwards
+        if self.x > 1 and split.kind == "gathered":
+            yield from [(("x", "all_gather"), layer.rows * layer.out_features * self.size)] * forwards
+            if self.sequence and self._in_block(split.module) and self._has_backward(split):
+                yield ("x", "all_gather"), layer.rows * layer.out_features * self.size
+        if self.x > 1 and split.kind == "head":
+            for num_bytes in loss_bytes(layer.rows, max(4, self.size)):
+                yield ("x", "all_reduce"), num_bytes
+
+    def row(self, split: Split) -> Calls:
+        """Out of a region: partial sums over x; dI summed over y."""
+        layer, calls = self.profile.layers[split.module], self._calls(split.module)
+        whole = layer.rows * layer.out_features // self.y * self.size
+        if self.x > 1 and self.sequence and self._in_block(split.module):
+            yield from [(("x", "reduce_scatter"), whole)] * self._results(split)
+            yield from [(("x", "all_gather"), whole)] * calls * self._has_backward(split)
+        elif self.x > 1:
+            yield from [(("x", "all_reduce"), whole)] * self._results(split)
+        if self.y > 1 and layer.needs_gradient:
+            yield from [(("y", "all_reduce"), layer.rows * self._local_width(split) * self.size)] * calls
+
+    def embeddings(self) -> Calls:
+        """Rows that other ranks of x hold."""
+        for name in self.pairing.embeddings if self.x > 1 else ():
+            layer = self.profile.layers[name]
+            one = (("x", "all_reduce"), layer.rows * layer.out_features // self.y * self.size)
+            yield from [one] * self._forwards(name)
+
+    def norms(self) -> Calls:
+        """Moments over y, forward and backward."""
+        assert self.profile.model is not None
+        for name, layer in self.profile.layers.items() if self.y > 1 else ():
+            module, rows = self.profile.model.get_submodule(name), layer.rows
+            if not is_norm(module) or f"{name}.weight" in self.pairing.inner:
+                continue
+            if self.sequence and self._in_block(name):
+                rows //= self.x
+            times = self._forwards(name) + self._calls(name) * layer.needs_gradient
+            one = (("y", "all_reduce"), rows * max(4, self.size))
+            yield from [one] * times * (2 if isinstance(module, nn.LayerNorm) else 1)
+
+    def sequence_ends(self) -> Calls:
+        """After the last block the parts are gathered, and before the first, in backward, their gradients."""
+        if not self.sequence:
+            return
+        in_first = (layer for name, layer in self.profile.layers.items() if self._block(name) == self.pairing.blocks[0])
+        first = next(in_first, None)
+        whole = self.profile.stream_numel // self.y * self.size
+        yield from [(("x", "all_gather"), whole)] * (1 + (first is None or first.needs_gradient))
+
+    def _local_width(self, split: Split) -> int:
+        return sum(end - begin for begin, end in split.over_x(self.x, self.x_index))
+
+    def _block(self, name: str) -> str | None:
+        return self.pairing.block_of(name)
+
+    def _in_block(self, name: str) -> bool:
+        return self._block(name) is not None
+
+    def _trains(self, module: str) -> bool:
+        return f"{module}.weight" not in self.frozen
+
+    def _has_backward(self, split: Split) -> bool:
+        """Whether the result needs a gradient."""
+        return self.profile.layers[split.module].needs_gradient or self._trains(split.module)
+
+    def _calls(self, name: str) -> int:
+        block = self._block(name)
+        return 1 if block is None else self.blocks[block].calls
+
+    def _results(self, split: Split) -> int:
+        """How often a layer's result is put together: recomputing stops at the last thing that backward needs."""
+        is_last = self.profile.layers[split.module].is_last or split.module in self.blocks
+        return self._calls(split.module) if is_last else self._forwards(split.module)
+
+    def _forwards(self, name: str) -> int:
+        """How often a layer computes forward in a micro-batch."""
+        block = self._block(name)
+        is_again = block is not None and self.plan.memory.recompute != "none" and self.blocks[block].in_backward
+        return self._calls(name) * (2 if is_again else 1)
+
+
+# --- a rank's part of the profile
+
+
+def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+    """The profile as the rank at `coordinates` sees it: its parameters, its tokens, its FLOPs and saved bytes."""
+    context = plan.context.degree
+    layers = {name: replace(layer, rows=layer.rows // context) for name, layer in profile.layers.items()}
+    root, *blocks = (_divide(block, context) for block in profile.all)
+    profile = replace(
+        profile, root=root, blocks=tuple(blocks), layers=layers, stream_numel=profile.stream_numel // context
+    )
+    if plan.tensor.x == plan.tensor.y == 1:
+        return profile
+    shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
+    cuts = parameter_cuts(profile.pairing, shapes, plan, coordinates)
+    stream = _Stream(profile, plan)
+
+    def local(block: Block) -> Block:
+        parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
+        return replace(_divide(stream.local(block), 1), parameters=tuple(parameters))
+
+    return replace(profile, root=local(profile.root), blocks=tuple(local(block) for block in profile.blocks))
+
+
+def _divide(block: Block, degree: int) -> Block:
+    saved = {kind: num_bytes // degree for kind, num_bytes in (block.saved_bytes or {}).items()}
+    return replace(
+        block,
+        flops=block.flops // degree,
+        attention_flops=block.attention_flops // degree,
+        saved_bytes=None if block.saved_bytes is None else saved,
+    )
+
+
+class _Stream:
+    """The part of what a block saves that is the residual stream, not the inside of regions."""
+
+    def __init__(self, profile: Profile, plan: Plan) -> None:
+        self.profile, self.pairing, self.plan = profile, profile.pairing, plan
+        self.x, self.y = plan.tensor.x, plan.tensor.y
+        self.dtype = COMPUTE_DTYPE[plan.precision]
+        self._per_row: dict[tuple[type[nn.Module], int, bool], int] = {}
+
+    def local(self, block: Block) -> Block:
+        """The block with a rank's FLOPs and saved bytes."""
+        attention = block.attention_flops // self.x
+        flops = (block.flops - block.attention_flops) // (self.x * self.y) + attention
+        if block.saved_bytes is None:
+            return replace(block, flops=flops, attention_flops=attention)
+        over = self.y * (self.x if self.plan.tensor.sequence and block.name else 1)
+        inputs, outputs = self._inputs(block.name), self._outputs(block.name)
+        norms, local_norms = (self._norms(block.name, is_split) for is_split in (False, self.y > 1))
+        none, selective, full = (block.saved_bytes[kind] for kind in ("none", "selective", "full"))
+        inside = max(0, none - norms - inputs)
+        keeps_part = self.plan.memory.recompute == "none"
+        saved = {"none": inside // self.x + local_norms // over + inputs // (over if keeps_part else self.y)}
+        if block.name:
+            inside = max(0, selective - full - outputs)
+            saved |= {"selective": full // over + outputs // self.y + inside // self.x, "full": full // over}
+        else:
+            saved |= {"selective": saved["none"], "full": saved["none"]}  # the root keeps all
+        return replace(block, flops=flops, attention_flops=attention, saved_bytes=saved)
+
+    def _inputs(self, block: str) -> int:
+        """What enters the regions, once for several columns with one input."""
+        entered = {split.parent or split.module: split for split in self._splits(block) if split.kind != "row"}
+        layers = [self.profile.layers[split.module] for split in entered.values()]
+        return sum(layer.rows * layer.in_features for layer in layers) * self.dtype.itemsize
+
+    def _outputs(self, block: str) -> int:
+        """What rows give before it is summed, which selective recompute keeps."""
+        layers = [self.profile.layers[split.module] for split in self._splits(block) if split.kind == "row"]
+        return sum(layer.rows * layer.out_features for layer in layers) * self.dtype.itemsize
+
+    def _norms(self, block: str, is_split: bool) -> int:
+        assert self.profile.model is not None
+        total = 0
+        for name, layer in self.profile.layers.items():
+            module = self.profile.model.get_submodule(name)
+            is_here = (self.pairing.block_of(name) or "") == block
+            if is_here and is_norm(module) and f"{name}.weight" not in self.pairing.inner and layer.needs_gradient:
+                key = type(module), layer.in_features, is_split
+                if key not in self._per_row:
+                    self._per_row[key] = _saved_per_row(module, layer.in_features, self.dtype, is_split)
+                total += layer.rows * self._per_row[key]
+        return total
+
+    def _splits(self, block: str) -> Iterator[Split]:
+        return (s for s in self.pairing.splits.values() if (self.pairing.block_of(s.module) or "") == block)
+
+
+def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: bool) -> int:
+    """The bytes that a norm saves for backward of each row, found by running it on a few."""
+    num_rows = 8
+    copy = random_copy(module, torch.Generator().manual_seed(0)).to(dtype)
+    held = {parameter.untyped_storage()._cdata for parameter in copy.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in held:
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    value = torch.zeros(1, num_rows, width, dtype=dtype, requires_grad=True)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = split_norm(copy, ALONE, value) if is_split else copy(value)
+    del out
+    return sum(saved.values()) // num_rows

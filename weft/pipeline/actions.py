@@ -1,0 +1,226 @@
+"""Actions: what the ranks of a pipeline do, as plain tuples that can be checked, simulated, drawn, merged and run.
+
+A schedule is one list of actions per rank. Schedules list computation only; `with_messages` derives the point-to-point
+messages from the edges between stages, one message per edge, micro-batch and direction. An edge may skip stages
+(HyPar-Flow, arXiv 1911.05146): its tensor goes straight to the rank that uses it.
+
+How a list is run: a receive is *posted* where it stands and does not block; the computation that needs it waits for it;
+a send starts right after the computation that made its tensor and does not block. A channel is (sender, receiver,
+direction): its receives are posted in the order of its sends, so messages that arrive in order need no tags.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from weft.errors import PlanError
+
+COMPUTE_KINDS = ("forward", "backward", "weight")
+MESSAGE_KINDS = ("send_forward", "recv_forward", "send_backward", "recv_backward")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One computation of one micro-batch at one stage.
+
+    A backward computes the gradients of inputs and weights, unless a `weight` action of the same stage and micro-batch
+    follows it: then the backward computes those of the inputs only. Micro-batches are numbered over all replicas.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    replica: int = 0
+
+    def __str__(self) -> str:
+        copy = f" of replica {self.replica}" if self.replica else ""
+        return f"{self.kind} of micro-batch {self.micro_batch} at stage {self.stage}{copy}"
+
+
+@dataclass(frozen=True)
+class Message:
+    """One end of a message: `stage` is this rank's stage, `peer` the other rank, `edge` an index into the edges."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+    replica: int
+    peer: int
+    edge: int
+
+    @property
+    def is_send(self) -> bool:
+        return self.kind.startswith("send")
+
+    @property
+    def direction(self) -> str:
+        return self.kind.partition("_")[2]
+
+    @property
+    def key(self) -> tuple[int, int, int, str]:
+        """What the send and the receive of one message share."""
+        return self.edge, self.micro_batch, self.replica, self.direction
+
+    def __str__(self) -> str:
+        copy = f" of replica {self.replica}" if self.replica else ""
+        where = f"stage {self.stage}{copy}, edge {self.edge}, peer rank {self.peer}"
+        return f"{self.kind} of micro-batch {self.micro_batch} at {where}"
+
+
+class Edge(NamedTuple):
+    """A tensor that stage `target` takes from stage `source`, which comes earlier."""
+
+    source: int
+    target: int
+    name: str
+
+
+class Need(NamedTuple):
+    """An action that must come first, and the edge that carries its result (None within a stage)."""
+
+    action: Action
+    edge: int | None
+
+
+Steps = tuple[Action | Message, ...]
+
+
+def chain(num_stages: int) -> tuple[Edge, ...]:
+    """The edges of a plain chain: each stage hands one tensor to the next."""
+    return tuple(Edge(stage, stage + 1, "hidden") for stage in range(num_stages - 1))
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One list per rank, and where every stage lives: `placement[replica][stage]` is a rank."""
+
+    name: str
+    num_stages: int
+    num_micro_batches: int
+    lists: tuple[Steps, ...]
+    placement: tuple[tuple[int, ...], ...]
+    edges: tuple[Edge, ...]
+    options: Mapping[str, object] = field(default_factory=dict, hash=False)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.lists)
+
+    @property
+    def has_messages(self) -> bool:
+        return any(isinstance(step, Message) for steps in self.lists for step in steps)
+
+    def rank_of(self, stage: int, replica: int = 0) -> int:
+        return self.placement[replica][stage]
+
+    def compute(self, rank: int) -> tuple[Action, ...]:
+        """A rank's list without its messages."""
+        return tuple(step for step in self.lists[rank] if isinstance(step, Action))
+
+    @cached_property
+    def split_stages(self) -> frozenset[int]:
+        """The stages whose weight gradients are actions of their own."""
+        steps = (step for steps in self.lists for step in steps)
+        return frozenset(step.stage for step in steps if isinstance(step, Action) and step.kind == "weight")
+
+    @cached_property
+    def _edges_at(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+        """Indices of the edges (into, out of) each stage."""
+        into: dict[int, list[int]] = defaultdict(list)
+        out_of: dict[int, list[int]] = defaultdict(list)
+        for index, edge in enumerate(self.edges):
+            into[edge.target].append(index)
+            out_of[edge.source].append(index)
+        return into, out_of
+
+    def needs(self, action: Action) -> list[Need]:
+        """What must have happened before `action`."""
+        into, out_of = self._edges_at
+        stage, micro_batch, replica = action.stage, action.micro_batch, action.replica
+        if action.kind == "weight":
+            return [Need(Action("backward", stage, micro_batch, replica), None)]
+        if action.kind == "forward":
+            return [Need(Action("forward", self.edges[i].source, micro_batch, replica), i) for i in into.get(stage, ())]
+        own = Need(Action("forward", stage, micro_batch, replica), None)
+        outward = out_of.get(stage, ())
+        return [own, *(Need(Action("backward", self.edges[i].target, micro_batch, replica), i) for i in outward)]
+
+    def messages(self, action: Action) -> tuple[list[Message], list[Message]]:
+        """The ends (receives, sends) at `action`'s rank. Edges between stages of one rank need no message."""
+        if action.kind == "weight":
+            return [], []
+        forward = action.kind == "forward"
+        into, out_of = self._edges_at
+        here = self.rank_of(action.stage, action.replica)
+
+        def ends(what: str, indices: Iterable[int], upstream: bool) -> list[Message]:
+            found = []
+            for index in indices:
+                other = self.edges[index].source if upstream else self.edges[index].target
+                peer = self.rank_of(other, action.replica)
+                if peer != here:
+                    kind = f"{what}_{action.kind}"
+                    found.append(Message(kind, action.stage, action.micro_batch, action.replica, peer, index))
+            return found
+
+        inward, outward = into.get(action.stage, ()), out_of.get(action.stage, ())
+        received = ends("recv", inward if forward else outward, upstream=forward)
+        return received, ends("send", outward if forward else inward, upstream=not forward)
+
+
+def with_messages(schedule: Schedule, edges: Iterable[tuple[int, int, str]] | None = None) -> Schedule:
+    """The schedule with every send and receive in its lists; `edges` replace those of the schedule.
+
+    A receive is posted before the computation that precedes the one that needs it, so that it travels meanwhile, or
+    earlier where the order of its channel demands. Posting early never blocks, hence this adds no deadlock: the lists
+    with messages complete if those without do. Messages that were there are derived anew.
+    """
+    if edges is not None:
+        schedule = replace(schedule, edges=check_edges(edges, schedule.num_stages))
+    channels: dict[tuple[int, int, str], list[Message]] = defaultdict(list)  # the sends of each, in order
+    wanted: dict[tuple[int, tuple[int, int, int, str]], tuple[int, Message]] = {}  # (rank, key) -> (place, receive)
+    for rank in range(schedule.num_ranks):
+        for place, action in enumerate(schedule.compute(rank)):
+            received, sent = schedule.messages(action)
+            for message in sent:
+                channels[rank, message.peer, message.direction].append(message)
+            for message in received:
+                wanted[rank, message.key] = max(place - 1, 0), message
+    posts: dict[tuple[int, int], list[Message]] = defaultdict(list)  # (rank, place) -> receives posted there
+    for (_, receiver, _), sends in sorted(channels.items()):
+        place, placed = len(schedule.lists[receiver]), []
+        for send in reversed(sends):
+            if (receiver, send.key) not in wanted:
+                raise PlanError(f"{schedule.name}: no action of rank {receiver} takes what {send} sends")
+            own_place, message = wanted[receiver, send.key]
+            place = min(place, own_place)  # not after any later message of the channel
+            placed.append((place, message))
+        for at, message in reversed(placed):
+            posts[receiver, at].append(message)
+    lists = []
+    for rank in range(schedule.num_ranks):
+        steps: list[Action | Message] = []
+        for place, action in enumerate(schedule.compute(rank)):
+            steps += [*posts[rank, place], action, *schedule.messages(action)[1]]
+        lists.append(tuple(steps))
+    return replace(schedule, lists=tuple(lists))
+
+
+def check_edges(edges: Iterable[tuple[int, int, str]], num_stages: int) -> tuple[Edge, ...]:
+    """The edges as values, each from an earlier stage to a later one, none twice."""
+    found = tuple(Edge(*edge) for edge in edges)
+    for edge in found:
+        if not 0 <= edge.source < edge.target < num_stages:
+            raise PlanError(
+                f"edge '{edge.name}' goes from stage {edge.source} to stage {edge.target}; "
+                f"it must go from an earlier stage to a later one among 0..{num_stages - 1}"
+            )
+        if found.count(edge) > 1:
+            raise PlanError(
+                f"edge '{edge.name}' from stage {edge.source} to {edge.target} is listed twice; name it once"
+            )
+    return found
