@@ -102,7 +102,7 @@ def test_neighbours_are_runs_along_the_axis() -> None:
         mesh = Mesh(Plan(shard=Shard(4), tensor=Tensor(2)))
         first, again, alone = mesh.neighbours("shard", 2), mesh.neighbours("shard", 2), mesh.neighbours("shard", 1)
         assert first.group is again.group
-        assert first.name == "shard"
+        assert first.name == "shard:2"
         assert (alone.degree, alone.index, alone.group) == (1, 0, None)
         return [first.degree, first.index, peers(first), peers(mesh.neighbours("shard", 4)), peers(alone)]
 

@@ -316,6 +316,13 @@ def test_broken_messages_are_named(steps: Steps, words: str) -> None:
     assert words in refused(edited(FULL, 1, steps))
 
 
+def test_a_send_that_comes_too_late_is_a_deadlock() -> None:
+    first = FULL.lists[0]  # F0 sf0 rb0 F1 sf1 rb1 B0 B1
+    late = (first[0], *first[2:4], *first[5:], first[1], first[4])
+    words = refused(edited(FULL, 0, late))
+    assert "rank 0 waits at the backward of micro-batch 0 at stage 0" in words
+
+
 def test_lists_can_be_merged_onto_one_rank() -> None:
     """What a failover does: rank 0 takes over stage 1, whose messages become local."""
     pairs = (

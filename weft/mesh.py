@@ -70,7 +70,7 @@ class Mesh:
         assert whole.degree % degree == 0
         runs = ranks_of(self.plan, name).view(-1, degree)
         group = self._group_among(runs, f"{name}:{degree}") if degree > 1 else None
-        return Axis(name, degree, whole.index % degree, group, self.ledger)
+        return Axis(f"{name}:{degree}", degree, whole.index % degree, group, self.ledger)
 
     @property
     def is_first(self) -> bool:

@@ -145,6 +145,7 @@ class _Finder:
         self.scaled: dict[str, Scaled] = {}
         self.done: set[str] = set()
         self.places: dict[int, str] = {}
+        self.proofs: dict[Any, Proof | str] = {}
         self.blocks = tuple(find_blocks(model))
         self.last = next((n for n, m in reversed(list(model.named_modules())) if is_linear(m)), "")
 
@@ -235,7 +236,7 @@ class _Finder:
         if _is_known(module, fused):
             proof = self._trust(name, module, {*columns, out}, heads.unit)
         else:
-            found = _prove(module, columns, out, (heads,), scaled)
+            found = self._prove(module, columns, out, (heads,), scaled)
             if isinstance(found, str):
                 raise PlanError(
                     f"attention '{name}' ({type(module).__name__}) cannot be split by heads: {found}; take sizes from "
@@ -310,11 +311,26 @@ class _Finder:
         parts = (Part(sizes(linears[row])[0]),)
         if parts[0].num_units < 2 or any(sizes(linears[column])[1] != parts[0].width for column in columns):
             return set()
-        proof = _prove(module, dict.fromkeys(columns, parts), row, parts, Scaled((), 0))
+        proof = self._prove(module, dict.fromkeys(columns, parts), row, parts, Scaled((), 0))
         if isinstance(proof, str):
             return set()
         self._add_pair(name, linears, dict.fromkeys(columns, parts), row, parts, proof)
         return {*columns, row}
+
+    def _prove(
+        self,
+        module: nn.Module,
+        columns: dict[str, tuple[Part, ...]],
+        row: str,
+        row_parts: tuple[Part, ...],
+        scaled: Scaled,
+    ) -> Proof | str:
+        """One probe serves all layers that look alike: of the same classes, with the same sizes and settings."""
+        looks = tuple((type(inner), tuple(_settings(inner))) for inner in module.modules())
+        key = repr(module), looks, tuple(columns.items()), row, row_parts, scaled
+        if key not in self.proofs:
+            self.proofs[key] = _prove(module, columns, row, row_parts, scaled)
+        return self.proofs[key]
 
     def _single(self, name: str, module: nn.Module) -> None:
         in_block = any(name == block or name.startswith(f"{block}.") for block in self.blocks)
@@ -367,6 +383,12 @@ def _prove(
         scaled.apply,
     )
     return prove_pair(module, shares)
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    shapes = ((name, tuple(parameter.shape)) for name, parameter in module._parameters.items() if parameter is not None)
+    yield from shapes
+    yield from ((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str)))
 
 
 def _stack(parts: Sequence[Part], degree: int, index: int) -> tuple[Interval, ...]:

@@ -144,7 +144,8 @@ def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:
         return (ranks_per_node, num_nodes) if level == "node" else (_span(axis, plan, ranks_per_node)[0], num_local)
     if axis in JOINT_AXES:
         return 1, math.prod(plan.degree(member) for member in JOINT_AXES[axis])
-    return plan.inner(axis), plan.degree(axis)
+    axis, _, neighbours = axis.partition(":")
+    return plan.inner(axis), int(neighbours) if neighbours else plan.degree(axis)
 
 
 def _flops_per_second(run: Run, cluster: Cluster) -> float | None:

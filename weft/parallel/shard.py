@@ -95,7 +95,7 @@ def _sums(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key
     """Slices whose gradients are partial sums over an axis of the model's split."""
     for layout in trained_layouts(profile, plan):
         for axis in layout.sums:
-            one = ((axis.partition(":")[0], "all_reduce"), layout.slice_numel * master_bytes(plan))
+            one = ((axis, "all_reduce"), layout.slice_numel * master_bytes(plan))
             yield from [one] * reductions_per_step(plan, split)
 
 

@@ -28,12 +28,11 @@ def split_norm(module: Any, axis: Axis, hidden: Tensor) -> Tensor:
 
 
 def is_plain_norm(module: nn.Module) -> bool:
-    """Whether a norm computes what `split_norm` does: some add one to their weight, or norm several dims."""
+    """Whether a norm with parameters computes what `split_norm` does: some add one to their weight, or norm several dims."""
     generator = torch.Generator().manual_seed(0)
     try:
         copy = random_copy(module, generator)
-        width = next(copy.parameters()).shape[-1] if next(copy.parameters(), None) is not None else 8
-        value = torch.randn(2, 4, width, dtype=torch.float64, generator=generator)
+        value = torch.randn(2, 4, next(copy.parameters()).shape[-1], dtype=torch.float64, generator=generator)
         with torch.no_grad():
             return torch.allclose(copy(value), split_norm(copy, ALONE, value), rtol=TOLERANCE, atol=TOLERANCE)
     except Exception:  # anything that the user's code may raise

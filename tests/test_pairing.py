@@ -1,0 +1,506 @@
+"""Which linears pair up, and why others do not: a split is proved by parts that add up, never by names alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from weft.cut import Cut, share, share_units, stack
+from weft.errors import PlanError
+from weft.models import GPT2, Decoder, DecoderConfig, GPT2Config
+from weft.pairing import Pairing, Part, is_norm, pair
+from weft.parallel.tensor_cuts import parameter_cuts
+from weft.parallel.tensor_norm import is_plain_norm
+from weft.plan import Plan
+from weft.plan import Tensor as TensorPlan
+from weft.probe import is_feature_wise
+
+WIDTH = 16
+
+
+class Attention(nn.Module):
+    """A user's attention, with every habit that matters as an option."""
+
+    def __init__(self, *habits: str, heads: int = 4) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.habits = heads, WIDTH // heads, habits
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.gamma = nn.Parameter(torch.randn(WIDTH)) if "layer scale" in habits else None
+        self.norm = nn.LayerNorm(WIDTH) if "norm first" in habits else nn.Identity()
+        self.head_norm = nn.LayerNorm(self.head_dim) if "head norm" in habits else nn.Identity()
+        self.inside = nn.Linear(self.head_dim, self.head_dim) if "linear inside" in habits else nn.Identity()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, sequence, width = hidden.shape
+        fused = self.qkv(self.norm(hidden))
+        if "interleaved" in self.habits:  # as BLOOM and GPT-NeoX have it
+            query, key, value = fused.view(batch, sequence, self.num_heads, 3, self.head_dim).unbind(3)
+        else:
+            query, key, value = fused.view(batch, sequence, 3, self.num_heads, self.head_dim).unbind(2)
+        query = self.inside(self.head_norm(query))
+        if "gate by input" in self.habits:
+            query = query * hidden.mean(-1, keepdim=True)[..., None]
+        mixed = F.scaled_dot_product_attention(*(heads.transpose(1, 2) for heads in (query, key, value)))
+        mixed = mixed.transpose(1, 2)
+        out: Tensor = self.proj(mixed.reshape(batch, sequence, width if "width of input" in self.habits else -1))
+        out = out if self.gamma is None else out * self.gamma
+        return hidden + out if "residual" in self.habits else out
+
+
+class Separate(nn.Module):
+    """q, k, v and o, with fewer key heads, counted by its own attributes."""
+
+    def __init__(self, key_heads: int = 2) -> None:
+        super().__init__()
+        self.n_heads, self.n_kv_heads = 4, key_heads
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 4 * key_heads), nn.Linear(WIDTH, 4 * key_heads)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, sequence, _ = hidden.shape
+        query = self.q(hidden).view(batch, sequence, self.n_heads, 4).transpose(1, 2)
+        key, value = (m(hidden).view(batch, sequence, self.n_kv_heads, 4).transpose(1, 2) for m in (self.k, self.v))
+        mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class Mix(nn.Module):
+    """Two linears (or three) with something between them."""
+
+    def __init__(self, between: str, first: int = WIDTH, last: int = WIDTH, middle: int = 24) -> None:
+        super().__init__()
+        self.between = between
+        self.fc1, self.fc2 = nn.Linear(first, middle), nn.Linear(middle, last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.per_feature = nn.Parameter(torch.ones(middle)) if between == "per feature" else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.fc1(hidden)
+        if self.between == "softmax":
+            inner = inner.softmax(-1)
+        elif self.between == "norm":
+            inner = F.layer_norm(inner, inner.shape[-1:])
+        elif self.between == "scale":
+            inner = F.gelu(inner) * self.scale
+        elif self.between == "per feature":
+            inner = inner * self.per_feature
+        elif self.between == "input":
+            inner = inner * hidden.sum(-1, keepdim=True)
+        elif self.between == "weight":
+            return F.linear(F.gelu(inner), self.fc2.weight, self.fc2.bias)
+        elif self.between == "twice":
+            inner = inner + F.pad(self.fc2(inner), (0, inner.shape[-1] - self.fc2.out_features))
+        out: Tensor = self.fc2(F.gelu(inner))
+        return out * self.scale if self.between == "outer scale" else out
+
+
+class Around(nn.Module):
+    """A model of one block with a head."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([inner])
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.head(self.blocks[0](hidden))
+        return out
+
+
+def kinds(inner: nn.Module) -> dict[str, str]:
+    """The kind of every linear in the block."""
+    return {name[len("blocks.0.") :]: split.kind for name, split in pair(Around(inner)).splits.items() if "0" in name}
+
+
+# --- what pairs
+
+
+def test_shipped_decoder() -> None:
+    found = pair(Decoder(DecoderConfig(**_sizes(), architecture="qwen3", num_key_value_heads=2)))
+    layer = "model.layers.1"
+    assert {name[len(layer) + 1 :]: split.kind for name, split in found.splits.items() if name.startswith(layer)} == {
+        "self_attn.q_proj": "column",
+        "self_attn.k_proj": "column",
+        "self_attn.v_proj": "column",
+        "self_attn.o_proj": "row",
+        "mlp.gate_proj": "column",
+        "mlp.up_proj": "column",
+        "mlp.down_proj": "row",
+    }
+    assert found.splits["lm_head"].kind == "head"
+    assert found.embeddings == ("model.embed_tokens",)
+    assert found.splits[f"{layer}.self_attn.k_proj"].parts == (Part(2, 4, is_key=True),)
+    assert found.splits[f"{layer}.mlp.up_proj"].parent == f"{layer}.mlp"  # both enter once
+    assert {name.rpartition("layers.")[2] for name in found.inner} == {
+        f"{i}.self_attn.{which}_norm.weight" for i in (0, 1) for which in "qk"
+    }
+
+
+def test_shipped_gpt2() -> None:
+    found = pair(GPT2(GPT2Config(vocab_size=61, n_positions=8, n_embd=16, n_layer=1, n_head=4)))
+    assert {name.rpartition("h.0.")[2]: split.kind for name, split in found.splits.items()} == {
+        "attn.c_attn": "column",
+        "attn.c_proj": "row",
+        "mlp.c_fc": "column",
+        "mlp.c_proj": "row",
+        "lm_head": "head",
+    }
+    assert found.splits["transformer.h.0.attn.c_attn"].parts == (Part(4, 4),) * 3
+    assert found.embeddings == ("transformer.wte", "transformer.wpe")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_transformers_decoders(kind: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**_sizes(), num_key_value_heads=2, head_dim=4)
+    found = pair(getattr(transformers, f"{kind}ForCausalLM")(config))
+    assert [split.kind for split in found.splits.values()].count("column") == 10
+    assert [split.kind for split in found.splits.values()].count("row") == 4
+    assert found.scaled["model.layers.0.self_attn"].num_key_heads == 2
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+def test_an_attention_of_ones_own_with_few_key_heads(key_heads: int) -> None:
+    found = pair(Around(Separate(key_heads)))
+    assert {name[9:]: split.kind for name, split in found.splits.items() if "0" in name} == {
+        "q": "column",
+        "k": "column",
+        "v": "column",
+        "o": "row",
+    }
+    assert found.splits["blocks.0.k"].parts == (Part(key_heads, 4, is_key=True),)
+    assert set(found.scaled["blocks.0"].attributes) == {"n_heads", "n_kv_heads"}
+    assert found.splits["blocks.0.q"].parent == "blocks.0"
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 16])
+def test_fused_attention(heads: int) -> None:
+    found = pair(Around(Attention(heads=heads)))
+    assert found.splits["blocks.0.qkv"].parts == (Part(heads, WIDTH // heads),) * 3
+    assert found.inner == frozenset()
+
+
+def test_what_surrounds_the_heads_decides_where_the_region_begins() -> None:
+    # The input enters at the module only if nothing else takes it: a residual's gradient must not be summed.
+    assert pair(Around(Attention())).splits["blocks.0.qkv"].parent == "blocks.0"
+    for habit in ("residual", "norm first"):
+        assert pair(Around(Attention(habit))).splits["blocks.0.qkv"].parent is None
+
+
+def test_parameters_inside_and_outside_of_the_heads() -> None:
+    assert pair(Around(Attention("head norm"))).inner == {"blocks.0.head_norm.weight", "blocks.0.head_norm.bias"}
+    assert pair(Around(Attention("layer scale", "norm first"))).inner == frozenset()
+
+
+@pytest.mark.parametrize("between", ["plain", "scale", "outer scale"])
+def test_two_linears_with_element_wise_work_between_them(between: str) -> None:
+    assert kinds(Mix(between)) == {"fc1": "column", "fc2": "row"}
+    # A number that scales the inside gets a partial gradient on each rank, one behind the row does not.
+    assert pair(Around(Mix(between))).inner == ({"blocks.0.scale"} if between == "scale" else frozenset())
+
+
+@pytest.mark.parametrize("between", ["softmax", "norm", "per feature", "input", "weight", "twice"])
+def test_two_linears_that_cannot_be_proved_are_gathered(between: str) -> None:
+    assert kinds(Mix(between)) == {"fc1": "gathered", "fc2": "gathered"}
+
+
+def test_a_chain_pairs_over_element_wise_layers_only() -> None:
+    layers: list[nn.Module] = [nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH), nn.LayerNorm(WIDTH)]
+    layers += [nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, WIDTH)]
+    assert kinds(nn.Sequential(*layers)) == {"0": "column", "2": "row", "4": "gathered", "6": "gathered"}
+
+
+def test_a_chain_with_a_forward_of_its_own_is_not_taken_for_a_chain() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, hidden: Tensor) -> Tensor:
+            inner = self[0](hidden)
+            out: Tensor = self[2](inner.softmax(-1))
+            return out
+
+    assert kinds(Residual(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, WIDTH))) == {"0": "gathered", "2": "gathered"}
+
+
+def test_names_of_a_gated_mlp_do_not_make_one() -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w1, self.w2, self.w3 = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            out: Tensor = self.w3(self.w2(self.w1(hidden).relu()).relu())
+            return out
+
+    assert set(kinds(Deep()).values()) == {"gathered"}
+
+
+def test_probing_neither_computes_large_matrices_nor_touches_the_random_state() -> None:
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        model = Around(Mix("plain", first=1 << 14, middle=1 << 16, last=1 << 14))
+    found = pair(model)  # 2^30 elements in each of two weights: 16 GiB in float64
+    assert {split.kind for split in found.splits.values()} == {"column", "row", "head"}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    model = Around(Attention())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    pair(model)
+    assert model.blocks[0].num_heads == 4
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    ("habit", "reason"),
+    [
+        ("interleaved", "the parts of qkv and proj do not add up to the whole result"),
+        ("width of input", r"RuntimeError: shape '\[2, 4, 16\]' is invalid"),
+        ("linear inside", "'inside' works between qkv and proj"),
+        ("gate by input", "its input is used between qkv and proj"),
+    ],
+)
+def test_attention_that_cannot_be_split_by_heads(habit: str, reason: str) -> None:
+    with pytest.raises(PlanError, match=rf"attention 'blocks.0' \(Attention\) cannot be split by heads: {reason}"):
+        pair(Around(Attention(habit)))
+
+
+def test_attention_with_several_inputs() -> None:
+    class Cross(Separate):
+        def forward(self, query: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(query) + memory
+
+    with pytest.raises(PlanError, match="missing 1 required positional argument: 'memory'"):
+        pair(Around(Cross()))
+
+
+def test_transformers_that_lay_out_fused_projections_in_their_own_way() -> None:
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=4))
+    with pytest.raises(PlanError, match=r"self_attention' \(BloomAttention\) cannot be split by heads"):
+        pair(model)
+
+
+def test_transformers_attention_with_more_than_norms_of_heads() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=61, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
+    with pytest.raises(PlanError, match=r"relative_attention_bias.weight' .* is inside attention and not a norm"):
+        pair(T5ForConditionalGeneration(config))
+
+
+def test_transformers_embedding_that_scales() -> None:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    config = GemmaConfig(**_sizes(), num_key_value_heads=2, head_dim=4)
+    with pytest.raises(PlanError, match=r"'model\.embed_tokens' has the forward of GemmaTextScaledWordEmbedding"):
+        pair(GemmaForCausalLM(config))
+
+
+class Hidden(nn.Module):
+    """A matrix outside any linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+
+class Scaled(nn.Embedding):
+    """As Gemma's and BART's."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * 4
+
+
+def test_what_hides_its_weights() -> None:
+    with pytest.raises(PlanError, match=r"'blocks.0' is an nn.MultiheadAttention, .*; use separate nn.Linear"):
+        pair(Around(nn.MultiheadAttention(WIDTH, 4)))
+    with pytest.raises(PlanError, match=r"'blocks.0.matrix' \(16, 16\) of Hidden is a matrix outside any nn.Linear"):
+        pair(Around(Hidden()))
+    with pytest.raises(PlanError, match=r"'blocks.0.weight_ih_l0' .* of LSTM"):
+        pair(Around(nn.LSTM(WIDTH, WIDTH)))
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Scaled, "the forward of Scaled"),
+        (partial(nn.Embedding, max_norm=1.0), "max_norm"),
+        (partial(nn.Embedding, scale_grad_by_freq=True), "scale_grad_by_freq"),
+    ],
+)
+def test_embeddings_that_are_more_than_a_table(make: Any, what: str) -> None:
+    with pytest.raises(PlanError, match=rf"the embedding 'blocks.0' has {what}, which weft does not split over x"):
+        pair(Around(make(61, WIDTH)))
+
+
+def test_one_linear_in_two_places() -> None:
+    shared = nn.Linear(WIDTH, WIDTH)
+    model = nn.Sequential(nn.Sequential(shared, nn.LayerNorm(WIDTH)), nn.Sequential(shared, nn.LayerNorm(WIDTH)))
+    with pytest.raises(PlanError, match=r"'0.0' and '1.0' are one linear in two places"):
+        pair(model)
+
+
+def test_one_weight_that_would_be_split_in_two_ways() -> None:
+    inner = Mix("plain", middle=WIDTH)
+    inner.fc2.weight = inner.fc1.weight
+    with pytest.raises(PlanError, match=r"'blocks.0.fc1' and 'blocks.0.fc2' share one weight"):
+        pair(Around(inner))
+
+
+def test_heads_that_nobody_counts() -> None:
+    inner = Attention()
+    del inner.num_heads, inner.head_dim
+    with pytest.raises(
+        PlanError, match=r"'blocks\.0\.qkv' has 48 outputs, which are not three equal parts of whole heads"
+    ):
+        pair(Around(inner))
+
+
+def test_projections_of_other_widths_than_the_heads() -> None:
+    inner = Attention()
+    inner.proj = nn.Linear(2 * WIDTH, WIDTH)
+    with pytest.raises(PlanError, match="its query heads have 16 features but 'proj' takes 32"):
+        pair(Around(inner))
+
+
+# --- over y
+
+
+class PlusOne(nn.RMSNorm):
+    """Gemma's: the weight is added to one."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, self.normalized_shape, 1 + self.weight, self.eps)
+
+
+class UnitLength(nn.Module):
+    """A norm that weft does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.normalize(hidden, dim=-1) * self.weight
+
+
+class LayerScale(UnitLength):
+    """Each feature alone."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight
+
+
+def test_norms_are_split_over_y_only_if_they_compute_what_weft_would() -> None:
+    assert is_plain_norm(nn.LayerNorm(WIDTH))
+    assert is_plain_norm(nn.RMSNorm(WIDTH, eps=1e-3))
+    assert not is_plain_norm(PlusOne(WIDTH))
+    assert not is_plain_norm(nn.LayerNorm((4, WIDTH)))
+
+
+def test_transformers_norms() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    assert all(is_norm(norm) for norm in (LlamaRMSNorm(WIDTH), GemmaRMSNorm(WIDTH)))
+    assert is_plain_norm(LlamaRMSNorm(WIDTH))
+    assert not is_plain_norm(GemmaRMSNorm(WIDTH))
+
+
+def test_other_modules_are_split_over_y_only_if_they_treat_each_feature_alone() -> None:
+    assert is_feature_wise(LayerScale())
+    assert not is_feature_wise(UnitLength())
+    assert not is_feature_wise(nn.Conv2d(3, WIDTH, 4))
+
+
+# --- the arithmetic of cuts
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_shares_are_even_and_cover_everything(size: int, degree: int) -> None:
+    parts = [share(size, degree, index) for index in range(degree)]
+    assert parts[0][0] == 0
+    assert parts[-1][1] == size
+    assert all(left[1] == right[0] for left, right in itertools.pairwise(parts))
+    widths = [end - begin for begin, end in parts]
+    assert max(widths) - min(widths) <= 1
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.sampled_from([1, 2, 3, 4, 6, 12]))
+def test_heads_are_never_cut(num_units: int, unit: int, degree: int) -> None:
+    for index in range(degree):
+        begin, end = share_units(num_units, unit, degree, index)
+        assert begin % unit == end % unit == 0
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
+def test_few_key_heads_are_repeated_for_the_queries_that_share_them(num_keys: int, degree: int) -> None:
+    queries, keys = Part(8, 4), Part(num_keys, 4, is_key=True)
+    for index in range(degree):
+        begin, end = (bound // 4 for bound in queries.share(degree, index))
+        wanted = {query * num_keys // 8 for query in range(begin, end)}
+        first, last = (bound // 4 for bound in keys.share(degree, index))
+        assert wanted == set(range(first, last))
+
+
+def test_fused_parts_are_stacked() -> None:
+    cut = Cut((12, 1), (stack([4, 4, 4], [(2, 4), (2, 4), (2, 4)]), ((0, 1),)))
+    assert cut.local_shape == (6, 1)
+    assert cut.take(torch.arange(12)[:, None]).flatten().tolist() == [2, 3, 6, 7, 10, 11]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("x", "y"), [(1, 2), (2, 1), (2, 2), (4, 2), (8, 1)])
+def test_every_element_is_held_as_often_as_its_cut_says(x: int, y: int, sequence: bool) -> None:
+    model = Decoder(
+        DecoderConfig(**{**_sizes(), "num_attention_heads": 8}, architecture="qwen3", num_key_value_heads=2)
+    )
+    found = pair(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = {name: torch.zeros(shape, dtype=torch.long) for name, shape in shapes.items()}
+    firsts = dict.fromkeys(shapes, 0)
+    for at in [{"x": i, "y": j} for i in range(x) for j in range(y)]:
+        for name, cut in parameter_cuts(found, shapes, Plan(tensor=TensorPlan(x, y, sequence)), at).items():
+            number = torch.arange(math.prod(cut.shape)).view(cut.shape)
+            held[name].view(-1)[cut.take(number).flatten()] += 1
+            firsts[name] += math.prod(cut.local_shape) * cut.is_first
+    for name, shape in shapes.items():
+        replicas = parameter_cuts(found, shapes, Plan(tensor=TensorPlan(x, y, sequence)), {"x": 0, "y": 0})[
+            name
+        ].replicas
+        assert (held[name] == replicas).all(), name
+        assert firsts[name] == math.prod(shape), name
+
+
+def _sizes() -> dict[str, Any]:
+    return {
+        "vocab_size": 61,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+    }
+
+
+def test_a_pairing_knows_the_block_of_a_name() -> None:
+    found = Pairing(blocks=("layers.1", "layers.10"))
+    assert found.block_of("layers.10.fc.weight") == "layers.10"
+    assert found.block_of("layers.1") == "layers.1"
+    assert found.block_of("layers.2.fc") is None
