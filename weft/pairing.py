@@ -176,7 +176,7 @@ class _Finder:
         for name, parameter in self.model.named_parameters():
             large = [size for size in parameter.shape if size > 1]
             module = self.model.get_submodule(name.rpartition(".")[0])
-            if name in self.done or len(large) < 2 or isinstance(module, nn.modules.conv._ConvNd):
+            if name in self.done or len(large) < 2:
                 continue
             if parameter.dim() >= 3 and parameter.shape[0] == 1:
                 continue  # a table of positions or tokens that is added, not multiplied
