@@ -21,6 +21,13 @@ Precision = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 
 
+def _number(value: Any, path: str, keys: str) -> int:
+    """What stands where a table may: a bare degree."""
+    if type(value) is not int:
+        raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ {keys} }}")
+    return value
+
+
 @dataclass(frozen=True)
 class Shard:
     """The `shard` axis. `stage` is ZeRO's: 1 shards optimizer state, 2 also gradients, 3 also parameters."""
@@ -31,9 +38,7 @@ class Shard:
     @classmethod
     def from_shorthand(cls, value: Any, path: str) -> Shard:
         """`shard = 4` is `shard = { degree = 4 }`."""
-        if type(value) is not int:
-            raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ degree, stage }}")
-        return cls(degree=value)
+        return cls(degree=_number(value, path, "degree, stage"))
 
 
 @dataclass(frozen=True)
@@ -50,9 +55,7 @@ class Tensor:
     @classmethod
     def from_shorthand(cls, value: Any, path: str) -> Tensor:
         """`tensor = 2` is `tensor = { x = 2 }`."""
-        if type(value) is not int:
-            raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ x, y, sequence }}")
-        return cls(x=value)
+        return cls(x=_number(value, path, "x, y, sequence"))
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,7 @@ class Context:
     @classmethod
     def from_shorthand(cls, value: Any, path: str) -> Context:
         """`context = 4` is `context = { degree = 4 }`."""
-        if type(value) is not int:
-            raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ degree, kind }}")
-        return cls(degree=value)
+        return cls(degree=_number(value, path, "degree, kind"))
 
 
 @dataclass(frozen=True)
