@@ -103,6 +103,8 @@ def _child(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Pa
             return json.dumps({"result": function(rank)}).encode()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
+            if "fork-based multiprocessing" in text:
+                text += "; this process has computed gradients on a GPU: call it before that, or use `weft verify`"
             return json.dumps({"error": text, "trace": traceback.format_exc(), "at": time.monotonic()}).encode()
 
 
