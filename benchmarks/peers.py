@@ -63,6 +63,13 @@ CONVENTIONS = {
     "step": "count of targets, forward, backward, loss, gradient norm and clipping, fused AdamW; on both sides",
 }
 
+LAYOUTS = {
+    "blocks": "a unit for each block and the root, which stays whole after forward; DDP has buckets of its own",
+    "tensor": "q, k, v, gate, up by columns, o, down by rows; embedding and head by vocabulary; logits stay split",
+    "sequence": "norms and residuals by sequence on both sides; weft keeps its part of a region's input and gathers it "
+    "again in backward, torch keeps the whole: more bytes for less memory",
+}
+
 
 # --- what is compared
 
@@ -292,6 +299,7 @@ def main() -> None:
         "benchmark": "peers",
         "aims": AIMS,
         "conventions": CONVENTIONS,
+        "layouts": LAYOUTS,
         "model": to_table(CONFIG),
         "batch": {"sequences_per_batch_rank": BATCH, "tokens": SEQUENCE, "precision": "fp32"},
         "steps_measured": arguments.steps,
