@@ -55,6 +55,7 @@ def test_ranks_are_laid_out_with_the_last_axis_fastest() -> None:
 def test_axes_talk_to_the_ranks_that_differ_in_them_alone() -> None:
     def rank(_: int) -> dict[str, list[Any]]:
         mesh = Mesh(Plan(data=2, shard=Shard(2), tensor=Tensor(2)))
+        meet()
         return {name: [mesh[name].index, peers(mesh[name])] for name in (*AXES, *JOINT_AXES)}
 
     # Rank 5 is data 1, shard 0, x 1.
