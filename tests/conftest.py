@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# Started in the background, a process ignores Ctrl-C and so do its children, which some tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_configure(config: pytest.Config) -> None:
