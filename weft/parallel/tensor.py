@@ -132,7 +132,8 @@ class _Applier:
                 setattr(norm, "forward", partial(split_norm, norm, self.y))  # noqa: B010
         if self.sequence:
             first, last = (self.model.get_submodule(self.pairing.blocks[end]) for end in (0, -1))
-            first.register_forward_pre_hook(self._before_chain, with_kwargs=True)
+            # First of all hooks: a block may itself be what takes the sequence into a region.
+            first.register_forward_pre_hook(self._before_chain, with_kwargs=True, prepend=True)
             last.register_forward_hook(self._after_chain)
         for name, scaled in self.pairing.scaled.items():
             scaled.apply(self.model.get_submodule(name), self.x.degree)

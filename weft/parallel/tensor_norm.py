@@ -28,7 +28,7 @@ def split_norm(module: Any, axis: Axis, hidden: Tensor) -> Tensor:
 
 
 def is_plain_norm(module: nn.Module) -> bool:
-    """Whether a norm with parameters computes what `split_norm` does: some add one to their weight, or norm several dims."""
+    """Whether a norm with parameters computes what `split_norm` does: some add one to the weight, or norm more dims."""
     generator = torch.Generator().manual_seed(0)
     try:
         copy = random_copy(module, generator)

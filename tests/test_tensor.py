@@ -1,0 +1,851 @@
+"""Axes x and y: every grid against the unsplit model, the formulas by hand, memory, the vocabulary, and refusals.
+
+A covering sample of grids × models × policies runs always, the full product with `-m soak`. The negative controls break
+one thing each, in the parent before the ranks are forked, and the report must say so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import tensor_for_tests as shared
+import torch
+from tensor_for_tests import ALL, OWN, SHIPPED, TRANSFORMERS, WIDTH, check, counted, decoder, failures, made
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft import probe
+from weft.comm import Axis, Ledger
+from weft.errors import PlanError
+from weft.local import run_local
+from weft.mesh import Mesh
+from weft.models import GPT2Config, ModelConfig
+from weft.parallel import cost, parallelize, refuse, tensor, tensor_cuts, tensor_norm, tensor_ops, vocabulary
+from weft.parallel.layout import flat_layouts
+from weft.parallel.tensor import TensorAxes
+from weft.parallel.tensor_cost import localise, traffic
+from weft.parallel.vocabulary import Vocabulary, cross_entropy
+from weft.plan import Context, Memory, Plan, Recompute, Shard, split_batch
+from weft.plan import Tensor as TensorPlan
+from weft.profile import profile
+from weft.train.step import CROSS_ENTROPY, Objective, logits_of, train_step
+from weft.verify import verify
+
+Patch = pytest.MonkeyPatch
+
+
+def grid(x: int = 1, y: int = 1, shard: int = 1, data: int = 1, sequence: bool = False, **others: Any) -> Plan:
+    """A plan over the four axes; the stage of `shard` changes with the grid."""
+    stage: Any = 1 + (x + y + data) % 3
+    return Plan(data=data, shard=Shard(shard, stage), tensor=TensorPlan(x, y, sequence), **others)
+
+
+def again(recompute: Recompute) -> Memory:
+    """A memory policy."""
+    return Memory(recompute)
+
+
+# --- the oracle: a sample that covers each grid, model, policy and switch with several others
+
+CASES: dict[str, tuple[str, Plan, float | None]] = {
+    "x 2": ("tied", grid(2), 1.0),
+    "x 2, sequence": ("biased", grid(2, sequence=True), None),
+    "x 2, kept inputs gathered again over micro-batches": ("gpt2", grid(2, sequence=True, micro_batch=2), 0.1),
+    "x 2, full": ("one key head", grid(2, memory=again("full")), 1.0),
+    "x 2, sequence, selective": ("gpt2", grid(2, sequence=True, memory=again("selective")), 1.0),
+    "x 2, sequence, full": ("tied", grid(2, sequence=True, memory=again("full"), micro_batch=4), 1.0),
+    "y 2": ("gpt2", grid(1, 2), 1.0),
+    "y 2, selective": ("tied", grid(1, 2, memory=again("selective")), None),
+    "x 4": ("two key heads", grid(4), 1e-3),
+    "x 4, sequence, window": ("window", grid(4, sequence=True), 1.0),
+    "x 2 × y 2": ("biased", grid(2, 2, micro_batch=4), 1.0),
+    "x 2 × y 2, sequence": ("one key head", grid(2, 2, sequence=True, memory=again("full")), 1.0),
+    "y 4": ("one key head", grid(1, 4), 1.0),
+    "x 2 × shard 2": ("gpt2", grid(2, 1, 2, micro_batch=1), 1.0),
+    "x 2 × data 2": ("tied", grid(2, 1, 1, 2, sequence=True, micro_batch=2), 1.0),
+    "y 2 × shard 2": ("biased", grid(1, 2, 2, memory=again("full")), 1.0),
+    "x 8": ("one key head", grid(8, sequence=True), 1.0),
+    "x 4 × y 2": ("two key heads", grid(4, 2), 1.0),
+    "x 2 × y 2 × shard 2": ("tied", grid(2, 2, 2, micro_batch=2), 1.0),
+    "x 2 × y 2 × shard 2, sequence": ("gpt2", grid(2, 2, 2, sequence=True, memory=again("selective")), 1.0),
+    "x 2 × shard 2 × data 2": ("one key head", grid(2, 1, 2, 2, sequence=True, micro_batch=1), 1.0),
+    "y 2 × shard 2 × data 2": ("tied", grid(1, 2, 2, 2), None),
+}
+
+
+@pytest.mark.parametrize(("name", "plan", "clip"), CASES.values(), ids=CASES.keys())
+def test_shipped_models(name: str, plan: Plan, clip: float | None) -> None:
+    check(name, plan, clip).require()
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("Llama", grid(2, 2, micro_batch=4)),
+        ("Llama", grid(4, sequence=True)),
+        ("Mistral", grid(2, 1, 2, sequence=True)),
+        ("Qwen2", grid(2, 2, sequence=True, memory=Memory("full"))),
+        ("GPT2", grid(2, 1, 1, 2, memory=Memory("selective"))),
+        ("GPT2", grid(2, 2, sequence=True)),
+    ],
+)
+def test_transformers_models(kind: str, plan: Plan, monkeypatch: Patch) -> None:
+    shared.with_exact_norms(monkeypatch)
+    check(kind, plan).require()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [grid(2, micro_batch=4), grid(4, sequence=True), grid(2, 1, 2, memory=Memory("full"))],
+    ids=Plan.describe_axes,
+)
+def test_a_vision_transformer_of_ones_own(plan: Plan) -> None:
+    check("vit", plan).require()
+
+
+@pytest.mark.parametrize(
+    "plan", [grid(2), grid(4, 1, 1, 2), grid(2, 1, 2, memory=Memory("full"))], ids=Plan.describe_axes
+)
+def test_a_chain_of_linears(plan: Plan) -> None:
+    check("chain", plan).require()
+
+
+FROZEN = {
+    "first block": ("model.embed_tokens", "model.layers.0."),
+    "a column and a row": ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj"),
+    "all but one norm": ("model.layers.0", "model.layers.1.self_attn", "model.layers.1.mlp"),
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN.keys())
+@pytest.mark.parametrize("plan", [grid(2, sequence=True), grid(2, 2, memory=Memory("full"))], ids=Plan.describe_axes)
+def test_frozen_parts(frozen: tuple[str, ...], plan: Plan) -> None:
+    check("", plan, make=made(decoder(num_key_value_heads=4), *frozen)).require()
+
+
+class Repeated(nn.Module):
+    """A block that is called again after another."""
+
+    block: type[nn.Module] = shared.MLP
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(12, WIDTH)
+        self.layers = nn.ModuleList(self.block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        hidden = self.enter(patches)
+        for layer in (self.layers[0], self.layers[1], self.layers[0]):
+            hidden = layer(hidden)
+        logits: Tensor = self.head(hidden[:, 0])
+        return logits
+
+
+class Once(Repeated):
+    """Blocks that are themselves what is paired."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers[1](self.layers[0](self.enter(patches)))[:, 0])
+        return logits
+
+
+def image_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Eight patches, no class token."""
+    patches, labels = shared.image_batch(step)
+    return torch.cat([patches, patches[:, :1]], 1), labels
+
+
+@pytest.mark.parametrize(
+    "plan", [grid(2), grid(2, sequence=True), grid(2, 1, 2, sequence=True)], ids=Plan.describe_axes
+)
+def test_blocks_that_are_pairs_themselves(plan: Plan) -> None:
+    verify(Once, image_batch, plan).require()
+
+
+def test_a_block_that_is_called_twice() -> None:
+    verify(Repeated, shared.image_batch, grid(2)).require()
+
+
+def test_two_forwards_before_one_backward() -> None:
+    def total(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        passes = [logits_of(model(tokens)) for tokens in (batch[0], batch[0].flip(1))]
+        return sum(
+            (cross_entropy(logits, batch[1], vocabulary.vocabulary_of(model))[0] for logits in passes), torch.zeros(())
+        )
+
+    report = verify(SHIPPED["tied"], shared.token_batch, grid(2), objective=Objective(CROSS_ENTROPY.count, total))
+    # Twice what one forward is predicted to say; all the numbers are right.
+    assert failures(report) == {"traffic: x all_reduce"}
+
+
+def test_bf16_computes_about_the_same() -> None:
+    def rank(index: int) -> list[float]:
+        plan = grid(2, sequence=True, precision="bf16")
+        mesh = Mesh(plan)
+        model = parallelize(SHIPPED["tied"](), plan, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return [train_step(model, optimizer, [shared.token_batch(0)], mesh).loss.item() for _ in range(4)]
+
+    model = SHIPPED["tied"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    alone = Mesh(Plan())
+    expected = [train_step(model, optimizer, [shared.token_batch(0)], alone).loss.item() for _ in range(4)]
+    for found in run_local(rank, 2):
+        assert found == pytest.approx(expected, rel=2e-2)
+        assert found[-1] < found[0]
+
+
+# --- negative controls
+
+
+def broken(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None) -> set[str]:
+    """What the report found wrong; something must be."""
+    found = failures(check(name, plan, make=make))
+    assert found
+    return found
+
+
+def without_traffic(found: set[str]) -> bool:
+    """Whether the ledger did not help to find it."""
+    return not any(what.startswith("traffic") for what in found)
+
+
+def test_finds_a_skipped_all_reduce_of_dI_over_x(monkeypatch: Patch) -> None:  # noqa: N802
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        counted(ctx.region.axis, "all_reduce", gradients[0])
+        return gradients[0], None
+
+    monkeypatch.setattr(tensor_ops._Start, "backward", staticmethod(backward))
+    found = broken("tied", grid(2))
+    assert "worst gradient" in found
+    assert without_traffic(found)
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, axis: str) -> None:
+    original = tensor_ops._Leave.forward
+
+    def forward(ctx: Any, value: Tensor, over: Axis) -> Tensor:
+        if over.name != axis:
+            return original(ctx, value, over)
+        counted(over, "all_reduce", value)
+        return value.clone()
+
+    monkeypatch.setattr(tensor_ops._Leave, "forward", staticmethod(forward))
+    found = broken("tied", grid(2, 2))
+    assert "loss" in found
+    assert without_traffic(found)
+
+
+def test_finds_key_heads_whose_gradients_are_not_summed(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(Mesh, "neighbours", lambda self, name, degree: Axis(name, 1, 0, None, Ledger()))
+    assert "worst gradient" in broken("one key head", grid(2))
+
+
+def test_finds_gradients_inside_regions_that_are_not_summed(monkeypatch: Patch) -> None:
+    other = tensor_cuts._CutMaker._other
+
+    def forgetful(self: Any, name: str, shape: tuple[int, ...]) -> Any:
+        cut = other(self, name, shape)
+        return replace(cut, sums=()) if name in self.pairing.inner else cut
+
+    monkeypatch.setattr(tensor_cuts._CutMaker, "_other", forgetful)
+    for name in ("one key head", "vit"):  # norms of heads; a number between two linears
+        found = broken(name, grid(2))
+        assert "worst gradient" in found
+        assert without_traffic(found)
+
+
+def test_finds_gradients_outside_regions_that_are_summed(monkeypatch: Patch) -> None:
+    other = tensor_cuts._CutMaker._other
+    monkeypatch.setattr(tensor_cuts._CutMaker, "_other", lambda *given: replace(other(*given), sums=("x",)))
+    assert "worst gradient" in broken("tied", grid(2))
+
+
+def test_finds_norms_whose_gradients_are_not_summed_with_sequence(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(tensor_cuts._CutMaker, "_outside_sums", lambda self, name: ())
+    found = broken("tied", grid(2, sequence=True))
+    assert "worst gradient" in found
+    assert without_traffic(found)
+
+
+def test_finds_a_bias_that_every_rank_of_x_adds_before_the_sum(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(tensor, "_add_bias", lambda value, module: value)
+    linear = tensor_ops.Region.linear
+
+    def with_bias(self: Any, value: Tensor, weight: Tensor, turned: bool) -> Tensor:
+        bias = biases.get(id(weight))
+        out = linear(self, value, weight, turned)
+        return out if bias is None else out + bias
+
+    row, column = tensor._Applier._row, tensor._Applier._column
+    biases: dict[int, Tensor] = {}
+
+    def remember(original: Any) -> Any:
+        def forward(self: Any, module: Any, split: Any, value: Tensor) -> Tensor:
+            biases[id(module.weight)] = module.bias
+            out: Tensor = original(self, module, split, value)
+            return out
+
+        return forward
+
+    monkeypatch.setattr(tensor_ops.Region, "linear", with_bias)
+    monkeypatch.setattr(tensor._Applier, "_row", remember(row))
+    monkeypatch.setattr(tensor._Applier, "_column", remember(column))
+    assert "loss" in broken("biased", grid(2))
+
+
+def test_finds_a_wrong_offset_of_the_vocabulary(monkeypatch: Patch) -> None:
+    def shifted(begin: int, end: int, num_classes: int, axis: Axis) -> Vocabulary:
+        return Vocabulary(begin + axis.index, end + axis.index, num_classes, axis)
+
+    monkeypatch.setattr(tensor, "Vocabulary", shifted)
+    found = broken("tied", grid(2))
+    assert "loss" in found
+    assert without_traffic(found)
+
+
+def test_finds_a_wrong_offset_of_the_embedding(monkeypatch: Patch) -> None:
+    def shifted(module: nn.Embedding, tokens: Tensor, begin: int, axis: Axis) -> Tensor:
+        return vocabulary.split_embedding(module, tokens, begin + axis.index, axis)
+
+    monkeypatch.setattr(tensor, "split_embedding", shifted)
+    assert "loss" in broken("two key heads", grid(2))
+
+
+def test_finds_an_input_that_is_gathered_again_in_the_wrong_order(monkeypatch: Patch) -> None:
+    wait = tensor_ops._Again.wait
+    calls = itertools.count()
+
+    def turned(self: Any) -> Tensor:
+        whole = wait(self)
+        return whole.flip(1) if torch._C._current_graph_task_id() != -1 and next(calls) == 0 else whole
+
+    monkeypatch.setattr(tensor_ops._Again, "wait", turned)
+    found = broken("tied", grid(2, sequence=True))
+    assert "worst gradient" in found
+    assert without_traffic(found)
+
+
+def test_finds_moments_that_are_not_summed_over_y(monkeypatch: Patch) -> None:
+    norm = tensor_norm.split_norm
+    monkeypatch.setattr(
+        tensor, "split_norm", lambda module, axis, hidden: norm(module, replace(axis, degree=1), hidden)
+    )
+    assert "loss" in broken("gpt2", grid(1, 2))
+
+
+def test_finds_a_split_that_names_alone_would_allow(monkeypatch: Patch) -> None:
+    # What the probe is for: with it switched off, interleaved heads are split as if they were stacked.
+    class Interleaved(shared.Attention):
+        def forward(self, hidden: Tensor) -> Tensor:
+            heads = self.qkv(self.norm(hidden)).unflatten(-1, (self.num_heads, 3, self.head_dim))
+            query, key, value = heads.permute(3, 0, 2, 1, 4)
+            mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value)
+            out: Tensor = hidden + self.gamma * self.proj(mixed.transpose(1, 2).flatten(2))
+            return out
+
+    monkeypatch.setattr(shared, "Attention", Interleaved)
+    with pytest.raises(PlanError, match="do not add up"):
+        check("vit", grid(2))
+    monkeypatch.setattr(probe, "_equal", lambda found, expected: True)
+    assert "loss" in broken("vit", grid(2))
+
+
+# --- traffic by hand
+
+
+def test_formulas_of_a_pair_by_hand() -> None:
+    hidden, tokens, x, y = 8, 6, 2, 4
+    first, second = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = first, second
+
+        def forward(self, value: Tensor) -> Tensor:
+            out: Tensor = self.fc2(torch.relu(self.fc1(value)))
+            return out
+
+    found = profile(Pair(), lambda: (torch.zeros(1, tokens, hidden, requires_grad=True),))
+    calls = sorted(traffic(found, grid(x, y), 0))
+    # fc1, a column with k = H, n = 4H: dI of m·k/y over x, O of m·n/x over y.
+    # fc2, a row with k = 4H, n = H (AxoNN's paper writes its n for its k): O of m·n/y over x, dI of m·k/x over y.
+    assert calls == sorted(
+        [
+            (("x", "all_reduce"), tokens * hidden // y * 4),
+            (("y", "all_reduce"), tokens * 4 * hidden // x * 4),
+            (("x", "all_reduce"), tokens * hidden // y * 4),
+            (("y", "all_reduce"), tokens * 4 * hidden // x * 4),
+        ]
+    )
+
+
+def test_traffic_of_a_decoder_layer_by_hand() -> None:
+    batch, sequence, x = 2, 8, 2
+    config = decoder(num_hidden_layers=1, num_key_value_heads=4)
+    tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    found = profile(made(config)(), lambda: (tokens,))
+    stream = batch * sequence * WIDTH * 4
+    embedding, loss = stream, [batch * sequence * 4, 2 * batch * sequence * 4]
+    # q, k, v enter once, gate and up enter once; o and down leave; the head enters.
+    expected = [embedding, stream, stream, stream, stream, stream, *loss]
+    assert sorted(size for _, size in traffic(found, grid(x), 0)) == sorted(expected)
+    parts = list(traffic(found, grid(x, sequence=True), 0))
+    # In each of two regions: I gathered, dI scattered, I gathered again for dW; O scattered, dO gathered. The head and
+    # the embedding as before; the sequence is gathered behind the last block, and its gradient before the first.
+    assert sorted(size for key, size in parts if key == ("x", "all_reduce")) == sorted([embedding, stream, *loss])
+    assert [size for key, size in parts if key == ("x", "all_gather")] == [stream] * 8
+    assert [size for key, size in parts if key == ("x", "reduce_scatter")] == [stream] * 4
+
+
+# --- weights stay where they are
+
+
+@pytest.mark.parametrize(("x", "y", "shard"), [(2, 2, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1)])
+def test_each_rank_holds_kn_over_x_y_shard_of_every_matmul(x: int, y: int, shard: int) -> None:
+    plan = Plan(shard=Shard(shard, 3), tensor=TensorPlan(x, y))
+    found = profile(made(decoder())())
+    for at in ({"x": i, "y": j, "shard": 0} for i in range(x) for j in range(y)):
+        local = localise(found, plan, at)
+        for whole, part in zip(found.blocks, local.blocks, strict=True):
+            weights = [p for p in whole.parameters if len(p.shape) == 2]
+            assert {p.name: p.numel for p in part.parameters if len(p.shape) == 2} == {
+                p.name: p.numel // (x * y) for p in weights
+            }
+            layouts = flat_layouts([p for p in part.parameters if len(p.shape) == 2], shard)
+            assert sum(lay.slice_numel for lay in layouts) == sum(p.numel for p in weights) // (x * y * shard)
+
+
+def test_flops_go_over_x_and_y_but_attention_over_x_only() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    found = profile(made(decoder())(), lambda: (tokens,))
+    local = localise(found, grid(2, 2), {"x": 0, "y": 0})
+    for whole, part in zip(found.blocks, local.blocks, strict=True):
+        matmuls = whole.flops - whole.attention_flops
+        assert part.flops == matmuls // 4 + whole.attention_flops // 2
+        assert part.attention_flops == whole.attention_flops // 2
+
+
+# --- activations
+
+MEMORY_MODELS: dict[str, ModelConfig] = {
+    "decoder": decoder(
+        vocab_size=256, hidden_size=64, intermediate_size=160, num_key_value_heads=4, num_hidden_layers=4
+    ),
+    "gpt2": GPT2Config(vocab_size=256, n_positions=32, n_embd=64, n_layer=4, n_head=8),
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_MODELS)
+def test_saved_bytes_fall_as_predicted(name: str) -> None:
+    config, batch, sequence = MEMORY_MODELS[name], 4, 32
+    found: dict[tuple[int, int, bool], int] = {}
+    for x, y, is_split in [(1, 1, False), (2, 1, False), (4, 1, False), (2, 1, True), (4, 1, True), (2, 2, True)]:
+        plan = grid(x, y, sequence=is_split)
+        measured = max(shared.measured_saved_bytes(config, plan, batch, sequence))
+        predicted = shared.predicted_saved_bytes(config, plan, batch, sequence)
+        assert predicted == pytest.approx(measured, rel=0.05), plan.describe_axes()
+        found[x, y, is_split] = measured
+    whole = found[1, 1, False]
+    assert whole > found[2, 1, False] > found[4, 1, False]
+    assert found[2, 1, False] > found[2, 1, True] > found[2, 2, True]
+    # Without `sequence` the stream stays whole; with it a rank keeps 1/x, but for the root's last norm and head.
+    assert found[4, 1, False] > 1.25 * whole / 4
+    for x in (2, 4):
+        assert found[x, 1, True] == pytest.approx(whole / x, rel=0.2)
+
+
+@pytest.mark.parametrize("plan", [grid(2), grid(2, 2, sequence=True)], ids=Plan.describe_axes)
+def test_saved_bytes_with_recompute_and_in_bf16(plan: Plan) -> None:
+    config = MEMORY_MODELS["decoder"]
+    for changed in (replace(plan, memory=Memory("full")), replace(plan, precision="bf16")):
+        measured = max(shared.measured_saved_bytes(config, changed, 4, 32))
+        assert shared.predicted_saved_bytes(config, changed, 4, 32) == pytest.approx(measured, rel=0.05)
+
+
+# --- no rank ever holds whole logits
+
+
+class Watch(TorchDispatchMode):
+    """Remembers every floating tensor that has a dim of the whole vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and shared.VOCABULARY in leaf.shape:
+                self.found.append(f"{func} {tuple(leaf.shape)}")
+        return result
+
+
+@pytest.mark.parametrize("name", ["tied", "one key head", "gpt2"])
+@pytest.mark.parametrize("x", [1, 4])
+def test_no_rank_holds_whole_logits(name: str, x: int) -> None:
+    def rank(index: int) -> list[str]:
+        plan = grid(x, 1, 2, sequence=x > 1)
+        mesh = Mesh(plan)
+        model = parallelize(SHIPPED[name](), plan, mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        watch = Watch()
+        with watch:
+            train_step(model, optimizer, [shared.token_batch(0)], mesh)
+        return watch.found
+
+    found = run_local(rank, 2 * x)
+    assert all(bool(tensors) == (x == 1) for tensors in found), found  # with x = 1 they are there, so the watch works
+
+
+def test_labels_and_tokens_outside_the_vocabulary_are_not_passed_over() -> None:
+    def rank(index: int) -> list[float]:
+        plan = grid(2)
+        model = parallelize(SHIPPED["tied"](), plan, Mesh(plan))
+        tokens, labels = shared.token_batch(0)
+        beyond = torch.full_like(tokens, shared.VOCABULARY)
+        totals = [CROSS_ENTROPY.total(model, batch) for batch in ((tokens, labels), (tokens, beyond), (beyond, labels))]
+        return [float(total.detach().isnan()) for total in totals]
+
+    assert run_local(rank, 2) == [[0.0, 1.0, 1.0]] * 2
+
+
+def test_logits_of_another_linear_than_the_last_are_refused() -> None:
+    alone = Vocabulary(0, 31, 61, Axis("x", 2, 0, None, Ledger()))
+    with pytest.raises(PlanError, match=r"the logits have 5 classes, but this rank's part .* has 31 of 61"):
+        cross_entropy(torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), alone)
+
+
+# --- dropout
+
+
+class Dropping(nn.Module):
+    """Dropout in each of the three places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(12, WIDTH)
+        self.layers = nn.ModuleList(DroppingLayer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, patches: Tensor) -> Tensor:
+        hidden = self.enter(patches)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: Tensor = self.head(hidden[:, 0])
+        return logits
+
+
+class DroppingLayer(nn.Module):
+    """An MLP that drops between its linears, and a residual that drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, WIDTH))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = hidden + self.drop(self.mlp(hidden))
+        return out
+
+
+def dropped(plan: Plan) -> list[dict[str, Any]]:
+    """What each rank dropped, and its gradients."""
+
+    def rank(index: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = parallelize(Dropping().double(), plan, Mesh(plan))
+        masks: dict[str, list[bool]] = {}
+
+        def watch(name: str, _: nn.Module, __: Any, out: Tensor) -> None:
+            masks.setdefault(name, (out == 0).flatten().tolist())
+
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.register_forward_hook(partial(watch, name))
+        torch.manual_seed(7)
+        patches = torch.randn(4, 8, 12, generator=torch.Generator().manual_seed(1)).double()
+        loss = cross_entropy(model(patches), torch.zeros(4, dtype=torch.long), vocabulary.vocabulary_of(model))[0]
+        loss.backward()
+        gradients = [float(piece.grad.abs().sum()) for piece in model.parameters() if piece.grad is not None]
+        return {"masks": masks, "gradients": gradients, "after": torch.rand(()).item()}
+
+    found: list[dict[str, Any]] = run_local(rank, plan.num_ranks)
+    return found
+
+
+def test_ranks_of_x_drop_alike_in_the_stream_and_apart_inside_regions() -> None:
+    left, right = dropped(grid(2))
+    for layer in (0, 1):
+        stream, inside = f"layers.{layer}.drop", f"layers.{layer}.mlp.2"
+        assert left["masks"][stream] == right["masks"][stream]
+        assert 0.3 < sum(left["masks"][stream]) / len(left["masks"][stream]) < 0.7
+        assert left["masks"][inside] != right["masks"][inside]
+    assert left["after"] == right["after"]
+
+
+def test_with_sequence_ranks_of_x_drop_apart_in_the_stream_too() -> None:
+    left, right = dropped(grid(2, sequence=True))
+    assert left["masks"]["layers.0.drop"] != right["masks"]["layers.0.drop"]
+    assert left["after"] == right["after"]
+
+
+def test_ranks_of_y_drop_alike_inside_regions() -> None:
+    model = made(GPT2Config(vocab_size=61, n_positions=8, n_embd=WIDTH, n_layer=2, n_head=8, attn_pdrop=0.5))
+
+    def rank(index: int) -> float:
+        plan = grid(1, 2)
+        mesh = Mesh(plan)
+        model_here = parallelize(model(), plan, mesh)
+        torch.manual_seed(7)
+        return float(CROSS_ENTROPY.total(model_here, shared.token_batch(0)).detach())
+
+    left, right = run_local(rank, 2)
+    assert left == pytest.approx(right, rel=1e-6)
+
+
+def test_recompute_drops_again_what_was_dropped() -> None:
+    plan = grid(2)
+    kept, computed = dropped(plan), dropped(replace(plan, memory=Memory("full")))
+    for left, right in zip(kept, computed, strict=True):
+        assert left["gradients"] == pytest.approx(right["gradients"], rel=1e-12)
+
+
+# --- bad input
+
+
+def reason(make: Callable[[], nn.Module], plan: Plan, inputs: Callable[[], Tensor] | None = None) -> str:
+    """Why a plan is refused."""
+    found = profile(make(), None if inputs is None else lambda: (inputs(),))
+    with pytest.raises(PlanError) as error:
+        refuse(found, plan)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "words"),
+    [
+        (
+            made(decoder(hidden_size=12, num_attention_heads=6, num_key_value_heads=6)),
+            grid(4),
+            "tensor.x = 4 does not divide the 6 heads of 'model.layers.0.self_attn.q_proj'; use 1, 2, 3 or 6",
+        ),
+        (
+            made(decoder(num_attention_heads=4, num_key_value_heads=4, intermediate_size=22)),
+            grid(4),
+            "tensor.x = 4 does not divide the 22 features of 'model.layers.0.mlp.gate_proj'; use 1, 2, 11 or 22",
+        ),
+        (
+            made(decoder(hidden_size=12, num_attention_heads=6, num_key_value_heads=2)),
+            grid(3),
+            "tensor.x = 3 and the 2 key-value heads of 'model.layers.0.self_attn.k_proj' do not divide each other; "
+            "use 1 or 2 or a multiple of 2",
+        ),
+        (
+            made(decoder(vocab_size=3)),
+            grid(4),
+            "tensor.x = 4 is more than the 3 outputs of 'lm_head'",
+        ),
+        (
+            made(decoder(hidden_size=6, num_attention_heads=3, intermediate_size=9)),
+            grid(1, 4),
+            "tensor.y = 4 does not divide the 6 features of 'lm_head'; use 1, 2, 3 or 6",
+        ),
+        (
+            shared.ViT,
+            grid(1, 2),
+            "tensor.y = 2, but 'patch' has no partner to be paired with, and y needs pairs; use y = 1",
+        ),
+        (
+            shared.MLP,
+            grid(2, sequence=True),
+            "tensor.sequence = true works between blocks, and the model has none; use false",
+        ),
+        (
+            shared.chain,
+            grid(2, sequence=True),
+            "tensor.sequence = true works inside blocks, but '0' is a block and a single linear; use false",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide(make: Callable[[], nn.Module], plan: Plan, words: str) -> None:
+    assert reason(make, plan) == words
+
+
+def test_sequences_that_x_does_not_divide() -> None:
+    make, plan = made(decoder()), grid(4, sequence=True)
+    assert reason(make, plan, lambda: torch.zeros(1, 6, dtype=torch.long)) == (
+        "tensor.sequence = true splits the 6 tokens that a rank has of each sequence over x = 4; use a sequence that "
+        "it divides, or tensor.sequence = false"
+    )
+    plan = replace(plan, context=Context(2))
+    assert "splits the 6 tokens" in reason(make, plan, lambda: torch.zeros(1, 12, dtype=torch.long))
+
+
+def test_sequences_that_x_does_not_divide_in_a_model_of_ones_own() -> None:
+    def rank(index: int) -> str:
+        plan = grid(2, sequence=True)
+        model = parallelize(Repeated(), plan, Mesh(plan))
+        errors = []
+        for num_patches in (7, 8):
+            with pytest.raises(PlanError) as error:
+                model(torch.zeros(1, num_patches, 12))
+            errors.append(str(error.value))
+        return " | ".join(errors)
+
+    for found in run_local(rank, 2):
+        odd, twice = found.split(" | ")
+        assert odd.endswith("the first block got [1, 7, 16]; use a sequence that x divides, or tensor.sequence = false")
+        assert twice.startswith("the first block was called twice in one forward")
+
+
+def test_more_chains_than_one_with_sequence() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleList([shared.Layer()])
+            self.decoder = nn.ModuleList([shared.Layer()])
+
+    assert reason(Two, grid(2, sequence=True)) == (
+        "tensor.sequence = true splits the sequence along one chain of blocks, and the model has 2 (decoder, encoder); "
+        "use false"
+    )
+    assert TensorAxes().refuse(profile(Two()), grid(2)) is None
+
+
+class WithNorm(nn.Module):
+    """A pair behind something that works on features."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.mlp = norm, shared.MLP()
+
+
+class UnitLength(nn.Module):
+    """A norm that weft does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.normalize(hidden, dim=-1) * self.weight
+
+
+def test_what_mixes_features_is_refused_over_y() -> None:
+    def model() -> nn.Module:
+        return WithNorm(UnitLength())
+
+    assert reason(model, grid(1, 2)) == (
+        "tensor.y = 2 splits the features that 'norm' (UnitLength) works on, and it is neither a LayerNorm or RMSNorm "
+        "as weft knows them nor does it treat each feature alone; use y = 1"
+    )
+    assert TensorAxes().refuse(profile(model()), grid(2)) is None
+
+
+def test_hidden_weights_are_refused_by_name() -> None:
+    assert reason(lambda: nn.TransformerEncoderLayer(WIDTH, 4), grid(2)) == (
+        "'self_attn' is an nn.MultiheadAttention, which keeps q, k and v in one raw parameter, so its heads cannot be "
+        "split from outside; use separate nn.Linear projections, or tensor.x = tensor.y = 1"
+    )
+
+
+def test_labels_are_refused() -> None:
+    def rank(index: int) -> str:
+        plan = grid(2)
+        model = parallelize(TRANSFORMERS["Llama"](), plan, Mesh(plan))
+        tokens, labels = shared.token_batch(0)
+        with pytest.raises(PlanError) as error:
+            model(tokens, labels=labels)
+        return str(error.value)
+
+    for found in run_local(rank, 2):
+        assert found.startswith("the model was given labels, but its logits are split over x")
+        assert "weft.cross_entropy" in found
+
+
+def test_attention_to_two_inputs_is_refused_when_it_happens() -> None:
+    def rank(index: int) -> str:
+        from transformers import BartConfig
+        from transformers.models.bart.modeling_bart import BartAttention
+
+        class Cross(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = nn.Linear(12, WIDTH)
+                config = BartConfig(d_model=WIDTH, decoder_attention_heads=8)
+                self.layers = nn.ModuleList([BartAttention(WIDTH, 8, config=config)])
+                self.head = nn.Linear(WIDTH, 5)
+
+            def forward(self, patches: Tensor) -> Tensor:
+                hidden = self.embed(patches)
+                out: Tensor = self.head(self.layers[0](hidden, key_value_states=hidden * 2)[0])
+                return out
+
+        plan = grid(2)
+        model = parallelize(Cross(), plan, Mesh(plan))
+        with pytest.raises(PlanError) as error:
+            model(torch.zeros(1, 4, 12))
+        return str(error.value)
+
+    for found in run_local(rank, 2):
+        assert found == (
+            "'layers.0' got 2 tensors with 16 features, but the tensor axes split attention to one input "
+            "(self-attention) only; use tensor.x = tensor.y = 1"
+        )
+
+
+# --- the full product
+
+
+def full_grids() -> list[tuple[int, int, int, int]]:
+    """Every way to lay 2, 4 and 8 ranks out over x, y, shard and data."""
+    sizes = (1, 2, 4, 8)
+    return [(x, y, s, d) for x, y, s, d in itertools.product(sizes, sizes, sizes, sizes) if x * y * s * d in (2, 4, 8)]
+
+
+def test_there_are_34_grids() -> None:
+    assert len(full_grids()) == 4 + 10 + 20
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", SHIPPED | TRANSFORMERS)
+@pytest.mark.parametrize("ranks", full_grids(), ids=str)
+def test_full_product(
+    ranks: tuple[int, int, int, int], name: str, sequence: bool, recompute: Recompute, monkeypatch: Patch
+) -> None:
+    shared.with_exact_norms(monkeypatch)
+    plan = grid(*ranks, sequence=sequence, memory=Memory(recompute), micro_batch=1)
+    check(name, plan, clip=None if recompute == "full" else 0.5).require()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("ranks", [g for g in full_grids() if g[1] == 1], ids=str)
+def test_full_product_of_ones_own_models(ranks: tuple[int, int, int, int], name: str) -> None:
+    if name == "chain" and ranks[0] == 8:
+        with pytest.raises(PlanError, match=r"tensor\.x = 8 is more|does not divide"):
+            check(name, grid(*ranks)).require()
+        return
+    check(name, grid(*ranks)).require()
+
+
+def test_all_models_are_in_the_product() -> None:
+    assert set(ALL) == set(SHIPPED) | set(TRANSFORMERS) | set(OWN)
+
+
+def test_cost_of_one_process_says_nothing() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    found = profile(made(decoder())(), lambda: (tokens,))
+    assert cost(found, Plan(), split_batch(Plan(), 2, 8)).traffic == {}
