@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, Plan]] = {
     "all-to-all 2, selective": ("gpt2", over(2, "all-to-all", memory=Memory("selective"))),
     "ring 4, window": ("window", over(4, micro_batch=4)),
     "all-to-all 2, window": ("window", over(2, "all-to-all")),
+    "ring 2, window, selective": ("window", over(2, memory=Memory("selective"))),
     "ring 2 × x 2": ("one key head", over(2, x=2)),
     "ring 2 × x 2, sequence": ("tied", over(2, x=2, sequence=True, memory=Memory("selective"))),
     "all-to-all 2 × x 2, sequence": ("two key heads", over(2, "all-to-all", x=2, sequence=True)),

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import Axis
 from weft.comm.ledger import Key
@@ -127,7 +128,10 @@ def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
 def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """What takes the place of a module's attention; `module.documents` are then those of the whole sequence."""
     attention = ring_attention if kind == "ring" else all_to_all_attention
-    return attention(query, key, value, axis, sliding_window=module.sliding_window, documents=module.documents)
+    # Selective recompute watches operations by a mode and keeps what matmuls give; inside attention these are scores,
+    # which are many and are changed in place, so it is kept from looking inside.
+    with _disable_current_modes():
+        return attention(query, key, value, axis, sliding_window=module.sliding_window, documents=module.documents)
 
 
 def _add_positions(axis: Axis, model: nn.Module, args: Any, kwargs: Any) -> Any:
