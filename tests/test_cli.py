@@ -103,7 +103,7 @@ def test_plan_in_json(run_file: Path, weft: Weft) -> None:
     assert sum(parts) == memory["total_bytes"]
     assert memory["limit_bytes"] == 80_000_000_000
     traffic = {(row["axis"], row["operation"]): row["bytes"] for row in found["traffic"]}
-    assert {axis for axis, _ in traffic} == {"tokens", "state", "data", "shard"}
+    assert {axis for axis, _ in traffic} == {"tokens", "losses", "state", "data", "shard"}
     assert all(num_bytes > 0 for num_bytes in traffic.values())
     assert set(found["seconds"]) == {"compute", "communication", "step"}
     assert found["seconds"]["compute"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import ConfigError, PlanError
-from weft.plan import MAX_RANKS, Context, Memory, Plan, Shard, Tensor, load_plan, split_batch
+from weft.plan import MAX_RANKS, Context, Memory, Pipe, Plan, Shard, Tensor, load_plan, split_batch
 from weft.schema import dump_toml, parse_override, parse_toml
 
 
@@ -28,6 +29,7 @@ def read(tmp_path: Path, text: str) -> Plan:
 def test_reads_every_key(tmp_path: Path) -> None:
     text = """
         data = 2
+        pipe = { degree = 2, schedule = "interleaved", chunks = 3, balance = "memory", split = ["a", "b"] }
         shard = { degree = 4, stage = 2 }
         tensor = { x = 2, y = 3, sequence = true }
         context = { degree = 5, kind = "all-to-all" }
@@ -37,7 +39,15 @@ def test_reads_every_key(tmp_path: Path) -> None:
         exact = false
     """
     assert read(tmp_path, text) == Plan(
-        2, Shard(4, 2), Tensor(2, 3, True), Context(5, "all-to-all"), 3, Memory("selective", "slice"), "bf16", False
+        data=2,
+        pipe=Pipe(2, "interleaved", chunks=3, balance="memory", split=("a", "b")),
+        shard=Shard(4, 2),
+        tensor=Tensor(2, 3, True),
+        context=Context(5, "all-to-all"),
+        micro_batch=3,
+        memory=Memory("selective", "slice"),
+        precision="bf16",
+        exact=False,
     )
 
 
@@ -51,8 +61,8 @@ BAD_TABLES = {
     "shard = { degre = 2 }": "unknown key 'plan.shard.degre'; did you mean 'degree'?",
     'memory = { recompute = "selectiv" }': "'plan.memory.recompute' = 'selectiv' (a string) but it expects one of "
     "'none', 'selective', 'full'; did you mean 'selective'?",
-    "zzz = 1": "unknown key 'plan.zzz'; known: context, data, exact, hierarchical, memory, micro_batch, precision, "
-    "shard, tensor",
+    "zzz = 1": "unknown key 'plan.zzz'; known: context, data, exact, hierarchical, memory, micro_batch, pipe, "
+    "precision, shard, tensor",
     'data = "2"': "'plan.data' = '2' (a string) but it expects an integer",
     "data = 2.0": "'plan.data' = 2.0 (a number) but it expects an integer",
     "data = true": "'plan.data' = True (true or false) but it expects an integer",
@@ -110,8 +120,15 @@ def test_as_many_ranks_as_there_may_be() -> None:
 
 plans = st.builds(
     Plan,
-    data=st.integers(1, 64),
-    shard=st.builds(Shard, st.integers(1, 64), st.sampled_from([1, 2, 3])),
+    data=st.integers(1, 32),
+    pipe=st.builds(
+        Pipe,
+        st.integers(1, 8),
+        st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional", "message"]),
+        chunks=st.none() | st.integers(1, 4),
+        split=st.lists(st.text("abc.", min_size=1), max_size=3).map(tuple),
+    ),
+    shard=st.builds(Shard, st.integers(1, 32), st.sampled_from([1, 2, 3])),
     tensor=st.builds(Tensor, st.integers(1, 8), st.integers(1, 4), st.booleans()),
     context=st.builds(Context, st.integers(1, 4), st.sampled_from(["ring", "all-to-all"])),
     micro_batch=st.none() | st.integers(1, 1000),
@@ -134,9 +151,10 @@ def test_a_plan_that_is_written_reads_back(tmp_path_factory: pytest.TempPathFact
 def test_ranks_are_the_product_of_degrees_and_inner_is_the_stride(plan: Plan) -> None:
     inside = plan.context.degree * plan.tensor.x * plan.tensor.y
     assert plan.num_batch_ranks == plan.data * plan.shard.degree
-    assert plan.num_ranks == plan.num_batch_ranks * inside
-    assert list(plan.degrees) == ["data", "shard", "context", "x", "y"]
-    assert (plan.inner("data"), plan.inner("shard")) == (plan.shard.degree * inside, inside)
+    assert plan.num_ranks == plan.num_batch_ranks * plan.pipe.degree * inside
+    assert list(plan.degrees) == ["data", "pipe", "shard", "context", "x", "y"]
+    assert (plan.inner("pipe"), plan.inner("shard")) == (plan.shard.degree * inside, inside)
+    assert plan.inner("data") == plan.pipe.degree * plan.inner("pipe")
     assert (plan.inner("context"), plan.inner("x"), plan.inner("y")) == (
         plan.tensor.x * plan.tensor.y,
         plan.tensor.y,
@@ -156,7 +174,7 @@ def test_plans_in_words() -> None:
 @given(plans, st.integers(1, 10_000), st.integers(1, 10_000))
 @settings(deadline=None)
 def test_a_split_batch_multiplies_back_or_says_what_would(plan: Plan, batch: int, sequence: int) -> None:
-    ranks = plan.num_batch_ranks
+    plan, ranks = replace(plan, pipe=Pipe(plan.pipe.degree)), plan.num_batch_ranks
     sequence *= 2 * plan.context.degree  # what context wants is tested below
     if batch % ranks == 0 and (batch // ranks) % (plan.micro_batch or 1) == 0:
         split = split_batch(plan, batch, sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,8 +24,10 @@ from weft.local import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import build, initialise, save_folder
 from weft.parallel import named_pieces, parallelize
+from weft.predict import example_tokens
 from weft.train import loop
 from weft.train.batches import prepare_data
+from weft.train.step import evaluate
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 TOLERANCE = 1e-4
@@ -169,8 +172,8 @@ def evaluate_on_ranks(run: Run) -> list[float]:
 
     def rank(index: int) -> float | None:
         mesh = Mesh(run.plan)
-        model = parallelize(loop._build(run), run.plan, mesh, loop._values(run))
-        return loop.evaluate(model, data, run, mesh)
+        model = parallelize(loop._build(run), run.plan, mesh, loop._values(run), partial(example_tokens, run))
+        return float(evaluate(model, data.evaluation_batches(run, mesh["batch"], mesh.device), mesh))
 
     return run_local(rank, run.plan.num_ranks)
 

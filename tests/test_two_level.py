@@ -296,6 +296,7 @@ def test_data_over_two_nodes() -> None:
         "data/local all_gather",
         "data/local reduce_scatter",
         "data/node all_reduce",
+        "losses all_reduce",
         "tokens all_reduce",
     }
 
@@ -307,6 +308,7 @@ def test_shard_over_two_nodes(stage: Any) -> None:
         "shard/local reduce_scatter",
         "shard/node all_gather",
         "shard/node reduce_scatter",
+        "losses all_reduce",
         "state all_reduce",
         "tokens all_reduce",
     }
@@ -352,9 +354,11 @@ def test_a_run_takes_its_nodes_from_the_launcher_and_is_predicted_so(tmp_path: P
         ("data/local", "reduce_scatter"),
         ("data/node", "all_reduce"),
         ("tokens", "all_reduce"),
+        ("losses", "all_reduce"),
     }
-    assert set(prediction.communication_seconds) == {"data/local", "data/node", "tokens"}
-    assert set(predict(run, run_cluster(run)).traffic) == {("data", "all_reduce"), ("tokens", "all_reduce")}
+    assert set(prediction.communication_seconds) == {"data/local", "data/node", "tokens", "losses"}
+    flat = {("data", "all_reduce"), ("tokens", "all_reduce"), ("losses", "all_reduce")}
+    assert set(predict(run, run_cluster(run)).traffic) == flat
 
 
 def test_a_runs_plan_is_verified_on_the_nodes_of_its_cluster(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The chain of blocks of a model, found rather than declared."""
+"""The chain of blocks of a model, and what else has parameters; found rather than declared."""
 
 from __future__ import annotations
 
@@ -18,6 +18,24 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
                 if id(child) not in seen and any(True for _ in child.parameters()):
                     seen.add(id(child))
                     found[path] = child
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return found
+
+
+def find_units(model: nn.Module) -> dict[str, nn.Module]:
+    """Blocks, and the outermost other modules that have parameters and hold no blocks; by name."""
+    blocks = find_blocks(model)
+    found: dict[str, nn.Module] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            holds_blocks = any(block.startswith(f"{path}.") for block in blocks)
+            if path in blocks or (not holds_blocks and any(True for _ in child.parameters())):
+                found[path] = child
             else:
                 visit(path, child)
 

@@ -27,3 +27,7 @@ class CheckpointError(WeftError):
 
 class VerifyError(WeftError):
     """A parallel run that differs from the sequential model. Exit status 1."""
+
+
+class LostRankError(WeftError):
+    """A message from another rank that did not come. Names the rank, the stage and the message."""

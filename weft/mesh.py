@@ -1,8 +1,9 @@
 """The mesh: a plan's axes as named process groups. The only file that makes groups; it is passed, never global.
 
 Ranks are laid out in the order of `plan.AXES`, outermost first. Besides each axis there are joint ones, over all ranks
-that differ in some of them: `batch` (take different samples), `tokens` (different tokens: loss and counts), `state`
-(hold different parts of the model: the gradient norm) and `world` (decisions to stop).
+that differ in some of them: `batch` (take different samples), `tokens` (different tokens: counts of targets), `losses`
+(and different stages, of which the last knows the loss), `state` (hold different parts of the model: the gradient norm)
+and `world` (decisions to stop).
 
 A hierarchical plan gives two levels to every axis that crosses nodes: `data/node` between nodes among equal local
 indices, and `data/local` inside the node. Nodes are runs of `ranks_per_node` ranks.
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +30,8 @@ logger = logging.getLogger("weft")
 JOINT_AXES = {
     "batch": ("data", "shard"),
     "tokens": ("data", "shard", "context"),
-    "state": ("shard", "x", "y"),
+    "losses": ("data", "pipe", "shard", "context"),
+    "state": ("pipe", "shard", "x", "y"),
     "world": AXES,
 }
 
@@ -48,7 +52,7 @@ class Mesh:
             )
         self.coordinates = self._coordinates()
         self._groups = self._make_groups() if found > 1 else {}
-        self._made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+        self._made: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}
         self._levels: dict[str, tuple[Axis, Axis]] = {}
         if plan.hierarchical and found > 1:
             self._make_levels(self._agree(ranks_per_node))
@@ -72,10 +76,32 @@ class Mesh:
         group = self._group_among(runs, f"{name}:{degree}") if degree > 1 else None
         return Axis(f"{name}:{degree}", degree, whole.index % degree, group, self.ledger)
 
+    def again(self, name: str, label: str) -> Axis:
+        """The axis with a group of its own, where nothing waits for what is said on the axis. See `neighbours`."""
+        group = self._group_among(ranks_of(self.plan, name), f"{name} {label}", label)
+        return Axis(name, self.plan.degree(name), self.coordinates[name], group, self.ledger)
+
+    def among(self, name: str, indices: Sequence[int], label: str) -> Axis | None:
+        """The ranks at these indices of an axis, as an axis called `label`; None elsewhere. See `neighbours`."""
+        rows = ranks_of(self.plan, name)[:, list(indices)]
+        index = self.coordinates[name]
+        group = self._group_among(rows, label, label) if len(indices) > 1 else None
+        return Axis(label, len(indices), indices.index(index), group, self.ledger) if index in indices else None
+
+    def line(self, name: str) -> list[int]:
+        """The world's ranks along an axis through this rank."""
+        rows: list[list[int]] = ranks_of(self.plan, name).tolist()
+        return next(row for row in rows if self.rank in row)
+
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for the job."""
         return self.rank == 0
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank speaks for its place on `pipe`."""
+        return not any(index for axis, index in self.coordinates.items() if axis != "pipe")
 
     def _coordinates(self) -> dict[str, int]:
         coordinates, rest = {}, self.rank
@@ -100,11 +126,12 @@ class Mesh:
         groups[talking] = dist.group.WORLD
         return groups
 
-    def _group_among(self, rows: Tensor, description: str) -> dist.ProcessGroup:
-        """This rank's group among rows of ranks [groups, members] that cover the world; made once for the same rows."""
-        key = tuple(sorted(tuple(row) for row in rows.tolist()))
+    def _group_among(self, rows: Tensor, description: str, label: str = "") -> dist.ProcessGroup | None:
+        """This rank's group among rows of ranks [groups, members]; made once for the same rows and label."""
+        key = (label, *sorted(tuple(row) for row in rows.tolist()))
         if key not in self._made:
-            for row in key:  # every rank makes all groups, in one order
+            self._made[key] = None
+            for row in key[1:]:  # every rank makes all groups, in one order
                 group = dist.new_group(list(row), group_desc=description)
                 if self.rank in row:
                     self._made[key] = group

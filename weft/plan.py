@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import ConfigError, PlanError
+from weft.pipeline.schedules import make_schedule
 from weft.schema import convert, dump_toml, read_toml, to_table
 
-AXES = ("data", "shard", "context", "x", "y")
+AXES = ("data", "pipe", "shard", "context", "x", "y")
 MAX_RANKS = 1 << 20
 
 Precision = Literal["fp64", "fp32", "bf16"]
@@ -26,6 +27,35 @@ def _number(value: Any, path: str, keys: str) -> int:
     if type(value) is not int:
         raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ {keys} }}")
     return value
+
+
+@dataclass(frozen=True)
+class Pipe:
+    """The `pipe` axis: the model's chain over ranks, in stages. `schedule` orders forwards and backwards.
+
+    `chunks` are the stages of each rank (interleaved), `batches` the parts of a step that take turns (gems),
+    `in_flight` the micro-batches between a stage's forward and backward (message). Stages are balanced by `balance`, or
+    begin (all but the first) at the modules that `split` names.
+    """
+
+    degree: int = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional", "message"] = "1f1b"
+    chunks: int | None = None
+    batches: int | None = None
+    in_flight: int | None = None
+    balance: Literal["time", "memory"] = "time"
+    split: tuple[str, ...] = ()
+
+    @classmethod
+    def from_shorthand(cls, value: Any, path: str) -> Pipe:
+        """`pipe = 4` is `pipe = { degree = 4 }`."""
+        return cls(degree=_number(value, path, "degree, schedule, ..."))
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The schedule's own options, where given."""
+        given = {"chunks": self.chunks, "batches": self.batches, "in_flight": self.in_flight}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -92,6 +122,7 @@ class Plan:
     """
 
     data: int = 1
+    pipe: Pipe = field(default_factory=Pipe)
     shard: Shard = field(default_factory=Shard)
     tensor: Tensor = field(default_factory=Tensor)
     context: Context = field(default_factory=Context)
@@ -119,6 +150,7 @@ class Plan:
         """The degree of an axis of `AXES`."""
         degrees = {
             "data": self.data,
+            "pipe": self.pipe.degree,
             "shard": self.shard.degree,
             "context": self.context.degree,
             "x": self.tensor.x,
@@ -147,7 +179,8 @@ class Plan:
 
     def describe_axes(self) -> str:
         """`data 2 × shard 4 (stage 3)`, or `1 process`."""
-        notes = {"shard": f" (stage {self.shard.stage})", "context": f" ({self.context.kind})"}
+        notes = {"pipe": f" ({self.pipe.schedule})", "shard": f" (stage {self.shard.stage})"}
+        notes["context"] = f" ({self.context.kind})"
         if self.tensor.sequence:
             notes["x"] = " (sequence)"
         parts = [f"{axis} {degree}{notes.get(axis, '')}" for axis, degree in self.degrees.items() if degree > 1]
@@ -205,6 +238,8 @@ def split_batch(plan: Plan, batch: int, sequence: int) -> BatchSplit:
             f"plan.micro_batch = {micro_batch} does not divide the {per_rank} sequences of each rank (batch {batch} / "
             f"{ranks} ranks); use one of {divisors}"
         )
+    if plan.pipe.degree > 1:  # its rules for the number of micro-batches
+        make_schedule(plan.pipe.schedule, plan.pipe.degree, per_rank // micro_batch, **plan.pipe.options)
     return BatchSplit(batch, ranks, micro_batch, per_rank // micro_batch, sequence)
 
 

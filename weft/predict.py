@@ -98,6 +98,11 @@ def micro_batch_profile(run: Run) -> Profile:
     return _profile_of(run.model, COMPUTE_DTYPE[run.plan.precision], run.split.micro_batch, run.split.sequence)
 
 
+def example_tokens(run: Run) -> tuple[Tensor]:
+    """The arguments of one forward of the run's model, as a rank of `context` has them."""
+    return (torch.zeros(run.split.micro_batch, run.split.sequence // run.plan.context.degree, dtype=torch.long),)
+
+
 def model_flops(model_profile: Profile) -> float:
     """FLOPs that one micro-batch's forward and backward need: causal attention counted half, recompute not at all."""
     attention = sum(block.attention_flops for block in model_profile.all)

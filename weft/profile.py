@@ -9,7 +9,8 @@ size takes seconds and no memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -23,13 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from weft.blocks import find_blocks
+from weft.blocks import find_blocks, find_units
 from weft.cut import Cut
 from weft.models.decoder import CausalAttention
 from weft.pairing import Pairing, is_linear, is_norm, pair
 
 aten = torch.ops.aten
 CUTS_ATTRIBUTE = "_weft_cuts"
+STAGES_ATTRIBUTE = "_weft_stages"  # of a stage's model: parameters that other stages hold too
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
@@ -51,6 +53,8 @@ class Parameter:
     shape: tuple[int, ...]
     trainable: bool = True
     cut: Cut | None = None  # where the tensor axes leave each rank a part, of which `shape` is the shape
+    stages: tuple[int, ...] = ()  # of a pipeline, where several hold it (tied parameters)
+    copy: int = 0  # which of several holders along `pipe` this is
 
     @property
     def numel(self) -> int:
@@ -107,10 +111,25 @@ class Heads:
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What a unit does in one forward; see Block."""
+
+    flops: int = 0
+    attention_flops: int = 0
+    saved_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: Counts) -> Counts:
+        saved = Counter(self.saved_bytes) + Counter(other.saved_bytes)
+        return Counts(self.flops + other.flops, self.attention_flops + other.attention_flops, saved)
+
+
+@dataclass(frozen=True)
 class Profile:
     """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
 
-    `layers` are the linears, embeddings and norms by name; `stream_numel` is the size of what blocks hand on.
+    `layers` are the linears, embeddings and norms by name; `stream_numel` is the size of what blocks hand on. `units`
+    has the same counts finer, for blocks and for the parts of the root (embedding, norm, head); the code that follows a
+    unit counts for it.
     """
 
     root: Block
@@ -121,7 +140,9 @@ class Profile:
     layers: Mapping[str, Layer] = field(default_factory=dict)
     attentions: Mapping[str, Heads] = field(default_factory=dict)
     stream_numel: int = 0
+    units: Mapping[str, Counts] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
+    example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def pairing(self) -> Pairing:
@@ -196,7 +217,7 @@ def profile(
     computes the loss, whose saved bytes count for the root; without an example, or where the forward depends on the
     values of its inputs, only the structure is known (`counted` is false).
     """
-    structure = _structure(model)
+    structure = replace(_structure(model), example=example)
     if example is None:
         return structure
     try:
@@ -209,10 +230,12 @@ def _structure(model: nn.Module) -> Profile:
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     cuts = model.__dict__.get(CUTS_ATTRIBUTE, {})
-    blocks = [
-        Block(name, tuple(Parameter(key, shapes[key], trainable[key], cuts.get(key)) for key in places))
-        for name, places in find_parameters(model).items()
-    ]
+    stages = model.__dict__.get(STAGES_ATTRIBUTE, {})
+
+    def parameter(name: str) -> Parameter:
+        return Parameter(name, shapes[name], trainable[name], cuts.get(name), stages.get(name, ()))
+
+    blocks = [Block(name, tuple(parameter(key) for key in places)) for name, places in find_parameters(model).items()]
     mixers = tuple(
         name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     )
@@ -251,6 +274,32 @@ def _count(
         layers=tally.layers,
         attentions=tally.attentions,
         stream_numel=tally.stream_numel,
+        units=tally.units,
+    )
+
+
+def stage_profile(whole: Profile, model: nn.Module, names: Collection[str]) -> Profile:
+    """The profile of a stage: a model that has these units of the whole, with the whole's counts."""
+    structure = _structure(model)
+    blocks = {block.name: block for block in whole.blocks}
+    inner = sum((whole.units.get(n, Counts()) for n in names if n not in blocks), Counts())
+    kinds = dict.fromkeys(("none", "selective", "full"), 0)
+    root = replace(
+        structure.root,
+        flops=inner.flops,
+        attention_flops=inner.attention_flops,
+        saved_bytes={**kinds, **inner.saved_bytes} if whole.counted else None,
+    )
+    found = tuple(replace(blocks[block.name], parameters=block.parameters) for block in structure.blocks)
+    inside = tuple(f"{name}." for name in names)
+    return replace(
+        structure,
+        root=root,
+        blocks=found,
+        counted=whole.counted,
+        layers={n: layer for n, layer in whole.layers.items() if n in names or n.startswith(inside)},
+        attentions={n: heads for n, heads in whole.attentions.items() if n.startswith(inside)},
+        stream_numel=whole.stream_numel,
     )
 
 
@@ -260,6 +309,8 @@ class _Tally(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.running = ""
+        self.unit = ""  # the unit that runs, or ran last
+        self.units: dict[str, Counts] = {}
         self.calls: dict[str, int] = {}
         self.in_backward: dict[str, bool] = {}
         self.flops: dict[str, int] = {}
@@ -286,6 +337,8 @@ class _Tally(TorchDispatchMode):
         for name, module in find_blocks(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
+        for name, module in find_units(model).items():
+            handles.append(module.register_forward_pre_hook(partial(self._enter_unit, name)))
         for name, module in model.named_modules():
             if is_linear(module) or isinstance(module, nn.Embedding) or is_norm(module):
                 handles.append(module.register_forward_hook(partial(self._measure, name)))
@@ -304,8 +357,9 @@ class _Tally(TorchDispatchMode):
         if count is not None:
             flops = count(*args, **(kwargs or {}), out_val=result)
             self.flops[self.running] = self.flops.get(self.running, 0) + flops
-            if func._overloadpacket in _ATTENTION_FLOPS:
-                self.attention_flops[self.running] = self.attention_flops.get(self.running, 0) + flops
+            attention_flops = flops if func._overloadpacket in _ATTENTION_FLOPS else 0
+            self.attention_flops[self.running] = self.attention_flops.get(self.running, 0) + attention_flops
+            self._count(Counts(flops, attention_flops))
         if func in KEPT_OPERATIONS:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
@@ -354,6 +408,13 @@ class _Tally(TorchDispatchMode):
             self._seen[kind].add(storage._cdata)
             self._alive.append(tensor)
             self.saved[kind][self.running] = self.saved[kind].get(self.running, 0) + storage.nbytes()
+            self._count(Counts(saved_bytes={kind: storage.nbytes()}))
+
+    def _enter_unit(self, name: str, *_: Any) -> None:
+        self.unit = name
+
+    def _count(self, more: Counts) -> None:
+        self.units[self.unit] = self.units.get(self.unit, Counts()) + more
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

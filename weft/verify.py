@@ -145,10 +145,11 @@ def _run_rank(
     clip: float | None,
     ranks_per_node: int | None,
 ) -> dict[str, Any]:
-    expected = _run_sequential(_make(model_fn), batch_fn, objective, steps, clip)
     counted_profile = _profile(model_fn, batch_fn(0), split)
+    part = split.micro_batch if counted_profile.batch_mixers else split.batch
+    expected = _run_sequential(_make(model_fn), batch_fn, objective, steps, clip, part)
     mesh = Mesh(plan, ranks_per_node=ranks_per_node)
-    model = parallelize(_make(model_fn), plan, mesh)
+    model = parallelize(_make(model_fn), plan, mesh, example=counted_profile.example)
     optimizer = _optimizer(model)
     watch = _Watch(model, optimizer)
     mesh.ledger.clear()
@@ -186,14 +187,18 @@ class _Sequential:
 
 
 def _run_sequential(
-    model: nn.Module, batch_fn: BatchFn, objective: Objective, steps: int, clip: float | None
+    model: nn.Module, batch_fn: BatchFn, objective: Objective, steps: int, clip: float | None, part: int
 ) -> _Sequential:
+    """`part` samples at a time: all, unless their statistics are to be those of micro-batches."""
     optimizer = _optimizer(model)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         batch = _to_double(batch_fn(step))
-        loss = objective.total(model, batch) / objective.count(batch).clamp(min=1)
-        loss.backward()
+        count, loss = objective.count(batch).clamp(min=1), torch.zeros((), dtype=torch.float64)
+        for start in range(0, len(batch[0]), part):
+            mean = objective.total(model, tuple(tensor[start : start + part] for tensor in batch)) / count
+            mean.backward()
+            loss += mean.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
         if step == 0:
             gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -279,8 +284,8 @@ def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor])
 
 
 def _is_first(part: Part) -> bool:
-    """Whether this rank counts for a part that several ranks of x × y hold alike."""
-    return part.parameter.cut is None or part.parameter.cut.is_first
+    """Whether this rank counts for a part that several ranks of x × y, or of pipe, hold alike."""
+    return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
 
 
 def _badness(error: float) -> float:

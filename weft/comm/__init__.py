@@ -6,6 +6,8 @@ from weft.comm.collectives import (
     all_to_all,
     broadcast,
     meet,
+    receive,
+    send,
     shift,
 )
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
@@ -25,6 +27,8 @@ __all__ = [
     "broadcast",
     "expand",
     "meet",
+    "receive",
     "reduce_scatter",
+    "send",
     "shift",
 ]

@@ -115,6 +115,20 @@ def shift(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis, by: in
     return Pending(dist.batch_isend_irecv(operations), axis, "send")
 
 
+def send(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
+    """Begin to send a tensor to the rank at index `peer` of the axis; it must live until then. `what` is for messages.
+
+    Receives from a peer complete in the order in which it sent.
+    """
+    _enter(axis, "send", tensor)
+    return Pending(dist.isend(tensor, group=axis.group, group_dst=peer), axis, what)
+
+
+def receive(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
+    """Begin to receive what the rank at index `peer` of the axis sends next; the sender counts it."""
+    return Pending(dist.irecv(tensor, group=axis.group, group_src=peer), axis, what)
+
+
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
     """Give every rank of the axis the tensor of the rank with index `source`."""
     if axis.degree == 1:

@@ -5,8 +5,10 @@ The next axis: a file with its `Strategy`, a line in the table, a field in `Plan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +20,15 @@ from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
+from weft.parallel.flat import Flat
 from weft.parallel.layout import Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
-from weft.parallel.unit import units_of
+from weft.parallel.unit import Units, units_of
+from weft.pipeline.build import build, stage
+from weft.pipeline.build import refuse as refuse_pipeline
+from weft.pipeline.cost import pipeline_cost
+from weft.pipeline.runtime import Pipeline, Stage
 from weft.plan import BatchSplit, Plan
 from weft.profile import CUTS_ATTRIBUTE, Parameter, Profile, profile
 from weft.strategy import Cost, Strategy, Values
@@ -29,15 +36,25 @@ from weft.strategy import Cost, Strategy, Values
 STRATEGIES: tuple[Strategy, ...] = (RecomputePolicy(), TensorAxes(), ShardAxis(), DataAxis(), ContextAxis())
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: Mesh | None = None, values: Values | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh | None = None,
+    values: Values | None = None,
+    example: Callable[[], tuple[Any, ...]] | None = None,
+) -> nn.Module:
     """Apply a plan to any model, in place, and return it: same modules, same names, hooks from outside.
 
     Needs `torch.distributed` initialised with as many processes as the plan has ranks (none for one). A model on the
     meta device takes its parameters from `values(name)`, one at a time; otherwise from itself, and every rank must
     hold the same values. Afterwards `model.parameters()` are this rank's pieces, for any element-wise optimizer.
+
+    A plan with `pipe` also needs `example()`, the arguments of one forward of a micro-batch; what comes back is this
+    rank's stages, a `Pipeline` that `train_step` runs.
     """
     mesh = mesh or Mesh(plan)
-    refuse(profile(model), plan)
+    whole = profile(model, example if plan.pipe.degree > 1 else None)
+    refuse(whole, plan)
     if values is None:
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError("the model is on the meta device; pass values=, which gives a parameter's tensor by name")
@@ -48,6 +65,13 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh | None = None, values: 
                 f"buffer '{name}' is on the meta device, and its value is not among values=; build the model on a real "
                 f"device, or set its buffers first"
             )
+    if plan.pipe.degree > 1:
+        return build(stage(whole, plan, mesh.device), mesh, values, partial(_lay_out, plan, mesh))
+    return _lay_out(plan, mesh, model, values)
+
+
+def _lay_out(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) -> nn.Module:
+    """Apply the strategies to a model, or to a stage of one."""
     local = partial(_local_value, model, values)
     for strategy in STRATEGIES:
         model = strategy.apply(model, plan, mesh, local)
@@ -62,8 +86,8 @@ def _local_value(model: nn.Module, values: Values, name: str) -> Tensor:
 
 def refuse(model_profile: Profile, plan: Plan) -> None:
     """Raise the first reason why the plan does not fit the model."""
-    for strategy in STRATEGIES:
-        reason = strategy.refuse(model_profile, plan)
+    for reason_for in (refuse_pipeline, *(strategy.refuse for strategy in STRATEGIES)):
+        reason = reason_for(model_profile, plan)
         if reason is not None:
             raise PlanError(reason)
 
@@ -71,14 +95,32 @@ def refuse(model_profile: Profile, plan: Plan) -> None:
 def cost(model_profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int] | None = None) -> Cost:
     """What a rank (the first, unless its mesh coordinates are given) pays for one step under the plan."""
     at = coordinates or dict.fromkeys(plan.degrees, 0)
-    local = localise(model_profile, plan, at)
-    return sum((strategy.cost(local, plan, split, at) for strategy in STRATEGIES), Cost())
+    here = partial(localise, plan=plan, coordinates=at)
+
+    def own(local: Profile, part: BatchSplit) -> Cost:
+        return sum((strategy.cost(local, plan, part, at) for strategy in STRATEGIES), Cost())
+
+    if plan.pipe.degree > 1:
+        return pipeline_cost(model_profile, stage(model_profile, plan), plan, split, at, here, own)
+    return own(here(model_profile), split)
+
+
+def all_units(model: nn.Module) -> list[Units]:
+    """The units that hold a model's state: one set for each of its stages; none if one rank holds it plainly."""
+    if isinstance(model, Pipeline):
+        return [stage.units for stage in model.parts.values()]
+    units = units_of(model)
+    return [] if units is None else [units]
+
+
+def all_flats(model: nn.Module) -> list[Flat]:
+    """Every flat buffer of a model on this rank."""
+    return [flat for units in all_units(model) for flat in units.flats]
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward reduces gradients; switch it off for all but the last micro-batch of a step."""
-    units = units_of(model)
-    if units is not None:
+    for units in all_units(model):
         units.sync = enabled
 
 
@@ -87,6 +129,11 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
 
     For a model that one rank holds plainly, the parts are the parameters themselves, in their own shapes.
     """
+    if isinstance(model, Pipeline):
+        for stage in model.parts.values():
+            for part, piece in named_pieces(stage.model):
+                yield replace(part, parameter=_in_the_whole(part.parameter, stage)), piece
+        return
     units = units_of(model)
     if units is None:
         for name, parameter in model.named_parameters():
@@ -99,24 +146,40 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
                 yield part, piece
 
 
+def _in_the_whole(parameter: Parameter, stage: Stage) -> Parameter:
+    """A stage's parameter by its name in the whole model; copies are counted over stages, then replicas."""
+    order = parameter.stages.index(stage.index) if parameter.stages else 0
+    return replace(
+        parameter, name=stage.names[parameter.name], copy=order + len(parameter.stages or (0,)) * stage.replica
+    )
+
+
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a checkpoint holds, by their names in the whole model."""
+    stages = [stage.model for stage in model.parts.values()] if isinstance(model, Pipeline) else [model]
+    for own in stages:
+        kept = set(own.state_dict(keep_vars=True))
+        yield from ((name, buffer) for name, buffer in own.named_buffers() if name in kept)
+
+
+def parameter_names(model: nn.Module) -> set[str]:
+    """The names of all parameters of the whole model."""
+    return set(model.parameter_names) if isinstance(model, Pipeline) else {n for n, _ in model.named_parameters()}
+
+
 def refresh(model: nn.Module) -> None:
     """Tell the model that its pieces were changed from outside (a checkpoint was loaded)."""
-    units = units_of(model)
-    if units is not None:
-        for flat in units.flats:
-            flat.refresh()
+    for flat in all_flats(model):
+        flat.refresh()
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """What this rank's state really occupies, by kind; call it between backward and step. Held to `cost`."""
-    units = units_of(model)
-    pieces = [piece for _, piece in named_pieces(model)]
-    parameters: list[Tensor] = [*pieces]
+    pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
+    parameters = [*pieces, *(buffer for flat in flats for buffer in (flat.whole, flat.slice))]
     gradients = [piece.grad for piece in pieces if piece.grad is not None]
-    if units is not None:
-        parameters += [buffer for flat in units.flats for buffer in (flat.whole, flat.slice)]
-        buffers = [buffer for flat in units.flats for buffer in (flat.whole_gradient, flat.slice_gradient)]
-        gradients += [buffer for buffer in buffers if buffer is not None]
+    buffers = [buffer for flat in flats for buffer in (flat.whole_gradient, flat.slice_gradient)]
+    gradients += [buffer for buffer in buffers if buffer is not None]
     return {
         "parameters": _storage_bytes(parameters),
         "gradients": _storage_bytes(gradients),
@@ -136,13 +199,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh) -> Tens
     """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before.
 
     Each parameter counts once, whatever the mesh: slices are disjoint over `shard`, equal over `data`, and what several
-    ranks of x × y hold alike counts for each of them in part.
+    ranks of x × y (or of pipe) hold alike counts for each of them in part.
     """
-    units = units_of(model)
-    if units is None:
+    flats = [flat for flat in all_flats(model) if flat.slice_gradient is not None]
+    if not all_units(model):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
-    gradients = [flat.slice_gradient for flat in units.flats if flat.slice_gradient is not None]
-    replicas = [flat.layout.replicas for flat in units.flats if flat.slice_gradient is not None]
+    gradients = [flat.slice_gradient for flat in flats if flat.slice_gradient is not None]
+    replicas = [flat.layout.replicas * flat.copies for flat in flats]
     norms = torch.stack(torch._foreach_norm(gradients)).double()
     squared = (norms.square() / torch.tensor(replicas, device=norms.device)).sum()
     all_reduce(squared, mesh["state"]).wait()

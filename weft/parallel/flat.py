@@ -45,6 +45,7 @@ class Flat:
         self.compute_dtype, self.master_dtype, self.device = compute_dtype, master_dtype, device
         self.sum_over: list[Axis] = []  # gradients there are partial sums
         self.mean_over: list[Axis] = []  # and there of different samples
+        self.copies = 1  # ranks along `pipe` that hold the same
         self.trainable = layout.parameters[0].trainable
         self._starts, self._parts = layout.starts, tuple(layout.parts(shard.index))
         self.frees_whole = stage == 3 and shard.degree > 1

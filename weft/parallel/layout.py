@@ -50,6 +50,11 @@ class FlatLayout:
         return cut.replicas if cut else 1
 
     @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of a pipeline that hold the same parameters, where several do."""
+        return self.parameters[0].stages
+
+    @property
     def starts(self) -> tuple[int, ...]:
         """Where each parameter begins in the flat buffer."""
         starts, position = [], 0
@@ -82,12 +87,18 @@ class FlatLayout:
 def flat_layouts(parameters: Sequence[Parameter], degree: int) -> tuple[FlatLayout, ...]:
     """The flat buffers of a block: one for all parameters that are treated alike, those that are trained first.
 
-    Alike: trained or frozen, with gradients that are partial sums over the same axes, on as many ranks of x × y.
+    Alike: trained or frozen, with gradients that are partial sums over the same axes, on as many ranks of x × y, and in
+    one stage of a pipeline only; a parameter that several stages hold has a buffer of its own.
     """
-    groups: dict[tuple[bool, tuple[str, ...], int], list[Parameter]] = {}
+    groups: dict[tuple[bool, tuple[str, ...], int, str], list[Parameter]] = {}
     for parameter in parameters:
         cut = parameter.cut
-        key = (not parameter.trainable, cut.sums if cut else (), cut.replicas if cut else 1)
+        key = (
+            not parameter.trainable,
+            cut.sums if cut else (),
+            cut.replicas if cut else 1,
+            parameter.name if parameter.stages else "",
+        )
         groups.setdefault(key, []).append(parameter)
     return tuple(FlatLayout(tuple(groups[key]), degree) for key in sorted(groups))
 

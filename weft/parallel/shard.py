@@ -8,7 +8,8 @@ slice only. Per step, with N elements of a buffer, c bytes each to compute and m
     stage   all-gather of N·c                    reduce-scatter of N·m    resting state
     1, 2    once, before forward (*)             once, behind backward    whole parameters + slice
     3       before each forward and backward     once, behind backward    slice only
-            of each micro-batch (the root once)
+            of each micro-batch (the root once
+            for both; in a pipeline, for the step)
 
 Stage 1 keeps the whole gradient buffer, stages 2 and 3 only the slice. `memory.accumulate = "slice"` reduces at every
 micro-batch, to hold no whole gradients in between; (*) stage 2 then also gathers before each, because an update may
@@ -79,7 +80,7 @@ def _gathers(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[
             if plan.shard.stage < 3:
                 times = reductions_per_step(plan, split) if layout.parameters[0].trainable else 0
             elif block is profile.root:
-                times = split.accumulation
+                times = split.accumulation if plan.pipe.degree == 1 else 1
             else:
                 times = split.accumulation * (block.calls + block.in_backward)
             yield from [(("shard", "all_gather"), layout.numel * compute)] * times

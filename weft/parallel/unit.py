@@ -82,6 +82,7 @@ class Units:
         self.root, self.blocks = units[0], tuple(units[1:])
         self.compute_dtype = compute_dtype
         self.sync = True
+        self._in_step = False  # see begin_step
         self._forward_order: list[Unit] = []  # as recorded in this pass
         self._order: list[Unit] = list(self.blocks)  # as recorded in the last whole pass
         self._to_reduce: list[Unit] = []
@@ -89,6 +90,7 @@ class Units:
         self._in_backward = False
         self._has_gradients = False  # whether this backward has delivered any
         self._accumulating = False  # whether the last backward left gradients for the next to add to
+        self._places: dict[int, tuple[Flat, int]] | None = None
         self._install_hooks(model)
 
     @cached_property
@@ -101,17 +103,54 @@ class Units:
         """Every flat buffer, unit by unit."""
         return (flat for unit in self.all for flat in unit.flats)
 
+    # --- a step of a pipeline
+
+    def begin_step(self) -> None:
+        """From here to `end_step`, forwards and backwards of several micro-batches come in any order.
+
+        The optimizer changes nothing meanwhile, so what is whole stays so, the root's buffers too; and backward adds
+        up gradients, which are reduced in the one that `sync` marks, or by `reduce_all`.
+        """
+        self._start_pass()
+        self._in_step = True
+        self._gather_lasting()
+
+    def end_step(self) -> None:
+        """The optimizer may change the pieces now."""
+        self._in_step = False
+        for unit in self.all:
+            unit.release(stale=True)
+
+    def reduce_all(self) -> None:
+        """Reduce what backwards without `sync` have added up; outside of any backward."""
+        self._to_reduce = self._reduction_order()
+        self._reduce()
+
+    def add_late_gradient(self, parameter: Tensor) -> None:
+        """Take a gradient that was computed after the backward that it belongs to."""
+        if self._places is None:
+            self._places = {
+                id(whole): (flat, index) for flat in self.flats for index, whole in enumerate(flat.whole_parameters)
+            }
+        flat, index = self._places[id(parameter)]
+        flat.take_gradient(index)
+
     # --- forward
 
     def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if torch._C._current_graph_task_id() == -1:  # else a checkpoint around the model runs it again in backward
-            self._start_pass()
         self._forward_order = []
+        if not self._in_step:
+            if torch._C._current_graph_task_id() == -1:  # else a checkpoint around the model runs it again in backward
+                self._start_pass()
+            self._gather_lasting()
+        return _cast(args, self.compute_dtype), _cast(kwargs, self.compute_dtype)
+
+    def _gather_lasting(self) -> None:
+        """Make whole what stays whole for the pass: the root's buffers, and all that stage 3 does not free."""
         for unit in self.all:
             if unit is self.root or not any(flat.frees_whole for flat in unit.flats):
                 unit.start_gather()
         self.root.finish_gather()
-        return _cast(args, self.compute_dtype), _cast(kwargs, self.compute_dtype)
 
     def _start_pass(self) -> None:
         """Trust nothing that an earlier pass left whole: without a backward, it may have been cut short or followed by
@@ -127,6 +166,8 @@ class Units:
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> None:
         self._order = list(dict.fromkeys(self._forward_order))
+        if self._in_step:
+            return
         if not torch.is_grad_enabled():
             for unit in self.all:
                 unit.release(stale=False)
@@ -174,6 +215,8 @@ class Units:
     def _before_backward(self, unit: Unit, use: Use, _: Tensor) -> None:
         if unit.is_done and use.inputs_left == 0:  # an output that is an input handed on: its gradient comes last
             return
+        if self._in_step and not self._in_backward:
+            self._begin_backward()
         if use.inputs_left:
             unit.uses_in_backward.add(use)
         unit.in_backward = True
@@ -197,12 +240,15 @@ class Units:
 
     def _release_if_done(self, unit: Unit) -> None:
         if unit is not self.root and unit.is_done:
-            unit.release(stale=self.sync)
+            unit.release(stale=self.sync and not self._in_step)
 
     def _begin_backward(self) -> None:
         self._in_backward, self._has_gradients = True, False
-        self._to_reduce = [unit for unit in (*reversed(self.blocks), self.root) if unit.trained]
+        self._to_reduce = self._reduction_order()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _reduction_order(self) -> list[Unit]:
+        return [unit for unit in (*reversed(self.blocks), self.root) if unit.trained]
 
     def _reduce_ready(self, force: bool = False) -> None:
         while self._to_reduce and (force or self._to_reduce[0].missing == 0):
@@ -222,20 +268,27 @@ class Units:
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        if not self._has_gradients:  # torch.autograd.grad; a backward through its result needs the blocks again
+        if not self._has_gradients and not self._in_step:  # torch.autograd.grad; a backward through its result may come
             return
         self._accumulating = not self.sync
         if self.sync:
-            self._reduce_ready(force=True)
-            if self._last_started is not None:
-                self._continue(self._last_started)
-                self._last_started = None
-            for unit in self.all:
-                for flat in unit.trained:
-                    flat.finish_reduce()
+            self._reduce()
         for unit in self.all:
             unit.expect_use()
-            unit.release(stale=self.sync)
+            if not self._in_step:
+                unit.release(stale=self.sync)
+            elif unit is not self.root:
+                unit.release(stale=False)
+
+    def _reduce(self) -> None:
+        """Reduce all that is still to be, and show the optimizer its gradients."""
+        self._reduce_ready(force=True)
+        if self._last_started is not None:
+            self._continue(self._last_started)
+            self._last_started = None
+        for unit in self.all:
+            for flat in unit.trained:
+                flat.finish_reduce()
 
     # --- inside
 

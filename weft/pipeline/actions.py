@@ -72,11 +72,12 @@ class Message:
 
 
 class Edge(NamedTuple):
-    """A tensor that stage `target` takes from stage `source`, which comes earlier."""
+    """A tensor that stage `target` takes from stage `source`, which comes earlier; `backward` if it has a gradient."""
 
     source: int
     target: int
     name: str
+    backward: bool = True
 
 
 class Need(NamedTuple):
@@ -146,7 +147,7 @@ class Schedule:
         if action.kind == "forward":
             return [Need(Action("forward", self.edges[i].source, micro_batch, replica), i) for i in into.get(stage, ())]
         own = Need(Action("forward", stage, micro_batch, replica), None)
-        outward = out_of.get(stage, ())
+        outward = [index for index in out_of.get(stage, ()) if self.edges[index].backward]
         return [own, *(Need(Action("backward", self.edges[i].target, micro_batch, replica), i) for i in outward)]
 
     def messages(self, action: Action) -> tuple[list[Message], list[Message]]:
@@ -160,6 +161,8 @@ class Schedule:
         def ends(what: str, indices: Iterable[int], upstream: bool) -> list[Message]:
             found = []
             for index in indices:
+                if not (forward or self.edges[index].backward):
+                    continue
                 other = self.edges[index].source if upstream else self.edges[index].target
                 peer = self.rank_of(other, action.replica)
                 if peer != here:
@@ -172,7 +175,7 @@ class Schedule:
         return received, ends("send", outward if forward else inward, upstream=not forward)
 
 
-def with_messages(schedule: Schedule, edges: Iterable[tuple[int, int, str]] | None = None) -> Schedule:
+def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str]] | None = None) -> Schedule:
     """The schedule with every send and receive in its lists; `edges` replace those of the schedule.
 
     A receive is posted before the computation that precedes the one that needs it, so that it travels meanwhile, or
@@ -210,7 +213,7 @@ def with_messages(schedule: Schedule, edges: Iterable[tuple[int, int, str]] | No
     return replace(schedule, lists=tuple(lists))
 
 
-def check_edges(edges: Iterable[tuple[int, int, str]], num_stages: int) -> tuple[Edge, ...]:
+def check_edges(edges: Iterable[Edge | tuple[int, int, str]], num_stages: int) -> tuple[Edge, ...]:
     """The edges as values, each from an earlier stage to a later one, none twice."""
     found = tuple(Edge(*edge) for edge in edges)
     for edge in found:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from weft.checkpoint import Checkpoint, Saver, latest
-from weft.comm import all_reduce, broadcast
+from weft.comm import broadcast
 from weft.config import Run
 from weft.errors import CheckpointError, ConfigError
 from weft.launch import Place, check_world, init_process_group, shutdown
@@ -28,8 +28,7 @@ from weft.mesh import Mesh
 from weft.models import build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
-from weft.parallel.context import own_tokens
-from weft.predict import micro_batch_profile, model_flops, peak_flops
+from weft.predict import example_tokens, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.strategy import Values
 from weft.train.batches import TrainingData, prepare_data
@@ -37,7 +36,7 @@ from weft.train.documents import separate_documents
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.schedule import learning_rate
 from weft.train.state import load_state, make_optimizer, pieces_to_save
-from weft.train.step import CROSS_ENTROPY, train_step
+from weft.train.step import evaluate, train_step
 from weft.train.stop import Stop
 
 
@@ -67,7 +66,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     with _world(run, place) as mesh:
         _set_determinism(run)
-        model = parallelize(_build(run), run.plan, mesh, _values(run))
+        model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_tokens, run))
         if run.data.documents == "separate":
             separate_documents(model, run.tokenizer.end, mesh["context"])
         optimizer = make_optimizer(model, run.train)
@@ -90,7 +89,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.step(metrics)
                     reporter.step(metrics)
             if _due(step, run.train.evaluate_every, run.train.steps):
-                evaluation = evaluate(model, data, run, mesh)
+                held_out = data.evaluation_batches(run, mesh["batch"], mesh.device)
+                evaluation = float(evaluate(model, held_out, mesh)) if held_out else None
                 if log is not None and evaluation is not None:
                     log.write("evaluation", step, {"loss": evaluation})
                     reporter.say(f"step {step}: held-out loss {evaluation:.4f}")
@@ -103,21 +103,6 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         if log is not None:
             log.close()
         return Outcome(step, step >= run.train.steps, loss, evaluation)
-
-
-def evaluate(model: nn.Module, data: TrainingData, run: Run, mesh: Mesh) -> float | None:
-    """The mean loss on held-out sequences, the same on every rank; None where nothing is held out."""
-    batches = data.evaluation_batches(run, mesh["batch"], mesh.device)
-    if not batches:
-        return None
-    model.eval()
-    sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    with torch.no_grad():
-        for batch in (own_tokens(batch, mesh["context"]) for batch in batches):
-            sums += torch.stack([CROSS_ENTROPY.total(model, batch).double(), CROSS_ENTROPY.count(batch).double()])
-    model.train()
-    all_reduce(sums, mesh["tokens"]).wait()
-    return float(sums[0] / sums[1])
 
 
 # --- building

@@ -16,7 +16,7 @@ from weft.checkpoint import Checkpoint, Piece, Region
 from weft.config import TrainConfig
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
-from weft.parallel import named_pieces, refresh
+from weft.parallel import named_buffers, named_pieces, parameter_names, refresh
 from weft.parallel.layout import Part
 
 SCALAR = Region.whole(())
@@ -39,7 +39,8 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
     data = mesh["data"]
     for number, (part, piece) in enumerate(named_pieces(model)):
         cut = part.parameter.cut
-        if number % data.degree != data.index or mesh["context"].index or (cut is not None and not cut.is_first):
+        is_first = not part.parameter.copy and (cut is None or cut.is_first)
+        if number % data.degree != data.index or mesh["context"].index or not is_first:
             continue
         name, region = part.parameter.name, _region(part)
         yield Piece(name, "parameter", region, piece.detach())
@@ -48,8 +49,8 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
                 yield Piece(name, kind, region, value)
             elif _begins(part):  # a scalar that every rank holds alike: whoever has the beginning writes it
                 yield Piece(name, kind, SCALAR, value)
-    if mesh.is_first:
-        for name, buffer in _saved_buffers(model):
+    if mesh.is_first_of_stage:
+        for name, buffer in dict(named_buffers(model)).items():
             yield Piece(name, "buffer", Region.whole(tuple(buffer.shape)), buffer)
 
 
@@ -68,7 +69,7 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
                 kind: _read_state(checkpoint, name, kind, region, piece)
                 for kind in sorted(kinds[name] - {"parameter", "buffer"})
             }
-    for name, buffer in _saved_buffers(model):
+    for name, buffer in named_buffers(model):
         buffer.copy_(checkpoint.read(name, "buffer"))
     if optimizer is not None:
         _load_optimizer(optimizer, states)
@@ -82,7 +83,7 @@ def load_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
 
 def _refuse_leftovers(checkpoint: Checkpoint, model: nn.Module) -> None:
     """A checkpoint that holds more than the model is of another model."""
-    names = {name for name, _ in model.named_parameters()}
+    names = parameter_names(model)
     for entry in checkpoint.entries("parameter"):
         if entry.name not in names:
             raise CheckpointError(
@@ -120,9 +121,3 @@ def _begins(part: Part) -> bool:
     """Whether the part holds the first element of the whole parameter."""
     cut = part.parameter.cut
     return part.start == 0 and (cut is None or all(pieces[0][0] == 0 for pieces in cut.intervals if pieces))
-
-
-def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that belong to the state_dict."""
-    kept = set(model.state_dict(keep_vars=True))
-    return ((name, buffer) for name, buffer in model.named_buffers() if name in kept)

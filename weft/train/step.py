@@ -21,9 +21,11 @@ from weft.models.loss import IGNORE
 from weft.parallel import clip_grad_norm, sync_gradients
 from weft.parallel.context import own_tokens
 from weft.parallel.vocabulary import cross_entropy, vocabulary_of
+from weft.pipeline.runtime import Pipeline, Work
 from weft.plan import Plan
 
 Batch = tuple[Tensor, ...]
+Before = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def train_step(
     mesh: Mesh,
     objective: Objective = CROSS_ENTROPY,
     clip: float | None = 1.0,
-    before_micro_batch: Callable[[int], None] = lambda index: None,
+    before_micro_batch: Before = lambda index: None,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one step (whole sequences, whatever the plan)."""
     micro_batches = [own_tokens(batch, mesh["context"]) for batch in micro_batches]
@@ -74,26 +76,56 @@ def train_step(
     all_reduce(num_targets, mesh["tokens"]).wait()
     # Gradients become the mean over the ranks of `batch`, so each rank's loss is scaled up by their number.
     scale = mesh["batch"].degree / num_targets.clamp(min=1)
-    loss = torch.zeros((), dtype=torch.float64, device=num_targets.device)
-    for index, batch in enumerate(micro_batches):
-        before_micro_batch(index)
-        is_last = index == len(micro_batches) - 1
-        sync_gradients(model, is_last or mesh.plan.memory.accumulate == "slice")
-        total = objective.total(model, batch)
-        (total * scale.to(total.dtype)).backward()
-        loss += total.detach()
-    all_reduce(loss, mesh["tokens"]).wait()
+    if isinstance(model, Pipeline):
+        loss = model.run(Work(micro_batches, objective.total, scale, before_micro_batch))
+    else:
+        loss = _run_in_turn(model, micro_batches, objective, scale, before_micro_batch, mesh.plan)
+    all_reduce(loss, mesh["losses"]).wait()
     grad_norm = clip_grad_norm(model, clip, mesh)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(loss / num_targets.clamp(min=1), grad_norm, num_targets)
 
 
+def _run_in_turn(
+    model: nn.Module, batches: Sequence[Batch], objective: Objective, scale: Tensor, before: Before, plan: Plan
+) -> Tensor:
+    """Forward and backward of one micro-batch after another; the sum of their losses."""
+    loss = torch.zeros((), dtype=torch.float64, device=scale.device)
+    for index, batch in enumerate(batches):
+        before(index)
+        is_last = index == len(batches) - 1
+        sync_gradients(model, is_last or plan.memory.accumulate == "slice")
+        total = objective.total(model, batch)
+        (total * scale.to(total.dtype)).backward()
+        loss += total.detach()
+    return loss
+
+
+def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: Objective = CROSS_ENTROPY) -> Tensor:
+    """The mean loss over all ranks' batches (whole sequences), without gradients; the same on every rank."""
+    batches = [own_tokens(batch, mesh["context"]) for batch in batches]
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        if isinstance(model, Pipeline):
+            total = model.run(Work(batches, objective.total))
+        else:
+            total = torch.stack([objective.total(model, batch).double() for batch in batches]).sum()
+    model.train(was_training)
+    count = torch.stack([objective.count(batch) for batch in batches]).sum().double()
+    all_reduce(total, mesh["losses"]).wait()
+    all_reduce(count, mesh["tokens"]).wait()
+    return total / count
+
+
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:
     """What a step says beside the strategies: the count of targets, the loss, and the gradient norm."""
     traffic: dict[Key, Traffic] = {}
     if plan.num_batch_ranks * plan.context.degree > 1:
-        traffic["tokens", "all_reduce"] = Traffic(2, 16)
-    if plan.shard.degree * plan.tensor.x * plan.tensor.y > 1:
+        traffic["tokens", "all_reduce"] = Traffic(1, 8)
+    if plan.num_batch_ranks * plan.context.degree * plan.pipe.degree > 1:
+        traffic["losses", "all_reduce"] = Traffic(1, 8)
+    if plan.pipe.degree * plan.shard.degree * plan.tensor.x * plan.tensor.y > 1:
         traffic["state", "all_reduce"] = Traffic(1, 8)
     return traffic

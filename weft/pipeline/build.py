@@ -1,0 +1,234 @@
+"""From a model and a plan to stages: what each holds (pure, for costs too), and the pipeline that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from weft.blocks import find_blocks
+from weft.errors import PlanError
+from weft.mesh import Mesh
+from weft.parallel.layout import COMPUTE_DTYPE
+from weft.parallel.unit import units_of
+from weft.pipeline.actions import Schedule, with_messages
+from weft.pipeline.check import check
+from weft.pipeline.copies import Copies, Sharing, running_statistics, tied_stages
+from weft.pipeline.deferred import Deferred
+from weft.pipeline.partition import Route, cut, partition
+from weft.pipeline.runtime import Pipeline, Stage
+from weft.pipeline.schedules import make_schedule
+from weft.pipeline.stage import Walk, skeleton, stage_model
+from weft.pipeline.trace import trace
+from weft.plan import Plan
+from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
+from weft.strategy import Values
+
+ADAM_BYTES = 16  # of state for each parameter: weight, gradient and two moments in fp32
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A model in stages: where its units are, which tensors cross, and which parameters several stages hold."""
+
+    plan: Plan
+    whole: nn.Module  # on the meta device
+    stage_of: Mapping[str, int]
+    route: Route
+
+    @property
+    def num_stages(self) -> int:
+        return self.route.num_stages
+
+    @cached_property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """placement[replica][stage] is an index on `pipe`."""
+        pipe = self.plan.pipe
+        return make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options).placement
+
+    def held_by(self, index: int) -> list[tuple[int, int]]:
+        """The (stage, replica) pairs of a rank."""
+        return [(s, r) for r, ranks in enumerate(self.placement) for s, rank in enumerate(ranks) if rank == index]
+
+    def units(self, stage: int) -> list[str]:
+        """The names of a stage's units."""
+        return [name for name, own in self.stage_of.items() if own == stage]
+
+    @cached_property
+    def _models(self) -> list[tuple[nn.Module, dict[str, str]]]:
+        return [stage_model(self.whole, self.route, self.stage_of, stage) for stage in range(self.num_stages)]
+
+    @cached_property
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters of the whole model that several stages hold."""
+        return tied_stages([names for _, names in self._models])
+
+    def model(self, stage: int) -> tuple[nn.Module, dict[str, str]]:
+        """A fresh model of a stage, without values, and what its parameters are called in the whole."""
+        model, names = self._models[stage]
+        model = skeleton(model)
+        model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
+        return model, names
+
+    def profile(self, whole: Profile, stage: int) -> Profile:
+        """What a stage costs, from the profile of the whole."""
+        return stage_profile(whole, self.model(stage)[0], self.units(stage))
+
+    def copies(self, stages: tuple[int, ...]) -> int:
+        """How many ranks along `pipe` hold a parameter that these stages hold."""
+        return len(self.placement) * max(1, len(stages))
+
+    def schedule(self, num_micro_batches: int) -> Schedule:
+        """The schedule of a step with its messages, proved consistent."""
+        pipe = self.plan.pipe
+        made = make_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
+        made = with_messages(made, self.route.edges)
+        check(made)
+        return made
+
+
+def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Staging:
+    """Cut a profiled model into the plan's stages."""
+    if whole.example is None:
+        raise PlanError(
+            f"pipe = {plan.pipe.degree} cuts the model where a forward goes through it; pass example=, which makes the "
+            f"arguments of a forward of one micro-batch"
+        )
+    assert whole.model is not None
+    bare, pipe = skeleton(whole.model), plan.pipe
+    num_stages = pipe.degree * (pipe.chunks or 2 if pipe.schedule == "interleaved" else 1)
+    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], torch.device(device), plan.tensor.y)
+    stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), num_stages, pipe)
+    return Staging(plan, bare, stage_of, cut(found, stage_of, num_stages))
+
+
+def refuse(whole: Profile, plan: Plan) -> str | None:
+    """Why a plan's pipeline does not fit; None where it does."""
+    pipe = plan.pipe
+    if pipe.degree == 1:
+        return None
+    make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options)
+    inside = {axis: plan.degree(axis) for axis in ("shard", "context", "x", "y") if plan.degree(axis) > 1}
+    given = ", ".join(f"{axis} = {degree}" for axis, degree in inside.items())
+    if pipe.schedule == "message" and inside:
+        return (
+            f"pipe.schedule = 'message' lets each rank choose its own order, but the ranks of a stage ({given}) must "
+            f"share one; use data beside it, or another schedule"
+        )
+    if pipe.schedule == "zero-bubble" and plan.tensor.x * plan.tensor.y > 1:
+        return (
+            f"pipe.schedule = 'zero-bubble' puts weight gradients off, which the tensor axes ({given}) do in their own "
+            f"way; use 1f1b or interleaved with them"
+        )
+    if plan.memory.accumulate == "slice":
+        return "memory.accumulate = 'slice' reduces each micro-batch, which a pipeline does not; use 'whole'"
+    return None
+
+
+def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
+    """What units weigh: FLOPs, or the bytes of their state and activations; parameters where nothing was counted."""
+    assert whole.model is not None
+    sizes = {name: sum(p.numel() for p in whole.model.get_submodule(name).parameters()) for name in whole.units if name}
+    if not whole.counted:
+        return {block.name: float(block.numel) for block in whole.blocks}
+    if plan.pipe.balance == "time":
+        return {name: float(counts.flops) for name, counts in whole.units.items()}
+    kind = plan.memory.recompute
+    return {
+        name: float(ADAM_BYTES * sizes.get(name, 0) + counts.saved_bytes.get(kind, 0))
+        for name, counts in whole.units.items()
+    }
+
+
+def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Module, Values], nn.Module]) -> Pipeline:
+    """This rank's part of a staging at work; `apply` lays a stage's model out over the other axes."""
+    routes = _Routes(staging, mesh.device)
+    stages = [
+        _build_stage(staging, number, replica, mesh, values, apply, routes)
+        for number, replica in sorted(staging.held_by(mesh["pipe"].index))
+    ]
+    names = [name for name, _ in staging.whole.named_parameters()]
+    return Pipeline(stages, _copies(staging, stages, mesh), staging.schedule, mesh, names)
+
+
+def _build_stage(
+    staging: Staging,
+    number: int,
+    replica: int,
+    mesh: Mesh,
+    values: Values,
+    apply: Callable[[nn.Module, Values], nn.Module],
+    routes: _Routes,
+) -> Stage:
+    model, names = staging.model(number)
+    model = apply(model, lambda name: values(names[name]))
+    units = units_of(model)
+    assert units is not None
+    for flat in units.flats:
+        flat.copies = staging.copies(flat.layout.stages)
+    deferred = None
+    if staging.plan.pipe.schedule == "zero-bubble":
+        deferred = Deferred(model, units.add_late_gradient)
+    walk = Walk(number, model, staging.units(number), routes.find)
+    return Stage(number, replica, model, units, walk, names, deferred)
+
+
+class _Routes:
+    """The routes of a staging for inputs of all shapes that come; each is traced once."""
+
+    def __init__(self, staging: Staging, device: torch.device) -> None:
+        self.staging, self.device = staging, device
+        self._found: dict[Any, Route] = {}
+
+    def find(self, args: Any, kwargs: Mapping[str, Any], training: bool = True) -> Route:
+        leaves, form = tree_flatten((args, dict(kwargs)))
+        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
+        key = (shapes, str(form), training)
+        if key not in self._found:
+            self._found[key] = self._trace(args, kwargs, training)
+        return self._found[key]
+
+    def _trace(self, args: Any, kwargs: Mapping[str, Any], training: bool) -> Route:
+        staging, plan = self.staging, self.staging.plan
+        staging.whole.train(training)
+        with torch.enable_grad():
+            found = trace(staging.whole, args, kwargs, COMPUTE_DTYPE[plan.precision], self.device, plan.tensor.y)
+        route = cut(found, staging.stage_of, staging.num_stages)
+        if route.edges != staging.route.edges:
+            raise PlanError(
+                "the model's forward takes another way for inputs of another shape, so that other tensors cross its "
+                "stages; use pipe = 1"
+            )
+        return route
+
+
+def _copies(staging: Staging, stages: list[Stage], mesh: Mesh) -> Copies:
+    """Makes groups, so every rank goes through all copies in one order, its own or not."""
+    sharings: list[Sharing] = []
+    num_ranks = staging.plan.pipe.degree
+    if len(staging.placement) > 1:
+        for low in range(num_ranks // 2):
+            axis = mesh.among("pipe", (low, num_ranks - 1 - low), "mirror")
+            if axis is not None:
+                for one in stages:  # ascending, and the same two stages on both ranks
+                    trained = tuple((flat,) for unit in one.units.all for flat in unit.trained)
+                    sharings.append(Sharing(axis, trained, running_statistics(one.model)))
+    for name, tied in staging.tied.items():
+        for replica, ranks in enumerate(staging.placement):
+            holders = sorted({ranks[number] for number in tied})
+            axis = mesh.among("pipe", holders, "tied")
+            own = tuple(
+                flat
+                for one in stages
+                if one.replica == replica and one.index in tied
+                for flat in one.units.flats
+                if flat.trainable and one.names[flat.layout.parameters[0].name] == name
+            )
+            if axis is not None and own:
+                sharings.append(Sharing(axis, (own,)))
+    return Copies(sharings)

@@ -1,0 +1,148 @@
+"""Cuts a traced forward into stages: which unit goes where, and which tensors cross from one stage to another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.errors import PlanError
+from weft.pipeline.actions import Edge
+from weft.pipeline.trace import Trace
+from weft.plan import Pipe
+
+
+@dataclass(frozen=True)
+class Route:
+    """A trace in stages: the stage of each event; None for what only parameters enter, done wherever they are."""
+
+    trace: Trace
+    num_stages: int
+    stages: tuple[int | None, ...]
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """Every tensor that a stage takes from an earlier one; the name is its number in the trace."""
+        found: dict[tuple[int, int, int], None] = {}
+        source: dict[int, int | None] = {}
+        for event, stage in zip(self.trace.events, self.stages, strict=True):
+            for number in event.inputs:
+                begin = source.get(number)
+                if begin is not None and stage is not None and begin < stage:
+                    found[number, begin, stage] = None
+            source.update(dict.fromkeys(event.outputs, stage))
+        return tuple(
+            Edge(begin, stage, str(number), self.trace.values[number].needs_gradient)
+            for number, begin, stage in sorted(found)
+        )
+
+    @cached_property
+    def parameters(self) -> tuple[frozenset[str], ...]:
+        """The parameters of no unit of its own, or of another's, that each stage uses."""
+        used: list[set[str]] = [set() for _ in range(self.num_stages)]
+        for event, stage in zip(self.trace.events, self.stages, strict=True):
+            if stage is not None:
+                used[stage] |= event.parameters
+        return tuple(map(frozenset, used))
+
+    @cached_property
+    def last_event(self) -> tuple[int, ...]:
+        """Where each stage has done its part."""
+        last = [0] * self.num_stages
+        for place, stage in enumerate(self.stages):
+            if stage is not None:
+                last[stage] = place
+        return tuple(last)
+
+    def does(self, stage: int, place: int) -> bool:
+        """Whether a stage does the event at `place` itself."""
+        own = self.stages[place]
+        return own == stage if own is not None else self.trace.events[place].parameters <= self.parameters[stage]
+
+
+def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
+    """The trace with its units in the given stages; what comes between goes where its latest input is."""
+    where: dict[int, int | None] = {}
+    stages: list[int | None] = []
+    for event in trace.events[:-1]:
+        inputs = [stage for number in event.inputs if (stage := where.get(number)) is not None]
+        latest = max(inputs, default=None)
+        stage = stage_of[event.name] if event.is_call else latest
+        if latest is not None and stage is not None and latest > stage:
+            raise PlanError(
+                f"'{event.name}' is in stage {stage} but takes what stage {latest} makes, so the chain goes back; put "
+                f"both into one stage (pipe.split), or use pipe = 1"
+            )
+        stages.append(stage)
+        where.update(dict.fromkeys(event.outputs, stage))
+    return Route(trace, num_stages, (*stages, num_stages - 1))
+
+
+def unit_order(trace: Trace) -> list[str]:
+    """The units in the order in which they are first called."""
+    return list(dict.fromkeys(event.name for event in trace.events if event.is_call))
+
+
+def partition(
+    trace: Trace, blocks: Sequence[str], weights: Mapping[str, float], num_stages: int, pipe: Pipe
+) -> dict[str, int]:
+    """The stage of every unit: as `pipe.split` says, or such that the heaviest stage is the lightest possible.
+
+    Every stage holds a block at least; embedding, norm and head go with their neighbours, and weigh too.
+    """
+    order = unit_order(trace)
+    if pipe.split:
+        return _as_listed(order, pipe.split, num_stages)
+    called = [name for name in order if name in set(blocks)]
+    if num_stages > len(called):
+        raise PlanError(
+            f"{num_stages} stages need as many blocks, and the model's forward calls {len(called)}; "
+            f"use at most {len(called)} stages (pipe.degree × chunks)"
+        )
+    return _balanced(order, set(called), weights, num_stages)
+
+
+def _as_listed(order: list[str], split: Sequence[str], num_stages: int) -> dict[str, int]:
+    if len(split) != num_stages - 1:
+        raise PlanError(
+            f"pipe.split names {len(split)} modules, but {num_stages} stages have {num_stages - 1} beginnings beside "
+            f"the first; name the module that begins each further stage"
+        )
+    for name in split:
+        if name not in order:
+            raise PlanError(f"pipe.split names '{name}', which is not among the units: {', '.join(order)}")
+    places = [order.index(name) for name in split]
+    if places != sorted(set(places)) or places[0] == 0:
+        raise PlanError(
+            f"pipe.split = {list(split)} is not in the order of the forward, or leaves the first stage empty; "
+            f"the units are {', '.join(order)}"
+        )
+    return {name: sum(place >= begin for begin in places) for place, name in enumerate(order)}
+
+
+def _balanced(order: list[str], blocks: set[str], weights: Mapping[str, float], num_stages: int) -> dict[str, int]:
+    """Exact, by dynamic programming: best[k][i] is the lightest heaviest stage of the first i units in k stages."""
+    count = len(order)
+    total, held = [0.0], [0]
+    for name in order:
+        total.append(total[-1] + weights.get(name, 0.0))
+        held.append(held[-1] + (name in blocks))
+    best = [[(float("inf"), 0)] * (count + 1) for _ in range(num_stages + 1)]
+    best[0][0] = (0.0, 0)
+    for stage in range(1, num_stages + 1):
+        for stop in range(1, count + 1):
+            best[stage][stop] = min(
+                (
+                    (max(best[stage - 1][start][0], total[stop] - total[start]), start)
+                    for start in range(stop)
+                    if held[stop] > held[start]
+                ),
+                default=(float("inf"), 0),
+            )
+    result: dict[str, int] = {}
+    stop = count
+    for stage in range(num_stages, 0, -1):
+        start = best[stage][stop][1]
+        result.update(dict.fromkeys(order[start:stop], stage - 1))
+        stop = start
+    return {name: result[name] for name in order}

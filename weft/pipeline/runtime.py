@@ -1,0 +1,253 @@
+"""The pipeline at work: a rank's stages, and the lists of actions that they run.
+
+One runtime for all schedules. It knows nothing of their order: it goes through this rank's list, posts the receives
+that stand there, computes, and sends. Gradients add up in each stage over its micro-batches and are reduced over
+`shard` and `data` behind the stage's last backward; at the end of the step the copies of a stage (mirrored replicas),
+and the stages that share a tied parameter, add up theirs, so that all copies take the same update.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import PlanError
+from weft.mesh import Mesh
+from weft.parallel.unit import Units
+from weft.pipeline.actions import Action, Message, Schedule
+from weft.pipeline.copies import Copies
+from weft.pipeline.deferred import Deferred
+from weft.pipeline.partition import Route
+from weft.pipeline.simulate import Span
+from weft.pipeline.stage import Pass, Walk
+from weft.pipeline.trace import Value
+from weft.pipeline.transport import Key, Transport
+
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(eq=False)
+class Stage:
+    """A stage of one replica on this rank."""
+
+    index: int
+    replica: int
+    model: nn.Module
+    units: Units
+    walk: Walk
+    names: Mapping[str, str]  # of its parameters, in the whole model
+    deferred: Deferred | None = None
+    live: dict[int, Pass] = field(default_factory=dict)  # by micro-batch, from forward to backward
+    late: dict[int, Callable[[], None]] = field(default_factory=dict)  # weight gradients put down, by micro-batch
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step is to compute: the loss of each batch, times `scale`; without it, forward only."""
+
+    batches: Sequence[Batch]
+    total: Callable[[nn.Module, Batch], Tensor]
+    scale: Tensor | None = None
+    before: Callable[[int], None] = lambda index: None
+
+
+class Pipeline(nn.Module):
+    """A model over `pipe`, as one rank holds it; `train_step` runs it."""
+
+    parts: dict[tuple[int, int], Stage]  # by (stage, replica)
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        copies: Copies,
+        make_schedule: Callable[[int], Schedule],
+        mesh: Mesh,
+        parameter_names: Sequence[str],
+    ) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(stage.model for stage in stages)
+        self.parts = {(stage.index, stage.replica): stage for stage in stages}
+        self.copies, self.mesh, self.parameter_names = copies, mesh, tuple(parameter_names)
+        self._make_schedule = make_schedule
+        self._schedules: dict[int, Schedule] = {}
+        self._transport: Transport | None = None
+        self._routes: dict[Any, Route] = {}  # by the shapes of a batch
+        self.spans: tuple[Span, ...] = ()  # what the last step did, and when
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        raise PlanError("a model over pipe is run by its schedule, not called; use weft.train_step or weft.evaluate")
+
+    def schedule(self, num_micro_batches: int) -> Schedule:
+        """The checked schedule of a step, with its messages."""
+        if num_micro_batches not in self._schedules:
+            self._schedules[num_micro_batches] = self._make_schedule(num_micro_batches)
+        return self._schedules[num_micro_batches]
+
+    def run(self, work: Work) -> Tensor:
+        """Forward and, with a scale, backward of all batches; the sum of the losses that this rank has seen."""
+        schedule = self.schedule(len(work.batches))
+        if self._transport is None:
+            self._transport = Transport(self.mesh, schedule)
+        for stage in self.parts.values():
+            stage.units.sync = False
+            stage.units.begin_step()
+        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh)
+        with torch.set_grad_enabled(work.scale is not None):
+            run.in_order(schedule.lists[self.mesh["pipe"].index])
+        self._transport.finish()
+        if work.scale is not None:
+            for stage in self.parts.values():
+                if stage not in run.reduced:
+                    stage.units.reduce_all()
+            self.copies.combine()
+        for stage in self.parts.values():
+            stage.units.end_step()
+        self.spans = tuple(run.spans)
+        return run.loss
+
+    def _routes_of(self, work: Work) -> list[Route]:
+        """The route of each batch: receives are posted before a forward could tell what shapes it has."""
+        routes = []
+        for batch in work.batches:
+            key = (self.training, *((tensor.shape, tensor.dtype) for tensor in batch))
+            if key not in self._routes:
+                stage = next(iter(self.parts.values()))
+                self._routes[key] = stage.walk.look(partial(work.total, stage.model, batch))
+            routes.append(self._routes[key])
+        return routes
+
+
+class _Run:
+    """One step under way."""
+
+    def __init__(
+        self,
+        parts: Mapping[tuple[int, int], Stage],
+        routes: Sequence[Route],
+        work: Work,
+        schedule: Schedule,
+        transport: Transport,
+        mesh: Mesh,
+    ) -> None:
+        self.parts, self.routes, self.work, self.schedule, self.transport = parts, routes, work, schedule, transport
+        self.here = mesh["pipe"].index
+        self.loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.spans: list[Span] = []
+        self.reduced: set[Stage] = set()
+        self._kept: dict[Key, Tensor] = {}  # what a stage has made for another of this rank, or is about to send
+        self._began, self._started = time.perf_counter(), 0.0
+        self._edge = {(int(edge.name), edge.target): index for index, edge in enumerate(schedule.edges)}
+        backwards = [
+            a for a in schedule.compute(self.here) if a.kind == "backward" and a.stage not in schedule.split_stages
+        ]
+        self._last = {(action.stage, action.replica): action for action in backwards}
+
+    def in_order(self, steps: Sequence[Action | Message]) -> None:
+        """Go through a list; without gradients, through its forwards."""
+        for step in steps:
+            if isinstance(step, Message):
+                if self.work.scale is None and step.direction == "backward":
+                    continue
+                if step.is_send:
+                    self.transport.send(step, self._kept.pop(step.key))
+                else:
+                    self.transport.post(step, self._value(step))
+            elif self.work.scale is not None or step.kind == "forward":
+                self.compute(step)
+
+    def compute(self, action: Action) -> None:
+        """Do one action, waiting for what it needs."""
+        self._started = time.perf_counter() - self._began
+        stage = self.parts[action.stage, action.replica]
+        {"forward": self._forward, "backward": self._backward, "weight": self._weight}[action.kind](stage, action)
+
+    # --- actions
+
+    def _forward(self, stage: Stage, action: Action) -> None:
+        batch = self.work.batches[action.micro_batch]
+        self.work.before(action.micro_batch)
+        if action.stage:  # the same draws in every stage would not be independent
+            torch.manual_seed(torch.initial_seed() + action.stage)
+        done = stage.walk.forward(lambda: self.work.total(stage.model, batch), partial(self._receive, action))
+        if done.total is not None:
+            self.loss += done.total.detach()
+        if self.work.scale is not None:
+            stage.live[action.micro_batch] = done
+        for index, edge in enumerate(self.schedule.edges):
+            if edge.source == action.stage:
+                self._kept[index, action.micro_batch, action.replica, "forward"] = done.made[int(edge.name)]
+        self._note(action)
+
+    def _backward(self, stage: Stage, action: Action) -> None:
+        done = stage.live.pop(action.micro_batch)
+        tensors, gradients = self._gradients(action, done)
+        if done.total is not None:
+            assert self.work.scale is not None
+            tensors.append(done.total * self.work.scale.to(done.total.dtype))
+            gradients.append(None)
+        self._start()
+        stage.units.sync = self._last.get((action.stage, action.replica)) == action
+        if stage.units.sync:
+            self.reduced.add(stage)
+        if tensors:
+            torch.autograd.backward(tensors, gradients)
+        if stage.deferred is not None:
+            stage.late[action.micro_batch] = stage.deferred.collect()
+        for number, leaf in done.received.items():
+            if leaf.requires_grad:
+                key = (self._edge[number, action.stage], action.micro_batch, action.replica, "backward")
+                self._kept[key] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        self._note(action)
+
+    def _weight(self, stage: Stage, action: Action) -> None:
+        self._start()
+        stage.late.pop(action.micro_batch)()
+        self._note(action)
+
+    def _gradients(self, action: Action, done: Pass) -> tuple[list[Tensor], list[Tensor | None]]:
+        """What the stage made, each with the sum of what comes back from all who took it."""
+        sums: dict[int, Tensor] = {}
+        for index, edge in enumerate(self.schedule.edges):
+            if edge.source != action.stage or not edge.backward:
+                continue
+            gradient = self._take((index, action.micro_batch, action.replica, "backward"))
+            self.transport.answered([(index, action.micro_batch, action.replica, "forward")])
+            number = int(edge.name)
+            sums[number] = gradient if number not in sums else sums[number] + gradient
+        return [done.made[number] for number in sums], list(sums.values())
+
+    # --- tensors
+
+    def _receive(self, action: Action, number: int) -> Tensor:
+        """What another stage made, as a leaf of this one."""
+        edge = self._edge[number, action.stage]
+        tensor = self._take((edge, action.micro_batch, action.replica, "forward")).detach()
+        self._start()
+        return tensor.requires_grad_(self.work.scale is not None and self.schedule.edges[edge].backward)
+
+    def _take(self, key: Key) -> Tensor:
+        return self._kept.pop(key) if key in self._kept else self.transport.take(key)
+
+    def _value(self, message: Message) -> Value:
+        number = int(self.schedule.edges[message.edge].name)
+        return self.routes[message.micro_batch].trace.values[number]
+
+    # --- when
+
+    def _start(self) -> None:
+        """The action has what it needs."""
+        self._started = time.perf_counter() - self._began
+
+    def _note(self, action: Action) -> None:
+        now = time.perf_counter() - self._began
+        free = self.spans[-1].end_seconds if self.spans else 0.0
+        started = max(free, self._started)
+        if started > free:
+            self.spans.append(Span(free, started, "wait"))
+        self.spans.append(Span(started, now, action))

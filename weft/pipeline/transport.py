@@ -1,0 +1,96 @@
+"""Messages between the ranks of a pipeline: one tensor each, in the order of its channel, without tags.
+
+A channel is a way between two ranks in one direction of the pipeline (forward or backward). Each of the four pairs of
+that direction and the way along the axis (up or down) has a process group of its own, so that on NCCL, where a group
+does one thing after another, a send never waits behind a receive that its peer can only serve after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.comm import Axis, Pending, receive, send
+from weft.errors import LostRankError
+from weft.mesh import Mesh
+from weft.pipeline.actions import Message, Schedule
+from weft.pipeline.trace import Value
+
+Key = tuple[int, int, int, str]
+
+
+@dataclass
+class _Posted:
+    message: Message
+    tensor: Tensor
+    pending: Pending
+
+
+class Transport:
+    """This rank's ends of all channels."""
+
+    def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
+        self.axis, self.device, self.rank = mesh["pipe"], mesh.device, mesh.rank
+        self.ranks = mesh.line("pipe")  # the global ranks along this rank's pipe
+        ways = {_way(rank, m) for rank, steps in enumerate(schedule.lists) for m in steps if isinstance(m, Message)}
+        # Every rank makes all groups, in one order.
+        self._axes: dict[tuple[str, str], Axis] = {way: mesh.again("pipe", " ".join(way)) for way in sorted(ways)}
+        self._posted: dict[Key, _Posted] = {}
+        self._sent: dict[Key, _Posted] = {}
+
+    def post(self, message: Message, value: Value) -> None:
+        """Begin to receive a message; does not block."""
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        axis = self._axes[_way(self.axis.index, message)]
+        with self._named(message):
+            self._posted[message.key] = _Posted(message, tensor, receive(tensor, axis, message.peer, str(message)))
+
+    def take(self, key: Key) -> Tensor:
+        """What a posted message brought; waits for it."""
+        posted = self._posted.pop(key)
+        with self._named(posted.message):
+            posted.pending.wait()
+        return posted.tensor
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """Begin to send; does not block. The tensor lives until the message is known to have gone."""
+        tensor = tensor.detach().contiguous()
+        axis = self._axes[_way(self.axis.index, message)]
+        with self._named(message):
+            self._sent[message.key] = _Posted(message, tensor, send(tensor, axis, message.peer, str(message)))
+
+    def answered(self, keys: Iterable[Key]) -> None:
+        """These messages have been used by whoever took them: nothing waits, and what they held is free."""
+        for key in keys:
+            sent = self._sent.pop(key, None)
+            if sent is not None:
+                with self._named(sent.message):
+                    sent.pending.wait()
+
+    def finish(self) -> None:
+        """Wait until all that was sent has gone."""
+        self.answered(list(self._sent))
+        assert not self._posted
+
+    @contextmanager
+    def _named(self, message: Message) -> Iterator[None]:
+        """A connection that breaks, or waits too long, is told by the message that did not come or go."""
+        try:
+            yield
+        except RuntimeError as error:
+            what = "sending" if message.is_send else "waiting for"
+            raise LostRankError(
+                f"rank {self.rank} (pipe rank {self.axis.index}) was {what} a message when the connection to rank "
+                f"{self.ranks[message.peer]} (pipe rank {message.peer}) failed: {message}; "
+                f"{str(error).strip().splitlines()[0]}"
+            ) from error
+
+
+def _way(here: int, message: Message) -> tuple[str, str]:
+    """The group of a message: its direction in the pipeline, and its way along the axis."""
+    source, target = (here, message.peer) if message.is_send else (message.peer, here)
+    return message.direction, "down" if source < target else "up"
