@@ -54,7 +54,10 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Give `batch` (sequences per step) or `batch_tokens` (tokens per step), not both."""
+    """How to train. Give `batch` (sequences per step) or `batch_tokens` (tokens per step), not both.
+
+    `timeline` is a file to draw the last step of a pipeline to.
+    """
 
     steps: int
     batch: int | None = None
@@ -76,6 +79,7 @@ class TrainConfig:
     log_every: int = 1
     evaluate_every: int | None = None
     evaluate_sequences: int = 64
+    timeline: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):

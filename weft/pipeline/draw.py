@@ -64,7 +64,7 @@ def to_svg(timelines: Mapping[str, Timeline], width: int = 1000) -> str:
             f'<rect width="{width}" height="{height}" fill="white"/>',
             *_legend(list(timelines.values())),
             *shapes,
-            *_time_axis(marks, top - _GAP, scale),
+            *_time_axis(marks, top - _GAP, scale, *_unit(longest)),
             "</svg>\n",
         ]
     )
@@ -125,7 +125,8 @@ def _panel(title: str, timeline: Timeline, top: float, scale: float, width: int,
 
 
 def _summary(timeline: Timeline) -> str:
-    return f"{timeline.makespan_seconds:.4g} s, bubble {100 * timeline.bubble_share:.1f} %"
+    per_second, unit = _unit(timeline.makespan_seconds)
+    return f"{timeline.makespan_seconds * per_second:.4g} {unit}, bubble {100 * timeline.bubble_share:.1f} %"
 
 
 def _held(timeline: Timeline, rank: int) -> str:
@@ -205,9 +206,16 @@ def _marks(longest_seconds: float) -> list[float]:
     return [number * step for number in range(math.floor(longest_seconds / step * (1 + 1e-9)) + 1)]
 
 
-def _time_axis(marks: Sequence[float], bottom: float, scale: float) -> list[str]:
-    places = [(_LEFT + mark * scale, f"{mark:.6g}") for mark in marks]
+def _unit(longest_seconds: float) -> tuple[float, str]:
+    """In what a time of this length is told: how many of it a second has, and its sign."""
+    units = {1.0: "s", 1e3: "ms", 1e6: "µs"}
+    per_second = next((number for number in units if longest_seconds * number >= 1), 1e6)
+    return per_second, units[per_second]
+
+
+def _time_axis(marks: Sequence[float], bottom: float, scale: float, per_second: float, unit: str) -> list[str]:
+    places = [(_LEFT + mark * scale, f"{mark * per_second:.6g}") for mark in marks]
     return [
-        f'<text x="16" y="{bottom + 20}" fill="#555">seconds</text>',
+        f'<text x="16" y="{bottom + 20}" fill="#555">time, {unit}</text>',
         *(f'<text x="{x:.2f}" y="{bottom + 20}" text-anchor="middle" fill="#555">{text}</text>' for x, text in places),
     ]
