@@ -352,7 +352,7 @@ def test_embeddings_that_are_more_than_a_table(make: Any, what: str) -> None:
 def test_one_linear_in_two_places() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(nn.Sequential(shared, nn.LayerNorm(WIDTH)), nn.Sequential(shared, nn.LayerNorm(WIDTH)))
-    with pytest.raises(PlanError, match=r"'0.0' and '1.0' are one linear in two places"):
+    with pytest.raises(PlanError, match=r"'0.0' and '1.0' are one layer in two places"):
         pair(model)
 
 

@@ -25,8 +25,10 @@ from torch.utils.flop_counter import flop_registry
 
 from weft.blocks import find_blocks
 from weft.cut import Cut
+from weft.errors import PlanError
 from weft.models.decoder import CausalAttention
-from weft.pairing import Pairing, is_linear, is_norm, pair
+from weft.pairing import Pairing, is_convolution, is_linear, is_norm, pair
+from weft.probe import num_spatial_dims
 
 aten = torch.ops.aten
 CUTS_ATTRIBUTE = "_weft_cuts"
@@ -63,8 +65,9 @@ class Block:
     """A unit of the model's chain. Counts are for one forward of the example batch.
 
     `flops` counts attention in full, as torch's counter does; `attention_flops` is that part of it, which a causal
-    mask halves. `saved_bytes` are those that backward needs, by `memory.recompute`. `in_backward` is false for a block
-    whose output needs no gradient: nothing of it is needed again.
+    mask halves. `saved_bytes` are those that backward needs, by `memory.recompute`, and `saved_behind` the part of them
+    that comes behind each linear or convolution and before the next. `in_backward` is false for a block whose output
+    needs no gradient: nothing of it is needed again.
     """
 
     name: str
@@ -74,6 +77,7 @@ class Block:
     flops: int = 0
     attention_flops: int = 0
     saved_bytes: Mapping[str, int] | None = None
+    saved_behind: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
@@ -83,12 +87,14 @@ class Block:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear, embedding or norm in one forward of the example batch: rows (tokens), features in and out.
+    """A linear, convolution, embedding or norm in one forward of the example batch: features in and out (channels).
 
-    `is_last` is true for the last linear that its block calls; `needs_gradient` says whether its input has one.
+    `rows` are the tokens (or pixels) of its output and `in_rows` of its input; `is_last` is true where its block saves
+    nothing for backward behind it; `needs_gradient` says whether its input has a gradient.
     """
 
     rows: int
+    in_rows: int
     in_features: int
     out_features: int
     needs_gradient: bool
@@ -110,7 +116,8 @@ class Heads:
 class Profile:
     """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
 
-    `layers` are the linears, embeddings and norms by name; `stream_numel` is the size of what blocks hand on.
+    `layers` are the linears, convolutions, embeddings and norms by name; `stream_numel` is the size of what blocks hand
+    on.
     """
 
     root: Block
@@ -206,6 +213,9 @@ def profile(
 
 
 def _structure(model: nn.Module) -> Profile:
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise PlanError(f"'{name}' is made when the model first runs; run a batch through the model before this")
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     cuts = model.__dict__.get(CUTS_ATTRIBUTE, {})
@@ -239,7 +249,8 @@ def _count(
             in_backward=tally.in_backward.get(block.name, not block.name),
             flops=tally.flops.get(block.name, 0),
             attention_flops=tally.attention_flops.get(block.name, 0),
-            saved_bytes={kind: tally.saved[kind].get(block.name, 0) for kind in tally.saved},
+            saved_bytes={kind: sum(saved.get(block.name, {}).values()) for kind, saved in tally.saved.items()},
+            saved_behind={kind: saved.get(block.name, {}) for kind, saved in tally.saved.items()},
         )
         for block in structure.all
     ]
@@ -264,11 +275,13 @@ class _Tally(TorchDispatchMode):
         self.in_backward: dict[str, bool] = {}
         self.flops: dict[str, int] = {}
         self.attention_flops: dict[str, int] = {}
-        self.saved: dict[str, dict[str, int]] = {"none": {}, "selective": {}, "full": {}}
+        # by policy, block and the layer behind which it was saved
+        self.saved: dict[str, dict[str, dict[str, int]]] = {"none": {}, "selective": {}, "full": {}}
         self.layers: dict[str, Layer] = {}
         self.attentions: dict[str, Heads] = {}
         self.stream_numel = 0
-        self._last_linear = ""
+        self._behind = ""
+        self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
         self._seen: dict[str, set[int]] = {"none": set(), "selective": set(), "full": set()}
         self._alive: list[Tensor] = []  # a storage's address means something only while it lives
 
@@ -283,14 +296,14 @@ class _Tally(TorchDispatchMode):
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Count while the model runs forward."""
         handles = []
-        for name, module in find_blocks(model).items():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(self._leave, name)))
-        for name, module in model.named_modules():
-            if is_linear(module) or isinstance(module, nn.Embedding) or is_norm(module):
+        for name, module in model.named_modules():  # before those of blocks, which may be such layers themselves
+            if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
                 handles.append(module.register_forward_hook(partial(self._measure, name)))
             if isinstance(module, CausalAttention):
                 handles.append(module.register_forward_pre_hook(partial(self._measure_heads, name)))
+        for name, module in find_blocks(model).items():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._leave, name)))
         try:
             with self, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield
@@ -313,6 +326,7 @@ class _Tally(TorchDispatchMode):
         return result
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        self._unsaved.clear()
         self._add("none", tensor)
         if not self.running:
             self._add("selective", tensor)
@@ -321,6 +335,7 @@ class _Tally(TorchDispatchMode):
 
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.running = name
+        self._unsaved.clear()
         self.calls[name] = self.calls.get(name, 0) + 1
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
@@ -330,11 +345,13 @@ class _Tally(TorchDispatchMode):
 
     def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         value = args[0]
-        width = 1 if isinstance(module, nn.Embedding) else value.shape[-1]
-        out = output.shape[-1]
-        self.layers[name] = Layer(value.numel() // width, width, out, value.requires_grad)
-        if is_linear(module):
-            self._last_linear = name
+        dim = -1 - num_spatial_dims(module)
+        width, out = 1 if isinstance(module, nn.Embedding) else value.shape[dim], output.shape[dim]
+        rows, in_rows = output.numel() // out, value.numel() // width
+        self.layers[name] = Layer(rows, in_rows, width, out, value.requires_grad)
+        self._unsaved.append(name)
+        if _is_product(module):
+            self._behind = name
 
     def _measure_heads(self, name: str, _: nn.Module, args: Any) -> None:
         query, key = args[0], args[1]
@@ -343,8 +360,8 @@ class _Tally(TorchDispatchMode):
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self.running = ""
-        if self._last_linear in self.layers:
-            self.layers[self._last_linear] = replace(self.layers[self._last_linear], is_last=True)
+        for last in self._unsaved:
+            self.layers[last] = replace(self.layers[last], is_last=True)
         needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
         self.in_backward[name] = self.in_backward.get(name, False) or needs
 
@@ -353,7 +370,12 @@ class _Tally(TorchDispatchMode):
         if storage._cdata not in self._seen[kind]:
             self._seen[kind].add(storage._cdata)
             self._alive.append(tensor)
-            self.saved[kind][self.running] = self.saved[kind].get(self.running, 0) + storage.nbytes()
+            saved = self.saved[kind].setdefault(self.running, {})
+            saved[self._behind] = saved.get(self._behind, 0) + storage.nbytes()
+
+
+def _is_product(module: nn.Module) -> bool:
+    return is_linear(module) or is_convolution(module)
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
