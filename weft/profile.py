@@ -89,8 +89,9 @@ class Block:
 class Layer:
     """A linear, convolution, embedding or norm in one forward of the example batch: features in and out (channels).
 
-    `rows` are the tokens (or pixels) of its output and `in_rows` of its input; `is_last` is true where its block saves
-    nothing for backward behind it; `needs_gradient` says whether its input has a gradient.
+    `rows` are the tokens (or pixels) of its output and `in_rows` of its input; `needs_gradient` says whether its input
+    has a gradient; `saved_bytes` are what it is the first to save (its input, or nothing); `is_last` is true where its
+    block saves nothing for backward behind it.
     """
 
     rows: int
@@ -98,6 +99,7 @@ class Layer:
     in_features: int
     out_features: int
     needs_gradient: bool
+    saved_bytes: int = 0
     is_last: bool = False
 
 
@@ -281,6 +283,7 @@ class _Tally(TorchDispatchMode):
         self.attentions: dict[str, Heads] = {}
         self.stream_numel = 0
         self._behind = ""
+        self._own_bytes = 0
         self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
         self._seen: dict[str, set[int]] = {"none": set(), "selective": set(), "full": set()}
         self._alive: list[Tensor] = []  # a storage's address means something only while it lives
@@ -298,6 +301,7 @@ class _Tally(TorchDispatchMode):
         handles = []
         for name, module in model.named_modules():  # before those of blocks, which may be such layers themselves
             if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
+                handles.append(module.register_forward_pre_hook(self._begin))
                 handles.append(module.register_forward_hook(partial(self._measure, name)))
             if isinstance(module, CausalAttention):
                 handles.append(module.register_forward_pre_hook(partial(self._measure_heads, name)))
@@ -343,12 +347,15 @@ class _Tally(TorchDispatchMode):
                 self._add("selective", tensor)
                 self._add("full", tensor)
 
+    def _begin(self, _: nn.Module, __: Any) -> None:
+        self._own_bytes = 0
+
     def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         value = args[0]
         dim = -1 - num_spatial_dims(module)
         width, out = 1 if isinstance(module, nn.Embedding) else value.shape[dim], output.shape[dim]
         rows, in_rows = output.numel() // out, value.numel() // width
-        self.layers[name] = Layer(rows, in_rows, width, out, value.requires_grad)
+        self.layers[name] = Layer(rows, in_rows, width, out, value.requires_grad, self._own_bytes)
         self._unsaved.append(name)
         if _is_product(module):
             self._behind = name
@@ -370,6 +377,7 @@ class _Tally(TorchDispatchMode):
         if storage._cdata not in self._seen[kind]:
             self._seen[kind].add(storage._cdata)
             self._alive.append(tensor)
+            self._own_bytes += storage.nbytes() if kind == "none" else 0
             saved = self.saved[kind].setdefault(self.running, {})
             saved[self._behind] = saved.get(self._behind, 0) + storage.nbytes()
 

@@ -258,13 +258,21 @@ class _Stream:
         for kind, num_bytes in block.saved_bytes.items():
             in_regions = sum(block.saved_behind[kind].get(name, 0) for name in inside)
             saved[kind] = num_bytes - in_regions + in_regions // self.x
-        if self.y > 1:  # our part of each input is a tensor of its own
-            saved["none"] += self._inputs(block.name) // self.y
+        if self.y > 1:  # our part of each input is saved, and the whole where others save it too
+            saved["none"] += sum(self._change_over_y(split) for split in self._splits(block.name))
         if block.name:  # selective keeps results before they are put together
             outputs = self._outputs(block.name)
             kept = max(0, block.saved_bytes["selective"] - block.saved_bytes["full"] - outputs)
             return saved | {"selective": saved["full"] + outputs // self.y + kept // self.x}
         return dict.fromkeys(saved, saved["none"])  # the root keeps all
+
+    def _change_over_y(self, split: Split) -> int:
+        layer = self.profile.layers[split.module]
+        if split.kind == "row" or layer.in_features % self.y:  # an uneven part is a view of the whole
+            return 0
+        if layer.saved_bytes:
+            return layer.saved_bytes // self.y - layer.saved_bytes
+        return layer.in_rows * layer.in_features * self.dtype.itemsize // self.y
 
     def _inputs(self, block: str) -> int:
         """What enters the regions, once for several columns with one input."""
