@@ -230,7 +230,7 @@ def test_finds_channels_that_are_gathered_along_another_dim(monkeypatch: Patch) 
 def grid(x: int = 1, y: int = 1, shard: int = 1, data: int = 1, recompute: Recompute = "none", **others: Any) -> Plan:
     """A plan over the four axes; the stage of `shard` changes with the grid."""
     stage: Any = 1 + (x + y + data) % 3
-    return Plan(data, Shard(shard, stage), TensorPlan(x, y), memory=Memory(recompute), **others)
+    return Plan(data=data, shard=Shard(shard, stage), tensor=TensorPlan(x, y), memory=Memory(recompute), **others)
 
 
 def check(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None) -> Report:
