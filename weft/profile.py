@@ -27,6 +27,7 @@ from weft.blocks import find_blocks, find_units
 from weft.cut import Cut
 from weft.errors import PlanError
 from weft.models.decoder import CausalAttention
+from weft.moved import Moved, MovedTally
 from weft.pairing import Pairing, is_convolution, is_linear, is_norm, pair
 from weft.probe import num_spatial_dims
 
@@ -69,7 +70,8 @@ class Block:
 
     `flops` counts attention in full, as torch's counter does; `attention_flops` is that part of it, which a causal
     mask halves. `saved_bytes` are those that backward needs, by `memory.recompute`, and `saved_behind` the part of them
-    that comes behind each linear or convolution and before the next. `in_backward` is false for a block whose output
+    that comes behind each linear or convolution and before the next; `moved_behind` are the bytes that pass through
+    memory there (see `moved.py`). `in_backward` is false for a block whose output
     needs no gradient: nothing of it is needed again.
     """
 
@@ -81,6 +83,7 @@ class Block:
     attention_flops: int = 0
     saved_bytes: Mapping[str, int] | None = None
     saved_behind: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    moved_behind: Mapping[str, Moved] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
@@ -268,6 +271,7 @@ def _count(
             attention_flops=tally.attention_flops.get(block.name, 0),
             saved_bytes={kind: sum(saved.get(block.name, {}).values()) for kind, saved in tally.saved.items()},
             saved_behind={kind: saved.get(block.name, {}) for kind, saved in tally.saved.items()},
+            moved_behind={layer: one for (name, layer), one in tally.moved.by_place.items() if name == block.name},
         )
         for block in structure.all
     ]
@@ -306,6 +310,9 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         attention_flops=sum(one.attention for one in flops),
         saved_bytes={kind: sum(saved.values()) for kind, saved in behind.items()} if whole.counted else None,
         saved_behind=behind,
+        moved_behind={
+            name: one for name, one in whole.root.moved_behind.items() if is_here(name) or (not name and is_first)
+        },
     )
     found = tuple(replace(blocks[block.name], parameters=block.parameters) for block in structure.blocks)
     return replace(
@@ -336,6 +343,7 @@ class _Tally(TorchDispatchMode):
         self.layers: dict[str, Layer] = {}
         self.attentions: dict[str, Heads] = {}
         self.stream_numel = 0
+        self.moved = MovedTally()
         self._behind = ""
         self._own_bytes = 0
         self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
@@ -381,6 +389,9 @@ class _Tally(TorchDispatchMode):
             self.attention_flops[self.running] = self.attention_flops.get(self.running, 0) + attention_flops
             before = self.units.get(self.unit, Flops(0, 0))
             self.units[self.unit] = Flops(before.all + flops, before.attention + attention_flops)
+            self.moved.product((args, kwargs), result)
+        else:
+            self.moved.operation(func, (args, kwargs), result, (self.running, self._behind))
         if func in KEPT_OPERATIONS:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
@@ -389,6 +400,7 @@ class _Tally(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._unsaved.clear()
+        self.moved.saved(tensor)
         self._add("none", tensor)
         if not self.running:
             self._add("selective", tensor)
