@@ -169,6 +169,36 @@ def test_blocks_that_are_pairs_themselves(plan: Plan) -> None:
     verify(Once, image_batch, plan).require()
 
 
+class PostNorm(nn.Module):
+    """A block that ends with a norm, whose input backward needs: recompute puts the last result together again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.norm = shared.MLP(), nn.LayerNorm(WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.norm(hidden + self.mlp(hidden))
+        return out
+
+
+class Normed(Once):
+    """Such blocks."""
+
+    block = PostNorm
+
+
+def layers_alone() -> nn.Module:
+    """Blocks that are an embedding and linears themselves: recompute stops before their results are put together."""
+    pair_of = [nn.Linear(WIDTH, 24), nn.GELU(), nn.Linear(24, WIDTH)]
+    return nn.Sequential(nn.Embedding(shared.VOCABULARY, WIDTH), *pair_of, nn.Linear(WIDTH, 64))
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recompute_puts_together_again_only_what_backward_needs(recompute: Recompute) -> None:
+    verify(Normed, image_batch, grid(2, memory=Memory(recompute))).require()
+    verify(layers_alone, shared.token_batch, grid(2, memory=Memory(recompute))).require()
+
+
 def test_a_block_that_is_called_twice() -> None:
     verify(Repeated, shared.image_batch, grid(2)).require()
 

@@ -300,7 +300,7 @@ def test_measured_spans_become_a_timeline() -> None:
     assert simulate_like(timeline).makespan_seconds == 2 * 2 + 2 * 4  # the mean forward, the mean backward
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gems"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gems", "message"])
 def test_a_measured_step_is_the_schedule_and_enters_no_ledger(schedule: str) -> None:
     plan = Plan(pipe=Pipe(2, schedule), micro_batch=2)  # type: ignore[arg-type]
 
@@ -326,7 +326,9 @@ def test_a_measured_step_is_the_schedule_and_enters_no_ledger(schedule: str) -> 
                 needs = found.schedule.needs(span.action) if isinstance(span.action, Action) else []
                 assert all(ends[need.action] < span.start_seconds + 1e-3 for need in needs)  # clocks' grain
         done = [[str(span.action) for span in line if span.action != "wait"] for line in found.spans]
-        assert done == [[str(action) for action in found.schedule.compute(index)] for index in range(2)]
+        listed = [[str(action) for action in found.schedule.compute(index)] for index in range(2)]
+        assert [sorted(one) for one in done] == [sorted(one) for one in listed]
+        assert done == listed or schedule == "message"  # which takes what comes
         return [found.makespan_seconds, [min(span.start_seconds for span in line) for line in found.spans]]
 
     first, second = run_local(rank, 2)

@@ -117,8 +117,19 @@ def is_turned(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
+def is_convolution(module: nn.Module) -> bool:
+    """Whether channels can be split: a plain convolution with a weight of its own, whose outputs see every input."""
+    is_plain = type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and "weight" in module._parameters
+    return is_plain and getattr(module, "groups", None) == 1
+
+
+def num_spatial_dims(module: Any) -> int:
+    """Dims behind the channels (or features): 1 to 3 in what a convolution takes, none in what a linear does."""
+    return len(module.kernel_size) if is_convolution(module) else 0
+
+
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
-    """Input and output features of a linear."""
+    """Input and output features of a linear, or channels of a convolution."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return (weight.shape[0], weight.shape[1]) if is_turned(module) else (weight.shape[1], weight.shape[0])

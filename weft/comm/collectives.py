@@ -44,15 +44,31 @@ class Pending:
     def __init__(self, work: dist.Work | list[dist.Work] | None, axis: Axis, operation: str) -> None:
         self._works = work if isinstance(work, list) else [work] if work is not None else []
         self._axis, self._operation = axis, operation
+        self._error: RuntimeError | None = None
 
     def wait(self) -> None:
         """Return when the result may be used. May be called again."""
+        if self._error is not None:
+            raise self._error
         ledger = self._axis.ledger
         for work in self._works:
             ledger.doing = f"{self._operation} over {self._axis.name}"
             work.wait()
             ledger.doing = ""
         self._works = []
+
+    def block(self) -> None:
+        """`wait` for a thread of its own: the ledger does not show it, and an error waits for who calls `wait`."""
+        try:
+            for work in self._works:
+                work.wait()
+            self._works = []
+        except RuntimeError as error:
+            self._error = error
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once. Of Gloo's messages this is not known before."""
+        return all(work.is_completed() for work in self._works)
 
 
 def all_reduce(tensor: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pending:

@@ -33,7 +33,8 @@ from weft.plan import BatchSplit, Plan
 from weft.profile import CUTS_ATTRIBUTE, Parameter, Profile, profile
 from weft.strategy import Cost, Strategy, Values
 
-STRATEGIES: tuple[Strategy, ...] = (RecomputePolicy(), TensorAxes(), ShardAxis(), DataAxis(), ContextAxis())
+# Recompute wraps the forwards that the tensor axes leave: a block may be a linear or a convolution itself.
+STRATEGIES: tuple[Strategy, ...] = (TensorAxes(), RecomputePolicy(), ShardAxis(), DataAxis(), ContextAxis())
 
 
 def parallelize(

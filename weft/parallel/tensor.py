@@ -14,6 +14,8 @@ reduce-scatter of the same size, and norms and their activations are split too.
 
 The embedding's rows (vocabulary) go over x, its features over y; the head likewise, and its logits stay split
 (`vocabulary.py`). Norms over y sum their moments over y. What has no partner is gathered after its matmul.
+Convolutions are in `convolution.py`; in a model that has some, the stream between layers is whole on every rank of y:
+a column takes its part of it, and a row's parts are gathered.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from weft.cut import Cut, share
 from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.pairing import Pairing, Split, is_norm, pair, sizes
+from weft.parallel import convolution
 from weft.parallel.draws import Draws, has_dropout
 from weft.parallel.tensor_cost import localise, traffic
 from weft.parallel.tensor_cuts import parameter_cuts
-from weft.parallel.tensor_norm import is_plain_norm, split_norm
-from weft.parallel.tensor_ops import Region, gather, leave, scatter, scatter_sum
+from weft.parallel.tensor_norm import split_norm
+from weft.parallel.tensor_ops import Region, gather, leave, own_part, scatter, scatter_sum
+from weft.parallel.tensor_refuse import refuse_sizes
 from weft.parallel.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
-from weft.probe import is_feature_wise
 from weft.profile import CUTS_ATTRIBUTE, Profile
 from weft.strategy import Cost, Strategy, Values, tally
 
@@ -57,12 +60,12 @@ class TensorAxes(Strategy):
             pairing = profile.pairing
         except PlanError as error:
             return str(error)
-        return _refuse_sizes(profile, pairing, plan)
+        return refuse_sizes(profile, pairing, plan)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.tensor.x == plan.tensor.y == 1:
             return Cost()
-        calls = list(traffic(profile, plan, coordinates["x"])) * split.accumulation
+        calls = list(traffic(profile, plan, coordinates["x"], coordinates["y"])) * split.accumulation
         return Cost(tally([(key, num_bytes) for key, num_bytes in calls if num_bytes]))
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
@@ -111,12 +114,14 @@ class _Applier:
         for parent in {split.parent for split in self.pairing.splits.values() if split.parent is not None}:
             splits = [split for split in self.pairing.splits.values() if split.parent == parent]
             columns = [self.model.get_submodule(split.module) for split in splits]
-            hook = partial(self._enter_parent, splits[0], columns)
+            width = sizes(columns[0])[0] // (1 if self.pairing.is_whole else self.y.degree)
+            hook = partial(self._enter_parent, splits[0], columns, width)
             self.model.get_submodule(parent).register_forward_pre_hook(hook, with_kwargs=True)
         for split in self.pairing.splits.values():
             module = self.model.get_submodule(split.module)
             forward = {"column": self._column, "row": self._row, "gathered": self._gathered, "head": self._head}
-            setattr(module, "forward", partial(forward[split.kind], module, split))  # noqa: B010 (a method to mypy)
+            replaced = self._convolution if split.num_spatial else forward[split.kind]
+            setattr(module, "forward", partial(replaced, module, split))  # noqa: B010 (a method to mypy)
             if split.kind == "head":
                 num_classes = sizes(module)[1]
                 begin, end = share(num_classes, self.x.degree, self.x.index)
@@ -126,7 +131,9 @@ class _Applier:
             assert isinstance(embedding, nn.Embedding)
             begin = share(embedding.num_embeddings, self.x.degree, self.x.index)[0]
             setattr(embedding, "forward", partial(split_embedding, embedding, begin=begin, axis=self.x))  # noqa: B010
-        if self.y.degree > 1:
+            if self.pairing.is_whole:
+                embedding.register_forward_hook(lambda _, __, out: gather(out, self.y, -1))
+        if self.y.degree > 1 and not self.pairing.is_whole:
             for name in _outer_norms(self.model, self.pairing):
                 norm = self.model.get_submodule(name)
                 setattr(norm, "forward", partial(split_norm, norm, self.y))  # noqa: B010
@@ -143,9 +150,10 @@ class _Applier:
     def _region(self, in_block: bool) -> Region:
         return Region(self.x, SEQUENCE_DIM, self.keep_part) if self.sequence and in_block else Region(self.x)
 
-    def _enter_parent(self, split: Split, columns: list[Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter_parent(
+        self, split: Split, columns: list[Any], width: int, module: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         """Several columns share one input: it enters their region once, and its gradient is summed once."""
-        width = columns[0].weight.shape[0 if split.turned else 1]
         inputs = [key for key, value in (*enumerate(args), *kwargs.items()) if _is_hidden(value, width)]
         both = [key for key in inputs[1:] if (args[key] if isinstance(key, int) else kwargs[key]).requires_grad]
         if not inputs or both:
@@ -158,14 +166,18 @@ class _Applier:
         weights = [column.weight for column in columns]
         key = inputs[0]
         if isinstance(key, int):
-            return (*args[:key], region.enter(args[key], weights), *args[key + 1 :]), kwargs
-        return args, {**kwargs, key: region.enter(kwargs[key], weights)}
+            return (*args[:key], region.enter(self._own(args[key]), weights), *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: region.enter(self._own(kwargs[key]), weights)}
+
+    def _own(self, value: Tensor) -> Tensor:
+        """Our features of a stream that is whole over y; elsewhere we have only ours."""
+        return own_part(value, self.y, -1) if self.pairing.is_whole else value
 
     def _column(self, module: Any, split: Split, value: Tensor) -> Tensor:
         if split.parent is None:
             self._draw_apart()
             region = self._region(self._in_block(split))
-            value = region.enter(value, [module.weight])
+            value = region.enter(self._own(value), [module.weight])
         else:
             region = self.model.get_submodule(split.parent).__dict__["_weft_region"]
         return _add_bias(leave(region.linear(value, module.weight, split.turned), self.y), module)
@@ -176,19 +188,28 @@ class _Applier:
         region = Region(self.y)
         out = region.linear(region.enter(value, [module.weight]), module.weight, split.turned)
         is_split = self.sequence and self._in_block(split)
-        return _add_bias(scatter_sum(out, self.x, SEQUENCE_DIM) if is_split else leave(out, self.x), module)
+        out = _add_bias(scatter_sum(out, self.x, SEQUENCE_DIM) if is_split else leave(out, self.x), module)
+        return gather(out, self.y, -1) if self.pairing.is_whole else out
 
     def _gathered(self, module: Any, split: Split, value: Tensor) -> Tensor:
         is_split = self._in_block(split)
         region = self._region(is_split)
-        out = region.linear(region.enter(value, [module.weight]), module.weight, split.turned)
-        out = gather(_add_bias(out, module), self.x, -1)
+        out = region.linear(region.enter(self._own(value), [module.weight]), module.weight, split.turned)
+        out = gather(_add_bias(leave(out, self.y), module), self.x, -1)
         return scatter(out, self.x, SEQUENCE_DIM) if self.sequence and is_split else out
 
     def _head(self, module: Any, split: Split, value: Tensor) -> Tensor:
         region = Region(self.x)
-        out = region.linear(region.enter(value, [module.weight]), module.weight, split.turned)
+        out = region.linear(region.enter(self._own(value), [module.weight]), module.weight, split.turned)
         return _add_bias(leave(out, self.y), module)
+
+    def _convolution(self, module: Any, split: Split, value: Tensor) -> Tensor:
+        if split.kind == "column":
+            self._draw_apart()
+        elif split.kind == "row":
+            self._draw_alike()
+        kinds = {"gathered": convolution.gathered, "column": convolution.column, "row": convolution.row}
+        return kinds[split.kind](module, self.x, self.y, value)
 
     def _in_block(self, split: Split) -> bool:
         return self.pairing.block_of(split.module) is not None
@@ -260,89 +281,3 @@ def _add_bias(value: Tensor, module: Any) -> Tensor:
 
 def _is_hidden(value: Any, width: int) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == width
-
-
-# --- refusals
-
-
-def _refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
-    assert profile.model is not None
-    for split in pairing.splits.values():
-        reason = _refuse_split(split, sizes(profile.model.get_submodule(split.module)), plan.tensor.x, plan.tensor.y)
-        if reason is not None:
-            return reason
-    if plan.tensor.y > 1 and (reason := _refuse_over_y(profile.model, pairing, plan.tensor.y)):
-        return reason
-    return _refuse_sequence(profile, pairing, plan) if plan.tensor.sequence else None
-
-
-def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
-    """Over y the residual stream has a part of its features, so all that works on it must take parts."""
-    for name, parameter in model.named_parameters():
-        owner, _, _ = name.rpartition(".")
-        if owner in pairing.splits or name in pairing.inner or not parameter.dim():
-            continue
-        if parameter.shape[-1] % y:
-            return f"tensor.y = {y} does not divide the {parameter.shape[-1]} features of '{name}'; use a divisor"
-        module = model.get_submodule(owner)
-        is_leaf = next(module.children(), None) is None and owner not in pairing.embeddings
-        if is_leaf and not (is_plain_norm(module) if is_norm(module) else is_feature_wise(module)):
-            return (
-                f"tensor.y = {y} splits the features that '{owner}' ({type(module).__name__}) works on, and it is "
-                f"neither a LayerNorm or RMSNorm as weft knows them nor does it treat each feature alone; use y = 1"
-            )
-    return None
-
-
-def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
-    chains = sorted({name.rpartition(".")[0] for name in pairing.blocks})
-    if not chains:
-        return "tensor.sequence = true works between blocks, and the model has none; use false"
-    if len(chains) > 1:
-        return (
-            f"tensor.sequence = true splits the sequence along one chain of blocks, and the model has {len(chains)} "
-            f"({', '.join(chains)}); use false"
-        )
-    alone = next((name for name in pairing.blocks if name in pairing.splits), None)
-    if alone is not None:
-        return f"tensor.sequence = true works inside blocks, but '{alone}' is a block and a single linear; use false"
-    for heads in profile.attentions.values():
-        local = heads.sequence // plan.context.degree
-        if local % plan.tensor.x:
-            return (
-                f"tensor.sequence = true splits the {local} tokens that a rank has of each sequence over x = "
-                f"{plan.tensor.x}; use a sequence that it divides, or tensor.sequence = false"
-            )
-    return None
-
-
-def _refuse_split(split: Split, in_and_out: tuple[int, int], x: int, y: int) -> str | None:
-    for part in split.parts:
-        what = "heads" if part.unit > 1 else "features"
-        if part.is_key and part.num_units < x and x % part.num_units:
-            return (
-                f"tensor.x = {x} and the {part.num_units} key-value heads of '{split.module}' do not divide each "
-                f"other; use {_divisors(part.num_units)} or a multiple of {part.num_units}"
-            )
-        even = split.kind in ("column", "row", "gathered")
-        if even and not (part.is_key and part.num_units < x) and part.num_units % x:
-            return (
-                f"tensor.x = {x} does not divide the {part.num_units} {what} of '{split.module}'; "
-                f"use {_divisors(part.num_units)}"
-            )
-        if split.kind == "head" and part.num_units < x:
-            return f"tensor.x = {x} is more than the {part.num_units} outputs of '{split.module}'"
-    if y > 1:
-        if split.kind == "gathered":
-            return (
-                f"tensor.y = {y}, but '{split.module}' has no partner to be paired with, and y needs pairs; use y = 1"
-            )
-        over_y = in_and_out[1] if split.kind == "row" else in_and_out[0]
-        if over_y % y:
-            return f"tensor.y = {y} does not divide the {over_y} features of '{split.module}'; use {_divisors(over_y)}"
-    return None
-
-
-def _divisors(number: int) -> str:
-    found = [str(value) for value in range(1, min(number, 64) + 1) if number % value == 0]
-    return ", ".join(found[:-1]) + " or " + found[-1] if len(found) > 1 else found[0]

@@ -53,6 +53,8 @@ class _CutMaker:
         if name in self.pairing.inner:
             return self._make(shape, {}, sums=("x",) if self.num_x > 1 else ())
         sums = self._outside_sums(name)
+        if self.pairing.is_whole:
+            return self._make(shape, {}, sums=sums)
         if self.num_y > 1 and shape:
             return self._make(shape, {len(shape) - 1: self._over_y(shape[-1])}, y=1, sums=sums)
         if self.num_y > 1:  # one number for features of which each rank has a part

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
+from weft.cut import share
 
 
 class Region:
@@ -201,7 +202,8 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return gather_along(value, axis, dim)
+        # In order, and no view: what follows may change it in place, as nn.ReLU(inplace=True) does.
+        return gather_along(value, axis, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -276,3 +278,12 @@ def scatter_sum(value: Tensor, axis: Axis, dim: int) -> Tensor:
 def scatter(value: Tensor, axis: Axis, dim: int) -> Tensor:
     """Our part along a dim of a value that all ranks hold alike."""
     return value if axis.degree == 1 else _Slice.apply(value, axis, dim)
+
+
+def own_part(value: Tensor, axis: Axis, dim: int) -> Tensor:
+    """As `scatter`, in parts as even as can be; uneven ones sum their gradients, each with zeros for the others."""
+    size = value.shape[dim]
+    if size % axis.degree == 0:
+        return scatter(value, axis, dim)
+    begin, end = share(size, axis.degree, axis.index)
+    return enter(value, axis).narrow(dim, begin, end - begin)

@@ -21,6 +21,7 @@ from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.parallel.unit import Units
 from weft.pipeline.actions import Action, Message, Schedule
+from weft.pipeline.arrivals import Arrivals, AsTheyCome
 from weft.pipeline.copies import Copies
 from weft.pipeline.deferred import Deferred
 from weft.pipeline.partition import Route
@@ -81,9 +82,15 @@ class Pipeline(nn.Module):
         self.timed = False  # whether the next steps wait for the device at each action, so that spans are its times
         self.spans: tuple[Span, ...] = ()  # what the last training step did, and when: seconds since `began`
         self.began = 0.0  # by the host's clock
+        self.replay: Sequence[Action] | None = None  # an earlier `order`, for a message-driven schedule to keep to
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
         raise PlanError("a model over pipe is run by its schedule, not called; use weft.train_step or weft.evaluate")
+
+    @property
+    def order(self) -> tuple[Action, ...]:
+        """The actions of the last step, in the order in which this rank did them."""
+        return tuple(span.action for span in self.spans if isinstance(span.action, Action))
 
     def schedule(self, num_micro_batches: int) -> Schedule:
         """The checked schedule of a step, with its messages."""
@@ -101,7 +108,10 @@ class Pipeline(nn.Module):
             stage.units.begin_step()
         run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh, self.timed)
         with torch.set_grad_enabled(work.scale is not None):
-            run.in_order(schedule.lists[self.mesh["pipe"].index])
+            if schedule.name == "message" and work.scale is not None:
+                run.as_they_come(self.replay)
+            else:
+                run.in_order(schedule.lists[self.mesh["pipe"].index])
         self._transport.finish()
         if work.scale is not None:
             for stage in self.parts.values():
@@ -159,11 +169,23 @@ class _Run:
                 if self.work.scale is None and step.direction == "backward":
                     continue
                 if step.is_send:
-                    self.transport.send(step, self._kept.pop(step.key))
+                    self._send(step)
                 else:
-                    self.transport.post(step, self._value(step))
+                    self._post(step)
             elif self.work.scale is not None or step.kind == "forward":
                 self.compute(step)
+
+    def as_they_come(self, replay: Sequence[Action] | None) -> None:
+        """Run what has arrived first, or in the order of `replay`."""
+        (stage,) = self.parts.values()
+        arrivals = Arrivals(self.transport)
+        order = AsTheyCome(self.schedule, stage.index, arrivals, self._post)
+        kept = iter(replay) if replay is not None else None
+        while (action := order.next(next(kept, None) if kept else None)) is not None:
+            self.compute(action)
+            for message in self.schedule.messages(action)[1]:
+                self._send(message)
+        arrivals.close()
 
     def compute(self, action: Action) -> None:
         """Do one action, waiting for what it needs."""
@@ -234,6 +256,12 @@ class _Run:
         tensor = self._take((edge, action.micro_batch, action.replica, "forward")).detach()
         self._start()
         return tensor.requires_grad_(self.work.scale is not None and self.schedule.edges[edge].backward)
+
+    def _post(self, message: Message) -> None:
+        self.transport.post(message, self._value(message))
+
+    def _send(self, message: Message) -> None:
+        self.transport.send(message, self._kept.pop(message.key))
 
     def _take(self, key: Key) -> Tensor:
         return self._kept.pop(key) if key in self._kept else self.transport.take(key)

@@ -49,6 +49,10 @@ class Transport:
         with self._named(message):
             self._posted[message.key] = _Posted(message, tensor, receive(tensor, axis, message.peer, str(message)))
 
+    def pending(self, key: Key) -> Pending:
+        """A posted message under way."""
+        return self._posted[key].pending
+
     def take(self, key: Key) -> Tensor:
         """What a posted message brought; waits for it."""
         posted = self._posted.pop(key)

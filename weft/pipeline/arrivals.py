@@ -1,0 +1,127 @@
+"""AxoNN's message-driven order (Singh and Bhatele 2022): a rank runs whichever forward or backward has arrived first.
+
+Each stage takes its micro-batches in order, forwards as well as backwards; what is free is which of the two comes next.
+A backward that could run goes first, and at most `in_flight` micro-batches are between a stage's forward and backward.
+So gradients add up in one order whatever arrives when, and a run equals its replay to the bit.
+
+NCCL can be asked whether a message has come. Gloo cannot, so there a thread for each channel waits, and tells.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from queue import SimpleQueue
+
+from weft.comm import Pending
+from weft.errors import PlanError
+from weft.pipeline.actions import Action, Message, Schedule
+from weft.pipeline.transport import Key, Transport
+
+AHEAD = 2  # receives posted in each direction: the next is under way while one is used
+POLL_SECONDS = 20e-6
+
+
+class Arrivals:
+    """Which posted messages have come."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.is_polled = transport.device.type == "cuda"
+        self._come: set[Key] = set()
+        self._under_way: dict[Key, Pending] = {}
+        self._lines: dict[tuple[int, str], SimpleQueue[tuple[Key, Pending] | None]] = {}
+        self._news = threading.Condition()
+
+    def expect(self, message: Message) -> None:
+        """A message has been posted."""
+        pending = self.transport.pending(message.key)
+        if self.is_polled:
+            self._under_way[message.key] = pending
+            return
+        channel = (message.peer, message.direction)
+        if channel not in self._lines:
+            self._lines[channel] = SimpleQueue()
+            threading.Thread(target=self._watch, args=(self._lines[channel],), daemon=True).start()
+        self._lines[channel].put((message.key, pending))
+
+    def have(self, keys: Collection[Key]) -> bool:
+        """Whether all of these have come."""
+        for key in [key for key in keys if key in self._under_way and self._under_way[key].is_done()]:
+            self._come.add(key)
+            del self._under_way[key]
+        return self._come.issuperset(keys)
+
+    def wait_for_one(self, sets: Sequence[Collection[Key]]) -> None:
+        """Return when all of one of these have come (or failed: whoever takes them is told)."""
+        if self.is_polled:
+            while not any(map(self.have, sets)):
+                time.sleep(POLL_SECONDS)
+            return
+        with self._news:
+            self._news.wait_for(lambda: any(map(self._come.issuperset, sets)))
+
+    def close(self) -> None:
+        """End the threads."""
+        for line in self._lines.values():
+            line.put(None)
+
+    def _watch(self, line: SimpleQueue[tuple[Key, Pending] | None]) -> None:
+        while (item := line.get()) is not None:
+            key, pending = item
+            pending.block()
+            with self._news:
+                self._come.add(key)
+                self._news.notify_all()
+
+
+class AsTheyCome:
+    """The order of one rank's only stage, decided as messages come; or, with `replay`, as it was decided before."""
+
+    def __init__(self, schedule: Schedule, stage: int, arrivals: Arrivals, post: Callable[[Message], None]) -> None:
+        self.schedule, self.stage, self.arrivals, self._post = schedule, stage, arrivals, post
+        caps = schedule.options["in_flight"]
+        assert isinstance(caps, Sequence)
+        self.in_flight = int(caps[stage])
+        self._done = {"forward": 0, "backward": 0}
+        self._posted = {"forward": 0, "backward": 0}
+
+    def next(self, replay: Action | None = None) -> Action | None:
+        """What to run now; waits until something can. None at the end."""
+        while self._done["backward"] < self.schedule.num_micro_batches:
+            self._post_ahead()
+            may_run = self._may_run()
+            if replay is not None:
+                may_run = [action for action in may_run if action == replay]
+                if not may_run:
+                    raise PlanError(f"the replayed order comes to the {replay}, which cannot run yet; replay another")
+            needs = [self._needs(action) for action in may_run]
+            for action, keys in zip(may_run, needs, strict=True):
+                if self.arrivals.have(keys):
+                    self._done[action.kind] += 1
+                    return action
+            self.arrivals.wait_for_one(needs)
+        return None
+
+    def _may_run(self) -> list[Action]:
+        """The next backward, then the next forward, as far as the stage itself allows."""
+        forward, backward = self._done["forward"], self._done["backward"]
+        found = []
+        if backward < forward:
+            found.append(Action("backward", self.stage, backward))
+        if forward < self.schedule.num_micro_batches and forward - backward < self.in_flight:
+            found.append(Action("forward", self.stage, forward))
+        return found
+
+    def _post_ahead(self) -> None:
+        for kind, done in self._done.items():
+            stop = min(done + AHEAD, self.schedule.num_micro_batches)
+            for micro_batch in range(self._posted[kind], stop):
+                for message in self.schedule.messages(Action(kind, self.stage, micro_batch))[0]:
+                    self._post(message)
+                    self.arrivals.expect(message)
+            self._posted[kind] = max(stop, self._posted[kind])
+
+    def _needs(self, action: Action) -> list[Key]:
+        return [message.key for message in self.schedule.messages(action)[0]]
