@@ -187,6 +187,8 @@ class Run:
 
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "log")
 _VALUES = ("name", "folder", "cluster")
+# Tables that a bare number is short for, and the key that it stands for.
+_SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": "degree", "plan.tensor": "x"}
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
@@ -275,9 +277,10 @@ def _apply(tables: dict[str, Any], keys: list[str], value: Any, text: str) -> No
     for depth, key in enumerate(keys[:-1]):
         inner = place.get(key, {})
         if not isinstance(inner, Mapping):
-            if keys[:2] != ["plan", "shard"]:  # `shard = 4` is short for a table
+            long_name = _SHORT_TABLES.get(".".join(keys[: depth + 1]))
+            if long_name is None:
                 raise ConfigError(f"override '{text}': '{'.'.join(keys[: depth + 1])}' = {inner!r} is no table")
-            inner = {"degree": inner}
+            inner = {long_name: inner}
         place[key] = dict(inner)
         place = place[key]
     place[keys[-1]] = value
