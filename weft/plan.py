@@ -45,17 +45,19 @@ class Shard:
 class Tensor:
     """The `x` and `y` axes of every matmul: outputs and inputs of a layer, swapped in alternate layers.
 
-    `sequence` also splits activations along the sequence over x between the matmuls of a block.
+    `sequence` also splits activations along the sequence over x between the matmuls of a block. `regather` then gathers
+    what enters the matmuls again in backward instead of keeping it whole: less memory, one more all-gather.
     """
 
     x: int = 1
     y: int = 1
     sequence: bool = False
+    regather: bool = False
 
     @classmethod
     def from_shorthand(cls, value: Any, path: str) -> Tensor:
         """`tensor = 2` is `tensor = { x = 2 }`."""
-        return cls(x=_number(value, path, "x, y, sequence"))
+        return cls(x=_number(value, path, "x, y, sequence, regather"))
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,20 @@ class Plan:
                 f"{self.shard.stage}, degree {self.shard.degree}; use 'whole' or raise the stage"
             )
 
+        self._check_regather()
+
+    def _check_regather(self) -> None:
+        if self.tensor.regather and not self.tensor.sequence:
+            raise PlanError(
+                "plan.tensor.regather = true gathers again what tensor.sequence = true splits, and sequence is false; "
+                "set sequence = true, or regather = false"
+            )
+        if self.tensor.regather and self.memory.recompute != "none":
+            raise PlanError(
+                f"plan.tensor.regather = true, but memory.recompute = '{self.memory.recompute}' gathers again what "
+                f"enters the matmuls of a block as it is; use regather = false"
+            )
+
     def degree(self, axis: str) -> int:
         """The degree of an axis of `AXES`."""
         degrees = {
@@ -149,7 +165,7 @@ class Plan:
         """`data 2 × shard 4 (stage 3)`, or `1 process`."""
         notes = {"shard": f" (stage {self.shard.stage})", "context": f" ({self.context.kind})"}
         if self.tensor.sequence:
-            notes["x"] = " (sequence)"
+            notes["x"] = " (sequence, regather)" if self.tensor.regather else " (sequence)"
         parts = [f"{axis} {degree}{notes.get(axis, '')}" for axis, degree in self.degrees.items() if degree > 1]
         return " × ".join(parts) or "1 process"
 

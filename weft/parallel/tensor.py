@@ -10,7 +10,8 @@ features over y and is the same on all ranks of x; between column and row, featu
 and micro-batch, at c bytes an element: column backward m·k/y·c over x (once for several columns with one input),
 forward m·n/x·c over y; row forward m·n/y·c over x, backward m·k/x·c over y. With `tensor.sequence` the residual stream
 is also split along the sequence over x between the regions: each all-reduce over x becomes an all-gather and a
-reduce-scatter of the same size, and norms and their activations are split too.
+reduce-scatter of the same size, and norms and their activations are split too; from the embedding to the head, where
+nothing but the chain of blocks and a norm stands between (`ends.py`).
 
 The embedding's rows (vocabulary) go over x, its features over y; the head likewise, and its logits stay split
 (`vocabulary.py`). Norms over y sum their moments over y. What has no partner is gathered after its matmul.
@@ -29,9 +30,10 @@ from weft.cut import Cut, share
 from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.pairing import Pairing, Split, is_norm, pair, sizes
+from weft.parallel.chain import SEQUENCE_DIM, Chain
 from weft.parallel.draws import Draws, has_dropout
 from weft.parallel.tensor_cost import localise, traffic
-from weft.parallel.tensor_cuts import parameter_cuts
+from weft.parallel.tensor_cuts import ends_of, parameter_cuts
 from weft.parallel.tensor_norm import is_plain_norm, split_norm
 from weft.parallel.tensor_ops import Region, gather, leave, scatter, scatter_sum
 from weft.parallel.vocabulary import Vocabulary, set_vocabulary, split_embedding
@@ -41,8 +43,6 @@ from weft.profile import CUTS_ATTRIBUTE, Profile
 from weft.strategy import Cost, Strategy, Values, tally
 
 __all__ = ["TensorAxes", "localise"]
-
-SEQUENCE_DIM = 1  # of hidden states [batch, sequence, features]
 
 
 class TensorAxes(Strategy):
@@ -102,9 +102,9 @@ class _Applier:
         self.model, self.pairing = model, pairing
         self.x, self.y = mesh["x"], mesh["y"]
         self.sequence = plan.tensor.sequence and self.x.degree > 1
-        self.keep_part = plan.memory.recompute == "none"  # else what a block saves lives for a moment only
+        self.keep_part = plan.tensor.regather
         self.draws = Draws(self.x, mesh.device) if has_dropout(model) and self.x.degree > 1 else None
-        self.passed: set[str] = set()  # the ends of the chain that this forward has come by
+        self.chain = Chain(self.x, ends_of(pairing, plan), self.draws)
 
     def apply(self) -> None:
         self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)
@@ -125,23 +125,20 @@ class _Applier:
             embedding = self.model.get_submodule(name)
             assert isinstance(embedding, nn.Embedding)
             begin = share(embedding.num_embeddings, self.x.degree, self.x.index)[0]
-            setattr(embedding, "forward", partial(split_embedding, embedding, begin=begin, axis=self.x))  # noqa: B010
+            setattr(embedding, "forward", partial(self._embedding, name, embedding, begin))  # noqa: B010
         if self.y.degree > 1:
             for name in _outer_norms(self.model, self.pairing):
                 norm = self.model.get_submodule(name)
                 setattr(norm, "forward", partial(split_norm, norm, self.y))  # noqa: B010
         if self.sequence:
-            first, last = (self.model.get_submodule(self.pairing.blocks[end]) for end in (0, -1))
-            # First of all hooks: a block may itself be what takes the sequence into a region.
-            first.register_forward_pre_hook(self._before_chain, with_kwargs=True, prepend=True)
-            last.register_forward_hook(self._after_chain)
+            self.chain.attach(self.model, self.pairing.blocks[0], self.pairing.blocks[-1])
         for name, scaled in self.pairing.scaled.items():
             scaled.apply(self.model.get_submodule(name), self.x.degree)
 
     # --- into a region and out of it
 
-    def _region(self, in_block: bool) -> Region:
-        return Region(self.x, SEQUENCE_DIM, self.keep_part) if self.sequence and in_block else Region(self.x)
+    def _region(self, is_split: bool) -> Region:
+        return Region(self.x, SEQUENCE_DIM, self.keep_part) if self.sequence and is_split else Region(self.x)
 
     def _enter_parent(self, split: Split, columns: list[Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Several columns share one input: it enters their region once, and its gradient is summed once."""
@@ -186,14 +183,22 @@ class _Applier:
         return scatter(out, self.x, SEQUENCE_DIM) if self.sequence and is_split else out
 
     def _head(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        region = Region(self.x)
+        is_split = split.module == self.chain.ends.head
+        if is_split:
+            self.chain.take(value, f"'{split.module}'")
+        region = self._region(is_split)
         out = region.linear(region.enter(value, [module.weight]), module.weight, split.turned)
         return _add_bias(leave(out, self.y), module)
 
+    def _embedding(self, name: str, module: nn.Embedding, begin: int, tokens: Tensor) -> Tensor:
+        rows = split_embedding(module, tokens, begin)
+        if name != self.chain.ends.embedding:
+            return leave(rows, self.x)
+        self.chain.given = rows
+        return rows
+
     def _in_block(self, split: Split) -> bool:
         return self.pairing.block_of(split.module) is not None
-
-    # --- the model, and the chain of its blocks
 
     def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if kwargs.get("labels") is not None:
@@ -201,40 +206,9 @@ class _Applier:
                 "the model was given labels, but its logits are split over x and its own loss would be wrong; leave "
                 "labels out and use weft.train_step, or weft.cross_entropy(logits, labels, weft.vocabulary_of(model))"
             )
-        self.passed.clear()
+        self.chain.reset()
         if self.draws is not None:
             self.draws.forget()
-
-    def _before_chain(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._pass("first")
-        if args:
-            return (self._scatter_sequence(args[0]), *args[1:]), kwargs
-        key = next(key for key, value in kwargs.items() if isinstance(value, Tensor) and value.is_floating_point())
-        return args, {**kwargs, key: self._scatter_sequence(kwargs[key])}
-
-    def _after_chain(self, _: nn.Module, __: Any, out: Any) -> Any:
-        self._pass("last")
-        self._draw_alike()
-        if isinstance(out, tuple):
-            return (gather(out[0], self.x, SEQUENCE_DIM), *out[1:])
-        return gather(out, self.x, SEQUENCE_DIM)
-
-    def _scatter_sequence(self, hidden: Tensor) -> Tensor:
-        if hidden.dim() != 3 or hidden.shape[SEQUENCE_DIM] % self.x.degree:
-            raise PlanError(
-                f"tensor.sequence = true splits [batch, sequence, features] over x = {self.x.degree}, but the first "
-                f"block got {list(hidden.shape)}; use a sequence that x divides, or tensor.sequence = false"
-            )
-        self._draw_apart()
-        return scatter(hidden, self.x, SEQUENCE_DIM)
-
-    def _pass(self, end: str) -> None:
-        if end in self.passed:
-            raise PlanError(
-                f"the {end} block was called twice in one forward, but tensor.sequence = true splits the sequence "
-                f"where the chain of blocks begins and gathers it where it ends; use tensor.sequence = false"
-            )
-        self.passed.add(end)
 
     def _draw_apart(self) -> None:
         if self.draws is not None:

@@ -18,7 +18,7 @@ from torch import nn
 from weft.comm.ledger import Key
 from weft.pairing import Split, is_norm
 from weft.parallel.layout import COMPUTE_DTYPE
-from weft.parallel.tensor_cuts import parameter_cuts
+from weft.parallel.tensor_cuts import ends_of, parameter_cuts
 from weft.parallel.tensor_norm import ALONE, split_norm
 from weft.parallel.vocabulary import loss_bytes
 from weft.plan import Plan
@@ -56,21 +56,22 @@ class _Meter:
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.size = COMPUTE_DTYPE[plan.precision].itemsize
         self.sequence = plan.tensor.sequence and self.x > 1
+        self.ends = ends_of(self.pairing, plan)
         self.blocks = {block.name: block for block in profile.blocks}
         self.frozen = {p.name for block in profile.all for p in block.parameters if not p.trainable}
 
     def enter(self, split: Split) -> Calls:
-        """Into a region: dI summed over x. With `sequence` I is gathered, and again for dW if a part is kept."""
+        """Into a region: dI summed over x. With `sequence` I is gathered, and with `regather` again for dW."""
         if self.x == 1:
             return
         layer, calls = self.profile.layers[split.module], self._calls(split.module)
         whole = layer.rows * layer.in_features // self.y * self.size
-        if not (self.sequence and self._in_block(split.module)):
+        if not (self.sequence and (self._in_block(split.module) or split.module == self.ends.head)):
             yield from [(("x", "all_reduce"), whole)] * calls * layer.needs_gradient
             return
         same = [s for s in self.pairing.splits.values() if s is split or (split.parent and s.parent == split.parent)]
-        keeps_part = self.plan.memory.recompute == "none" and any(self._trains(s.module) for s in same)
-        gathers = self._forwards(split.module) + calls * (layer.needs_gradient and keeps_part)
+        again = self.plan.tensor.regather and layer.needs_gradient and any(self._trains(s.module) for s in same)
+        gathers = self._forwards(split.module) + calls * again
         yield from [(("x", "all_gather"), whole)] * gathers
         yield from [(("x", "reduce_scatter"), whole)] * calls * layer.needs_gradient
 
@@ -103,7 +104,8 @@ class _Meter:
         """Rows that other ranks of x hold."""
         for name in self.pairing.embeddings if self.x > 1 else ():
             layer = self.profile.layers[name]
-            one = (("x", "all_reduce"), layer.rows * layer.out_features // self.y * self.size)
+            operation = "reduce_scatter" if name == self.ends.embedding else "all_reduce"
+            one = (("x", operation), layer.rows * layer.out_features // self.y * self.size)
             yield from [one] * self._forwards(name)
 
     def norms(self) -> Calls:
@@ -113,20 +115,21 @@ class _Meter:
             module, rows = self.profile.model.get_submodule(name), layer.rows
             if not is_norm(module) or f"{name}.weight" in self.pairing.inner:
                 continue
-            if self.sequence and self._in_block(name):
+            if self.sequence and (self._in_block(name) or name == self.ends.norm):
                 rows //= self.x
             times = self._forwards(name) + self._calls(name) * layer.needs_gradient
             one = (("y", "all_reduce"), rows * max(4, self.size))
             yield from [one] * times * (2 if isinstance(module, nn.LayerNorm) else 1)
 
     def sequence_ends(self) -> Calls:
-        """After the last block the parts are gathered, and before the first, in backward, their gradients."""
+        """Behind the last block parts are gathered, unless by the head; before the first, in backward, gradients."""
         if not self.sequence:
             return
         in_first = (layer for name, layer in self.profile.layers.items() if self._block(name) == self.pairing.blocks[0])
         first = next(in_first, None)
         whole = self.profile.stream_numel // self.y * self.size
-        yield from [(("x", "all_gather"), whole)] * (1 + (first is None or first.needs_gradient))
+        num_gathers = (self.ends.head is None) + (first is None or first.needs_gradient)
+        yield from [(("x", "all_gather"), whole)] * num_gathers
 
     def _local_width(self, split: Split) -> int:
         return sum(end - begin for begin, end in split.over_x(self.x, self.x_index))
@@ -201,6 +204,7 @@ class _Stream:
         self.profile, self.pairing, self.plan = profile, profile.pairing, plan
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.dtype = COMPUTE_DTYPE[plan.precision]
+        self.ends = ends_of(self.pairing, plan)
         self._per_row: dict[tuple[type[nn.Module], int, bool], int] = {}
 
     def local(self, block: Block) -> Block:
@@ -209,13 +213,13 @@ class _Stream:
         flops = (block.flops - block.attention_flops) // (self.x * self.y) + attention
         if block.saved_bytes is None:
             return replace(block, flops=flops, attention_flops=attention)
-        over = self.y * (self.x if self.plan.tensor.sequence and block.name else 1)
+        over = self._over(bool(block.name) or self.ends.head is not None)
         inputs, outputs = self._inputs(block.name), self._outputs(block.name)
-        norms, local_norms = (self._norms(block.name, is_split) for is_split in (False, self.y > 1))
+        norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
         none, selective, full = (block.saved_bytes[kind] for kind in ("none", "selective", "full"))
         inside = max(0, none - norms - inputs)
-        keeps_part = self.plan.memory.recompute == "none"
-        saved = {"none": inside // self.x + local_norms // over + inputs // (over if keeps_part else self.y)}
+        regather = self.plan.tensor.regather
+        saved = {"none": inside // self.x + local_norms + inputs // (over if regather else self.y)}
         if block.name:
             inside = max(0, selective - full - outputs)
             saved |= {"selective": full // over + outputs // self.y + inside // self.x, "full": full // over}
@@ -234,9 +238,13 @@ class _Stream:
         layers = [self.profile.layers[split.module] for split in self._splits(block) if split.kind == "row"]
         return sum(layer.rows * layer.out_features for layer in layers) * self.dtype.itemsize
 
-    def _norms(self, block: str, is_split: bool) -> int:
+    def _over(self, is_split: bool) -> int:
+        """Over how many ranks the stream goes, where `sequence` splits it or not."""
+        return self.y * (self.x if self.plan.tensor.sequence and is_split else 1)
+
+    def _norms(self, block: str, is_local: bool) -> int:
         assert self.profile.model is not None
-        total = 0
+        total, is_split = 0, is_local and self.y > 1
         for name, layer in self.profile.layers.items():
             module = self.profile.model.get_submodule(name)
             is_here = (self.pairing.block_of(name) or "") == block
@@ -244,7 +252,8 @@ class _Stream:
                 key = type(module), layer.in_features, is_split
                 if key not in self._per_row:
                     self._per_row[key] = _saved_per_row(module, layer.in_features, self.dtype, is_split)
-                total += layer.rows * self._per_row[key]
+                over = self._over(bool(block) or name == self.ends.norm) if is_local else 1
+                total += layer.rows * self._per_row[key] // over
         return total
 
     def _splits(self, block: str) -> Iterator[Split]:
