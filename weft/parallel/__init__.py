@@ -26,7 +26,7 @@ from weft.plan import BatchSplit, Plan
 from weft.profile import CUTS_ATTRIBUTE, Parameter, Profile, profile
 from weft.strategy import Cost, Strategy, Values
 
-STRATEGIES: tuple[Strategy, ...] = (RecomputePolicy(), TensorAxes(), ShardAxis(), DataAxis(), ContextAxis())
+STRATEGIES: tuple[Strategy, ...] = (TensorAxes(), RecomputePolicy(), ShardAxis(), DataAxis(), ContextAxis())
 
 
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh | None = None, values: Values | None = None) -> nn.Module:

@@ -15,18 +15,21 @@ from weft.comm import Axis
 from weft.ends import Ends, hidden_of, with_hidden
 from weft.errors import PlanError
 from weft.parallel.draws import Draws
+from weft.parallel.region import SEQUENCE_DIM, Stream
 from weft.parallel.tensor_ops import gather, scatter, scatter_sum
-
-SEQUENCE_DIM = 1  # of hidden states [batch, sequence, features]
 
 
 class Chain:
     """Hooks on the ends of a chain of blocks."""
 
-    def __init__(self, axis: Axis, ends: Ends, draws: Draws | None) -> None:
-        self.axis, self.ends, self.draws = axis, ends, draws
+    def __init__(self, axis: Axis, ends: Ends, stream: Stream | None, draws: Draws | None) -> None:
+        self.axis, self.ends, self.stream, self.draws = axis, ends, stream, draws
         self.given: Tensor | None = None  # what an end has given, and the next module there has yet to take
         self._passed: set[str] = set()  # the ends that this forward has come by
+
+    def part_of(self, name: str, in_block: bool) -> Stream | None:
+        """The stream, where the input or the result of the named layer is split along the sequence."""
+        return self.stream if in_block or name == self.ends.head else None
 
     def attach(self, model: nn.Module, first: str, last: str) -> None:
         """Part the sequence before the first block, and gather it behind the last."""
@@ -53,11 +56,13 @@ class Chain:
 
     def _before_first(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         self._pass("first")
-        hidden = hidden_of(args, kwargs)
-        if hidden is None or hidden.dim() != 3 or hidden.shape[SEQUENCE_DIM] % self.axis.degree:
+        assert self.stream is not None
+        hidden, parts = hidden_of(args, kwargs), self.axis.degree * self.stream.chunks
+        if hidden is None or hidden.dim() != 3 or hidden.shape[SEQUENCE_DIM] % parts:
+            over = f"x = {self.axis.degree}" + (f" × chunks = {self.stream.chunks}" if self.stream.chunks > 1 else "")
             raise PlanError(
-                f"tensor.sequence = true splits [batch, sequence, features] over x = {self.axis.degree}, but the first "
-                f"block got {None if hidden is None else list(hidden.shape)}; use a sequence that x divides, or "
+                f"tensor.sequence = true splits [batch, sequence, features] over {over}, but the first block got "
+                f"{None if hidden is None else list(hidden.shape)}; use a sequence that {parts} divides, or "
                 f"tensor.sequence = false"
             )
         if self.draws is not None:

@@ -19,7 +19,7 @@ The embedding's rows (vocabulary) go over x, its features over y; the head likew
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,12 +30,13 @@ from weft.cut import Cut, share
 from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.pairing import Pairing, Split, is_norm, pair, sizes
-from weft.parallel.chain import SEQUENCE_DIM, Chain
+from weft.parallel.chain import Chain
 from weft.parallel.draws import Draws, has_dropout
+from weft.parallel.region import SEQUENCE_DIM, Stream, into_region, out_of_region
 from weft.parallel.tensor_cost import localise, traffic
 from weft.parallel.tensor_cuts import ends_of, parameter_cuts
 from weft.parallel.tensor_norm import is_plain_norm, split_norm
-from weft.parallel.tensor_ops import Region, gather, leave, scatter, scatter_sum
+from weft.parallel.tensor_ops import gather, leave, scatter
 from weft.parallel.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
 from weft.probe import is_feature_wise
@@ -101,18 +102,19 @@ class _Applier:
     def __init__(self, model: nn.Module, pairing: Pairing, plan: Plan, mesh: Mesh) -> None:
         self.model, self.pairing = model, pairing
         self.x, self.y = mesh["x"], mesh["y"]
-        self.sequence = plan.tensor.sequence and self.x.degree > 1
-        self.keep_part = plan.tensor.regather
         self.draws = Draws(self.x, mesh.device) if has_dropout(model) and self.x.degree > 1 else None
-        self.chain = Chain(self.x, ends_of(pairing, plan), self.draws)
+        is_split = plan.tensor.sequence and self.x.degree > 1
+        self.stream = Stream(plan.tensor.chunks, plan.tensor.regather) if is_split else None
+        self.chain = Chain(self.x, ends_of(pairing, plan), self.stream, self.draws)
+        self.entered: dict[str, tuple[Tensor, Tensor]] = {}  # columns' results, and what they will be given for them
 
     def apply(self) -> None:
         self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)
         for parent in {split.parent for split in self.pairing.splits.values() if split.parent is not None}:
             splits = [split for split in self.pairing.splits.values() if split.parent == parent]
             columns = [self.model.get_submodule(split.module) for split in splits]
-            hook = partial(self._enter_parent, splits[0], columns)
-            self.model.get_submodule(parent).register_forward_pre_hook(hook, with_kwargs=True)
+            module = self.model.get_submodule(parent)
+            setattr(module, "forward", partial(self._enter_parent, splits, columns, module.forward))  # noqa: B010
         for split in self.pairing.splits.values():
             module = self.model.get_submodule(split.module)
             forward = {"column": self._column, "row": self._row, "gathered": self._gathered, "head": self._head}
@@ -130,64 +132,74 @@ class _Applier:
             for name in _outer_norms(self.model, self.pairing):
                 norm = self.model.get_submodule(name)
                 setattr(norm, "forward", partial(split_norm, norm, self.y))  # noqa: B010
-        if self.sequence:
+        if self.stream is not None:
             self.chain.attach(self.model, self.pairing.blocks[0], self.pairing.blocks[-1])
         for name, scaled in self.pairing.scaled.items():
             scaled.apply(self.model.get_submodule(name), self.x.degree)
 
     # --- into a region and out of it
 
-    def _region(self, is_split: bool) -> Region:
-        return Region(self.x, SEQUENCE_DIM, self.keep_part) if self.sequence and is_split else Region(self.x)
+    def _enter(self, split: Split, value: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+        stream = self.chain.part_of(split.module, self._in_block(split))
+        return into_region(value, weights, split.turned, self.x, stream)
 
-    def _enter_parent(self, split: Split, columns: list[Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Several columns share one input: it enters their region once, and its gradient is summed once."""
-        width = columns[0].weight.shape[0 if split.turned else 1]
-        inputs = [key for key, value in (*enumerate(args), *kwargs.items()) if _is_hidden(value, width)]
-        both = [key for key in inputs[1:] if (args[key] if isinstance(key, int) else kwargs[key]).requires_grad]
-        if not inputs or both:
+    def _enter_parent(
+        self, splits: list[Split], columns: list[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Several columns share one input: it enters their region once, and its gradient is summed once.
+
+        All of them are multiplied here. The module then hands its input to each, which gives its result for it; where
+        the input is a part of the sequence, something else stands in for the whole.
+        """
+        width = columns[0].weight.shape[0 if splits[0].turned else 1]
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        inputs = [key for key, value in given.items() if _is_hidden(value, width)]
+        if not inputs or any(given[key].requires_grad for key in inputs[1:]):
             raise PlanError(
-                f"'{split.parent}' got {len(inputs)} tensors with {width} features, but the tensor axes split "
+                f"'{splits[0].parent}' got {len(inputs)} tensors with {width} features, but the tensor axes split "
                 f"attention to one input (self-attention) only; use tensor.x = tensor.y = 1"
             )
         self._draw_apart()
-        region = module.__dict__["_weft_region"] = self._region(self._in_block(split))
-        weights = [column.weight for column in columns]
-        key = inputs[0]
-        if isinstance(key, int):
-            return (*args[:key], region.enter(args[key], weights), *args[key + 1 :]), kwargs
-        return args, {**kwargs, key: region.enter(kwargs[key], weights)}
+        value = given[inputs[0]]
+        products = self._enter(splits[0], value, [column.weight for column in columns])
+        if products[0].shape[:-1] != value.shape[:-1]:
+            value = given[inputs[0]] = value.new_full((), float("nan")).expand(*products[0].shape[:-1], width)
+        for split, product in zip(splits, products, strict=True):
+            self.entered[split.module] = value, product
+        del products  # what a column has given is its caller's alone
+        return forward(*(given[number] for number in range(len(args))), **{key: given[key] for key in kwargs})
 
     def _column(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        if split.parent is None:
+        given, out = self.entered.pop(split.module, (None, None))
+        if out is None or given is not value:
             self._draw_apart()
-            region = self._region(self._in_block(split))
-            value = region.enter(value, [module.weight])
-        else:
-            region = self.model.get_submodule(split.parent).__dict__["_weft_region"]
-        return _add_bias(leave(region.linear(value, module.weight, split.turned), self.y), module)
+            if split.parent is not None and self.stream is not None:
+                raise PlanError(
+                    f"'{split.module}' was called twice, or given something else than '{split.parent}' was, which "
+                    f"tensor.sequence = true does not split; use false"
+                )
+            (out,) = self._enter(split, value, [module.weight])
+        return _add_bias(leave(out, self.y), module)
 
     def _row(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        if not self.sequence:
+        if self.stream is None:
             self._draw_alike()
-        region = Region(self.y)
-        out = region.linear(region.enter(value, [module.weight]), module.weight, split.turned)
-        is_split = self.sequence and self._in_block(split)
-        return _add_bias(scatter_sum(out, self.x, SEQUENCE_DIM) if is_split else leave(out, self.x), module)
+        stream = self.chain.part_of(split.module, self._in_block(split))
+        if stream is not None:
+            return _add_bias(out_of_region(value, module.weight, split.turned, self.x, self.y, stream), module)
+        (out,) = into_region(value, [module.weight], split.turned, self.y)
+        return _add_bias(leave(out, self.x), module)
 
     def _gathered(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        is_split = self._in_block(split)
-        region = self._region(is_split)
-        out = region.linear(region.enter(value, [module.weight]), module.weight, split.turned)
+        (out,) = self._enter(split, value, [module.weight])
         out = gather(_add_bias(out, module), self.x, -1)
-        return scatter(out, self.x, SEQUENCE_DIM) if self.sequence and is_split else out
+        is_split = self.stream is not None and self._in_block(split)
+        return scatter(out, self.x, SEQUENCE_DIM) if is_split else out
 
     def _head(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        is_split = split.module == self.chain.ends.head
-        if is_split:
+        if split.module == self.chain.ends.head:
             self.chain.take(value, f"'{split.module}'")
-        region = self._region(is_split)
-        out = region.linear(region.enter(value, [module.weight]), module.weight, split.turned)
+        (out,) = self._enter(split, value, [module.weight])
         return _add_bias(leave(out, self.y), module)
 
     def _embedding(self, name: str, module: nn.Embedding, begin: int, tokens: Tensor) -> Tensor:
@@ -207,6 +219,7 @@ class _Applier:
                 "labels out and use weft.train_step, or weft.cross_entropy(logits, labels, weft.vocabulary_of(model))"
             )
         self.chain.reset()
+        self.entered.clear()
         if self.draws is not None:
             self.draws.forget()
 
@@ -286,6 +299,11 @@ def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | No
             return (
                 f"tensor.sequence = true splits the {local} tokens that a rank has of each sequence over x = "
                 f"{plan.tensor.x}; use a sequence that it divides, or tensor.sequence = false"
+            )
+        if local // plan.tensor.x % plan.tensor.chunks:
+            return (
+                f"tensor.chunks = {plan.tensor.chunks} does not divide the {local // plan.tensor.x} tokens that a rank "
+                f"of x = {plan.tensor.x} has of each sequence; use {_divisors(local // plan.tensor.x)}"
             )
     return None
 

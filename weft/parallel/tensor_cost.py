@@ -71,9 +71,8 @@ class _Meter:
             return
         same = [s for s in self.pairing.splits.values() if s is split or (split.parent and s.parent == split.parent)]
         again = self.plan.tensor.regather and layer.needs_gradient and any(self._trains(s.module) for s in same)
-        gathers = self._forwards(split.module) + calls * again
-        yield from [(("x", "all_gather"), whole)] * gathers
-        yield from [(("x", "reduce_scatter"), whole)] * calls * layer.needs_gradient
+        yield from self._in_chunks("all_gather", whole, self._forwards(split.module) + calls * again)
+        yield from self._in_chunks("reduce_scatter", whole, calls * layer.needs_gradient)
 
     def column(self, split: Split) -> Calls:
         """Partial sums over y; the head's loss; the gathered outputs."""
@@ -93,8 +92,8 @@ class _Meter:
         layer, calls = self.profile.layers[split.module], self._calls(split.module)
         whole = layer.rows * layer.out_features // self.y * self.size
         if self.x > 1 and self.sequence and self._in_block(split.module):
-            yield from [(("x", "reduce_scatter"), whole)] * self._results(split)
-            yield from [(("x", "all_gather"), whole)] * calls * self._has_backward(split)
+            yield from self._in_chunks("reduce_scatter", whole, self._results(split))
+            yield from self._in_chunks("all_gather", whole, calls * self._has_backward(split))
         elif self.x > 1:
             yield from [(("x", "all_reduce"), whole)] * self._results(split)
         if self.y > 1 and layer.needs_gradient:
@@ -130,6 +129,10 @@ class _Meter:
         whole = self.profile.stream_numel // self.y * self.size
         num_gathers = (self.ends.head is None) + (first is None or first.needs_gradient)
         yield from [(("x", "all_gather"), whole)] * num_gathers
+
+    def _in_chunks(self, operation: str, whole: int, times: int) -> Calls:
+        chunks = self.plan.tensor.chunks
+        yield from [(("x", operation), whole // chunks)] * chunks * times
 
     def _local_width(self, split: Split) -> int:
         return sum(end - begin for begin, end in split.over_x(self.x, self.x_index))
