@@ -28,6 +28,7 @@ from weft.mesh import Mesh
 from weft.models import GPT2Config, ModelConfig
 from weft.parallel import cost, parallelize, refuse, region, tensor, tensor_cuts, tensor_norm, tensor_ops, vocabulary
 from weft.parallel.layout import flat_layouts
+from weft.parallel.split_linear import SplitLinear
 from weft.parallel.tensor import TensorAxes
 from weft.parallel.tensor_cost import localise, traffic
 from weft.parallel.vocabulary import Vocabulary, cross_entropy
@@ -302,10 +303,10 @@ def test_finds_norms_whose_gradients_are_not_summed_with_sequence(monkeypatch: P
 
 
 def test_finds_a_bias_that_every_rank_of_x_adds_before_the_sum(monkeypatch: Patch) -> None:
-    def row(self: Any, module: Any, split: Any, value: Tensor) -> Tensor:
-        return tensor_ops.leave(value @ module.weight.t() + module.bias, self.x)
+    def row(self: Any, value: Tensor) -> Tensor:
+        return tensor_ops.leave(value @ self.module.weight.t() + self.module.bias, self.x)
 
-    monkeypatch.setattr(tensor._Applier, "_row", row)
+    monkeypatch.setattr(SplitLinear, "row", row)
     found = broken("biased", grid(2))
     assert "loss" in found
     assert without_traffic(found)

@@ -27,10 +27,6 @@ class Chain:
         self.given: Tensor | None = None  # what an end has given, and the next module there has yet to take
         self._passed: set[str] = set()  # the ends that this forward has come by
 
-    def part_of(self, name: str, in_block: bool) -> Stream | None:
-        """The stream, where the input or the result of the named layer is split along the sequence."""
-        return self.stream if in_block or name == self.ends.head else None
-
     def attach(self, model: nn.Module, first: str, last: str) -> None:
         """Part the sequence before the first block, and gather it behind the last."""
         # First of all hooks: a block may itself be what takes the sequence into a region.

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from weft.comm import Axis, all_gather, all_reduce, reduce_scatter
-from weft.parallel.tensor_ops import linear
+from weft.parallel.tensor_ops import apply, linear
 
 SEQUENCE_DIM = 1  # of hidden states [batch, sequence, ..., features]
 
@@ -51,16 +51,17 @@ def into_region(
         return tuple(linear(value, weight, turned) for weight in weights)
     products: tuple[Tensor, ...]
     if stream is None:
-        products = _Columns.apply(value, turned, axis, *weights)
+        products = apply(_Columns, value, turned, axis, *weights)
     else:
-        products = _GatheredColumns.apply(value, turned, axis, stream, *weights)
+        products = apply(_GatheredColumns, value, turned, axis, stream, *weights)
     return products
 
 
 def out_of_region(value: Tensor, weight: Tensor, turned: bool, x: Axis, y: Axis, stream: Stream) -> Tensor:
     """A rank's part of the sequence of the product with a weight whose inputs are split over x, and outputs over y."""
     kept = _Kept(value.requires_grad)
-    out: Tensor = _ScatteredRow.apply(_Keep.apply(value, weight, kept), weight, turned, x, y, stream, kept)
+    value = apply(_Keep, value, weight, kept)
+    out: Tensor = apply(_ScatteredRow, value, weight, turned, x, y, stream, kept)
     return out
 
 

@@ -32,11 +32,12 @@ from weft.mesh import Mesh
 from weft.pairing import Pairing, Split, is_norm, pair, sizes
 from weft.parallel.chain import Chain
 from weft.parallel.draws import Draws, has_dropout
-from weft.parallel.region import SEQUENCE_DIM, Stream, into_region, out_of_region
+from weft.parallel.region import Stream
+from weft.parallel.split_linear import Entrance, SplitLinear
 from weft.parallel.tensor_cost import localise, traffic
 from weft.parallel.tensor_cuts import ends_of, parameter_cuts
 from weft.parallel.tensor_norm import is_plain_norm, split_norm
-from weft.parallel.tensor_ops import gather, leave, scatter
+from weft.parallel.tensor_ops import leave
 from weft.parallel.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
 from weft.probe import is_feature_wise
@@ -106,101 +107,41 @@ class _Applier:
         is_split = plan.tensor.sequence and self.x.degree > 1
         self.stream = Stream(plan.tensor.chunks, plan.tensor.regather) if is_split else None
         self.chain = Chain(self.x, ends_of(pairing, plan), self.stream, self.draws)
-        self.entered: dict[str, tuple[Tensor, Tensor]] = {}  # columns' results, and what they will be given for them
 
     def apply(self) -> None:
         self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)
-        for parent in {split.parent for split in self.pairing.splits.values() if split.parent is not None}:
-            splits = [split for split in self.pairing.splits.values() if split.parent == parent]
-            columns = [self.model.get_submodule(split.module) for split in splits]
-            module = self.model.get_submodule(parent)
-            setattr(module, "forward", partial(self._enter_parent, splits, columns, module.forward))  # noqa: B010
-        for split in self.pairing.splits.values():
-            module = self.model.get_submodule(split.module)
-            forward = {"column": self._column, "row": self._row, "gathered": self._gathered, "head": self._head}
-            setattr(module, "forward", partial(forward[split.kind], module, split))  # noqa: B010 (a method to mypy)
-            if split.kind == "head":
-                num_classes = sizes(module)[1]
-                begin, end = share(num_classes, self.x.degree, self.x.index)
-                set_vocabulary(self.model, Vocabulary(begin, end, num_classes, self.x))
+        self._linears()
         for name in self.pairing.embeddings:
             embedding = self.model.get_submodule(name)
             assert isinstance(embedding, nn.Embedding)
             begin = share(embedding.num_embeddings, self.x.degree, self.x.index)[0]
-            setattr(embedding, "forward", partial(self._embedding, name, embedding, begin))  # noqa: B010
+            _replace_forward(embedding, partial(self._embedding, name, embedding, begin))
         if self.y.degree > 1:
             for name in _outer_norms(self.model, self.pairing):
                 norm = self.model.get_submodule(name)
-                setattr(norm, "forward", partial(split_norm, norm, self.y))  # noqa: B010
+                _replace_forward(norm, partial(split_norm, norm, self.y))
         if self.stream is not None:
             self.chain.attach(self.model, self.pairing.blocks[0], self.pairing.blocks[-1])
         for name, scaled in self.pairing.scaled.items():
             scaled.apply(self.model.get_submodule(name), self.x.degree)
 
-    # --- into a region and out of it
-
-    def _enter(self, split: Split, value: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
-        stream = self.chain.part_of(split.module, self._in_block(split))
-        return into_region(value, weights, split.turned, self.x, stream)
-
-    def _enter_parent(
-        self, splits: list[Split], columns: list[Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Several columns share one input: it enters their region once, and its gradient is summed once.
-
-        All of them are multiplied here. The module then hands its input to each, which gives its result for it; where
-        the input is a part of the sequence, something else stands in for the whole.
-        """
-        width = columns[0].weight.shape[0 if splits[0].turned else 1]
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        inputs = [key for key, value in given.items() if _is_hidden(value, width)]
-        if not inputs or any(given[key].requires_grad for key in inputs[1:]):
-            raise PlanError(
-                f"'{splits[0].parent}' got {len(inputs)} tensors with {width} features, but the tensor axes split "
-                f"attention to one input (self-attention) only; use tensor.x = tensor.y = 1"
-            )
-        self._draw_apart()
-        value = given[inputs[0]]
-        products = self._enter(splits[0], value, [column.weight for column in columns])
-        if products[0].shape[:-1] != value.shape[:-1]:
-            value = given[inputs[0]] = value.new_full((), float("nan")).expand(*products[0].shape[:-1], width)
-        for split, product in zip(splits, products, strict=True):
-            self.entered[split.module] = value, product
-        del products  # what a column has given is its caller's alone
-        return forward(*(given[number] for number in range(len(args))), **{key: given[key] for key in kwargs})
-
-    def _column(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        given, out = self.entered.pop(split.module, (None, None))
-        if out is None or given is not value:
-            self._draw_apart()
-            if split.parent is not None and self.stream is not None:
-                raise PlanError(
-                    f"'{split.module}' was called twice, or given something else than '{split.parent}' was, which "
-                    f"tensor.sequence = true does not split; use false"
-                )
-            (out,) = self._enter(split, value, [module.weight])
-        return _add_bias(leave(out, self.y), module)
-
-    def _row(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        if self.stream is None:
-            self._draw_alike()
-        stream = self.chain.part_of(split.module, self._in_block(split))
-        if stream is not None:
-            return _add_bias(out_of_region(value, module.weight, split.turned, self.x, self.y, stream), module)
-        (out,) = into_region(value, [module.weight], split.turned, self.y)
-        return _add_bias(leave(out, self.x), module)
-
-    def _gathered(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        (out,) = self._enter(split, value, [module.weight])
-        out = gather(_add_bias(out, module), self.x, -1)
-        is_split = self.stream is not None and self._in_block(split)
-        return scatter(out, self.x, SEQUENCE_DIM) if is_split else out
-
-    def _head(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        if split.module == self.chain.ends.head:
-            self.chain.take(value, f"'{split.module}'")
-        (out,) = self._enter(split, value, [module.weight])
-        return _add_bias(leave(out, self.y), module)
+    def _linears(self) -> None:
+        entering: dict[str, list[SplitLinear]] = {}
+        for split in self.pairing.splits.values():
+            module = self.model.get_submodule(split.module)
+            is_split = self.pairing.block_of(split.module) is not None or split.module == self.chain.ends.head
+            stream = self.stream if is_split else None
+            linear = SplitLinear(module, split, self.x, self.y, stream, self.chain, self.draws)
+            _replace_forward(module, getattr(linear, split.kind))
+            if split.parent is not None:
+                entering.setdefault(split.parent, []).append(linear)
+            if split.kind == "head":
+                num_classes = sizes(module)[1]
+                begin, end = share(num_classes, self.x.degree, self.x.index)
+                set_vocabulary(self.model, Vocabulary(begin, end, num_classes, self.x))
+        for parent, columns in entering.items():
+            module = self.model.get_submodule(parent)
+            _replace_forward(module, Entrance(parent, module.forward, columns).forward)
 
     def _embedding(self, name: str, module: nn.Embedding, begin: int, tokens: Tensor) -> Tensor:
         rows = split_embedding(module, tokens, begin)
@@ -209,9 +150,6 @@ class _Applier:
         self.chain.given = rows
         return rows
 
-    def _in_block(self, split: Split) -> bool:
-        return self.pairing.block_of(split.module) is not None
-
     def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if kwargs.get("labels") is not None:
             raise PlanError(
@@ -219,17 +157,12 @@ class _Applier:
                 "labels out and use weft.train_step, or weft.cross_entropy(logits, labels, weft.vocabulary_of(model))"
             )
         self.chain.reset()
-        self.entered.clear()
         if self.draws is not None:
             self.draws.forget()
 
-    def _draw_apart(self) -> None:
-        if self.draws is not None:
-            self.draws.apart()
 
-    def _draw_alike(self) -> None:
-        if self.draws is not None:
-            self.draws.alike()
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    setattr(module, "forward", forward)  # noqa: B010 (a method to mypy)
 
 
 def _outer_norms(model: nn.Module, pairing: Pairing) -> list[str]:
@@ -239,14 +172,6 @@ def _outer_norms(model: nn.Module, pairing: Pairing) -> list[str]:
         for name, module in model.named_modules()
         if is_norm(module) and not any(f"{name}.{leaf}" in pairing.inner for leaf in module._parameters)
     ]
-
-
-def _add_bias(value: Tensor, module: Any) -> Tensor:
-    return value if module.bias is None else value + module.bias
-
-
-def _is_hidden(value: Any, width: int) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == width
 
 
 # --- refusals

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -84,6 +85,12 @@ class _Slice(Function):
         return gather_along(gradients[0], ctx.axis, ctx.dim), None, None
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # as torch.compiler.disable, but that imports the compiler for all who import weft
+def apply(operation: type[Function], *args: Any) -> Any:
+    """Run an operation that says something; torch.compile steps around it."""
+    return operation.apply(*args)
+
+
 def linear(value: Tensor, weight: Tensor, turned: bool) -> Tensor:
     """A product with a weight [out, in], or [in, out] if `turned`."""
     return value @ (weight if turned else weight.t())
@@ -107,24 +114,24 @@ def slice_along(value: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def enter(value: Tensor, axis: Axis) -> Tensor:
     """Identity; the gradient is summed over the axis."""
-    return value if axis.degree == 1 else _Enter.apply(value, axis)
+    return value if axis.degree == 1 else apply(_Enter, value, axis)
 
 
 def leave(value: Tensor, axis: Axis) -> Tensor:
     """The sum over the axis; the gradient passes as it is."""
-    return value if axis.degree == 1 else _Leave.apply(value, axis)
+    return value if axis.degree == 1 else apply(_Leave, value, axis)
 
 
 def gather(value: Tensor, axis: Axis, dim: int) -> Tensor:
     """All parts along a dim, to be used alike on every rank."""
-    return value if axis.degree == 1 else _Gather.apply(value, axis, dim)
+    return value if axis.degree == 1 else apply(_Gather, value, axis, dim)
 
 
 def scatter_sum(value: Tensor, axis: Axis, dim: int) -> Tensor:
     """Our part along a dim of the sum over the axis."""
-    return value if axis.degree == 1 else _ReduceScatter.apply(value, axis, dim)
+    return value if axis.degree == 1 else apply(_ReduceScatter, value, axis, dim)
 
 
 def scatter(value: Tensor, axis: Axis, dim: int) -> Tensor:
     """Our part along a dim of a value that all ranks hold alike."""
-    return value if axis.degree == 1 else _Slice.apply(value, axis, dim)
+    return value if axis.degree == 1 else apply(_Slice, value, axis, dim)
