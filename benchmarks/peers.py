@@ -66,8 +66,8 @@ CONVENTIONS = {
 LAYOUTS = {
     "blocks": "a unit for each block and the root, which stays whole after forward; DDP has buckets of its own",
     "tensor": "q, k, v, gate, up by columns, o, down by rows; embedding and head by vocabulary; logits stay split",
-    "sequence": "norms and residuals by sequence on both sides; weft keeps its part of a region's input and gathers it "
-    "again in backward, torch keeps the whole: more bytes for less memory",
+    "sequence": "norms and residuals by sequence on both sides, from the embedding to the head; both keep what enters "
+    "a region whole for backward",
 }
 
 

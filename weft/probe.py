@@ -86,6 +86,18 @@ def is_feature_wise(module: nn.Module) -> bool:
         return False
 
 
+def is_token_wise(module: nn.Module) -> bool:
+    """Whether a module with parameters treats each token [batch, token, features] alone."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        whole = random_copy(module, generator)
+        value = torch.randn(2, 4, next(whole.parameters()).shape[-1], dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            return _equal(torch.cat([whole(half) for half in value.chunk(2, 1)], 1), whole(value))
+    except Exception:  # anything that the user's code may raise
+        return False
+
+
 def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """A float64 copy on the CPU with random parameters, and stand-ins for its linears; from any device."""
     stand_ins: dict[int, Any] = {
