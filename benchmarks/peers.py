@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -68,6 +68,8 @@ LAYOUTS = {
     "tensor": "q, k, v, gate, up by columns, o, down by rows; embedding and head by vocabulary; logits stay split",
     "sequence": "norms and residuals by sequence on both sides, from the embedding to the head; both keep what enters "
     "a region whole for backward",
+    "chunks": "the peer is weft itself without chunks: pieces that travel while others are multiplied pay where they "
+    "would be waited for, and not where ranks share the cores that also carry the bytes, as here",
 }
 
 
@@ -76,11 +78,11 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A plan of weft and torch's way to the same layout."""
+    """A plan of weft and torch's way to the same layout, or another plan of weft."""
 
     plan: Plan
     peer: str
-    apply: Callable[[Decoder], nn.Module]
+    apply: Callable[[Decoder], nn.Module] | Plan
     num_batch_ranks: int
     splits_logits: bool = False
 
@@ -104,6 +106,9 @@ def cases() -> Iterator[Case]:
         plan = Plan(shard=ShardAxis(2, 3), tensor=TensorAxes(2, sequence=sequence))
         peer = "TP + SP × FSDP2, reshard" if sequence else "TP × FSDP2, reshard"
         yield Case(plan, peer, partial(tensor_parallel_fsdp, x=2, sequence=sequence), 2, True)
+    for ranks in (2, 4):
+        whole = Plan(tensor=TensorAxes(ranks, sequence=True))
+        yield Case(Plan(tensor=replace(whole.tensor, chunks=2)), "weft, 1 chunk", whole, 1)
 
 
 # --- one step of each side
@@ -120,9 +125,9 @@ class Side(Protocol):
 
 
 class Weft:
-    def __init__(self, case: Case) -> None:
-        self.mesh = Mesh(case.plan)
-        self.model = parallelize(_make_model(), case.plan, self.mesh)
+    def __init__(self, plan: Plan) -> None:
+        self.mesh = Mesh(plan)
+        self.model = parallelize(_make_model(), plan, self.mesh)
         pieces = [piece for _, piece in named_pieces(self.model)]
         self.optimizer = AdamW(pieces, lr=LEARNING_RATE, fused=True)
 
@@ -142,8 +147,8 @@ class Weft:
 class Peer:
     """The step that one would write by hand around torch's wrappers."""
 
-    def __init__(self, case: Case) -> None:
-        self.model = case.apply(_make_model())
+    def __init__(self, case: Case, apply: Callable[[Decoder], nn.Module]) -> None:
+        self.model = apply(_make_model())
         self.degree = case.num_batch_ranks
         self.loss_context: Callable[[], AbstractContextManager[None]] = (
             loss_parallel if case.splits_logits else nullcontext
@@ -240,7 +245,8 @@ def _ratios(times: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 def _run_rank(case: Case, num_steps: int) -> dict[str, Any]:
-    sides: dict[str, Side] = {"weft": Weft(case), "peer": Peer(case)}
+    peer = Weft(case.apply) if isinstance(case.apply, Plan) else Peer(case, case.apply)
+    sides: dict[str, Side] = {"weft": Weft(case.plan), "peer": peer}
     index = dist.get_rank() // (case.plan.num_ranks // case.num_batch_ranks)
     batches = _batches(index)
     worst = _compare(sides, [next(batches) for _ in range(CHECKED_STEPS)])

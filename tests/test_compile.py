@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import tensor_for_tests as shared
 import torch
 import torch._dynamo  # before the ranks are forked, which then need not import it
+import torch._inductor.config
 from tensor_for_tests import SHIPPED, TRANSFORMERS
 from torch import nn
 
@@ -18,7 +20,8 @@ from weft.blocks import find_blocks
 from weft.local import run_local
 from weft.mesh import Mesh
 from weft.parallel import named_pieces, parallelize
-from weft.plan import Memory, Plan, Shard
+from weft.parallel.context import own_tokens
+from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.train.step import CROSS_ENTROPY
 
@@ -47,7 +50,7 @@ def trained(make: Callable[[], nn.Module], plan: Plan, change: Compile) -> list[
     found = []
     for step in range(2):
         batch = tuple(tensor.chunk(mesh["batch"].degree)[mesh["batch"].index] for tensor in shared.token_batch(step))
-        loss = CROSS_ENTROPY.total(model, batch)
+        loss = CROSS_ENTROPY.total(model, own_tokens(batch, mesh["context"]))
         loss.backward()
         pieces = [(part.parameter.name, piece) for part, piece in named_pieces(model)]
         found.append((loss.item(), {name: piece.grad.clone() for name, piece in pieces if piece.grad is not None}))
@@ -95,14 +98,20 @@ def test_blocks_share_what_was_compiled() -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ring", "all-to-all"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks_over_context(kind: Any, backend: str) -> None:
+    with torch._inductor.config.patch(compile_threads=1):
+        check(MODELS["shipped"], Plan(context=Context(2, kind), precision="fp64"), backend)
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", PLANS | OTHERS)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS.keys())
 def test_compiled_blocks_of_every_plan(
     make: Callable[[], nn.Module], name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch._inductor.config
-
     shared.with_exact_norms(monkeypatch)
     with torch._inductor.config.patch(compile_threads=1):
         check(make, (PLANS | OTHERS)[name], backend)
