@@ -235,7 +235,8 @@ def _make(model_fn: ModelFn) -> nn.Module:
 
 
 def _optimizer(model: nn.Module) -> Optimizer:
-    return AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, foreach=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return AdamW(trained or [torch.zeros(0, requires_grad=True)], lr=LEARNING_RATE, foreach=True)  # a frozen stage
 
 
 def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit) -> Profile:

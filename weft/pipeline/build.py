@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,8 @@ from weft.pipeline.deferred import Deferred
 from weft.pipeline.partition import Route, cut, partition
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
-from weft.pipeline.stage import Walk, skeleton, stage_model
+from weft.pipeline.stage import Walk
+from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.trace import trace
 from weft.plan import Plan
 from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
@@ -89,11 +90,17 @@ class Staging:
         """How many ranks along `pipe` hold a parameter that these stages hold."""
         return len(self.placement) * max(1, len(stages))
 
-    def schedule(self, num_micro_batches: int) -> Schedule:
-        """The schedule of a step with its messages, proved consistent."""
+    def schedule(self, num_micro_batches: int, with_backward: bool = True) -> Schedule:
+        """The schedule of a step with its messages, proved consistent.
+
+        Mirrored replicas have rules for the number of micro-batches; where only forwards run, one replica takes all.
+        """
         pipe = self.plan.pipe
-        made = make_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
-        made = with_messages(made, self.route.edges)
+        name, options = pipe.schedule, pipe.options
+        if len(self.placement) > 1 and not with_backward:
+            name, options = "gpipe", {}
+        made = make_schedule(name, pipe.degree, num_micro_batches, **options)
+        made = with_messages(replace(made, placement=self.placement), self.route.edges)
         check(made)
         return made
 
@@ -182,7 +189,7 @@ def _build_stage(
     deferred = None
     if staging.plan.pipe.schedule == "zero-bubble":
         deferred = Deferred(model, units.add_late_gradient)
-    walk = Walk(number, model, staging.units(number), routes.find)
+    walk = Walk(number, model, staging.units(number), routes.find, mesh.device)
     return Stage(number, replica, model, units, walk, names, deferred)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weft.comm.ledger import Key
 from weft.parallel.layout import master_bytes, trained_layouts
-from weft.pipeline.actions import Action, Message, Schedule
+from weft.pipeline.actions import Message, Schedule
 from weft.pipeline.build import Staging
 from weft.pipeline.copies import running_statistics
 from weft.pipeline.simulate import simulate
@@ -45,11 +45,8 @@ def pipeline_cost(
 
 def _count(schedule: Schedule, stage: int, replica: int) -> int:
     """How many micro-batches a replica's stage takes."""
-    steps = schedule.lists[schedule.rank_of(stage, replica)] if replica < len(schedule.placement) else ()
-    return sum(
-        isinstance(step, Action) and (step.kind, step.stage, step.replica) == ("forward", stage, replica)
-        for step in steps
-    )
+    steps = schedule.compute(schedule.rank_of(stage, replica))
+    return sum((step.kind, step.stage, step.replica) == ("forward", stage, replica) for step in steps)
 
 
 def edge_bytes(staging: Staging) -> list[int]:

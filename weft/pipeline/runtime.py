@@ -67,7 +67,7 @@ class Pipeline(nn.Module):
         self,
         stages: Sequence[Stage],
         copies: Copies,
-        make_schedule: Callable[[int], Schedule],
+        make_schedule: Callable[[int, bool], Schedule],
         mesh: Mesh,
         parameter_names: Sequence[str],
     ) -> None:
@@ -76,7 +76,7 @@ class Pipeline(nn.Module):
         self.parts = {(stage.index, stage.replica): stage for stage in stages}
         self.copies, self.mesh, self.parameter_names = copies, mesh, tuple(parameter_names)
         self._make_schedule = make_schedule
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._transport: Transport | None = None
         self._routes: dict[Any, Route] = {}  # by the shapes of a batch
         self.timed = False  # whether the next steps wait for the device at each action, so that spans are its times
@@ -92,15 +92,16 @@ class Pipeline(nn.Module):
         """The actions of the last step, in the order in which this rank did them."""
         return tuple(span.action for span in self.spans if isinstance(span.action, Action))
 
-    def schedule(self, num_micro_batches: int) -> Schedule:
+    def schedule(self, num_micro_batches: int, with_backward: bool = True) -> Schedule:
         """The checked schedule of a step, with its messages."""
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = self._make_schedule(num_micro_batches)
-        return self._schedules[num_micro_batches]
+        key = num_micro_batches, with_backward
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(*key)
+        return self._schedules[key]
 
     def run(self, work: Work) -> Tensor:
         """Forward and, with a scale, backward of all batches; the sum of the losses that this rank has seen."""
-        schedule = self.schedule(len(work.batches))
+        schedule = self.schedule(len(work.batches), work.scale is not None)
         if self._transport is None:
             self._transport = Transport(self.mesh, schedule)
         for stage in self.parts.values():
@@ -198,8 +199,6 @@ class _Run:
     def _forward(self, stage: Stage, action: Action) -> None:
         batch = self.work.batches[action.micro_batch]
         self.work.before(action.micro_batch)
-        if action.stage:  # the same draws in every stage would not be independent
-            torch.manual_seed(torch.initial_seed() + action.stage)
         done = stage.walk.forward(lambda: self.work.total(stage.model, batch), partial(self._receive, action))
         if done.total is not None:
             self.loss += done.total.detach()
@@ -219,10 +218,10 @@ class _Run:
             gradients.append(None)
         self._start()
         stage.units.sync = self._last.get((action.stage, action.replica)) == action
-        if stage.units.sync:
-            self.reduced.add(stage)
         if tensors:
             torch.autograd.backward(tensors, gradients)
+            if stage.units.sync:
+                self.reduced.add(stage)
         if stage.deferred is not None:
             stage.late[action.micro_batch] = stage.deferred.collect()
         for number, leaf in done.received.items():
