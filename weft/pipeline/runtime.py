@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.mesh import Mesh
+from weft.parallel.draws import seed_draws
 from weft.parallel.unit import Units
 from weft.pipeline.actions import Action, Message, Schedule
 from weft.pipeline.arrivals import Arrivals, AsTheyCome
@@ -195,7 +196,7 @@ class _Run:
         batch = self.work.batches[action.micro_batch]
         self.work.before(action.micro_batch)
         if action.stage:  # the same draws in every stage would not be independent
-            torch.manual_seed(torch.initial_seed() + action.stage)
+            seed_draws(torch.initial_seed() + action.stage, self.loss.device)
         done = stage.walk.forward(lambda: self.work.total(stage.model, batch), partial(self._receive, action))
         if done.total is not None:
             self.loss += done.total.detach()

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from weft.blocks import find_units
 from weft.errors import PlanError
 from weft.pipeline.partition import Route
-from weft.pipeline.trace import END, Event, Watch, operation_name, tensors_in
+from weft.pipeline.trace import END, Event, Watch, map_tensors, operation_name, tensors_in
 
 Take = Callable[[int], Tensor]  # the real tensor of a number, from the stage that made it
 _ABSENT = "_weft_absent"  # parameters that only other stages use, as shapes
@@ -133,7 +132,7 @@ class Walk(Watch):
     def _end_model(self, _: nn.Module, __: Any, output: Any) -> Any:
         self.switch(False)
         self._next(END, is_call=False)
-        return tree_map(self._real, output)
+        return map_tensors(self._real, output)
 
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
         name = operation_name(func)
@@ -146,7 +145,7 @@ class Walk(Watch):
             return result
         if not self._does():
             return self.pass_by(name, is_call=False)
-        args, kwargs = tree_map(self._real, (args, kwargs))
+        args, kwargs = map_tensors(self._real, (args, kwargs))
         result = func(*args, **kwargs)
         self._made(self._next(name, is_call=False), result)
         return result
@@ -169,7 +168,7 @@ class Walk(Watch):
         expected = self._expected()
         if expected is None or expected.name != name:
             raise self._another_way(name)
-        return tree_map(self._real, (args, kwargs))
+        return map_tensors(self._real, (args, kwargs))
 
     def leave(self, name: str, result: Any) -> None:
         self._made(self._next(name, is_call=True), result)
@@ -212,13 +211,13 @@ class Walk(Watch):
             if number in self._crossing:
                 self.now.made[number] = tensor
 
-    def _real(self, leaf: Any) -> Any:
+    def _real(self, tensor: Tensor) -> Tensor:
         """What is made elsewhere, taken from there."""
-        if not isinstance(leaf, FakeTensor):
-            return leaf
+        if not isinstance(tensor, FakeTensor):
+            return tensor
         assert self.now is not None
         assert self._take is not None
-        number = self.numbers[leaf]
+        number = self.numbers[tensor]
         if number not in self.now.received:
             self.now.received[number] = self._take(number)
         return self.now.received[number]

@@ -9,7 +9,8 @@ masks) runs for real and is no event: every rank has the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +22,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.blocks import find_units
 from weft.errors import PlanError
 
 END = "the end of the forward"
+_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}  # where no tensor can be
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,33 @@ class Trace:
     fakes: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # the parameters, as shapes
 
 
+class Numbers:
+    """The numbers of tensors by identity. A tensor that nobody holds has none: another may take its place."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __setitem__(self, tensor: Tensor, number: int) -> None:
+        self._found[id(tensor)] = weakref.ref(tensor), number
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        reference, _ = self._found.get(id(tensor), (None, 0))
+        return reference is not None and reference() is tensor
+
+    def __getitem__(self, tensor: Tensor) -> int:
+        assert tensor in self
+        return self._found[id(tensor)][1]
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
 class Watch(TorchFunctionMode):
     """Sees every operation of the code between units; subclasses say what becomes of it. Inside a unit it is off."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = WeakIdKeyDictionary()  # tensor -> its number
+        self.numbers = Numbers()
         self._is_on = False
 
     @contextmanager
@@ -93,7 +115,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        numbered = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf in self.numbers]
+        numbered = [tensor for tensor in tensors_in((args, kwargs)) if tensor in self.numbers]
         if not numbered:
             return func(*args, **kwargs)
         return self.operation(func, args, kwargs, numbered)  # torch has switched this mode off meanwhile
@@ -113,7 +135,30 @@ def operation_name(func: Any) -> str:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of a nested value, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if kind is dict:
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if kind in _PLAIN:
+        return []
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """A nested value with its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind(map_tensors(change, item) for item in value)
+    if kind is dict:
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if kind in _PLAIN:
+        return value
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 class _Recorder(Watch):
