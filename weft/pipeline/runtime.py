@@ -197,7 +197,8 @@ class _Run:
         self.work.before(action.micro_batch)
         if action.stage:  # the same draws in every stage would not be independent
             seed_draws(torch.initial_seed() + action.stage, self.loss.device)
-        done = stage.walk.forward(lambda: self.work.total(stage.model, batch), partial(self._receive, action))
+        route, take = self.routes[action.micro_batch], partial(self._receive, action)
+        done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
         if done.total is not None:
             self.loss += done.total.detach()
         if self.work.scale is not None:

@@ -115,7 +115,8 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        numbered = [tensor for tensor in tensors_in((args, kwargs)) if tensor in self.numbers]
+        tensors = tensors_in(args) + tensors_in(kwargs) if kwargs else tensors_in(args)
+        numbered = [tensor for tensor in tensors if tensor in self.numbers]
         if not numbered:
             return func(*args, **kwargs)
         return self.operation(func, args, kwargs, numbered)  # torch has switched this mode off meanwhile
@@ -138,13 +139,15 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     kind = type(value)
-    if kind is tuple or kind is list:
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if kind is dict:
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    if kind in _PLAIN:
-        return []
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    if kind not in (tuple, list, dict):
+        return [] if kind in _PLAIN else [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    found = []
+    for item in value.values() if kind is dict else value:
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif type(item) not in _PLAIN:
+            found += tensors_in(item)
+    return found
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
