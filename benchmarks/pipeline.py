@@ -3,8 +3,11 @@
 - `peers`: one Llama, cut at the same layers, the same micro-batches, loss normalisation, clipping and AdamW, in one run
   on the same CPU ranks; `side_by_side.py` says how they are held against each other. Aims, weft over peer: step time at
   most 1.05, bytes of messages at most 1.0.
+- `simulation` and `slowed` (`sleeping.py`): kernels that sleep. Aims: a step within 5 % of the simulated one; a
+  message-driven order faster than 1f1b when a stage is late at random.
+- `memory` (`pipeline_memory.py`): what each schedule holds for backward.
 
-    python benchmarks/pipeline.py [--steps 40] [--only "pipe 2 (1f1b)"]
+    python benchmarks/pipeline.py [--steps 40] [--peers "pipe 2 (1f1b)"]
 """
 
 from __future__ import annotations
@@ -15,9 +18,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import pipeline_memory
+import sleeping
 import torch
 from side_by_side import (
     AIMS,
@@ -52,6 +58,7 @@ CONFIG = DecoderConfig(
     vocab_size=2048, hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4
 )
 MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 8, 1, 128
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 COUNTED = {"bytes": "all ranks, one step: messages between stages"}
 
 
@@ -60,7 +67,7 @@ class Case:
     """A schedule of weft and torch's of the same order."""
 
     num_ranks: int
-    schedule: str
+    schedule: ScheduleName
     peer: MakeSchedule
     chunks: int = 1
 
@@ -119,6 +126,14 @@ class Weft:
         return of_all_ranks(calls)
 
 
+def peers(starts: tuple[str, ...], num_steps: int) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    """Each comparison whose layout starts so, with its section and a line for people."""
+    for case in cases():
+        if case.name.startswith(starts):
+            one = measure(case.comparison, num_steps)
+            yield "peers", one, show(one)
+
+
 def show(one: Mapping[str, Any]) -> str:
     """A line of the table."""
     low, high = one["step_ratio_quartiles"]
@@ -131,26 +146,32 @@ def show(one: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--only", nargs="*", help="only layouts whose names start so; printed, not written")
+    parser.add_argument("--peers", nargs="*", help="only peers whose layouts start so; printed, not written")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "pipeline-cpu.json")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
         "benchmark": "pipeline",
         "aims": AIMS,
-        "conventions": CONVENTIONS | COUNTED,
+        "conventions": {
+            "peers": CONVENTIONS | COUNTED,
+            "sleeping": sleeping.CONVENTIONS,
+            "memory": pipeline_memory.CONVENTIONS,
+        },
         "model": to_table(CONFIG),
         "batch": {"micro_batches": MICRO_BATCHES, "sequences_of_each": MICRO_BATCH, "tokens": SEQUENCE},
         "steps_measured": arguments.steps,
         **environment(),
     }
     print(f"{'layout':24}{'peer':32}{'step':>6}{'quartiles':>11}{'cpu':>7}{'bytes':>7}")
-    peers = []
-    for case in cases():
-        if case.name.startswith(tuple(arguments.only or ("",))):
-            peers.append(measure(case.comparison, arguments.steps))
-            print(show(peers[-1]), flush=True)
-    if not arguments.only:
-        result |= {"load_average_after": os.getloadavg()[0], "peers": peers}
+    found = peers(tuple(arguments.peers or ("",)), arguments.steps)
+    if arguments.peers is None:
+        found = chain(found, sleeping.results(), pipeline_memory.results(CONFIG, SEQUENCE))
+    sections: dict[str, list[Mapping[str, Any]]] = {}
+    for section, one, line in found:
+        sections.setdefault(section, []).append(one)
+        print(line, flush=True)
+    if arguments.peers is None:
+        result |= {"load_average_after": os.getloadavg()[0], **sections}
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
 
