@@ -199,14 +199,15 @@ class _Run:
     def _forward(self, stage: Stage, action: Action) -> None:
         batch = self.work.batches[action.micro_batch]
         self.work.before(action.micro_batch)
-        done = stage.walk.forward(lambda: self.work.total(stage.model, batch), partial(self._receive, action))
+        route, take = self.routes[action.micro_batch], partial(self._receive, action)
+        done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
         if done.total is not None:
             self.loss += done.total.detach()
         if self.work.scale is not None:
             stage.live[action.micro_batch] = done
-        for index, edge in enumerate(self.schedule.edges):
-            if edge.source == action.stage:
-                self._kept[index, action.micro_batch, action.replica, "forward"] = done.made[int(edge.name)]
+        for index in self.schedule.edges_out_of[action.stage]:
+            made = done.made[int(self.schedule.edges[index].name)]
+            self._kept[index, action.micro_batch, action.replica, "forward"] = made
         self._note(action)
 
     def _backward(self, stage: Stage, action: Action) -> None:
@@ -238,8 +239,9 @@ class _Run:
     def _gradients(self, action: Action, done: Pass) -> tuple[list[Tensor], list[Tensor | None]]:
         """What the stage made, each with the sum of what comes back from all who took it."""
         sums: dict[int, Tensor] = {}
-        for index, edge in enumerate(self.schedule.edges):
-            if edge.source != action.stage or not edge.backward:
+        for index in self.schedule.edges_out_of[action.stage]:
+            edge = self.schedule.edges[index]
+            if not edge.backward:
                 continue
             gradient = self._take((index, action.micro_batch, action.replica, "backward"))
             self.transport.answered([(index, action.micro_batch, action.replica, "forward")])
