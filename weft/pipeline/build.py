@@ -106,7 +106,15 @@ class Staging:
 
 
 def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Staging:
-    """Cut a profiled model into the plan's stages."""
+    """Cut a profiled model into the plan's stages; asked again, the same."""
+    made: dict[tuple[Plan, str], Staging] = vars(whole).setdefault("_stagings", {})
+    key = plan, str(device)
+    if key not in made:
+        made[key] = _stage(whole, plan, torch.device(device))
+    return made[key]
+
+
+def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     if whole.example is None:
         raise PlanError(
             f"pipe = {plan.pipe.degree} cuts the model where a forward goes through it; pass example=, which makes the "
@@ -115,7 +123,7 @@ def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Sta
     assert whole.model is not None
     bare, pipe = skeleton(whole.model), plan.pipe
     num_stages = pipe.degree * (pipe.chunks or 2 if pipe.schedule == "interleaved" else 1)
-    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], torch.device(device), plan.tensor.y)
+    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], device, plan.tensor.y)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), num_stages, pipe)
     return Staging(plan, bare, stage_of, cut(found, stage_of, num_stages))
 

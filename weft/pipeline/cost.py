@@ -38,7 +38,7 @@ def pipeline_cost(
         own = stage_cost(part, replace(split, accumulation=_count(schedule, stage, replica)))
         saved[stage] = own.saved_bytes
         total += replace(own, saved_bytes=0)
-        pairs += _copies(staging, part, plan, stage)
+        pairs += _copies(staging, part, plan, stage, replica)
     alive = simulate(schedule, activation_bytes=saved).peak_activation_bytes[index]
     return total + Cost(tally(pairs), saved_bytes=int(alive))
 
@@ -61,15 +61,16 @@ def _messages(staging: Staging, schedule: Schedule, index: int) -> list[tuple[Ke
     return [(("pipe", "send"), sizes[message.edge]) for message in sent]
 
 
-def _copies(staging: Staging, part: Profile, plan: Plan, stage: int) -> list[tuple[Key, int]]:
-    """What a stage says to its copies: gradients, and BatchNorm's statistics."""
+def _copies(staging: Staging, part: Profile, plan: Plan, stage: int, replica: int) -> list[tuple[Key, int]]:
+    """What a stage says to its copies: gradients, and BatchNorm's statistics. A rank speaks once for all its stages."""
     pairs: list[tuple[Key, int]] = []
-    is_mirrored = len(staging.placement) > 1
+    is_mirrored, ranks = len(staging.placement) > 1, staging.placement[replica]
     for layout in trained_layouts(part, plan):
         num_bytes = layout.slice_numel * master_bytes(plan)
         if is_mirrored:
             pairs.append((("mirror", "all_reduce"), num_bytes))
-        if layout.stages and len({staging.placement[0][number] for number in layout.stages}) > 1:
+        holders = [ranks[number] for number in layout.stages]
+        if len(set(holders)) > 1 and layout.stages[holders.index(ranks[stage])] == stage:
             pairs.append((("tied", "all_reduce"), num_bytes))
     if is_mirrored and part.model is not None:
         pairs += [
