@@ -9,6 +9,7 @@ and the stages that share a tied parameter, add up theirs, so that all copies ta
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -179,10 +180,16 @@ class _Run:
     def as_they_come(self, replay: Sequence[Action] | None) -> None:
         """Run what has arrived first, or in the order of `replay`."""
         (stage,) = self.parts.values()
+        own = self.schedule.compute(self.here)
+        if replay is not None and Counter(replay) != Counter(own):
+            raise PlanError(
+                f"the replayed order has {len(replay)} actions, which are not the {len(own)} of stage {stage.index} in "
+                f"a step of {len(self.work.batches)} micro-batches; replay the order of such a step of this rank"
+            )
         arrivals = Arrivals(self.transport)
         order = AsTheyCome(self.schedule, stage.index, arrivals, self._post)
-        kept = iter(replay) if replay is not None else None
-        while (action := order.next(next(kept, None) if kept else None)) is not None:
+        kept = iter(replay or ())
+        while (action := order.next(next(kept, None))) is not None:
             self.compute(action)
             for message in self.schedule.messages(action)[1]:
                 self._send(message)
