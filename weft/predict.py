@@ -127,8 +127,9 @@ class Form:
 
     def describe(self) -> str:
         form = "sequence-sharded (tensor.sequence = true)" if self.sequence else "all-reduced (tensor.sequence = false)"
-        time = "" if self.seconds_saved is None else f" and {self.seconds_saved * 1e3:.3g} ms a step"
-        return f"the {form} form saves {self.bytes_saved / 2**20:.4g} MiB{time}"
+        memory = f"{abs(self.bytes_saved) / 2**20:.4g} MiB {'less' if self.bytes_saved >= 0 else 'more'}"
+        time = "" if self.seconds_saved is None else f" and {self.seconds_saved * 1e3:.3g} ms a step shorter"
+        return f"the {form} is better: {memory}{time}"
 
 
 def better_form(run: Run, cluster: Cluster) -> Form | None:
