@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from weft.blocks import find_blocks
+from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.parallel.layout import COMPUTE_DTYPE
@@ -76,9 +76,15 @@ class Staging:
         model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
         return model, names
 
+    @cached_property
+    def _profiles(self) -> dict[int, Profile]:
+        return {}
+
     def profile(self, whole: Profile, stage: int) -> Profile:
-        """What a stage costs, from the profile of the whole."""
-        return stage_profile(whole, self.model(stage)[0], self.units(stage))
+        """What a stage costs, from the profile of the whole, which was cut into these stages."""
+        if stage not in self._profiles:
+            self._profiles[stage] = stage_profile(whole, self.model(stage)[0], self.units(stage), stage == 0)
+        return self._profiles[stage]
 
     def copies(self, stages: tuple[int, ...]) -> int:
         """How many ranks along `pipe` hold a parameter that these stages hold."""
@@ -147,17 +153,19 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
 
 def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
     """What units weigh: FLOPs, or the bytes of their state and activations; parameters where nothing was counted."""
-    assert whole.model is not None
-    sizes = {name: sum(p.numel() for p in whole.model.get_submodule(name).parameters()) for name in whole.units if name}
     if not whole.counted:
         return {block.name: float(block.numel) for block in whole.blocks}
     if plan.pipe.balance == "time":
-        return {name: float(counts.flops) for name, counts in whole.units.items()}
-    kind = plan.memory.recompute
-    return {
-        name: float(ADAM_BYTES * sizes.get(name, 0) + counts.saved_bytes.get(kind, 0))
-        for name, counts in whole.units.items()
-    }
+        return {name: float(flops.all) for name, flops in whole.units.items()}
+    assert whole.model is not None
+    kind, blocks = plan.memory.recompute, {block.name: block for block in whole.blocks}
+    behind = whole.root.saved_behind.get(kind, {})
+    weights = {}
+    for name, module in find_units(whole.model).items():
+        saved = (blocks[name].saved_bytes or {})[kind] if name in blocks else 0
+        saved += sum(size for layer, size in behind.items() if layer == name or layer.startswith(f"{name}."))
+        weights[name] = float(ADAM_BYTES * sum(p.numel() for p in module.parameters()) + saved)
+    return weights
 
 
 def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Module, Values], nn.Module]) -> Pipeline:

@@ -46,6 +46,14 @@ class Route:
         return tuple(map(frozenset, used))
 
     @cached_property
+    def crossing(self) -> tuple[frozenset[int], ...]:
+        """The tensors that each stage makes for others."""
+        made: list[set[int]] = [set() for _ in range(self.num_stages)]
+        for edge in self.edges:
+            made[edge.source].add(int(edge.name))
+        return tuple(map(frozenset, made))
+
+    @cached_property
     def last_event(self) -> tuple[int, ...]:
         """Where each stage has done its part."""
         last = [0] * self.num_stages

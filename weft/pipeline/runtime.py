@@ -9,6 +9,7 @@ and the stages that share a tied parameter, add up theirs, so that all copies ta
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,7 +80,9 @@ class Pipeline(nn.Module):
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._transport: Transport | None = None
         self._routes: dict[Any, Route] = {}  # by the shapes of a batch
-        self.spans: tuple[Span, ...] = ()  # what the last step did, and when
+        self.timed = False  # whether the next steps wait for the device at each action, so that spans are its times
+        self.spans: tuple[Span, ...] = ()  # what the last training step did, and when: seconds since `began`
+        self.began = 0.0  # by the host's clock
         self.replay: Sequence[Action] | None = None  # an earlier `order`, for a message-driven schedule to keep to
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
@@ -105,7 +108,7 @@ class Pipeline(nn.Module):
         for stage in self.parts.values():
             stage.units.sync = False
             stage.units.begin_step()
-        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh)
+        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh, self.timed)
         with torch.set_grad_enabled(work.scale is not None):
             if schedule.name == "message" and work.scale is not None:
                 run.as_they_come(self.replay)
@@ -117,9 +120,9 @@ class Pipeline(nn.Module):
                 if stage not in run.reduced:
                     stage.units.reduce_all()
             self.copies.combine()
+            self.began, self.spans = run.began, tuple(run.spans)
         for stage in self.parts.values():
             stage.units.end_step()
-        self.spans = tuple(run.spans)
         return run.loss
 
     def _routes_of(self, work: Work) -> list[Route]:
@@ -145,14 +148,16 @@ class _Run:
         schedule: Schedule,
         transport: Transport,
         mesh: Mesh,
+        timed: bool,
     ) -> None:
         self.parts, self.routes, self.work, self.schedule, self.transport = parts, routes, work, schedule, transport
         self.here = mesh["pipe"].index
+        self._stream = torch.cuda.current_stream(mesh.device) if timed and mesh.device.type == "cuda" else None
         self.loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.spans: list[Span] = []
         self.reduced: set[Stage] = set()
         self._kept: dict[Key, Tensor] = {}  # what a stage has made for another of this rank, or is about to send
-        self._began, self._started = time.perf_counter(), 0.0
+        self.began, self._began, self._started = time.time(), time.perf_counter(), 0.0
         self._edge = {(int(edge.name), edge.target): index for index, edge in enumerate(schedule.edges)}
         backwards = [
             a for a in schedule.compute(self.here) if a.kind == "backward" and a.stage not in schedule.split_stages
@@ -175,10 +180,16 @@ class _Run:
     def as_they_come(self, replay: Sequence[Action] | None) -> None:
         """Run what has arrived first, or in the order of `replay`."""
         (stage,) = self.parts.values()
+        own = self.schedule.compute(self.here)
+        if replay is not None and Counter(replay) != Counter(own):
+            raise PlanError(
+                f"the replayed order has {len(replay)} actions, which are not the {len(own)} of stage {stage.index} in "
+                f"a step of {len(self.work.batches)} micro-batches; replay the order of such a step of this rank"
+            )
         arrivals = Arrivals(self.transport)
         order = AsTheyCome(self.schedule, stage.index, arrivals, self._post)
-        kept = iter(replay) if replay is not None else None
-        while (action := order.next(next(kept, None) if kept else None)) is not None:
+        kept = iter(replay or ())
+        while (action := order.next(next(kept, None))) is not None:
             self.compute(action)
             for message in self.schedule.messages(action)[1]:
                 self._send(message)
@@ -186,7 +197,7 @@ class _Run:
 
     def compute(self, action: Action) -> None:
         """Do one action, waiting for what it needs."""
-        self._started = time.perf_counter() - self._began
+        self._start()
         stage = self.parts[action.stage, action.replica]
         {"forward": self._forward, "backward": self._backward, "weight": self._weight}[action.kind](stage, action)
 
@@ -195,14 +206,15 @@ class _Run:
     def _forward(self, stage: Stage, action: Action) -> None:
         batch = self.work.batches[action.micro_batch]
         self.work.before(action.micro_batch)
-        done = stage.walk.forward(lambda: self.work.total(stage.model, batch), partial(self._receive, action))
+        route, take = self.routes[action.micro_batch], partial(self._receive, action)
+        done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
         if done.total is not None:
             self.loss += done.total.detach()
         if self.work.scale is not None:
             stage.live[action.micro_batch] = done
-        for index, edge in enumerate(self.schedule.edges):
-            if edge.source == action.stage:
-                self._kept[index, action.micro_batch, action.replica, "forward"] = done.made[int(edge.name)]
+        for index in self.schedule.edges_out_of[action.stage]:
+            made = done.made[int(self.schedule.edges[index].name)]
+            self._kept[index, action.micro_batch, action.replica, "forward"] = made
         self._note(action)
 
     def _backward(self, stage: Stage, action: Action) -> None:
@@ -234,8 +246,9 @@ class _Run:
     def _gradients(self, action: Action, done: Pass) -> tuple[list[Tensor], list[Tensor | None]]:
         """What the stage made, each with the sum of what comes back from all who took it."""
         sums: dict[int, Tensor] = {}
-        for index, edge in enumerate(self.schedule.edges):
-            if edge.source != action.stage or not edge.backward:
+        for index in self.schedule.edges_out_of[action.stage]:
+            edge = self.schedule.edges[index]
+            if not edge.backward:
                 continue
             gradient = self._take((index, action.micro_batch, action.replica, "backward"))
             self.transport.answered([(index, action.micro_batch, action.replica, "forward")])
@@ -269,10 +282,15 @@ class _Run:
 
     def _start(self) -> None:
         """The action has what it needs."""
-        self._started = time.perf_counter() - self._began
+        self._started = self._now()
+
+    def _now(self) -> float:
+        if self._stream is not None:  # the whole device would also wait for receives that are posted ahead
+            self._stream.synchronize()
+        return time.perf_counter() - self._began
 
     def _note(self, action: Action) -> None:
-        now = time.perf_counter() - self._began
+        now = self._now()
         free = self.spans[-1].end_seconds if self.spans else 0.0
         started = max(free, self._started)
         if started > free:

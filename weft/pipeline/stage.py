@@ -12,6 +12,7 @@ stages, which all run that code; units and operations on results draw from a sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -57,8 +58,8 @@ class Walk(Watch):
         self.stage, self.model, self.find_route = stage, model, find_route
         self.now: Pass | None = None
         self._take: Take | None = None
-        self._place, self._is_looking = 0, False
-        self._crossing: frozenset[int] = frozenset()
+        self._found: Route | None = None  # what `look` looks for
+        self._place, self._has_begun = 0, False
         self._draws = Draws(stage, device)
         model.register_forward_pre_hook(self._begin_model, with_kwargs=True)  # the last: it sees what the model will
         model.register_forward_hook(self._end_model)
@@ -70,9 +71,9 @@ class Walk(Watch):
             if isinstance(module, Elsewhere):
                 module.answer_by(partial(self.pass_by, is_call=True))
 
-    def forward(self, total: Callable[[], Tensor], take: Take) -> Pass:
+    def forward(self, total: Callable[[], Tensor], route: Route, take: Take) -> Pass:
         """Runs the stage's part of `total()`, which calls the model once; `take` gives what other stages made."""
-        self._take, self.now = take, None
+        self._take, self.now, self._has_begun = take, Pass(route), False
         try:
             result: Tensor | None = total()
         except Done:
@@ -82,40 +83,34 @@ class Walk(Watch):
             self._draws.end()
             self.numbers.clear()
         done, self.now, self._take = self.now, None, None
-        assert done is not None
         done.total = result
         done.real.clear()
         return done
 
     def look(self, total: Callable[[], Tensor]) -> Route:
         """The route that `total()` would take."""
-        self._take, self.now, self._is_looking = None, None, True
-        try:
+        self._found, self.now = None, None
+        with suppress(Done):
             total()
-        except Done:
-            pass
-        finally:
-            self._is_looking = False
-        assert self.now is not None
-        route, self.now = self.now.route, None
+        route, self._found = self._found, None
+        assert route is not None
         return route
 
     # --- the model's own forward
 
     def _begin_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.now is not None:
+        if self.now is None:
+            self._found = self.find_route(args, kwargs, self.model.training)
+            raise Done
+        if self._has_begun:
             raise PlanError(
                 "the objective calls the model twice for one batch, which a pipeline does once; use pipe = 1"
             )
-        route = self.find_route(args, kwargs, self.model.training)
-        self.now, self._place = Pass(route), 0
-        if self._is_looking:
-            raise Done
+        self._place, self._has_begun = 0, True
         self._draws.apart()
-        self._crossing = frozenset(int(edge.name) for edge in route.edges if edge.source == self.stage)
         self.numbers.clear()
-        if any(route.parameters):
-            self._number_parameters(route)
+        if any(self.now.route.parameters):
+            self._number_parameters(self.now.route)
         self.switch(True)
 
     def _number_parameters(self, route: Route) -> None:
@@ -223,7 +218,7 @@ class Walk(Watch):
             raise self._another_way(event.name)
         for tensor, number in zip(tensors, event.outputs, strict=True):
             self.numbers[tensor] = number
-            if number in self._crossing:
+            if number in self.now.route.crossing[self.stage]:
                 self.now.made[number] = tensor
 
     def _real(self, tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ masks) runs for real and is no event: every rank has the inputs.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.blocks import find_units
 from weft.errors import PlanError
@@ -73,12 +73,37 @@ class Trace:
     fakes: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # the parameters, as shapes
 
 
+class Numbers:
+    """The numbers of tensors by identity. A tensor that nobody holds has none: another may take its place."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __setitem__(self, tensor: Tensor, number: int) -> None:
+        self._found[id(tensor)] = weakref.ref(tensor), number
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        reference, _ = self._found.get(id(tensor), (None, 0))
+        return reference is not None and reference() is tensor
+
+    def __getitem__(self, tensor: Tensor) -> int:
+        assert tensor in self
+        return self._found[id(tensor)][1]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        alive = [reference() for reference, _ in self._found.values()]
+        return iter([tensor for tensor in alive if tensor is not None])
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
 class Watch(TorchFunctionMode):
     """Sees every operation of the code between units; subclasses say what becomes of it. Inside a unit it is off."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = WeakIdKeyDictionary()  # tensor -> its number
+        self.numbers = Numbers()
         self._is_on = False
 
     @contextmanager
@@ -102,7 +127,8 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        numbered = [tensor for tensor in tensors_in((args, kwargs)) if tensor in self.numbers]
+        tensors = tensors_in(args) + tensors_in(kwargs) if kwargs else tensors_in(args)
+        numbered = [tensor for tensor in tensors if tensor in self.numbers]
         if not numbered:
             return self.without_results(func, args, kwargs)
         return self.operation(func, args, kwargs, numbered)  # torch has switched this mode off meanwhile
