@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # here, once for all forked ranks: fake tensors import it
 from torch import Tensor, nn
 
 from weft.mesh import Mesh

@@ -22,6 +22,7 @@ import pipeline_for_tests as models
 import pytest
 import torch
 from pipeline_for_tests import Batch, chain, double, images, make, on_stages, tokens, vectors
+from runs_for_tests import DEEP, make_run, write_run_file
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -34,14 +35,14 @@ from weft.errors import PlanError
 from weft.local import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import token_loss
-from weft.parallel import all_flats, named_pieces
+from weft.parallel import all_flats, named_pieces, parallelize
 from weft.pipeline import Action, simulate
 from weft.pipeline.copies import Copies
 from weft.pipeline.runtime import Pipeline, Stage, _Run
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.train.step import CROSS_ENTROPY, Objective, evaluate, train_step
-from weft.verify import Report, verify
+from weft.verify import Report, verify, verify_run
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional", "message")
 ModelFn = Callable[[], nn.Module]
@@ -406,11 +407,11 @@ def test_copies_are_equal_to_the_bit(schedule: Any) -> None:
     assert [name for name, bits in found.items() if len(bits) > 1] == []
 
 
-def test_statistics_of_replicas_agree() -> None:
+@pytest.mark.parametrize("count", [4, 3])
+def test_statistics_of_replicas_agree(count: int) -> None:
     plan = Plan(pipe=Pipe(2, "bidirectional"), precision="fp64")
-    found = copies_after_three_steps(models.ResNet, images(4), plan)
-    statistics = {name: bits for name, bits in found.items() if "running" in name}
-    assert len(statistics) == 14
+    found = copies_after_three_steps(models.ResNet, images(count), plan)
+    assert sum("running" in name or "tracked" in name for name in found) == 7 * 3
     assert [name for name, bits in found.items() if len(bits) > 1] == []
 
 
@@ -635,6 +636,49 @@ def test_numbers_of_micro_batches_may_change_from_step_to_step() -> None:
         return worst
 
     assert max(run_local(rank, 2)) < 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "gems"])
+def test_mixed_precision_is_that_of_one_process(schedule: Any) -> None:
+    plan = Plan(pipe=Pipe(2, schedule), precision="bf16")
+    batches = split(tokens(4)(0), 4)
+
+    def train(own: Plan, ledger: list[int]) -> list[float]:
+        mesh = Mesh(own)
+        torch.manual_seed(0)
+        model = parallelize(models.decoder(), own, mesh, example=lambda: (batches[0][0],))
+        optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        found = [train_step(model, optimizer, batches, mesh).loss.item() for _ in range(4)]
+        sent = mesh.ledger.entries().get(("pipe", "send"))
+        ledger += [] if sent is None else [sent.calls, sent.num_bytes]
+        return found
+
+    def rank(index: int) -> tuple[list[float], list[int]]:
+        ledger: list[int] = []
+        return train(plan, ledger), ledger
+
+    expected = train(Plan(precision="bf16"), [])
+    one = models.SEQUENCE * 8 * 2  # a sequence of hidden states of two bytes
+    for losses, (calls, num_bytes) in run_local(rank, 2):
+        assert losses == pytest.approx(expected, rel=5e-3)
+        assert (calls, num_bytes) == (4 * 4, 4 * 4 * one)
+    assert expected[-1] < 0.95 * expected[0]
+
+
+@pytest.mark.parametrize(
+    "pipe",
+    ['{degree=2, schedule="gems", batches=4}', '{degree=2, schedule="interleaved", chunks=2}', "{degree=3}"],
+)
+def test_runs_are_verified_on_a_model_with_layers_enough(pipe: str, tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path, DEEP)
+    report = verify_run(make_run(run_file, "run", f"plan.pipe={pipe}", "plan.micro_batch=2")).require()
+    assert report.plan.pipe.degree == int(pipe[8])
+
+
+def test_a_run_whose_stages_are_named_is_verified_in_as_many(tmp_path: Path) -> None:
+    split_at = 'plan.pipe={degree=2, split=["model.layers.3"]}'
+    report = verify_run(make_run(write_run_file(tmp_path, DEEP), "run", split_at, "plan.micro_batch=2")).require()
+    assert report.plan.pipe == Pipe(2)
 
 
 # --- draws

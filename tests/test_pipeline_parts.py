@@ -28,7 +28,7 @@ from weft.pipeline.nested import map_tensors, same, tensors_in
 from weft.pipeline.partition import Route, cut, partition, unit_order
 from weft.pipeline.stand_in import Elsewhere, skeleton
 from weft.pipeline.trace import END, Event, Trace, Value, trace
-from weft.plan import Memory, Pipe, Plan, Shard
+from weft.plan import Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
 from weft.substitute import call_with
@@ -241,7 +241,7 @@ def test_stages_are_balanced_as_well_as_can_be(data: st.DataObject) -> None:
     weights = dict(zip(names, data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)), strict=True))
     blocks = data.draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
     num_stages = data.draw(st.integers(1, len(blocks)))
-    found = partition(chain_trace(count), blocks, weights, num_stages, Pipe(num_stages))
+    found = partition(chain_trace(count), blocks, weights, Pipe(num_stages))
 
     def heaviest(begins: tuple[int, ...]) -> float:
         bounds = (0, *begins, count)
@@ -599,6 +599,13 @@ def test_refused_plans(name: str) -> None:
     inputs = vectors()(0)[0]
     with pytest.raises(PlanError, match=message):
         refuse(profile(models.Chain(), lambda: (inputs,)), plan)
+
+
+def test_micro_batches_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(PlanError, match="gems: batches = 4 does not divide micro_batches = 6; use a divisor"):
+        split_batch(Plan(pipe=Pipe(2, "gems", batches=4), micro_batch=1), 6, 1)
+    with pytest.raises(PlanError, match="gems: batches = 3 is odd; the two replicas take turns, so use 1 or an even"):
+        split_batch(Plan(pipe=Pipe(2, "gems"), micro_batch=1), 3, 1)
 
 
 def test_a_pipeline_without_an_example_is_refused() -> None:

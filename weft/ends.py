@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.probe import is_token_wise
+from weft.substitute import call_with
 
 HARMLESS = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 NUM_TOKENS = 4
@@ -56,7 +56,7 @@ def find_ends(
             state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
             tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
             with watch:
-                watch.finish(functional_call(model, state, (tokens,)))
+                watch.finish(call_with(model, state, (tokens,)))
     except Exception:  # anything that the user's code may raise
         return Ends()
     finally:

@@ -52,6 +52,11 @@ class Pipe:
         return cls(degree=_number(value, path, "degree, schedule, ..."))
 
     @property
+    def num_stages(self) -> int:
+        """Into how many parts the model is cut."""
+        return self.degree * ((self.chunks or 2) if self.schedule == "interleaved" else 1)
+
+    @property
     def options(self) -> dict[str, int]:
         """The schedule's own options, where given."""
         given = {"chunks": self.chunks, "batches": self.batches, "in_flight": self.in_flight}

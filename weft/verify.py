@@ -113,9 +113,11 @@ def verify(
 
 def verify_run(run: Run) -> Report:
     """Prove a run's plan on a shrunk copy of its model, with random tokens of which some are masked."""
-    config = run.model.shrunk()
-    plan = replace(run.plan, micro_batch=2)
-    num_sequences = plan.num_batch_ranks * 2 * min(2, run.split.accumulation)
+    pipe = run.plan.pipe
+    config = run.model.shrunk(max(2, pipe.num_stages))
+    plan = replace(run.plan, micro_batch=2, pipe=replace(pipe, split=()))  # whose names are the whole model's
+    most = 2 * pipe.degree if pipe.degree > 1 else 2
+    num_sequences = plan.num_batch_ranks * 2 * (pipe.batches or min(most, run.split.accumulation))
     sequence = min(16, run.data.sequence)
 
     def model_fn() -> nn.Module:

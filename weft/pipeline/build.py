@@ -122,10 +122,9 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
         )
     assert whole.model is not None
     bare, pipe = skeleton(whole.model), plan.pipe
-    num_stages = pipe.degree * (pipe.chunks or 2 if pipe.schedule == "interleaved" else 1)
     found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], device, plan.tensor.y)
-    stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), num_stages, pipe)
-    return Staging(plan, bare, stage_of, cut(found, stage_of, num_stages))
+    stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
+    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages))
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:

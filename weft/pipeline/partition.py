@@ -121,14 +121,12 @@ def unit_order(trace: Trace) -> list[str]:
     return list(dict.fromkeys(event.name for event in trace.events if event.is_call))
 
 
-def partition(
-    trace: Trace, blocks: Sequence[str], weights: Mapping[str, float], num_stages: int, pipe: Pipe
-) -> dict[str, int]:
+def partition(trace: Trace, blocks: Sequence[str], weights: Mapping[str, float], pipe: Pipe) -> dict[str, int]:
     """The stage of every unit: as `pipe.split` says, or such that the heaviest stage is the lightest possible.
 
     Every stage holds a block at least; embedding, norm and head go with their neighbours, and weigh too.
     """
-    order = unit_order(trace)
+    order, num_stages = unit_order(trace), pipe.num_stages
     if pipe.split:
         return _as_listed(order, pipe.split, num_stages)
     called = [name for name in order if name in set(blocks)]
