@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -65,8 +65,10 @@ COUNTED = {
 LAYOUTS = {
     "blocks": "a unit for each block and the root, which stays whole after forward; DDP has buckets of its own",
     "tensor": "q, k, v, gate, up by columns, o, down by rows; embedding and head by vocabulary; logits stay split",
-    "sequence": "norms and residuals by sequence on both sides; weft keeps its part of a region's input and gathers it "
-    "again in backward, torch keeps the whole: more bytes for less memory",
+    "sequence": "norms and residuals by sequence on both sides, from the embedding to the head; both keep what enters "
+    "a region whole for backward",
+    "chunks": "the peer is weft itself without chunks: pieces that travel while others are multiplied pay where they "
+    "would be waited for, and not where ranks share the cores that also carry the bytes, as here",
 }
 
 
@@ -75,11 +77,11 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A plan of weft and torch's way to the same layout."""
+    """A plan of weft and torch's way to the same layout, or another plan of weft."""
 
     plan: Plan
     peer: str
-    apply: Callable[[Decoder], nn.Module]
+    apply: Callable[[Decoder], nn.Module] | Plan
     num_batch_ranks: int
     splits_logits: bool = False
 
@@ -92,7 +94,8 @@ class Case:
         return Comparison(self.name, self.peer, self.plan.num_ranks, self._sides, self._batches)
 
     def _sides(self) -> dict[str, Side]:
-        return {"weft": Weft(self), "peer": Peer(self)}
+        peer = Weft(self.apply) if isinstance(self.apply, Plan) else Peer(self, self.apply)
+        return {"weft": Weft(self.plan), "peer": peer}
 
     def _batches(self) -> Iterator[Batch]:
         index = dist.get_rank() // (self.plan.num_ranks // self.num_batch_ranks)
@@ -114,15 +117,18 @@ def cases() -> Iterator[Case]:
         plan = Plan(shard=ShardAxis(2, 3), tensor=TensorAxes(2, sequence=sequence))
         peer = "TP + SP × FSDP2, reshard" if sequence else "TP × FSDP2, reshard"
         yield Case(plan, peer, partial(tensor_parallel_fsdp, x=2, sequence=sequence), 2, True)
+    for ranks in (2, 4):
+        whole = Plan(tensor=TensorAxes(ranks, sequence=True))
+        yield Case(Plan(tensor=replace(whole.tensor, chunks=2)), "weft, 1 chunk", whole, 1)
 
 
 # --- one step of each side
 
 
 class Weft:
-    def __init__(self, case: Case) -> None:
-        self.mesh = Mesh(case.plan)
-        self.model = parallelize(make_model(CONFIG), case.plan, self.mesh)
+    def __init__(self, plan: Plan) -> None:
+        self.mesh = Mesh(plan)
+        self.model = parallelize(make_model(CONFIG), plan, self.mesh)
         pieces = [piece for _, piece in named_pieces(self.model)]
         self.optimizer = AdamW(pieces, lr=LEARNING_RATE, fused=True)
 
@@ -142,8 +148,8 @@ class Weft:
 class Peer:
     """The step that one would write by hand around torch's wrappers."""
 
-    def __init__(self, case: Case) -> None:
-        self.model = case.apply(make_model(CONFIG))
+    def __init__(self, case: Case, apply: Callable[[Decoder], nn.Module]) -> None:
+        self.model = apply(make_model(CONFIG))
         self.degree = case.num_batch_ranks
         self.loss_context: Callable[[], AbstractContextManager[None]] = (
             loss_parallel if case.splits_logits else nullcontext

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from images_for_tests import Text, group_resnet
 from torch import Tensor, nn
 
 from weft.cut import Cut, share, share_units, stack
@@ -222,6 +224,53 @@ def test_a_chain_pairs_over_element_wise_layers_only() -> None:
     assert kinds(nn.Sequential(*layers)) == {"0": "column", "2": "row", "4": "gathered", "6": "gathered"}
 
 
+def test_a_chain_sees_a_module_wherever_it_comes_again() -> None:
+    norm, again = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+    chain = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH))
+    assert set(kinds(chain).values()) == {"gathered"}
+    chain = nn.Sequential(again, nn.GELU(), again, nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    assert set(kinds(chain).values()) == {"gathered"}
+
+
+def test_convolutions_pair_in_a_chain_over_what_mixes_no_channels() -> None:
+    chain = nn.Sequential(
+        *(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(), nn.Conv2d(8, 4, 3)),
+        *(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1), nn.Softmax(1), nn.Conv2d(8, 8, 1)),
+        *(nn.Flatten(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 6)),
+    )
+    found = pair(chain).splits
+    assert {name: split.kind for name, split in found.items() if split.num_spatial} == {
+        "0": "column",
+        "4": "row",
+        "5": "gathered",
+        "7": "gathered",
+        "9": "gathered",
+    }
+    assert (found["0"].parts, found["4"].parts, found["5"].parts) == ((Part(8),), (Part(8),), (Part(8),))
+    assert (found["11"].kind, found["13"].kind) == ("column", "row")
+
+
+def test_a_subclass_between_convolutions_may_do_anything() -> None:
+    class Mixing(nn.Identity):
+        def forward(self, value: Tensor) -> Tensor:
+            return value.flip(1)
+
+    found = pair(nn.Sequential(nn.Conv1d(4, 8, 1), Mixing(), nn.Conv1d(8, 4, 1))).splits
+    assert {split.kind for split in found.values()} == {"gathered"}
+
+
+def test_a_linear_before_convolutions_is_no_head() -> None:
+    class Generator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.conv = nn.Linear(8, 64), nn.Conv2d(4, 4, 3)
+
+    assert {name: split.kind for name, split in pair(Generator()).splits.items()} == {
+        "enter": "gathered",
+        "conv": "gathered",
+    }
+
+
 def test_a_chain_with_a_forward_of_its_own_is_not_taken_for_a_chain() -> None:
     class Residual(nn.Sequential):
         def forward(self, hidden: Tensor) -> Tensor:
@@ -352,7 +401,7 @@ def test_embeddings_that_are_more_than_a_table(make: Any, what: str) -> None:
 def test_one_linear_in_two_places() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(nn.Sequential(shared, nn.LayerNorm(WIDTH)), nn.Sequential(shared, nn.LayerNorm(WIDTH)))
-    with pytest.raises(PlanError, match=r"'0.0' and '1.0' are one linear in two places"):
+    with pytest.raises(PlanError, match=r"'0.0' and '1.0' are one layer in two places"):
         pair(model)
 
 
@@ -465,12 +514,18 @@ def test_fused_parts_are_stacked() -> None:
     assert cut.take(torch.arange(12)[:, None]).flatten().tolist() == [2, 3, 6, 7, 10, 11]
 
 
+def _decoder_of_eight_heads() -> nn.Module:
+    sizes = {**_sizes(), "num_attention_heads": 8}
+    return Decoder(DecoderConfig(**sizes, architecture="qwen3", num_key_value_heads=2))
+
+
+@pytest.mark.parametrize("make", [_decoder_of_eight_heads, group_resnet, Text])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize(("x", "y"), [(1, 2), (2, 1), (2, 2), (4, 2), (8, 1)])
-def test_every_element_is_held_as_often_as_its_cut_says(x: int, y: int, sequence: bool) -> None:
-    model = Decoder(
-        DecoderConfig(**{**_sizes(), "num_attention_heads": 8}, architecture="qwen3", num_key_value_heads=2)
-    )
+def test_every_element_is_held_as_often_as_its_cut_says(
+    make: Callable[[], nn.Module], x: int, y: int, sequence: bool
+) -> None:
+    model = make()
     found = pair(model)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     held = {name: torch.zeros(shape, dtype=torch.long) for name, shape in shapes.items()}

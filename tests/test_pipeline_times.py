@@ -53,8 +53,7 @@ def test_spans(pipe: Pipe) -> None:
             assert [a for a in done if a.kind == "backward"] == [a for a in listed if a.kind == "backward"]
         else:
             assert done == listed
-        forwards = [Action(*action) for _, _, action in found["evaluation"] if action]
-        assert forwards == [action for action in listed if action.kind == "forward"]
+        assert found["evaluation"] == found["step"]  # it leaves what the last training step did
         for spans in found.values():
             assert spans[0][0] == 0
             for (_, end, _), (start, _, _) in pairwise(spans):

@@ -5,25 +5,28 @@ its outputs, the second ("row") by its inputs, and nothing is said in between. A
 the names of their projections, other pairs where a module has two linears; what is suspected is *proved* by computing
 it whole and in parts (`probe.py`). Only weft's own attention and transformers' plain one, which want more arguments
 than a probe can make up, are known by name. What has no partner is "gathered": split by outputs and put together again.
-What hides its weights, or attention that cannot be proved, is refused with its name and the reason.
+Convolutions are split as linears are, by channels, and pair up in an `nn.Sequential` only. What hides its weights, or
+attention that cannot be proved, is refused with its name and the reason.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from torch import nn
 
 from weft.blocks import find_blocks
+from weft.chains import CHANNEL_WISE, ELEMENT_WISE, sequential_couples, why_not_split
 from weft.cut import Interval, share_units, stack
+from weft.ends import Ends, find_ends
 from weft.errors import PlanError
-from weft.probe import Proof, Shares, is_linear, is_turned, linear_sizes, prove_pair
+from weft.probe import Proof, Shares, is_convolution, is_linear, is_turned, linear_sizes, num_spatial_dims, prove_pair
 
-__all__ = ["Pairing", "Part", "Scaled", "Split", "is_linear", "is_norm", "pair", "sizes"]
+__all__ = ["Pairing", "Part", "Scaled", "Split", "is_convolution", "is_linear", "is_norm", "pair", "sizes"]
 
 Kind = Literal["column", "row", "gathered", "head"]
 QUERY, KEY, VALUE = ("q_proj", "query", "wq", "q"), ("k_proj", "key", "wk", "k"), ("v_proj", "value", "wv", "v")
@@ -34,18 +37,6 @@ HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 WIDTHS = ("embed_dim", "split_size", "hidden_size", "all_head_size", "inner_dim", "dim", "n_embd")
 KNOWN_ATTENTION = ("weft.models.", "transformers.models.")
-ELEMENT_WISE = (
-    nn.ReLU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Tanh,
-    nn.Sigmoid,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.Dropout,
-    nn.Identity,
-    nn.Softplus,
-)
 
 
 @dataclass(frozen=True)
@@ -73,13 +64,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Split:
-    """How one linear is split. `parent` holds several columns with one input, which enter the region together."""
+    """How one linear or convolution is split.
+
+    `parent` holds several columns with one input, which enter the region together.
+    """
 
     module: str
     kind: Kind
     parts: tuple[Part, ...]
     parent: str | None = None
     turned: bool = False  # weight is [in, out], as in transformers' Conv1D
+    num_spatial: int = 0  # dims behind the channels: 1 to 3 for a convolution, none for a linear
 
     def over_x(self, degree: int, index: int) -> tuple[Interval, ...]:
         """The intervals of the dim that goes over x."""
@@ -115,6 +110,24 @@ class Pairing:
     inner: frozenset[str] = frozenset()  # parameters used by each rank for its own features or heads only
     scaled: dict[str, Scaled] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+    model: nn.Module | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def ends(self) -> Ends:
+        """What stands where the chain of blocks begins and ends."""
+        assert self.model is not None
+        norms = [name for name, module in self.model.named_modules() if is_norm(module) and not self.block_of(name)]
+        head = next((split.module for split in self.splits.values() if split.kind == "head"), None)
+        return find_ends(self.model, self.blocks, self.embeddings, norms, head)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all ranks of y hold whole what lies between layers, and not its features over y.
+
+        So in a model with convolutions: their channels are not the last dim, and pools, norms and flattens on the way
+        to a linear would each need to know which dim is split.
+        """
+        return any(split.num_spatial for split in self.splits.values())
 
     def block_of(self, name: str) -> str | None:
         """The block that a module or parameter is in, or is."""
@@ -147,7 +160,8 @@ class _Finder:
         self.places: dict[int, str] = {}
         self.proofs: dict[Any, Proof | str] = {}
         self.blocks = tuple(find_blocks(model))
-        self.last = next((n for n, m in reversed(list(model.named_modules())) if is_linear(m)), "")
+        layers = [name for name, module in model.named_modules() if is_linear(module) or is_convolution(module)]
+        self.last = layers[-1] if layers else ""
 
     def visit(self, name: str, module: nn.Module) -> None:
         if isinstance(module, nn.MultiheadAttention):
@@ -155,8 +169,15 @@ class _Finder:
                 f"'{name}' is an nn.MultiheadAttention, which keeps q, k and v in one raw parameter, so its heads "
                 f"cannot be split from outside; use separate nn.Linear projections, or tensor.x = tensor.y = 1"
             )
+        if isinstance(module, nn.modules.conv._ConvNd) and not is_convolution(module):
+            raise PlanError(why_not_split(name, module))
         if isinstance(module, nn.Embedding):
             self._embedding(name, module)
+        convolutions = {child: inner for child, inner in module.named_children() if is_convolution(inner)}
+        used = self._chain(name, module, convolutions, is_convolution, CHANNEL_WISE)
+        for child in convolutions:
+            if child not in used:
+                self._add(_join(name, child), convolutions[child], "gathered", (Part(sizes(convolutions[child])[1]),))
         linears = {child: inner for child, inner in module.named_children() if is_linear(inner)}
         if linears:
             used = (
@@ -169,7 +190,7 @@ class _Finder:
                     self._single(_join(name, child), linears[child])
 
     def result(self) -> Pairing:
-        return Pairing(self.splits, tuple(self.embeddings), frozenset(self.inner), self.scaled, self.blocks)
+        return Pairing(self.splits, tuple(self.embeddings), frozenset(self.inner), self.scaled, self.blocks, self.model)
 
     def check_nothing_hidden(self) -> None:
         """Every matrix must be in a layer that was recognised; vectors (norms, biases, tokens) may stay whole."""
@@ -296,11 +317,23 @@ class _Finder:
         names = list(linears)
         if type(module).forward is not nn.Sequential.forward:
             return self._try(name, module, linears, (names[0],), names[1]) if len(names) == 2 else set()
-        assert isinstance(module, nn.Sequential)
+        return self._chain(name, module, linears, is_linear, ELEMENT_WISE)
+
+    def _chain(
+        self,
+        name: str,
+        module: nn.Module,
+        layers: dict[str, nn.Module],
+        is_layer: Callable[[nn.Module], bool],
+        between: tuple[type[nn.Module], ...],
+    ) -> set[str]:
+        """The pairs of an nn.Sequential, which are known by the classes of what stands between them."""
+        if type(module).forward is not nn.Sequential.forward:
+            return set()
         used: set[str] = set()
-        for first, second in _sequential_couples(module):
-            parts = (Part(sizes(linears[second])[0]),)
-            self._add_pair(name, linears, {first: parts}, second, parts, Proof(frozenset(), only_input=False))
+        for first, second in sequential_couples(module, is_layer, between):
+            parts = (Part(sizes(layers[second])[0]),)
+            self._add_pair(name, layers, {first: parts}, second, parts, Proof(frozenset(), only_input=False))
             used |= {first, second}
         return used
 
@@ -356,10 +389,10 @@ class _Finder:
         other = self.places.setdefault(id(module), name)
         if other != name:
             raise PlanError(
-                f"'{other}' and '{name}' are one linear in two places, which the tensor axes do not split; "
+                f"'{other}' and '{name}' are one layer in two places, which the tensor axes do not split; "
                 f"give each place its own, or use tensor.x = tensor.y = 1"
             )
-        self.splits[name] = Split(name, kind, parts, parent, is_turned(module))
+        self.splits[name] = Split(name, kind, parts, parent, is_turned(module), num_spatial_dims(module))
         self.done |= {f"{name}.weight", f"{name}.bias"}
 
 
@@ -393,20 +426,6 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _stack(parts: Sequence[Part], degree: int, index: int) -> tuple[Interval, ...]:
     return stack([part.width for part in parts], [part.share(degree, index) for part in parts])
-
-
-def _sequential_couples(module: nn.Sequential) -> Iterator[tuple[str, str]]:
-    """Linears of a chain with only element-wise layers between them, each used once."""
-    open_name: str | None = None
-    for name, child in module.named_children():
-        if is_linear(child):
-            if open_name is not None and sizes(module.get_submodule(open_name))[1] == sizes(child)[0]:
-                yield open_name, name
-                open_name = None
-            else:
-                open_name = name
-        elif not isinstance(child, ELEMENT_WISE):
-            open_name = None
 
 
 def _is_known(module: nn.Module, fused: str | None) -> bool:

@@ -86,6 +86,18 @@ def is_feature_wise(module: nn.Module) -> bool:
         return False
 
 
+def is_token_wise(module: nn.Module) -> bool:
+    """Whether a module with parameters treats each token [batch, token, features] alone."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        whole = random_copy(module, generator)
+        value = torch.randn(2, 4, next(whole.parameters()).shape[-1], dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            return _equal(torch.cat([whole(half) for half in value.chunk(2, 1)], 1), whole(value))
+    except Exception:  # anything that the user's code may raise
+        return False
+
+
 def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """A float64 copy on the CPU with random parameters, and stand-ins for its linears; from any device."""
     stand_ins: dict[int, Any] = {
@@ -117,8 +129,19 @@ def is_turned(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
+def is_convolution(module: nn.Module) -> bool:
+    """Whether channels can be split: a plain convolution with a weight of its own, whose outputs see every input."""
+    is_plain = type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and "weight" in module._parameters
+    return is_plain and getattr(module, "groups", None) == 1
+
+
+def num_spatial_dims(module: Any) -> int:
+    """Dims behind the channels (or features): 1 to 3 in what a convolution takes, none in what a linear does."""
+    return len(module.kernel_size) if is_convolution(module) else 0
+
+
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
-    """Input and output features of a linear."""
+    """Input and output features of a linear, or channels of a convolution."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return (weight.shape[0], weight.shape[1]) if is_turned(module) else (weight.shape[1], weight.shape[0])

@@ -9,25 +9,27 @@ size takes seconds and no memory.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from weft.blocks import find_blocks, find_units
 from weft.cut import Cut
+from weft.errors import PlanError
 from weft.models.decoder import CausalAttention
-from weft.pairing import Pairing, is_linear, is_norm, pair
+from weft.moved import Moved, MovedTally
+from weft.pairing import Pairing, is_convolution, is_linear, is_norm, pair
+from weft.probe import num_spatial_dims
+from weft.substitute import call_with
 
 aten = torch.ops.aten
 CUTS_ATTRIBUTE = "_weft_cuts"
@@ -67,8 +69,10 @@ class Block:
     """A unit of the model's chain. Counts are for one forward of the example batch.
 
     `flops` counts attention in full, as torch's counter does; `attention_flops` is that part of it, which a causal
-    mask halves. `saved_bytes` are those that backward needs, by `memory.recompute`. `in_backward` is false for a block
-    whose output needs no gradient: nothing of it is needed again.
+    mask halves. `saved_bytes` are those that backward needs, by `memory.recompute`, and `saved_behind` the part of them
+    that comes behind each linear or convolution and before the next; `moved_behind` are the bytes that pass through
+    memory there (see `moved.py`). `in_backward` is false for a block whose output
+    needs no gradient: nothing of it is needed again.
     """
 
     name: str
@@ -78,6 +82,8 @@ class Block:
     flops: int = 0
     attention_flops: int = 0
     saved_bytes: Mapping[str, int] | None = None
+    saved_behind: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    moved_behind: Mapping[str, Moved] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:
@@ -87,15 +93,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear, embedding or norm in one forward of the example batch: rows (tokens), features in and out.
+    """A linear, convolution, embedding or norm in one forward of the example batch: features in and out (channels).
 
-    `is_last` is true for the last linear that its block calls; `needs_gradient` says whether its input has one.
+    `rows` are the tokens (or pixels) of its output and `in_rows` of its input; `needs_gradient` says whether its input
+    has a gradient; `saved_bytes` are what it is the first to save (its input, or nothing); `is_last` is true where its
+    block saves nothing for backward behind it.
     """
 
     rows: int
+    in_rows: int
     in_features: int
     out_features: int
     needs_gradient: bool
+    saved_bytes: int = 0
     is_last: bool = False
 
 
@@ -110,26 +120,20 @@ class Heads:
     head_dim: int
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What a unit does in one forward; see Block."""
+class Flops(NamedTuple):
+    """Of one forward, and the part of it that is attention."""
 
-    flops: int = 0
-    attention_flops: int = 0
-    saved_bytes: Mapping[str, int] = field(default_factory=dict)
-
-    def __add__(self, other: Counts) -> Counts:
-        saved = Counter(self.saved_bytes) + Counter(other.saved_bytes)
-        return Counts(self.flops + other.flops, self.attention_flops + other.attention_flops, saved)
+    all: int
+    attention: int
 
 
 @dataclass(frozen=True)
 class Profile:
     """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
 
-    `layers` are the linears, embeddings and norms by name; `stream_numel` is the size of what blocks hand on. `units`
-    has the same counts finer, for blocks and for the parts of the root (embedding, norm, head); the code that follows a
-    unit counts for it.
+    `layers` are the linears, convolutions, embeddings and norms by name; `stream_numel` is the size of what blocks hand
+    on. `units` has FLOPs finer, for blocks and for the parts of the root (embedding, norm, head); the code that follows
+    a unit counts for it.
     """
 
     root: Block
@@ -140,15 +144,18 @@ class Profile:
     layers: Mapping[str, Layer] = field(default_factory=dict)
     attentions: Mapping[str, Heads] = field(default_factory=dict)
     stream_numel: int = 0
-    units: Mapping[str, Counts] = field(default_factory=dict)
+    units: Mapping[str, Flops] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
+    _found: dict[str, Pairing] = field(default_factory=dict, compare=False, repr=False)  # kept by what is made of it
 
-    @cached_property
+    @property
     def pairing(self) -> Pairing:
         """How the model's linears can be split; raises PlanError where they cannot."""
-        assert self.model is not None
-        return pair(self.model)
+        if "pairing" not in self._found:
+            assert self.model is not None
+            self._found["pairing"] = pair(self.model)
+        return self._found["pairing"]
 
     @property
     def all(self) -> tuple[Block, ...]:
@@ -227,15 +234,18 @@ def profile(
 
 
 def _structure(model: nn.Module) -> Profile:
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise PlanError(f"'{name}' is made when the model first runs; run a batch through the model before this")
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     cuts = model.__dict__.get(CUTS_ATTRIBUTE, {})
     stages = model.__dict__.get(STAGES_ATTRIBUTE, {})
 
-    def parameter(name: str) -> Parameter:
+    def described(name: str) -> Parameter:
         return Parameter(name, shapes[name], trainable[name], cuts.get(name), stages.get(name, ()))
 
-    blocks = [Block(name, tuple(parameter(key) for key in places)) for name, places in find_parameters(model).items()]
+    blocks = [Block(name, tuple(described(key) for key in places)) for name, places in find_parameters(model).items()]
     mixers = tuple(
         name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
     )
@@ -252,7 +262,7 @@ def _count(
         state |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
         tally.ignore(state.values())
         with tally.watching(model):
-            output = functional_call(model, state, example())
+            output = call_with(model, state, example())
             if finish is not None:
                 finish(output)
     counted = [
@@ -262,7 +272,9 @@ def _count(
             in_backward=tally.in_backward.get(block.name, not block.name),
             flops=tally.flops.get(block.name, 0),
             attention_flops=tally.attention_flops.get(block.name, 0),
-            saved_bytes={kind: tally.saved[kind].get(block.name, 0) for kind in tally.saved},
+            saved_bytes={kind: sum(saved.get(block.name, {}).values()) for kind, saved in tally.saved.items()},
+            saved_behind={kind: saved.get(block.name, {}) for kind, saved in tally.saved.items()},
+            moved_behind={layer: one for (name, layer), one in tally.moved.by_place.items() if name == block.name},
         )
         for block in structure.all
     ]
@@ -278,27 +290,41 @@ def _count(
     )
 
 
-def stage_profile(whole: Profile, model: nn.Module, names: Collection[str]) -> Profile:
-    """The profile of a stage: a model that has these units of the whole, with the whole's counts."""
+def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_first: bool) -> Profile:
+    """The profile of a stage: a model that has these units of the whole, with the whole's counts.
+
+    What precedes all layers counts for the first stage.
+    """
     structure = _structure(model)
     blocks = {block.name: block for block in whole.blocks}
-    inner = sum((whole.units.get(n, Counts()) for n in names if n not in blocks), Counts())
-    kinds = dict.fromkeys(("none", "selective", "full"), 0)
+    inside = tuple(f"{name}." for name in names)
+
+    def is_here(name: str) -> bool:
+        return name in names or name.startswith(inside)
+
+    flops = [whole.units[name] for name in names if name not in blocks and name in whole.units]
+    behind = {
+        kind: {name: size for name, size in saved.items() if is_here(name) or (not name and is_first)}
+        for kind, saved in whole.root.saved_behind.items()
+    }
     root = replace(
         structure.root,
-        flops=inner.flops,
-        attention_flops=inner.attention_flops,
-        saved_bytes={**kinds, **inner.saved_bytes} if whole.counted else None,
+        flops=sum(one.all for one in flops),
+        attention_flops=sum(one.attention for one in flops),
+        saved_bytes={kind: sum(saved.values()) for kind, saved in behind.items()} if whole.counted else None,
+        saved_behind=behind,
+        moved_behind={
+            name: one for name, one in whole.root.moved_behind.items() if is_here(name) or (not name and is_first)
+        },
     )
     found = tuple(replace(blocks[block.name], parameters=block.parameters) for block in structure.blocks)
-    inside = tuple(f"{name}." for name in names)
     return replace(
         structure,
         root=root,
         blocks=found,
         counted=whole.counted,
-        layers={n: layer for n, layer in whole.layers.items() if n in names or n.startswith(inside)},
-        attentions={n: heads for n, heads in whole.attentions.items() if n.startswith(inside)},
+        layers={n: layer for n, layer in whole.layers.items() if is_here(n)},
+        attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
         stream_numel=whole.stream_numel,
     )
 
@@ -310,16 +336,20 @@ class _Tally(TorchDispatchMode):
         super().__init__()
         self.running = ""
         self.unit = ""  # the unit that runs, or ran last
-        self.units: dict[str, Counts] = {}
+        self.units: dict[str, Flops] = {}
         self.calls: dict[str, int] = {}
         self.in_backward: dict[str, bool] = {}
         self.flops: dict[str, int] = {}
         self.attention_flops: dict[str, int] = {}
-        self.saved: dict[str, dict[str, int]] = {"none": {}, "selective": {}, "full": {}}
+        # by policy, block and the layer behind which it was saved
+        self.saved: dict[str, dict[str, dict[str, int]]] = {"none": {}, "selective": {}, "full": {}}
         self.layers: dict[str, Layer] = {}
         self.attentions: dict[str, Heads] = {}
         self.stream_numel = 0
-        self._last_linear = ""
+        self.moved = MovedTally()
+        self._behind = ""
+        self._own_bytes = 0
+        self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
         self._seen: dict[str, set[int]] = {"none": set(), "selective": set(), "full": set()}
         self._alive: list[Tensor] = []  # a storage's address means something only while it lives
 
@@ -334,16 +364,17 @@ class _Tally(TorchDispatchMode):
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Count while the model runs forward."""
         handles = []
-        for name, module in find_blocks(model).items():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(self._leave, name)))
         for name, module in find_units(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter_unit, name)))
-        for name, module in model.named_modules():
-            if is_linear(module) or isinstance(module, nn.Embedding) or is_norm(module):
+        for name, module in model.named_modules():  # before those of blocks, which may be such layers themselves
+            if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
+                handles.append(module.register_forward_pre_hook(self._begin))
                 handles.append(module.register_forward_hook(partial(self._measure, name)))
             if isinstance(module, CausalAttention):
                 handles.append(module.register_forward_pre_hook(partial(self._measure_heads, name)))
+        for name, module in find_blocks(model).items():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._leave, name)))
         try:
             with self, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
                 yield
@@ -359,7 +390,11 @@ class _Tally(TorchDispatchMode):
             self.flops[self.running] = self.flops.get(self.running, 0) + flops
             attention_flops = flops if func._overloadpacket in _ATTENTION_FLOPS else 0
             self.attention_flops[self.running] = self.attention_flops.get(self.running, 0) + attention_flops
-            self._count(Counts(flops, attention_flops))
+            before = self.units.get(self.unit, Flops(0, 0))
+            self.units[self.unit] = Flops(before.all + flops, before.attention + attention_flops)
+            self.moved.product((args, kwargs), result)
+        else:
+            self.moved.operation(func, (args, kwargs), result, (self.running, self._behind))
         if func in KEPT_OPERATIONS:
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
@@ -367,6 +402,8 @@ class _Tally(TorchDispatchMode):
         return result
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        self._unsaved.clear()
+        self.moved.saved(tensor)
         self._add("none", tensor)
         if not self.running:
             self._add("selective", tensor)
@@ -375,6 +412,7 @@ class _Tally(TorchDispatchMode):
 
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.running = name
+        self._unsaved.clear()
         self.calls[name] = self.calls.get(name, 0) + 1
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor):
@@ -382,13 +420,18 @@ class _Tally(TorchDispatchMode):
                 self._add("selective", tensor)
                 self._add("full", tensor)
 
+    def _begin(self, _: nn.Module, __: Any) -> None:
+        self._own_bytes = 0
+
     def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         value = args[0]
-        width = 1 if isinstance(module, nn.Embedding) else value.shape[-1]
-        out = output.shape[-1]
-        self.layers[name] = Layer(value.numel() // width, width, out, value.requires_grad)
-        if is_linear(module):
-            self._last_linear = name
+        dim = -1 - num_spatial_dims(module)
+        width, out = 1 if isinstance(module, nn.Embedding) else value.shape[dim], output.shape[dim]
+        rows, in_rows = output.numel() // out, value.numel() // width
+        self.layers[name] = Layer(rows, in_rows, width, out, value.requires_grad, self._own_bytes)
+        self._unsaved.append(name)
+        if _is_product(module):
+            self._behind = name
 
     def _measure_heads(self, name: str, _: nn.Module, args: Any) -> None:
         query, key = args[0], args[1]
@@ -397,8 +440,8 @@ class _Tally(TorchDispatchMode):
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self.running = ""
-        if self._last_linear in self.layers:
-            self.layers[self._last_linear] = replace(self.layers[self._last_linear], is_last=True)
+        for last in self._unsaved:
+            self.layers[last] = replace(self.layers[last], is_last=True)
         needs = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
         self.in_backward[name] = self.in_backward.get(name, False) or needs
 
@@ -407,14 +450,16 @@ class _Tally(TorchDispatchMode):
         if storage._cdata not in self._seen[kind]:
             self._seen[kind].add(storage._cdata)
             self._alive.append(tensor)
-            self.saved[kind][self.running] = self.saved[kind].get(self.running, 0) + storage.nbytes()
-            self._count(Counts(saved_bytes={kind: storage.nbytes()}))
+            self._own_bytes += storage.nbytes() if kind == "none" else 0
+            saved = self.saved[kind].setdefault(self.running, {})
+            saved[self._behind] = saved.get(self._behind, 0) + storage.nbytes()
 
     def _enter_unit(self, name: str, *_: Any) -> None:
         self.unit = name
 
-    def _count(self, more: Counts) -> None:
-        self.units[self.unit] = self.units.get(self.unit, Counts()) + more
+
+def _is_product(module: nn.Module) -> bool:
+    return is_linear(module) or is_convolution(module)
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

@@ -1,62 +1,50 @@
-"""Convolutions over `x`: channels as a linear's features. For Conv1d, Conv2d and Conv3d with groups = 1, and y = 1.
+"""Convolutions over `x` and `y`: channels as a linear's features. For Conv1d, Conv2d and Conv3d with groups = 1.
 
-    gathered  weight [out / x, in, ...]    input whole               output gathered along channels    dI = sum over x
-    column    weight [out / x, in, ...]    input whole               output has out / x channels       dI = sum over x
-    row       weight [out, in / x, ...]    input has in / x channels output = sum over x               dI is our part
+    gathered  weight [out / x, in / y, ...]    O = sum over y, gathered over x    dI = sum over x, put together over y
+    column    weight [out / x, in / y, ...]    O = sum over y, out over x         dI = sum over x, put together over y
+    row       weight [out / y, in / x, ...]    O = sum over x, gathered over y    dI = sum over y, in over x
 
-A column and a row with only element-wise work between them are a pair: nothing is said in between. Bytes of one call,
-with I and O the whole input and output: gathered O forward (all-gather) and I backward (all-reduce); a pair O of the
-row forward and I of the column backward (all-reduces). An input that needs no gradient says nothing backward.
+What lies between layers is whole on every rank (`Pairing.is_whole`): a norm, a pool or a flatten sees all channels. A
+column and a row with only channel-wise work between them are a pair: nothing is said over x in between. Bytes of one
+call, with I and O the whole input and output of a layer:
+
+    gathered    over x: O forward (all-gather), I/y backward       over y: O/x forward, I backward (all-gather)
+    column      over x: I/y backward                               over y: O/x forward, I backward (all-gather)
+    row         over x: O/y forward                                over y: O forward (all-gather), I/x backward
+
+All-reduces, unless it says otherwise. Input channels that y does not divide (of RGB images) are split unevenly, and
+their dI is an all-reduce. An input that needs no gradient says nothing backward.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from weft.comm import Axis
-from weft.parallel.tensor_ops import enter, gather, leave
-
-Kind = Literal["gathered", "column", "row"]
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+from weft.parallel.tensor_ops import enter, gather, leave, own_part
 
 
-def is_convolution(module: nn.Module) -> bool:
-    """Whether the channels of a module can be split: a plain convolution in which every output sees every input."""
-    return type(module) in CONVOLUTIONS and getattr(module, "groups", None) == 1
+def gathered(module: Any, x: Axis, y: Axis, value: Tensor) -> Tensor:
+    """All output channels of a whole input, each rank of x having computed its own."""
+    return gather(column(module, x, y, value), x, _channel_dim(module))
 
 
-def refuse(name: str, module: Any, kind: Kind, degree: int) -> str | None:
-    """Why the convolution cannot be split over x = `degree`, and what to change; None where it can."""
-    if not is_convolution(module):
-        what = f"{type(module).__name__}, groups = {getattr(module, 'groups', 'none')}"
-        return (
-            f"'{name}' ({what}) is not a plain nn.Conv1d, nn.Conv2d or nn.Conv3d with groups = 1, so its channels "
-            f"cannot be split; use tensor.x = 1"
-        )
-    size, what = (module.in_channels, "input") if kind == "row" else (module.out_channels, "output")
-    if size % degree:
-        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
-        return f"tensor.x = {degree} does not divide the {size} {what} channels of '{name}'; use one of {divisors}"
-    return None
-
-
-def gathered(module: Any, axis: Axis, value: Tensor) -> Tensor:
-    """The convolution of a whole input by our output channels, put together: the same on all ranks."""
-    return gather(column(module, axis, value), axis, _channel_dim(module))
-
-
-def column(module: Any, axis: Axis, value: Tensor) -> Tensor:
+def column(module: Any, x: Axis, y: Axis, value: Tensor) -> Tensor:
     """Our output channels of a whole input: [batch, out / x, ...]."""
-    out: Tensor = module._conv_forward(enter(value, axis), module.weight, module.bias)
-    return out
+    value = enter(own_part(value, y, _channel_dim(module)), x)  # [batch, in / y, ...]
+    return _add_bias(leave(module._conv_forward(value, module.weight, None), y), module)
 
 
-def row(module: Any, axis: Axis, value: Tensor) -> Tensor:
-    """All output channels of an input of which we have our channels [batch, in / x, ...]; the bias is added once."""
-    out = leave(module._conv_forward(value, module.weight, None), axis)
-    return out if module.bias is None else out + module.bias.view(-1, *(1 for _ in module.kernel_size))
+def row(module: Any, x: Axis, y: Axis, value: Tensor) -> Tensor:
+    """All output channels of an input of which we have our channels [batch, in / x, ...]."""
+    out = leave(module._conv_forward(enter(value, y), module.weight, None), x)  # [batch, out / y, ...]
+    return gather(_add_bias(out, module), y, _channel_dim(module))
+
+
+def _add_bias(value: Tensor, module: Any) -> Tensor:
+    return value if module.bias is None else value + module.bias.view(-1, *(1 for _ in module.kernel_size))
 
 
 def _channel_dim(module: Any) -> int:

@@ -20,6 +20,7 @@ class Draws:
         self.axis, self.device = axis, device
         self._common: tuple[Tensor, Tensor | None] | None = None
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # the random state is no part of a compiled graph
     def apart(self) -> None:
         """From here on draw for this rank alone."""
         if self._common is not None:
@@ -29,6 +30,7 @@ class Draws:
         self._common = torch.get_rng_state(), on_device
         seed_draws(seed + self.axis.index, self.device)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def alike(self) -> None:
         """Go on where all ranks of the axis drew alike."""
         if self._common is None:

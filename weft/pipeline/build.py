@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from weft.blocks import find_blocks
+from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.parallel.layout import COMPUTE_DTYPE
@@ -23,7 +23,8 @@ from weft.pipeline.deferred import Deferred
 from weft.pipeline.partition import Route, cut, partition
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
-from weft.pipeline.stage import Walk, skeleton, stage_model
+from weft.pipeline.stage import Walk
+from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.trace import trace
 from weft.plan import Plan
 from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
@@ -75,25 +76,45 @@ class Staging:
         model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
         return model, names
 
+    @cached_property
+    def _profiles(self) -> dict[int, Profile]:
+        return {}
+
     def profile(self, whole: Profile, stage: int) -> Profile:
-        """What a stage costs, from the profile of the whole."""
-        return stage_profile(whole, self.model(stage)[0], self.units(stage))
+        """What a stage costs, from the profile of the whole, which was cut into these stages."""
+        if stage not in self._profiles:
+            self._profiles[stage] = stage_profile(whole, self.model(stage)[0], self.units(stage), stage == 0)
+        return self._profiles[stage]
 
     def copies(self, stages: tuple[int, ...]) -> int:
         """How many ranks along `pipe` hold a parameter that these stages hold."""
         return len(self.placement) * max(1, len(stages))
 
-    def schedule(self, num_micro_batches: int) -> Schedule:
-        """The schedule of a step with its messages, proved consistent."""
+    def schedule(self, num_micro_batches: int, with_backward: bool = True) -> Schedule:
+        """The schedule of a step with its messages, proved consistent.
+
+        Mirrored replicas have rules for the number of micro-batches; where only forwards run, one replica takes all.
+        """
         pipe = self.plan.pipe
-        made = make_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
-        made = with_messages(made, self.route.edges)
+        name, options = pipe.schedule, pipe.options
+        if len(self.placement) > 1 and not with_backward:
+            name, options = "gpipe", {}
+        made = make_schedule(name, pipe.degree, num_micro_batches, **options)
+        made = with_messages(replace(made, placement=self.placement), self.route.edges)
         check(made)
         return made
 
 
 def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Staging:
-    """Cut a profiled model into the plan's stages."""
+    """Cut a profiled model into the plan's stages; asked again, the same."""
+    made: dict[tuple[Plan, str], Staging] = vars(whole).setdefault("_stagings", {})
+    key = plan, str(device)
+    if key not in made:
+        made[key] = _stage(whole, plan, torch.device(device))
+    return made[key]
+
+
+def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     if whole.example is None:
         raise PlanError(
             f"pipe = {plan.pipe.degree} cuts the model where a forward goes through it; pass example=, which makes the "
@@ -102,7 +123,7 @@ def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Sta
     assert whole.model is not None
     bare, pipe = skeleton(whole.model), plan.pipe
     num_stages = pipe.degree * (pipe.chunks or 2 if pipe.schedule == "interleaved" else 1)
-    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], torch.device(device), plan.tensor.y)
+    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], device, plan.tensor.y)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), num_stages, pipe)
     return Staging(plan, bare, stage_of, cut(found, stage_of, num_stages))
 
@@ -132,17 +153,19 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
 
 def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
     """What units weigh: FLOPs, or the bytes of their state and activations; parameters where nothing was counted."""
-    assert whole.model is not None
-    sizes = {name: sum(p.numel() for p in whole.model.get_submodule(name).parameters()) for name in whole.units if name}
     if not whole.counted:
         return {block.name: float(block.numel) for block in whole.blocks}
     if plan.pipe.balance == "time":
-        return {name: float(counts.flops) for name, counts in whole.units.items()}
-    kind = plan.memory.recompute
-    return {
-        name: float(ADAM_BYTES * sizes.get(name, 0) + counts.saved_bytes.get(kind, 0))
-        for name, counts in whole.units.items()
-    }
+        return {name: float(flops.all) for name, flops in whole.units.items()}
+    assert whole.model is not None
+    kind, blocks = plan.memory.recompute, {block.name: block for block in whole.blocks}
+    behind = whole.root.saved_behind.get(kind, {})
+    weights = {}
+    for name, module in find_units(whole.model).items():
+        saved = (blocks[name].saved_bytes or {})[kind] if name in blocks else 0
+        saved += sum(size for layer, size in behind.items() if layer == name or layer.startswith(f"{name}."))
+        weights[name] = float(ADAM_BYTES * sum(p.numel() for p in module.parameters()) + saved)
+    return weights
 
 
 def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Module, Values], nn.Module]) -> Pipeline:
@@ -174,7 +197,7 @@ def _build_stage(
     deferred = None
     if staging.plan.pipe.schedule == "zero-bubble":
         deferred = Deferred(model, units.add_late_gradient)
-    walk = Walk(number, model, staging.units(number), routes.find)
+    walk = Walk(number, model, staging.units(number), routes.find, mesh.device)
     return Stage(number, replica, model, units, walk, names, deferred)
 
 

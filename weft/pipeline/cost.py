@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weft.comm.ledger import Key
 from weft.parallel.layout import master_bytes, trained_layouts
-from weft.pipeline.actions import Action, Message, Schedule
+from weft.pipeline.actions import Message, Schedule
 from weft.pipeline.build import Staging
 from weft.pipeline.copies import running_statistics
 from weft.pipeline.simulate import simulate
@@ -31,43 +31,46 @@ def pipeline_cost(
     """The rank's stages, each with its micro-batches; saved bytes are those alive at once by the schedule."""
     schedule, index = staging.schedule(split.accumulation), coordinates["pipe"]
     saved = [0.0] * staging.num_stages
-    total = Cost(tally(_messages(staging, schedule, plan, index)))
+    total = Cost(tally(_messages(staging, schedule, index)))
     pairs: list[tuple[Key, int]] = []
     for stage, replica in staging.held_by(index):
         part = localise(staging.profile(whole, stage))
         own = stage_cost(part, replace(split, accumulation=_count(schedule, stage, replica)))
         saved[stage] = own.saved_bytes
         total += replace(own, saved_bytes=0)
-        pairs += _copies(staging, part, plan, stage)
+        pairs += _copies(staging, part, plan, stage, replica)
     alive = simulate(schedule, activation_bytes=saved).peak_activation_bytes[index]
     return total + Cost(tally(pairs), saved_bytes=int(alive))
 
 
 def _count(schedule: Schedule, stage: int, replica: int) -> int:
     """How many micro-batches a replica's stage takes."""
-    steps = schedule.lists[schedule.rank_of(stage, replica)] if replica < len(schedule.placement) else ()
-    return sum(
-        isinstance(step, Action) and (step.kind, step.stage, step.replica) == ("forward", stage, replica)
-        for step in steps
-    )
+    steps = schedule.compute(schedule.rank_of(stage, replica))
+    return sum((step.kind, step.stage, step.replica) == ("forward", stage, replica) for step in steps)
 
 
-def _messages(staging: Staging, schedule: Schedule, plan: Plan, index: int) -> list[tuple[Key, int]]:
-    values = staging.route.trace.values
+def edge_bytes(staging: Staging) -> list[int]:
+    """The bytes of a message over each edge between stages."""
+    values, route = staging.route.trace.values, staging.route
+    return [values[int(edge.name)].num_bytes // staging.plan.context.degree for edge in route.edges]
+
+
+def _messages(staging: Staging, schedule: Schedule, index: int) -> list[tuple[Key, int]]:
+    sizes = edge_bytes(staging)
     sent = [step for step in schedule.lists[index] if isinstance(step, Message) and step.is_send]
-    sizes = [values[int(schedule.edges[message.edge].name)].num_bytes for message in sent]
-    return [(("pipe", "send"), size // plan.context.degree) for size in sizes]
+    return [(("pipe", "send"), sizes[message.edge]) for message in sent]
 
 
-def _copies(staging: Staging, part: Profile, plan: Plan, stage: int) -> list[tuple[Key, int]]:
-    """What a stage says to its copies: gradients, and BatchNorm's statistics."""
+def _copies(staging: Staging, part: Profile, plan: Plan, stage: int, replica: int) -> list[tuple[Key, int]]:
+    """What a stage says to its copies: gradients, and BatchNorm's statistics. A rank speaks once for all its stages."""
     pairs: list[tuple[Key, int]] = []
-    is_mirrored = len(staging.placement) > 1
+    is_mirrored, ranks = len(staging.placement) > 1, staging.placement[replica]
     for layout in trained_layouts(part, plan):
         num_bytes = layout.slice_numel * master_bytes(plan)
         if is_mirrored:
             pairs.append((("mirror", "all_reduce"), num_bytes))
-        if layout.stages and len({staging.placement[0][number] for number in layout.stages}) > 1:
+        holders = [ranks[number] for number in layout.stages]
+        if len(set(holders)) > 1 and layout.stages[holders.index(ranks[stage])] == stage:
             pairs.append((("tied", "all_reduce"), num_bytes))
     if is_mirrored and part.model is not None:
         pairs += [

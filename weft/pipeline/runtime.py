@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.parallel.draws import seed_draws
 from weft.parallel.unit import Units
 from weft.pipeline.actions import Action, Message, Schedule
 from weft.pipeline.arrivals import Arrivals, AsTheyCome
@@ -69,7 +68,7 @@ class Pipeline(nn.Module):
         self,
         stages: Sequence[Stage],
         copies: Copies,
-        make_schedule: Callable[[int], Schedule],
+        make_schedule: Callable[[int, bool], Schedule],
         mesh: Mesh,
         parameter_names: Sequence[str],
     ) -> None:
@@ -78,10 +77,12 @@ class Pipeline(nn.Module):
         self.parts = {(stage.index, stage.replica): stage for stage in stages}
         self.copies, self.mesh, self.parameter_names = copies, mesh, tuple(parameter_names)
         self._make_schedule = make_schedule
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._transport: Transport | None = None
         self._routes: dict[Any, Route] = {}  # by the shapes of a batch
-        self.spans: tuple[Span, ...] = ()  # what the last step did, and when
+        self.timed = False  # whether the next steps wait for the device at each action, so that spans are its times
+        self.spans: tuple[Span, ...] = ()  # what the last training step did, and when: seconds since `began`
+        self.began = 0.0  # by the host's clock
         self.replay: Sequence[Action] | None = None  # an earlier `order`, for a message-driven schedule to keep to
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
@@ -92,21 +93,22 @@ class Pipeline(nn.Module):
         """The actions of the last step, in the order in which this rank did them."""
         return tuple(span.action for span in self.spans if isinstance(span.action, Action))
 
-    def schedule(self, num_micro_batches: int) -> Schedule:
+    def schedule(self, num_micro_batches: int, with_backward: bool = True) -> Schedule:
         """The checked schedule of a step, with its messages."""
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = self._make_schedule(num_micro_batches)
-        return self._schedules[num_micro_batches]
+        key = num_micro_batches, with_backward
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(*key)
+        return self._schedules[key]
 
     def run(self, work: Work) -> Tensor:
         """Forward and, with a scale, backward of all batches; the sum of the losses that this rank has seen."""
-        schedule = self.schedule(len(work.batches))
+        schedule = self.schedule(len(work.batches), work.scale is not None)
         if self._transport is None:
             self._transport = Transport(self.mesh, schedule)
         for stage in self.parts.values():
             stage.units.sync = False
             stage.units.begin_step()
-        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh)
+        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh, self.timed)
         with torch.set_grad_enabled(work.scale is not None):
             if schedule.name == "message" and work.scale is not None:
                 run.as_they_come(self.replay)
@@ -118,9 +120,9 @@ class Pipeline(nn.Module):
                 if stage not in run.reduced:
                     stage.units.reduce_all()
             self.copies.combine()
+            self.began, self.spans = run.began, tuple(run.spans)
         for stage in self.parts.values():
             stage.units.end_step()
-        self.spans = tuple(run.spans)
         return run.loss
 
     def _routes_of(self, work: Work) -> list[Route]:
@@ -146,14 +148,16 @@ class _Run:
         schedule: Schedule,
         transport: Transport,
         mesh: Mesh,
+        timed: bool,
     ) -> None:
         self.parts, self.routes, self.work, self.schedule, self.transport = parts, routes, work, schedule, transport
         self.here = mesh["pipe"].index
+        self._stream = torch.cuda.current_stream(mesh.device) if timed and mesh.device.type == "cuda" else None
         self.loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.spans: list[Span] = []
         self.reduced: set[Stage] = set()
         self._kept: dict[Key, Tensor] = {}  # what a stage has made for another of this rank, or is about to send
-        self._began, self._started = time.perf_counter(), 0.0
+        self.began, self._began, self._started = time.time(), time.perf_counter(), 0.0
         self._edge = {(int(edge.name), edge.target): index for index, edge in enumerate(schedule.edges)}
         backwards = [
             a for a in schedule.compute(self.here) if a.kind == "backward" and a.stage not in schedule.split_stages
@@ -193,7 +197,7 @@ class _Run:
 
     def compute(self, action: Action) -> None:
         """Do one action, waiting for what it needs."""
-        self._started = time.perf_counter() - self._began
+        self._start()
         stage = self.parts[action.stage, action.replica]
         {"forward": self._forward, "backward": self._backward, "weight": self._weight}[action.kind](stage, action)
 
@@ -202,8 +206,6 @@ class _Run:
     def _forward(self, stage: Stage, action: Action) -> None:
         batch = self.work.batches[action.micro_batch]
         self.work.before(action.micro_batch)
-        if action.stage:  # the same draws in every stage would not be independent
-            seed_draws(torch.initial_seed() + action.stage, self.loss.device)
         route, take = self.routes[action.micro_batch], partial(self._receive, action)
         done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
         if done.total is not None:
@@ -224,10 +226,10 @@ class _Run:
             gradients.append(None)
         self._start()
         stage.units.sync = self._last.get((action.stage, action.replica)) == action
-        if stage.units.sync:
-            self.reduced.add(stage)
         if tensors:
             torch.autograd.backward(tensors, gradients)
+            if stage.units.sync:
+                self.reduced.add(stage)
         if stage.deferred is not None:
             stage.late[action.micro_batch] = stage.deferred.collect()
         for number, leaf in done.received.items():
@@ -280,10 +282,15 @@ class _Run:
 
     def _start(self) -> None:
         """The action has what it needs."""
-        self._started = time.perf_counter() - self._began
+        self._started = self._now()
+
+    def _now(self) -> float:
+        if self._stream is not None:  # the whole device would also wait for receives that are posted ahead
+            self._stream.synchronize()
+        return time.perf_counter() - self._began
 
     def _note(self, action: Action) -> None:
-        now = time.perf_counter() - self._began
+        now = self._now()
         free = self.spans[-1].end_seconds if self.spans else 0.0
         started = max(free, self._started)
         if started > free:
