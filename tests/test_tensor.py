@@ -931,8 +931,8 @@ def test_full_product(
 @pytest.mark.parametrize("name", OWN)
 @pytest.mark.parametrize("ranks", [g for g in full_grids() if g[1] == 1], ids=str)
 def test_full_product_of_ones_own_models(ranks: tuple[int, int, int, int], name: str) -> None:
-    if name == "chain" and ranks[0] == 8:
-        with pytest.raises(PlanError, match=r"tensor\.x = 8 is more|does not divide"):
+    if name == "vit" and ranks[0] == 8:
+        with pytest.raises(PlanError, match=r"tensor\.x = 8 is more than the 5 outputs"):
             check(name, grid(*ranks)).require()
         return
     check(name, grid(*ranks)).require()
