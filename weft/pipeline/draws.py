@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from weft.parallel.draws import seed_draws
+
 
 class Draws:
     """One stage's random state. All stages take the same draws from the common one, in the same order."""
@@ -21,7 +23,7 @@ class Draws:
         if self._own is None:
             seed = int(torch.randint(0, 2**62, ()))
             self._common = self._get()
-            torch.manual_seed(seed + self.stage)
+            seed_draws(seed + self.stage, self.device)
         else:
             self._common = self._get()
             self._set(self._own)
