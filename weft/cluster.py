@@ -55,6 +55,8 @@ class Device:
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float | None  # None: unknown
     peak_flops: Mapping[str, float] = field(hash=False)  # dense matmul FLOP/s by dtype; only dtypes that exist
+    num_processors: int | None = None  # multiprocessors, compute units; None: unknown
+    calibration: float = 0.8  # what the best matmul reaches of the peak in training; see planner/kernels.py
     reported_as: tuple[str, ...] = ()  # how the driver's device name ends, to recognise a local device
 
     def __post_init__(self) -> None:
