@@ -41,7 +41,7 @@ def _check_positive(value: Any) -> None:
     """Refuse zero and negative figures; only a latency may be zero."""
     for item in dataclasses.fields(value):
         figure = getattr(value, item.name)
-        if not isinstance(figure, (int, float)) or figure > 0:
+        if isinstance(figure, bool) or not isinstance(figure, (int, float)) or figure > 0:
             continue
         if item.name != "latency_seconds" or figure < 0:
             raise ConfigError(f"{item.name} = {figure} of '{value.name}' must be greater than 0")
@@ -57,6 +57,7 @@ class Device:
     peak_flops: Mapping[str, float] = field(hash=False)  # dense matmul FLOP/s by dtype; only dtypes that exist
     num_processors: int | None = None  # multiprocessors, compute units; None: unknown
     calibration: float = 0.8  # what the best matmul reaches of the peak in training; see planner/kernels.py
+    is_newer: bool = False  # than the matmul instructions that FlashAttention-2 was written for
     reported_as: tuple[str, ...] = ()  # how the driver's device name ends, to recognise a local device
 
     def __post_init__(self) -> None:

@@ -21,8 +21,11 @@ from weft.moved import Moved
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 FILL_DEPTH = 96  # of the inner dimension, until a tile runs at full speed
 SMALL_TILE_LOSS = 0.1
-# What attention kernels reach of the best matmul: flash forward and backward, and batched small products.
-FLASH_FORWARD, FLASH_BACKWARD, BATCHED_PRODUCT = 0.6, 0.5, 0.55
+# What attention kernels reach of the device's peak, (forward, backward), where the device's matmul instructions are
+# those the kernel was written for, and on a newer device. FlashAttention-2 (arXiv 2307.08691) and -3 (2407.08608)
+# report these for A100 and H100 at a few thousand tokens.
+FLASH = {"flash1": ((0.42, 0.35), (0.22, 0.18)), "flash2": ((0.62, 0.50), (0.36, 0.31)), "flash3": ((0.6, 0.5),) * 2}
+BATCHED_PRODUCT = 0.55  # of the best matmul, for the small ones of plain attention
 FLASH_BACKWARD_WORK = 2.5  # products of backward for each two of forward, over two
 MEMORY_SHARE = 0.85  # of the printed bandwidth that streaming kernels reach
 LAUNCH_SECONDS = 4e-6  # between two kernels on the device
@@ -31,15 +34,24 @@ SCORE_PASSES = {"forward": 4.5, "backward": 5.5}  # times that plain attention m
 
 @dataclass(frozen=True)
 class Software:
-    """How steps are run, beside the plan. Facts about a framework, and not fitted to its results.
+    """How steps are run, beside the plan: facts about a framework. The defaults are weft's own.
 
-    `fused`: operations between matmuls are one kernel (torch.compile, or fused by hand). `host_seconds` is what the
-    host takes to issue one eager kernel: where kernels are shorter, the host sets the pace.
+    `attention`: a key of FLASH, or "plain" with scores in memory. `fused`: operations between matmuls are one kernel
+    (torch.compile, or fused by hand). `host_seconds`: what the host takes to issue one kernel; where kernels are
+    shorter, the host sets the pace. `selective`: what selective recompute does again, "cheap" operations or "attention".
+    `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`. `hides_input`: dI is
+    summed behind dW. `splits_messages`: between stages each rank of x sends its part.
     """
 
-    attention: str = "flash"  # or "plain", with scores in memory
+    attention: str = "flash2"
     fused: bool = False
     host_seconds: float = 10e-6
+    selective: str = "cheap"
+    gradient_bytes: int = 4
+    hides_gradients: bool = True
+    hides_input: bool = True
+    splits_messages: bool = False
+    shards_optimizer: bool = False  # over data
 
 
 @dataclass(frozen=True)
@@ -73,10 +85,11 @@ class Kernels:
         """(forward, backward) of attention with `flops` forward, counted whole, and scores of `score_bytes`."""
         if not flops:
             return 0.0, 0.0
-        if self.software.attention == "flash":
+        if self.software.attention != "plain":
             needed = flops / 2 if is_causal else flops
-            forward = needed / (self.flops_per_second * FLASH_FORWARD)
-            return forward, FLASH_BACKWARD_WORK * needed / (self.flops_per_second * FLASH_BACKWARD)
+            shares = FLASH[self.software.attention][self.device.is_newer]
+            peak = self.device.peak_flops["bf16"]
+            return needed / (peak * shares[0]), FLASH_BACKWARD_WORK * needed / (peak * shares[1])
         products = flops / (self.flops_per_second * BATCHED_PRODUCT)
         forward, backward = (score_bytes * passes / self.bytes_per_second for passes in SCORE_PASSES.values())
         return products + forward, 2 * products + backward

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple
 
 from weft.cluster import Cluster, ring_seconds
@@ -92,7 +92,7 @@ class StepModel:
         forward += others + attention[0] + moved
         backward += 2 * others + attention[1] + 2 * moved
         again = {"none": 0.0, "full": forward, "selective": self._selective(attention[0], moved)}[plan.memory.recompute]
-        host = self.software.host_seconds * _num_kernels(part, self.software.fused)
+        host = self.software.host_seconds * _num_operations(part)
         host_backward = 2 * host + (host if plan.memory.recompute == "full" else 0)
         return Seconds(max(forward, host), max(backward + again, host_backward))
 
@@ -116,6 +116,91 @@ class StepModel:
             if over_out > 1 and product.enters:
                 yield Call(out_axis, "all_reduce", scale * product.rows * product.inputs / over_in, "backward")
 
+    def inside(self, part: Part, plan: Plan, micro_batch: int) -> Seconds:
+        """A part's kernels and the collectives that nothing hides."""
+        own = self.part(part, plan, micro_batch)
+        told = {"forward": 0.0, "backward": 0.0}
+        for call in self.calls(part, plan, micro_batch):
+            told[call.phase] += self.seconds(call.axis, call.operation, call.num_bytes, plan)
+        if self.software.hides_input:
+            told["backward"] = max(0.0, told["backward"] - own.backward / 2)  # dW is half of backward's matmuls
+        return own.plus(Seconds(told["forward"], told["backward"]))
+
+    # --- a step
+
+    def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
+        """All of it."""
+        assert plan.micro_batch is not None
+        work, micro_batch, pipe = self.workload, plan.micro_batch, plan.pipe
+        num_stages = pipe.degree * (pipe.chunks or 2 if pipe.schedule == "interleaved" else 1)
+        times = {part: self.inside(part, plan, micro_batch) for part in set(work.blocks)}
+        stages = [Seconds() for _ in range(num_stages)]
+        sizes = [0] * num_stages
+        for index, part in enumerate(work.blocks):
+            place = index * num_stages // len(work.blocks)
+            stages[place] = stages[place].plus(times[part])
+            sizes[place] += self.numel[1]
+        stages[0] = stages[0].plus(self.inside(work.first, plan, micro_batch))
+        stages[-1] = stages[-1].plus(self.inside(work.last, plan, micro_batch))
+        sizes[0], sizes[-1] = sizes[0] + self.numel[0], sizes[-1] + self.numel[2]
+        split = plan.tensor.x * plan.tensor.y
+        held = [size / split for size in sizes]
+        exposed: dict[str, float] = {}
+        stages = [self._beside_gathers(stage, size, plan, exposed) for stage, size in zip(stages, held, strict=True)]
+        makespan, bubble, timeline = self._run(plan, stages, num_micro_batches, micro_batch)
+        largest = max(self._on_rank(held, plan))
+        reduction = self._reduction(largest, plan, stages, exposed)
+        sharded = largest / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
+        bandwidth = self._kernels[plan.precision].bytes_per_second
+        optimizer = sharded * OPTIMIZER_BYTES / bandwidth + FIXED_SECONDS
+        compute = max(stage.forward + stage.backward for stage in stages) * num_micro_batches
+        return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, timeline)
+
+    def _on_rank(self, held: list[float], plan: Plan) -> list[float]:
+        """Parameters of each rank of pipe, over its stages."""
+        return [sum(held[rank :: plan.pipe.degree]) for rank in range(plan.pipe.degree)]
+
+    def _beside_gathers(self, stage: Seconds, size: float, plan: Plan, exposed: dict[str, float]) -> Seconds:
+        """Stage 3 gathers parameters before forward and backward, one block ahead."""
+        if plan.shard.degree == 1 or plan.shard.stage < 3:
+            return stage
+        gather = self.seconds("shard", "all_gather", 2 * size, plan)
+        longer = Seconds(max(stage.forward, gather), max(stage.backward, gather))
+        exposed["shard"] = exposed.get("shard", 0.0) + sum(longer) - sum(stage)
+        return longer
+
+    def _run(
+        self, plan: Plan, stages: list[Seconds], num_micro_batches: int, micro_batch: int
+    ) -> tuple[float, float, Timeline | None]:
+        if plan.pipe.degree == 1:
+            return sum(stages[0]) * num_micro_batches, 0.0, None
+        schedule = make_schedule(plan.pipe.schedule, plan.pipe.degree, num_micro_batches, **plan.pipe.options)
+        message = 2 * self.workload.stream_numel * micro_batch / plan.context.degree / plan.tensor.y
+        if self.software.splits_messages:
+            message /= plan.tensor.x
+        timeline = simulate(
+            schedule,
+            [stage.forward for stage in stages],
+            [stage.backward / 2 for stage in stages],
+            [stage.backward / 2 for stage in stages],
+            self.seconds("pipe", "send", message, plan),
+        )
+        return timeline.makespan_seconds, timeline.bubble_share, timeline
+
+    def _reduction(self, largest: float, plan: Plan, stages: list[Seconds], exposed: dict[str, float]) -> float:
+        """Gradients over shard, then data; the last backward hides what it can."""
+        num_bytes = largest * self.software.gradient_bytes
+        shard = self.seconds("shard", "reduce_scatter", num_bytes, plan)
+        if plan.shard.degree > 1 and plan.shard.stage < 3:
+            shard += self.seconds("shard", "all_gather", 2 * largest, plan)
+        operation = "all_reduce"
+        data = self.seconds("data", operation, num_bytes / plan.shard.degree, plan)
+        told = shard + data
+        if self.software.hides_gradients:
+            told = max(0.0, told - max(stage.backward for stage in stages))
+        exposed["data"] = exposed.get("data", 0.0) + told
+        return told
+
     def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
         """One collective over an axis of the plan."""
         degree = plan.degree(axis)
@@ -130,15 +215,9 @@ def _scaled(moved: Moved, scale: float) -> Moved:
     return Moved(int(moved[0] * scale), moved[1], int(moved[2] * scale), moved[3])
 
 
-def _num_kernels(part: Part, fused: bool) -> int:
-    between = part.inner.plus(part.outer)
-    attention = bool(part.attention_flops) * 2
-    return len(part.products) + attention + (between.fused_kernels if fused else between.num_kernels)
-
-
-@lru_cache(maxsize=4096)
-def schedule_of(name: str, degree: int, num_micro_batches: int, options: tuple[tuple[str, int], ...]) -> object:
-    return make_schedule(name, degree, num_micro_batches, **dict(options))
+def _num_operations(part: Part) -> int:
+    """What the host issues in one forward."""
+    return len(part.products) + bool(part.attention_flops) + part.inner.num_kernels + part.outer.num_kernels
 
 
 __all__ = ["Call", "Seconds", "StepModel", "StepTime", "simulate"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from weft.errors import PlanError
 from weft.moved import Moved
+from weft.pairing import Split
 from weft.profile import Block, Profile
 
 
@@ -23,6 +24,7 @@ class Product:
     inputs: int
     outputs: int
     kind: str  # column, row, head, gathered or whole
+    enters: bool = True  # of several with one input, the first: it enters their region once
 
     @property
     def flops(self) -> int:
@@ -61,16 +63,17 @@ class Workload:
     first: Part
     blocks: tuple[Part, ...]
     last: Part
+    stream_numel: int  # of what one block hands to the next
 
 
 def workload(profile: Profile) -> Workload:
     """What a profile of one sequence asks of a device."""
-    kinds = {split.module: split.kind for split in profile.pairing.splits.values()} if _pairs(profile) else {}
+    splits = profile.pairing.splits if _pairs(profile) else {}
     names = [block.name for block in profile.blocks]
-    blocks = tuple(_part(profile, block, kinds) for block in profile.blocks)
+    blocks = tuple(_part(profile, block, splits) for block in profile.blocks)
     ends = (lambda layer: layer == "", lambda layer: layer != "")
-    first, last = (_end(profile, kinds, names, is_here) for is_here in ends)
-    return Workload(first, blocks, last)
+    first, last = (_end(profile, splits, names, is_here) for is_here in ends)
+    return Workload(first, blocks, last, profile.stream_numel)
 
 
 def _pairs(profile: Profile) -> bool:
@@ -81,39 +84,44 @@ def _pairs(profile: Profile) -> bool:
         return False
 
 
-def _part(profile: Profile, block: Block, kinds: Mapping[str, str]) -> Part:
+def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
     inside = f"{block.name}."
-    products = tuple(
-        Product(layer.rows, layer.in_features, layer.out_features, kinds.get(name, "whole"))
-        for name, layer in profile.layers.items()
-        if (name == block.name or name.startswith(inside)) and layer.is_linear
-    )
+    products = _products(profile, splits, lambda name: name == block.name or name.startswith(inside))
     heads = [heads for name, heads in profile.attentions.items() if name.startswith(inside)]
-    inner, outer = _by_place(block.moved_behind, kinds)
+    inner, outer = _by_place(block.moved_behind, splits)
     scores = sum(one.batch * one.num_heads * one.sequence**2 for one in heads)
     others = block.flops - block.attention_flops - sum(product.flops for product in products)
     return Part(products, block.attention_flops, scores, max(0, others), inner, outer)
 
 
-def _end(profile: Profile, kinds: Mapping[str, str], blocks: list[str], is_here: Callable[[str], bool]) -> Part:
+def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_here: Callable[[str], bool]) -> Part:
     """What lies outside of blocks: before all layers it belongs to the first end, behind any to the last."""
     in_blocks = tuple(f"{name}." for name in blocks)
-    outside = {n: layer for n, layer in profile.layers.items() if n not in blocks and not n.startswith(in_blocks)}
-    products = tuple(
-        Product(layer.rows, layer.in_features, layer.out_features, kinds.get(name, "whole"))
-        for name, layer in outside.items()
-        if layer.is_linear and is_here(name)
-    )
+    products = _products(profile, splits, lambda n: n not in blocks and not n.startswith(in_blocks) and is_here(n))
     moved = {layer: moved for layer, moved in profile.root.moved_behind.items() if is_here(layer)}
-    inner, outer = _by_place(moved, kinds)
+    inner, outer = _by_place(moved, splits)
     return Part(products, inner=inner, outer=outer)
 
 
-def _by_place(moved: Mapping[str, Moved], kinds: Mapping[str, str]) -> tuple[Moved, Moved]:
+def _products(profile: Profile, splits: Mapping[str, Split], is_here: Callable[[str], bool]) -> tuple[Product, ...]:
+    found, entered = [], set()
+    for name, layer in profile.layers.items():
+        if not (layer.is_linear and is_here(name)):
+            continue
+        split = splits.get(name)
+        region = (split.parent if split is not None else None) or name
+        kind = split.kind if split is not None else "whole"
+        found.append(Product(layer.rows, layer.in_features, layer.out_features, kind, region not in entered))
+        entered.add(region)
+    return tuple(found)
+
+
+def _by_place(moved: Mapping[str, Moved], splits: Mapping[str, Split]) -> tuple[Moved, Moved]:
     """(inside of regions, on the residual stream): behind a column, or a head, features are split over x."""
     inner, outer = Moved(), Moved()
     for layer, one in moved.items():
-        if kinds.get(layer) in ("column", "head"):
+        split = splits.get(layer)
+        if split is not None and split.kind in ("column", "head"):
             inner = inner.plus(one)
         else:
             outer = outer.plus(one)
