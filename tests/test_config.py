@@ -16,6 +16,7 @@ from runs_for_tests import write_run_file
 from weft import cli
 from weft.config import TrainConfig, load_run, run_from_tables
 from weft.errors import ConfigError
+from weft.plan import Context, Pipe, Tensor
 from weft.schema import parse_toml
 
 ROOT = Path(__file__).parents[1]
@@ -227,6 +228,9 @@ def test_a_real_process_leaves_with_status_2(
 def test_overrides_change_what_the_file_says(run_file: Path) -> None:
     run = load_run(run_file, ["plan.shard=4", "plan.shard.stage=2", "train.learning_rate=1", "data.source=2 words"])
     assert (run.plan.shard.degree, run.plan.shard.stage) == (4, 2)
+    short = ["plan.pipe=2", "plan.pipe.schedule=gpipe", "plan.context=2", "plan.context.kind=all-to-all"]
+    plan = load_run(run_file, [*short, "plan.tensor=2", "plan.tensor.sequence=true"]).plan
+    assert (plan.pipe, plan.context, plan.tensor) == (Pipe(2, "gpipe"), Context(2, "all-to-all"), Tensor(2, 1, True))
     assert run.train.learning_rate == 1.0
     assert run.data.source == "2 words"
     assert run.name == "tiny"

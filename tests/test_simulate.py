@@ -199,6 +199,8 @@ def test_a_skip_edge_delays_only_what_needs_it() -> None:
     assert simulate(schedule, [1, 0, 1], [0, 0, 0], message_seconds=10).makespan_seconds == 42
     alone = with_messages(make_schedule("gpipe", 3, 1), [(0, 2, "skip")])
     assert simulate(alone, [1, 0, 1], [0, 0, 0], message_seconds=10).makespan_seconds == 22
+    assert simulate(schedule, [1, 0, 1], [0, 0, 0], message_seconds=[3, 100, 4]).makespan_seconds == 202
+    assert simulate(schedule, [1, 0, 1], [0, 0, 0], message_seconds=[3, 1, 4]).makespan_seconds == 1 + 7 + 1 + 7
 
 
 @pytest.mark.parametrize(
@@ -207,6 +209,7 @@ def test_a_skip_edge_delays_only_what_needs_it() -> None:
         ({"forward_seconds": [1, 2, 3]}, "forward_seconds has 3 values but 1f1b has 2 stages"),
         ({"backward_seconds": -1}, "backward_seconds = -1 has a negative value"),
         ({"message_seconds": -2}, "message_seconds = -2 has a negative value"),
+        ({"message_seconds": [1, 2]}, "message_seconds has 2 values but 1f1b has 1 edges; give one number or one per"),
         ({"forward_seconds": 0, "backward_seconds": 0}, "are all 0; give at least one a time"),
     ],
 )
@@ -244,10 +247,10 @@ def test_text_rows_have_the_width_asked_for(
 
 def test_svg_shows_every_span_its_number_and_the_bubble() -> None:
     timeline = simulate(make_schedule("zero-bubble", 4, 8), 1, 1, 1)
-    root = ElementTree.fromstring(to_svg(timeline, "p < 4 & m"))
+    root = ElementTree.fromstring(to_svg({"p < 4 & m": timeline}))
     space = "{http://www.w3.org/2000/svg}"
     words = [text.text or "" for text in root.iter(f"{space}text")]
-    assert words[0] == "p < 4 & m: 27 s, bubble 11.1 %"
+    assert "p < 4 & m: 27 s, bubble 11.1 %" in words
     assert {"forward", "backward", "weight", "wait", "rank 0", "rank 3", "4 activations"} <= set(words)
     titled = [rect for rect in root.iter(f"{space}rect") if rect.find(f"{space}title") is not None]
     assert len(titled) == 4 * 8 * 3
@@ -259,8 +262,8 @@ def test_svg_shows_every_span_its_number_and_the_bubble() -> None:
 
 def test_svg_tells_stages_of_one_rank_apart() -> None:
     space = "{http://www.w3.org/2000/svg}"
-    for name, words in (("gems", "darker: replica 1"), ("interleaved", "darker: later stages of the rank")):
-        root = ElementTree.fromstring(to_svg(simulate(make_schedule(name, 4, 4))))
+    for name, words in (("gems", "darker: the second replica"), ("interleaved", "darker: later stages of the rank")):
+        root = ElementTree.fromstring(to_svg({name: simulate(make_schedule(name, 4, 4))}))
         titled = [rect for rect in root.iter(f"{space}rect") if rect.find(f"{space}title") is not None]
         assert len({rect.get("fill") for rect in titled}) == 4
         assert words in [text.text for text in root.iter(f"{space}text")]

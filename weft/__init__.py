@@ -9,9 +9,9 @@ from weft.errors import WeftError
 from weft.mesh import Mesh
 from weft.parallel import clip_grad_norm, parallelize, sync_gradients
 from weft.parallel.vocabulary import cross_entropy, vocabulary_of
-from weft.plan import Context, Memory, Plan, Shard, Tensor, load_plan
+from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor, load_plan
 from weft.profile import profile
-from weft.train.step import CROSS_ENTROPY, Objective, train_step
+from weft.train.step import CROSS_ENTROPY, Objective, evaluate, train_step
 from weft.verify import verify
 
 __version__ = "0.1.0"
@@ -22,12 +22,14 @@ __all__ = [
     "Memory",
     "Mesh",
     "Objective",
+    "Pipe",
     "Plan",
     "Shard",
     "Tensor",
     "WeftError",
     "clip_grad_norm",
     "cross_entropy",
+    "evaluate",
     "load_plan",
     "parallelize",
     "profile",

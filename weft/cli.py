@@ -28,6 +28,7 @@ from weft.display import (
     show_report,
     show_run,
     show_table,
+    show_timeline,
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
@@ -37,6 +38,7 @@ from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train.loop import device_type, train
+from weft.train.timeline import refuse_timeline
 from weft.verify import Report, verify_run
 
 app = typer.Typer(
@@ -66,6 +68,8 @@ def train_command(
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
     run = load_run(run_file, overrides or [])
     device_type(run)  # refuses one that is not there
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
     place = detect(os.environ)
     if place is not None:
         if fresh:
@@ -97,16 +101,30 @@ def train_command(
 
 
 @app.command("plan", epilog="Example: weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json")
-def plan_command(run_file: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
+def plan_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    timeline: Annotated[
+        bool,
+        typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Predict a plan: memory per device, traffic per axis and a rough time, without running anything."""
-    run = load_run(run_file, overrides or [])
+    changes, path = _split_off_file(overrides or []) if timeline else (overrides or [], None)
+    run = load_run(run_file, changes)
+    if timeline:
+        refuse_timeline(run.plan, path)
     cluster = run_cluster(run)
     prediction = predict(run, cluster)
+    console = _console(as_json)
     if as_json:
         identity = run.split.identity(run.plan)
         _print_json({"plan": run.plan.degrees, "batch": identity, "cluster": cluster.name, **prediction.to_json()})
     else:
-        show_run(_console(), run, cluster, micro_batch_profile(run), prediction)
+        show_run(console, run, cluster, micro_batch_profile(run), prediction)
+    if timeline and (path is not None or not as_json):
+        show_timeline(console, prediction, path)
 
 
 @app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2")
@@ -210,6 +228,17 @@ def main() -> None:
         _fail(error, 2)
     except WeftError as error:
         _fail(error, 1)
+
+
+# --- steps of `weft plan`
+
+
+def _split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """The overrides (`a.b=c`), and the file to draw to where one stands among them."""
+    files = [text for text in arguments if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")
+    return [text for text in arguments if "=" in text], Path(files[0]) if files else None
 
 
 # --- steps of `weft train`

@@ -54,7 +54,10 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Give `batch` (sequences per step) or `batch_tokens` (tokens per step), not both."""
+    """How to train. Give `batch` (sequences per step) or `batch_tokens` (tokens per step), not both.
+
+    `timeline` is a file to draw the last step of a pipeline to.
+    """
 
     steps: int
     batch: int | None = None
@@ -76,6 +79,7 @@ class TrainConfig:
     log_every: int = 1
     evaluate_every: int | None = None
     evaluate_sequences: int = 64
+    timeline: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):
@@ -183,6 +187,8 @@ class Run:
 
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "log")
 _VALUES = ("name", "folder", "cluster")
+# Tables that a bare number is short for, and the key that it stands for.
+_SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": "degree", "plan.tensor": "x"}
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
@@ -271,9 +277,10 @@ def _apply(tables: dict[str, Any], keys: list[str], value: Any, text: str) -> No
     for depth, key in enumerate(keys[:-1]):
         inner = place.get(key, {})
         if not isinstance(inner, Mapping):
-            if keys[:2] != ["plan", "shard"]:  # `shard = 4` is short for a table
+            long_name = _SHORT_TABLES.get(".".join(keys[: depth + 1]))
+            if long_name is None:
                 raise ConfigError(f"override '{text}': '{'.'.join(keys[: depth + 1])}' = {inner!r} is no table")
-            inner = {"degree": inner}
+            inner = {long_name: inner}
         place[key] = dict(inner)
         place = place[key]
     place[keys[-1]] = value

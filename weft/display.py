@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +14,8 @@ from rich.text import Text
 
 from weft.cluster import Cluster, describe
 from weft.config import Run
+from weft.errors import ConfigError
+from weft.pipeline.draw import heading, to_text, write
 from weft.predict import Prediction
 from weft.profile import Profile
 from weft.train.metrics import StepMetrics
@@ -65,7 +68,8 @@ def _memory_table(prediction: Prediction) -> Table:
             table.add_row(name, format_bytes(num_bytes))
     total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
     style = "bold red" if total > limit else "bold"
-    table.add_row("total", f"{format_bytes(total)} of {format_bytes(limit)}", style=style)
+    which = f" (pipe rank {prediction.pipe_rank}, the fullest)" if prediction.pipe_rank is not None else ""
+    table.add_row(f"total{which}", f"{format_bytes(total)} of {format_bytes(limit)}", style=style)
     return table
 
 
@@ -84,10 +88,23 @@ def _time_text(prediction: Prediction) -> str:
     told = sum(prediction.communication_seconds.values())
     if prediction.step_seconds is None or prediction.compute_seconds is None:
         return f"unknown: this device's peak is not known; communication {format_seconds(told)}"
+    timeline = prediction.timeline
+    bubble = f", bubble {timeline.bubble_share:.1%} of {timeline.schedule.name}" if timeline is not None else ""
     return (
         f"about {format_seconds(prediction.step_seconds)} a step (rough): compute "
-        f"{format_seconds(prediction.compute_seconds)}, communication {format_seconds(told)}"
+        f"{format_seconds(prediction.compute_seconds)}, communication {format_seconds(told)}{bubble}"
     )
+
+
+def show_timeline(console: Console, prediction: Prediction, path: Path | None) -> None:
+    """The schedule of a pipeline as predicted, in a file or as text."""
+    if prediction.timeline is None:
+        raise ConfigError("a timeline needs times, and this device's peak is not known; use another cluster")
+    if path is not None:
+        write(path, {heading(prediction.timeline): prediction.timeline})
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    else:
+        console.print(to_text(prediction.timeline, max(40, console.width - 24)), highlight=False, soft_wrap=True)
 
 
 def show_report(console: Console, report: Report, what: str) -> None:

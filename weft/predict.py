@@ -2,27 +2,32 @@
 
 Memory and traffic are the sum of what the strategies state; traffic is exact. Time is rough for now: FLOPs over an
 assumed fraction of the device's peak, plus collectives by the ring formulas on the cluster's links, of which a GPU
-hides what fits behind its compute.
+hides what fits behind its compute. The time of a pipeline is that of its schedule's own lists, simulated.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.cluster import Cluster, load, local_cluster, recognise, ring_seconds
+from weft.cluster import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic, expand
 from weft.config import Run
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import ModelConfig, build, token_loss
-from weft.parallel import Cost, cost, refuse
+from weft.parallel import Cost, cost, local_cost, refuse
 from weft.parallel.layout import COMPUTE_DTYPE
+from weft.parallel.tensor import localise
+from weft.pipeline import Timeline, simulate
+from weft.pipeline.build import Staging, stage
+from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
 from weft.profile import Profile, profile
 from weft.train.documents import document_traffic
@@ -33,9 +38,17 @@ ASSUMED_EFFICIENCY = 0.45
 PEAK_OF = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16"}
 
 
+# Axes of pairs somewhere along another: mirrored replicas of a stage, and stages that share a parameter (mostly two).
+PAIRS_ALONG = {"mirror": "pipe", "tied": "pipe"}
+
+
 @dataclass(frozen=True)
 class Prediction:
-    """A plan's cost on a cluster. `communication_seconds` is by axis; `step_seconds` counts what is not hidden."""
+    """A plan's cost on a cluster; with `pipe`, that of the rank `pipe_rank` along it, which holds most.
+
+    `communication_seconds` is by axis; `compute_seconds` is of the rank that computes most; `step_seconds` counts what
+    is not hidden, and the waits of a pipeline, which `timeline` has.
+    """
 
     cost: Cost
     traffic: Traffics
@@ -43,16 +56,19 @@ class Prediction:
     compute_seconds: float | None
     communication_seconds: dict[str, float]
     step_seconds: float | None
+    pipe_rank: int | None = None
+    timeline: Timeline | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain values."""
-        return {
+        found = {
             "memory": {
                 "state_bytes": dict(self.cost.state_bytes),
                 "saved_bytes": self.cost.saved_bytes,
                 "transient_bytes": self.cost.transient_bytes,
                 "total_bytes": self.cost.memory_bytes,
                 "limit_bytes": self.memory_limit_bytes,
+                "pipe_rank": self.pipe_rank,
             },
             "traffic": [
                 {"axis": axis, "operation": operation, "calls": value.calls, "bytes": value.num_bytes}
@@ -64,22 +80,112 @@ class Prediction:
                 "step": self.step_seconds,
             },
         }
+        if self.timeline is not None:
+            found["pipeline"] = {
+                "schedule": self.timeline.schedule.name,
+                "bubble_share": self.timeline.bubble_share,
+                "makespan_seconds": self.timeline.makespan_seconds,
+                "peak_activations": list(self.timeline.peak_activations),
+            }
+        return found
 
 
 def predict(run: Run, cluster: Cluster) -> Prediction:
     """What one step of the run costs each rank; the run's plan must fit the model."""
-    model_profile = micro_batch_profile(run)
-    refuse(model_profile, run.plan)
-    total = cost(model_profile, run.plan, run.split)
-    levels = level_degrees(run.plan, cluster.node.num_devices)
-    traffic = expand(add_traffic(total.traffic, step_traffic(run.plan), document_traffic(run)), levels)
-    rate = _flops_per_second(run, cluster)
-    compute = total.flops / rate if rate else None
-    communication = _communication_seconds(traffic, run.plan, cluster)
-    told = sum(communication.values())
-    hidden = 0.0 if _is_cpu(cluster) else min(told, compute or 0.0)  # a CPU computes and talks with the same cores
-    step = None if compute is None else compute + told - hidden
-    return Prediction(total, traffic, cluster.node.device.memory_bytes, compute, communication, step)
+    whole, plan = micro_batch_profile(run), run.plan
+    refuse(whole, plan)
+    staging = stage(whole, plan) if plan.pipe.degree > 1 else None
+    ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
+    costs = [cost(whole, plan, run.split, coordinates, staging) for coordinates in ranks]
+    worst = max(range(len(costs)), key=lambda index: costs[index].memory_bytes)
+    beside = add_traffic(step_traffic(plan), document_traffic(run))
+    levels = level_degrees(plan, cluster.node.num_devices)
+    traffic = [expand(add_traffic(one.traffic, beside), levels) for one in costs]
+    told = [_communication_seconds(one, plan, cluster) for one in traffic]
+    rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
+    if rate is not None:
+        compute = max(one.flops for one in costs) / rate
+        if staging is None:
+            step = compute + _not_hidden(sum(told[0].values()), compute, cluster)
+        else:
+            times = _stage_seconds(run, whole, staging, cluster, rate)
+            timeline = _run_schedule(run, staging, times, cluster)
+            step = _last_end(timeline, times, told, cluster)
+    limit = cluster.node.device.memory_bytes
+    pipe_rank = None if staging is None else worst
+    return Prediction(costs[worst], traffic[worst], limit, compute, told[worst], step, pipe_rank, timeline)
+
+
+# --- the time of a pipeline
+
+
+class StageSeconds(NamedTuple):
+    """What one micro-batch takes in a stage; `inside` is what the stage's ranks say to each other meanwhile."""
+
+    forward: float
+    backward: float
+    weight: float
+    inside: float
+
+
+def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster, rate: float) -> list[StageSeconds]:
+    """Forward by the stage's FLOPs; the gradients of inputs and those of weights take as long, each.
+
+    Half of what is said belongs to forward. Recompute does the blocks' forward again.
+    """
+    plan, first = run.plan, dict.fromkeys(run.plan.degrees, 0)
+    levels = level_degrees(plan, cluster.node.num_devices)
+    found = []
+    for index in range(staging.num_stages):
+        part = localise(staging.profile(whole, index), plan=plan, coordinates=first)
+        costs = [local_cost(part, replace(run.split, accumulation=n), plan, first) for n in (1, 2)]
+        once, twice = (sum(_communication_seconds(expand(c.traffic, levels), plan, cluster).values()) for c in costs)
+        inside = twice - once  # what grows with the micro-batches; the rest is said once a step
+        one = part.flops / rate
+        whole_backward = (costs[1].flops - costs[0].flops) / rate - one
+        found.append(
+            StageSeconds(
+                one + _not_hidden(inside / 2, one, cluster),
+                whole_backward - one + _not_hidden(inside / 2, whole_backward, cluster),
+                one,
+                inside,
+            )
+        )
+    return found
+
+
+def _run_schedule(run: Run, staging: Staging, times: Sequence[StageSeconds], cluster: Cluster) -> Timeline:
+    link = _link("pipe", run.plan, cluster)
+    return simulate(
+        staging.schedule(run.split.accumulation),
+        [one.forward for one in times],
+        [one.backward for one in times],
+        [one.weight for one in times],
+        [link.latency_seconds + size / link.bandwidth_bytes_per_second for size in edge_bytes(staging)],
+    )
+
+
+def _last_end(
+    timeline: Timeline, times: Sequence[StageSeconds], told: Sequence[Mapping[str, float]], cluster: Cluster
+) -> float:
+    """When the last rank has reduced its gradients, which starts behind its last backward."""
+    ends = []
+    for rank, spans in enumerate(timeline.spans):
+        done = [(span.start_seconds, span.end_seconds, span.action) for span in spans if span.action != "wait"]
+        inside = sum(times[action.stage].inside for _, _, action in done if action.kind == "forward")
+        once = sum(seconds for axis, seconds in told[rank].items() if axis != "pipe") - inside
+        start, end, last = done[-1]
+        behind = end - start if last.kind == "backward" else 0.0
+        ends.append(end + _not_hidden(max(0.0, once), behind, cluster))
+    return max(ends)
+
+
+def _not_hidden(told: float, compute: float, cluster: Cluster) -> float:
+    """What communication adds to compute beside it; a CPU computes and talks with the same cores."""
+    return told if _is_cpu(cluster) else max(0.0, told - compute)
+
+
+# --- what predictions are made of
 
 
 @lru_cache(maxsize=8)
@@ -128,17 +234,21 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for (axis, operation), value in traffic.items():
-        inner, degree = _span(axis, plan, cluster.node.num_devices)
-        link = cluster.axis_link(inner, degree)
+        link = _link(axis, plan, cluster)
         one = ring_seconds(
             operation,
             value.num_bytes / max(1, value.calls),
-            degree,
+            2 if axis in PAIRS_ALONG else _span(axis, plan, cluster.node.num_devices)[1],
             link.bandwidth_bytes_per_second,
             link.latency_seconds,
         )
         seconds[axis] = seconds.get(axis, 0.0) + one * value.calls
     return seconds
+
+
+def _link(axis: str, plan: Plan, cluster: Cluster) -> AxisLink:
+    """The link that an axis talks over; a pair may lie as far apart as the ends of the axis that it is along."""
+    return cluster.axis_link(*_span(PAIRS_ALONG.get(axis, axis), plan, cluster.node.num_devices))
 
 
 def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -148,12 +148,15 @@ class Profile:
     units: Mapping[str, Flops] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
+    _found: dict[str, Pairing] = field(default_factory=dict, compare=False, repr=False)  # kept by what is made of it
 
-    @cached_property
+    @property
     def pairing(self) -> Pairing:
         """How the model's linears can be split; raises PlanError where they cannot."""
-        assert self.model is not None
-        return pair(self.model)
+        if "pairing" not in self._found:
+            assert self.model is not None
+            self._found["pairing"] = pair(self.model)
+        return self._found["pairing"]
 
     @property
     def all(self) -> tuple[Block, ...]:

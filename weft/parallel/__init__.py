@@ -25,7 +25,7 @@ from weft.parallel.layout import Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
 from weft.parallel.unit import Units, units_of
-from weft.pipeline.build import build, stage
+from weft.pipeline.build import Staging, build, stage
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.pipeline.cost import pipeline_cost
 from weft.pipeline.runtime import Pipeline, Stage
@@ -93,17 +93,29 @@ def refuse(model_profile: Profile, plan: Plan) -> None:
             raise PlanError(reason)
 
 
-def cost(model_profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int] | None = None) -> Cost:
-    """What a rank (the first, unless its mesh coordinates are given) pays for one step under the plan."""
+def cost(
+    model_profile: Profile,
+    plan: Plan,
+    split: BatchSplit,
+    coordinates: Mapping[str, int] | None = None,
+    staging: Staging | None = None,
+) -> Cost:
+    """What a rank (the first, unless its mesh coordinates are given) pays for one step under the plan.
+
+    Whoever asks for many ranks of a plan with `pipe` gives its `staging`, so that the model is cut once.
+    """
     at = coordinates or dict.fromkeys(plan.degrees, 0)
     here = partial(localise, plan=plan, coordinates=at)
-
-    def own(local: Profile, part: BatchSplit) -> Cost:
-        return sum((strategy.cost(local, plan, part, at) for strategy in STRATEGIES), Cost())
-
+    own = partial(local_cost, plan=plan, coordinates=at)
     if plan.pipe.degree > 1:
-        return pipeline_cost(model_profile, stage(model_profile, plan), plan, split, at, here, own)
+        staging = staging or stage(model_profile, plan)
+        return pipeline_cost(model_profile, staging, plan, split, at, here, own)
     return own(here(model_profile), split)
+
+
+def local_cost(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapping[str, int]) -> Cost:
+    """What a rank's part of a model, or of a stage, pays by all strategies."""
+    return sum((strategy.cost(local, plan, split, coordinates) for strategy in STRATEGIES), Cost())
 
 
 def all_units(model: nn.Module) -> list[Units]:

@@ -75,9 +75,15 @@ class Staging:
         model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
         return model, names
 
+    @cached_property
+    def _profiles(self) -> dict[int, Profile]:
+        return {}
+
     def profile(self, whole: Profile, stage: int) -> Profile:
-        """What a stage costs, from the profile of the whole."""
-        return stage_profile(whole, self.model(stage)[0], self.units(stage), stage == 0)
+        """What a stage costs, from the profile of the whole, which was cut into these stages."""
+        if stage not in self._profiles:
+            self._profiles[stage] = stage_profile(whole, self.model(stage)[0], self.units(stage), stage == 0)
+        return self._profiles[stage]
 
     def copies(self, stages: tuple[int, ...]) -> int:
         """How many ranks along `pipe` hold a parameter that these stages hold."""

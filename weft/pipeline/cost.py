@@ -31,7 +31,7 @@ def pipeline_cost(
     """The rank's stages, each with its micro-batches; saved bytes are those alive at once by the schedule."""
     schedule, index = staging.schedule(split.accumulation), coordinates["pipe"]
     saved = [0.0] * staging.num_stages
-    total = Cost(tally(_messages(staging, schedule, plan, index)))
+    total = Cost(tally(_messages(staging, schedule, index)))
     pairs: list[tuple[Key, int]] = []
     for stage, replica in staging.held_by(index):
         part = localise(staging.profile(whole, stage))
@@ -52,11 +52,16 @@ def _count(schedule: Schedule, stage: int, replica: int) -> int:
     )
 
 
-def _messages(staging: Staging, schedule: Schedule, plan: Plan, index: int) -> list[tuple[Key, int]]:
-    values = staging.route.trace.values
+def edge_bytes(staging: Staging) -> list[int]:
+    """The bytes of a message over each edge between stages."""
+    values, route = staging.route.trace.values, staging.route
+    return [values[int(edge.name)].num_bytes // staging.plan.context.degree for edge in route.edges]
+
+
+def _messages(staging: Staging, schedule: Schedule, index: int) -> list[tuple[Key, int]]:
+    sizes = edge_bytes(staging)
     sent = [step for step in schedule.lists[index] if isinstance(step, Message) and step.is_send]
-    sizes = [values[int(schedule.edges[message.edge].name)].num_bytes for message in sent]
-    return [(("pipe", "send"), size // plan.context.degree) for size in sizes]
+    return [(("pipe", "send"), sizes[message.edge]) for message in sent]
 
 
 def _copies(staging: Staging, part: Profile, plan: Plan, stage: int) -> list[tuple[Key, int]]:

@@ -1,4 +1,4 @@
-"""Drawings of a timeline, rank by time: text for a terminal, and a self-contained SVG for documents.
+"""Drawings of timelines, rank by time: text for a terminal, a self-contained SVG for documents, and PNG from it.
 
 Where a rank holds several stages, SVG draws later ones darker; the second replica of a mirrored schedule is lower-case
 in text.
@@ -7,11 +7,16 @@ in text.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
+from typing import Any
 
+from weft.errors import ConfigError
 from weft.pipeline.actions import Action
 from weft.pipeline.simulate import Span, Timeline
 
+ENDINGS = (".svg", ".png", ".txt")
 # Red, green, blue of a rank's first and last stage, per kind.
 _FILLS = {
     "forward": ((178, 208, 246), (95, 151, 220)),
@@ -19,15 +24,16 @@ _FILLS = {
     "weight": ((196, 230, 186), (121, 187, 104)),
 }
 _WAIT_FILL = "#eeeeee"
-_ROW, _BAR, _LEFT, _TOP, _RIGHT = 34, 26, 84, 78, 112  # pixels
+_ROW, _BAR, _LEFT, _RIGHT = 34, 26, 84, 112  # pixels
+_LEGEND, _TITLE, _GAP = 40, 34, 14  # the heights of the legend, of a panel's title, and between panels
 _CHARACTER = 7.5  # pixels that a digit of a bar's label takes
 
 
-def to_text(timeline: Timeline, width: int = 100) -> str:
+def to_text(timeline: Timeline, width: int = 100, title: str | None = None) -> str:
     """One line per rank: F, B and W with the micro-batch where `width` characters leave room, dots for waits."""
     scale = width / timeline.makespan_seconds
     label = len(f"rank {len(timeline.spans) - 1}")
-    lines = [f"{_heading(timeline)}: {_summary(timeline)}"]
+    lines = [f"{title or heading(timeline)}: {_summary(timeline)}"]
     for rank, spans in enumerate(timeline.spans):
         row = ""
         for span in spans:
@@ -37,37 +43,90 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def to_svg(timeline: Timeline, title: str | None = None, width: int = 1000) -> str:
-    """A picture of the timeline, `width` pixels wide; micro-batch numbers stand where they have room."""
-    scale = (width - _LEFT - _RIGHT) / timeline.makespan_seconds
-    bottom = _TOP + _ROW * len(timeline.spans)
-    height = bottom + 44
-    shapes = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="DejaVu Sans, Verdana, Helvetica, Arial, sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="16" y="26" font-size="16" font-weight="bold">{escape(title or _heading(timeline))}: '
-        f"{_summary(timeline)}</text>",
-        *_legend(timeline),
-        f'<text x="{width - _RIGHT + 10}" y="{_TOP - 8}" fill="#555">most held</text>',
-    ]
-    for rank, spans in enumerate(timeline.spans):
-        top = _TOP + _ROW * rank
-        middle = top + _BAR / 2 + 4
-        shapes.append(f'<text x="16" y="{middle}">rank {rank}</text>')
-        shades = _shades(timeline, rank)
-        shapes += [shape for span in spans for shape in _bar(span, top, scale, shades)]
-        shapes.append(f'<text x="{width - _RIGHT + 10}" y="{middle}">{_held(timeline, rank)}</text>')
-    return "\n".join([*shapes, *_time_axis(timeline, bottom, scale), "</svg>"]) + "\n"
+def to_svg(timelines: Mapping[str, Timeline], width: int = 1000) -> str:
+    """A picture of timelines under their titles, one below the other on one axis of time, `width` pixels wide.
+
+    Micro-batch numbers stand where they have room.
+    """
+    longest = max(timeline.makespan_seconds for timeline in timelines.values())
+    scale, marks = (width - _LEFT - _RIGHT) / longest, _marks(longest)
+    lines = [_LEFT + mark * scale for mark in marks]
+    shapes: list[str] = []
+    top = _LEGEND
+    for title, timeline in timelines.items():
+        shapes += _panel(title, timeline, top, scale, width, lines)
+        top += _TITLE + _ROW * len(timeline.spans) + _GAP
+    height = top + 26
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+            'font-family="DejaVu Sans, Verdana, Helvetica, Arial, sans-serif" font-size="12">',
+            f'<rect width="{width}" height="{height}" fill="white"/>',
+            *_legend(list(timelines.values())),
+            *shapes,
+            *_time_axis(marks, top - _GAP, scale, *_unit(longest)),
+            "</svg>\n",
+        ]
+    )
 
 
-def _heading(timeline: Timeline) -> str:
+def write(path: Path, timelines: Mapping[str, Timeline]) -> None:
+    """Draw timelines to a file, as its ending says."""
+    refuse_path(path)
+    if path.suffix == ".txt":
+        text = "\n\n".join(to_text(timeline, title=title) for title, timeline in timelines.items())
+        path.write_text(text + "\n", encoding="utf-8")
+    elif path.suffix == ".png":
+        _cairosvg(path).svg2png(bytestring=to_svg(timelines).encode(), write_to=str(path), scale=2)
+    else:
+        path.write_text(to_svg(timelines), encoding="utf-8")
+
+
+def refuse_path(path: Path) -> None:
+    """Raise, before any work, if a timeline could not be drawn to this file."""
+    if path.suffix not in ENDINGS:
+        raise ConfigError(f"a timeline is drawn to {', '.join(ENDINGS)}; '{path}' ends in '{path.suffix}'")
+    if path.suffix == ".png":
+        _cairosvg(path)
+    if not path.parent.is_dir():
+        raise ConfigError(f"'{path}' cannot be written: there is no folder '{path.parent}'; make it first")
+
+
+def _cairosvg(path: Path) -> Any:
+    try:
+        import cairosvg
+    except (ImportError, OSError):  # the package, or the cairo library that it needs
+        raise ConfigError(f"'{path}' needs cairosvg and cairo; pip install 'weft[draw]', or draw to .svg") from None
+    return cairosvg
+
+
+def heading(timeline: Timeline) -> str:
+    """What is drawn, for a title."""
     schedule = timeline.schedule
     return f"{schedule.name}, {schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches"
 
 
+def _panel(title: str, timeline: Timeline, top: float, scale: float, width: int, lines: Sequence[float]) -> list[str]:
+    """One timeline below its title, with vertical lines behind its bars; at its right what ranks hold."""
+    right, first, bottom = width - _RIGHT + 10, top + _TITLE - 4, top + _TITLE + _ROW * len(timeline.spans)
+    shapes = [
+        f'<text x="16" y="{top + 20}" font-size="14" font-weight="bold">{escape(title)}: {_summary(timeline)}</text>',
+        f'<text x="{right}" y="{top + 20}" fill="#555">most held</text>',
+        *(f'<line x1="{x:.2f}" y1="{first}" x2="{x:.2f}" y2="{bottom}" stroke="#dddddd"/>' for x in lines),
+    ]
+    for rank, spans in enumerate(timeline.spans):
+        row = top + _TITLE + _ROW * rank
+        middle = row + _BAR / 2 + 4
+        shapes.append(f'<text x="16" y="{middle}">rank {rank}</text>')
+        shades = _shades(timeline, rank)
+        shapes += [shape for span in spans for shape in _bar(span, row, scale, shades)]
+        shapes.append(f'<text x="{right}" y="{middle}">{_held(timeline, rank)}</text>')
+    return shapes
+
+
 def _summary(timeline: Timeline) -> str:
-    return f"{timeline.makespan_seconds:.4g} s, bubble {100 * timeline.bubble_share:.1f} %"
+    per_second, unit = _unit(timeline.makespan_seconds)
+    return f"{timeline.makespan_seconds * per_second:.4g} {unit}, bubble {100 * timeline.bubble_share:.1f} %"
 
 
 def _held(timeline: Timeline, rank: int) -> str:
@@ -120,32 +179,43 @@ def _bar(span: Span, top: float, scale: float, shades: dict[tuple[int, int], flo
     return shapes
 
 
-def _legend(timeline: Timeline) -> list[str]:
+def _legend(timelines: Sequence[Timeline]) -> list[str]:
     """A square and a word for each kind, and what darker bars mean."""
-    schedule = timeline.schedule
-    kinds = ["forward", "backward", *(["weight"] if schedule.split_stages else [])]
+    schedules = [timeline.schedule for timeline in timelines]
+    kinds = ["forward", "backward", *(["weight"] if any(one.split_stages for one in schedules) else [])]
     shapes, left = [], 16.0
     for fill, word in [*((_fill(kind, 0), kind) for kind in kinds), (_WAIT_FILL, "wait")]:
-        shapes.append(f'<rect x="{left:.1f}" y="40" width="14" height="14" fill="{fill}" stroke="#999"/>')
-        shapes.append(f'<text x="{left + 20:.1f}" y="52">{word}</text>')
+        shapes.append(f'<rect x="{left:.1f}" y="14" width="14" height="14" fill="{fill}" stroke="#999"/>')
+        shapes.append(f'<text x="{left + 20:.1f}" y="26">{word}</text>')
         left += 44 + _CHARACTER * len(word)
-    if len(schedule.placement) > 1:
-        shapes.append(f'<text x="{left:.1f}" y="52">darker: replica 1</text>')
-    elif schedule.num_stages > schedule.num_ranks:
-        shapes.append(f'<text x="{left:.1f}" y="52">darker: later stages of the rank</text>')
+    notes = {
+        "the second replica": any(len(one.placement) > 1 for one in schedules),
+        "later stages of the rank": any(one.num_stages > one.num_ranks for one in schedules),
+    }
+    if any(notes.values()):
+        darker = " or ".join(note for note, holds in notes.items() if holds)
+        shapes.append(f'<text x="{left:.1f}" y="26">darker: {darker}</text>')
     return shapes
 
 
-def _time_axis(timeline: Timeline, bottom: float, scale: float) -> list[str]:
-    """Marks at round numbers of seconds, five to twelve of them."""
-    rough = timeline.makespan_seconds / 10
+def _marks(longest_seconds: float) -> list[float]:
+    """Round numbers of seconds, five to twelve of them."""
+    rough = longest_seconds / 10
     power = 10 ** math.floor(math.log10(rough))
     step = power * min((1, 2, 5, 10), key=lambda factor: abs(factor - rough / power))
-    shapes = [f'<text x="16" y="{bottom + 20}" fill="#555">seconds</text>']
-    for mark in range(math.floor(timeline.makespan_seconds / step * (1 + 1e-9)) + 1):
-        left = _LEFT + mark * step * scale
-        shapes.append(f'<line x1="{left:.2f}" y1="{bottom}" x2="{left:.2f}" y2="{bottom + 5}" stroke="#777"/>')
-        shapes.append(
-            f'<text x="{left:.2f}" y="{bottom + 20}" text-anchor="middle" fill="#555">{mark * step:.6g}</text>'
-        )
-    return shapes
+    return [number * step for number in range(math.floor(longest_seconds / step * (1 + 1e-9)) + 1)]
+
+
+def _unit(longest_seconds: float) -> tuple[float, str]:
+    """In what a time of this length is told: how many of it a second has, and its sign."""
+    units = {1.0: "s", 1e3: "ms", 1e6: "µs"}
+    per_second = next((number for number in units if longest_seconds * number >= 1), 1e6)
+    return per_second, units[per_second]
+
+
+def _time_axis(marks: Sequence[float], bottom: float, scale: float, per_second: float, unit: str) -> list[str]:
+    places = [(_LEFT + mark * scale, f"{mark * per_second:.6g}") for mark in marks]
+    return [
+        f'<text x="16" y="{bottom + 20}" fill="#555">time, {unit}</text>',
+        *(f'<text x="{x:.2f}" y="{bottom + 20}" text-anchor="middle" fill="#555">{text}</text>' for x, text in places),
+    ]

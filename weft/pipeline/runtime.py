@@ -79,7 +79,9 @@ class Pipeline(nn.Module):
         self._schedules: dict[int, Schedule] = {}
         self._transport: Transport | None = None
         self._routes: dict[Any, Route] = {}  # by the shapes of a batch
-        self.spans: tuple[Span, ...] = ()  # what the last step did, and when
+        self.timed = False  # whether the next steps wait for the device at each action, so that spans are its times
+        self.spans: tuple[Span, ...] = ()  # what the last training step did, and when: seconds since `began`
+        self.began = 0.0  # by the host's clock
         self.replay: Sequence[Action] | None = None  # an earlier `order`, for a message-driven schedule to keep to
 
     def forward(self, *_: Any, **__: Any) -> NoReturn:
@@ -104,7 +106,7 @@ class Pipeline(nn.Module):
         for stage in self.parts.values():
             stage.units.sync = False
             stage.units.begin_step()
-        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh)
+        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh, self.timed)
         with torch.set_grad_enabled(work.scale is not None):
             if schedule.name == "message" and work.scale is not None:
                 run.as_they_come(self.replay)
@@ -116,9 +118,9 @@ class Pipeline(nn.Module):
                 if stage not in run.reduced:
                     stage.units.reduce_all()
             self.copies.combine()
+            self.began, self.spans = run.began, tuple(run.spans)
         for stage in self.parts.values():
             stage.units.end_step()
-        self.spans = tuple(run.spans)
         return run.loss
 
     def _routes_of(self, work: Work) -> list[Route]:
@@ -144,14 +146,16 @@ class _Run:
         schedule: Schedule,
         transport: Transport,
         mesh: Mesh,
+        timed: bool,
     ) -> None:
         self.parts, self.routes, self.work, self.schedule, self.transport = parts, routes, work, schedule, transport
         self.here = mesh["pipe"].index
+        self._stream = torch.cuda.current_stream(mesh.device) if timed and mesh.device.type == "cuda" else None
         self.loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self.spans: list[Span] = []
         self.reduced: set[Stage] = set()
         self._kept: dict[Key, Tensor] = {}  # what a stage has made for another of this rank, or is about to send
-        self._began, self._started = time.perf_counter(), 0.0
+        self.began, self._began, self._started = time.time(), time.perf_counter(), 0.0
         self._edge = {(int(edge.name), edge.target): index for index, edge in enumerate(schedule.edges)}
         backwards = [
             a for a in schedule.compute(self.here) if a.kind == "backward" and a.stage not in schedule.split_stages
@@ -185,7 +189,7 @@ class _Run:
 
     def compute(self, action: Action) -> None:
         """Do one action, waiting for what it needs."""
-        self._started = time.perf_counter() - self._began
+        self._start()
         stage = self.parts[action.stage, action.replica]
         {"forward": self._forward, "backward": self._backward, "weight": self._weight}[action.kind](stage, action)
 
@@ -270,10 +274,15 @@ class _Run:
 
     def _start(self) -> None:
         """The action has what it needs."""
-        self._started = time.perf_counter() - self._began
+        self._started = self._now()
+
+    def _now(self) -> float:
+        if self._stream is not None:  # the whole device would also wait for receives that are posted ahead
+            self._stream.synchronize()
+        return time.perf_counter() - self._began
 
     def _note(self, action: Action) -> None:
-        now = time.perf_counter() - self._began
+        now = self._now()
         free = self.spans[-1].end_seconds if self.spans else 0.0
         started = max(free, self._started)
         if started > free:

@@ -3,6 +3,8 @@
 Ranks run their lists in order; an action starts when its rank is free and what it needs has arrived. A message takes
 `message_seconds` between ranks and no rank's time (sends and receives run beside computation). An activation lives
 from the end of its forward to the end of its last use: the backward, or the weight action where that is split off.
+
+`timeline_of` makes the same picture from spans that were measured.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from weft.pipeline.actions import Action, Schedule
 from weft.pipeline.check import run_order
 
 PerStage = float | Sequence[float]
+PerEdge = float | Sequence[float]
 
 
 class Span(NamedTuple):
@@ -36,7 +39,7 @@ class Live(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a simulation found: per rank the spans without gaps from 0 to the makespan, and the activations held."""
+    """What ranks do and when: per rank the spans without gaps from 0 to the makespan, and the activations held."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -65,42 +68,75 @@ def simulate(
     forward_seconds: PerStage = 1,
     backward_seconds: PerStage = 2,
     weight_seconds: PerStage = 0,
-    message_seconds: float = 0,
+    message_seconds: PerEdge = 0,
     activation_bytes: PerStage = 1,
 ) -> Timeline:
-    """Runs the lists under the given times, each one number or one per stage.
+    """Runs the lists under the given times, each one number or one per stage (messages: one per edge).
 
     `backward_seconds` is the time of the input gradients and `weight_seconds` that of the weight gradients; a backward
     from which nothing is split off takes both, so schedules compare under the same numbers.
     """
-    forward = _per_stage("forward_seconds", forward_seconds, schedule)
-    backward = _per_stage("backward_seconds", backward_seconds, schedule)
-    weight = _per_stage("weight_seconds", weight_seconds, schedule)
-    size_bytes = _per_stage("activation_bytes", activation_bytes, schedule)
-    _per_stage("message_seconds", message_seconds, schedule)
+    num_stages = schedule.num_stages
+    forward = _each("forward_seconds", forward_seconds, schedule, num_stages, "stage")
+    backward = _each("backward_seconds", backward_seconds, schedule, num_stages, "stage")
+    weight = _each("weight_seconds", weight_seconds, schedule, num_stages, "stage")
+    message = _each("message_seconds", message_seconds, schedule, len(schedule.edges), "edge")
     whole = [b if stage in schedule.split_stages else b + weight[stage] for stage, b in enumerate(backward)]
     seconds = {"forward": forward, "backward": whole, "weight": weight}
     end: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.lists]
-    live: list[list[Live]] = [[] for _ in schedule.lists]
     for rank, action in run_order(schedule):
-        free = spans[rank][-1].end_seconds if spans[rank] else 0
-        start = free
-        for need, _ in schedule.needs(action):
-            travel = message_seconds if schedule.rank_of(need.stage, need.replica) != rank else 0
-            start = max(start, end[need] + travel)
-        if start > free:
-            spans[rank].append(Span(free, start, "wait"))
+        start = spans[rank][-1].end_seconds if spans[rank] else 0
+        for need, edge in schedule.needs(action):
+            arrived = end[need]
+            if edge is not None and schedule.rank_of(need.stage, need.replica) != rank:
+                arrived += message[edge]
+            start = max(start, arrived)
         end[action] = start + seconds[action.kind][action.stage]
         spans[rank].append(Span(start, end[action], action))
-        _note(live[rank], action, end[action], size_bytes[action.stage], action.stage in schedule.split_stages)
-    makespan = max(end.values())
-    if makespan <= 0:
+    if max(end.values()) <= 0:
         raise PlanError("forward, backward, weight and message_seconds are all 0; give at least one a time")
-    for line in spans:
-        if (last := line[-1].end_seconds if line else 0) < makespan:
-            line.append(Span(last, makespan, "wait"))
-    return Timeline(schedule, tuple(map(tuple, spans)), tuple(map(tuple, live)), makespan)
+    return timeline_of(schedule, spans, activation_bytes)
+
+
+def timeline_of(schedule: Schedule, busy: Sequence[Sequence[Span]], activation_bytes: PerStage = 1) -> Timeline:
+    """The timeline of what every rank computed, in order and on one clock; where it computed nothing, it waited."""
+    size_bytes = _each("activation_bytes", activation_bytes, schedule, schedule.num_stages, "stage")
+    makespan = max(span.end_seconds for spans in busy for span in spans)
+    lines, lives = [], []
+    for spans in busy:
+        line: list[Span] = []
+        live: list[Live] = []
+        free = 0.0
+        for span in spans:
+            assert isinstance(span.action, Action)
+            if span.start_seconds > free:
+                line.append(Span(free, span.start_seconds, "wait"))
+            line.append(span)
+            free = span.end_seconds
+            _note(live, span.action, free, size_bytes[span.action.stage], span.action.stage in schedule.split_stages)
+        if free < makespan:
+            line.append(Span(free, makespan, "wait"))
+        lines.append(tuple(line))
+        lives.append(tuple(live))
+    return Timeline(schedule, tuple(lines), tuple(lives), makespan)
+
+
+def simulate_like(measured: Timeline) -> Timeline:
+    """The schedule simulated with the mean times that its actions took when they were measured; messages are free."""
+    schedule = measured.schedule
+    taken: dict[tuple[str, int], list[float]] = {}
+    for spans in measured.spans:
+        for span in spans:
+            if isinstance(span.action, Action):
+                key = span.action.kind, span.action.stage
+                taken.setdefault(key, []).append(span.end_seconds - span.start_seconds)
+
+    def mean(kind: str) -> list[float]:
+        found = (taken.get((kind, stage), [0.0]) for stage in range(schedule.num_stages))
+        return [sum(one) / len(one) for one in found]
+
+    return simulate(schedule, mean("forward"), mean("backward"), mean("weight"))
 
 
 def _note(live: list[Live], action: Action, now_seconds: float, size_bytes: float, split: bool) -> None:
@@ -111,13 +147,13 @@ def _note(live: list[Live], action: Action, now_seconds: float, size_bytes: floa
         live.append(Live(now_seconds, num + change, held_bytes + change * size_bytes))
 
 
-def _per_stage(name: str, value: PerStage, schedule: Schedule) -> list[float]:
-    values = list(value) if isinstance(value, Sequence) else [value] * schedule.num_stages
-    if len(values) != schedule.num_stages:
+def _each(name: str, value: float | Sequence[float], schedule: Schedule, count: int, what: str) -> list[float]:
+    values = list(value) if isinstance(value, Sequence) else [value] * count
+    if len(values) != count:
         raise PlanError(
-            f"{name} has {len(values)} values but {schedule.name} has {schedule.num_stages} stages; "
-            "give one number or one per stage"
+            f"{name} has {len(values)} values but {schedule.name} has {count} {what}s; "
+            f"give one number or one per {what}"
         )
-    if any(v < 0 for v in values):
+    if any(v < 0 for v in (values if isinstance(value, Sequence) else [value])):
         raise PlanError(f"{name} = {value} has a negative value; give numbers from 0 on")
     return values

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Literal, Protocol
 
 import torch
@@ -28,6 +29,7 @@ from weft.mesh import Mesh
 from weft.models import build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
+from weft.pipeline.runtime import Pipeline
 from weft.predict import example_tokens, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.strategy import Values
@@ -38,6 +40,7 @@ from weft.train.schedule import learning_rate
 from weft.train.state import load_state, make_optimizer, pieces_to_save
 from weft.train.step import evaluate, train_step
 from weft.train.stop import Stop
+from weft.train.timeline import draw_step, refuse_timeline
 
 
 class Reporter(Protocol):
@@ -63,6 +66,8 @@ class Outcome:
 def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     """Train a run to its end, or until asked to stop; every rank calls it."""
     check_world(place, run.plan.num_ranks, run.plan.degrees)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     with _world(run, place) as mesh:
         _set_determinism(run)
@@ -79,6 +84,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             rate = _set_learning_rate(run, optimizer, step)
             batches = data.batches(run, step, mesh["batch"], mesh.device)
             seed_dropout = partial(_seed_dropout, run, step, mesh)
+            if isinstance(model, Pipeline):
+                model.timed = run.train.timeline is not None and step == run.train.steps - 1
             result = train_step(model, optimizer, batches, mesh, clip=run.train.clip, before_micro_batch=seed_dropout)
             step += 1
             stop.ask()
@@ -99,6 +106,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                 _save(run, saver, step, model, optimizer, mesh, data)
                 clock.skip(step)
         saver.wait(published=True)
+        _draw_step(run, model, mesh, reporter)
         stop.close()  # last: a signal must not end a rank that still writes
         if log is not None:
             log.close()
@@ -256,6 +264,15 @@ def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_no
 
 def _due(step: int, every: int | None, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
+
+
+def _draw_step(run: Run, model: nn.Module, mesh: Mesh, reporter: Reporter) -> None:
+    """The timeline of the last step, if it is asked for and was taken down."""
+    if not isinstance(model, Pipeline) or not model.timed or not mesh.is_first_of_stage:
+        return
+    assert run.train.timeline is not None
+    if draw_step(model, mesh, run.split.accumulation, Path(run.train.timeline)):
+        reporter.say(f"drew the last step to {run.train.timeline}")
 
 
 def _save(

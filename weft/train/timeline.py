@@ -1,0 +1,64 @@
+"""The picture of a pipeline at work: when every rank computed what in one step, beside what its schedule promises.
+
+Ranks take their times down anyway; after training those along the first pipe bring them together, outside the ledger.
+The promise is the schedule simulated with the mean measured times of each stage, so what differs is the pipeline's:
+messages, uneven actions, cores that ranks share. Clocks of different hosts agree as far as the hosts keep them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from weft.comm import Ledger, all_gather
+from weft.errors import PlanError
+from weft.mesh import Mesh
+from weft.pipeline.actions import Action
+from weft.pipeline.draw import heading, refuse_path, write
+from weft.pipeline.runtime import Pipeline
+from weft.pipeline.simulate import Span, Timeline, simulate_like, timeline_of
+from weft.plan import Plan
+
+
+def refuse_timeline(plan: Plan, path: Path | None) -> None:
+    """Raise, before any work, where there is nothing to draw or no way to."""
+    if plan.pipe.degree == 1:
+        raise PlanError(
+            f"a timeline shows the schedule of a pipeline, and this plan ({plan.describe_axes()}) has none; "
+            f"set plan.pipe, or leave the timeline out"
+        )
+    if path is not None:
+        refuse_path(path)
+
+
+def measured(model: Pipeline, mesh: Mesh, num_micro_batches: int) -> Timeline:
+    """What the ranks of this pipe did in their last training step; all of them call it."""
+    schedule = model.schedule(num_micro_batches)
+    axis = replace(mesh["pipe"], ledger=Ledger(), levels=None)  # not in the ledger of the run
+    found = {span.action: span for span in model.spans if isinstance(span.action, Action)}
+    rows = max(len(schedule.compute(rank)) for rank in range(schedule.num_ranks))
+    own = torch.zeros(rows, 2, dtype=torch.float64)  # [actions of the list, start and end]
+    for row, action in enumerate(schedule.compute(axis.index)):
+        own[row, 0] = model.began + found[action].start_seconds
+        own[row, 1] = model.began + found[action].end_seconds
+    whole = torch.empty(axis.degree * rows, 2, dtype=torch.float64, device=mesh.device)
+    all_gather(whole, own.to(mesh.device), axis).wait()
+    times = [part[: len(schedule.compute(rank))].tolist() for rank, part in enumerate(whole.split(rows))]
+    first = min(start for one in times for start, _ in one)
+    busy = []
+    for rank, one in enumerate(times):
+        pairs = zip(schedule.compute(rank), one, strict=True)
+        spans = [Span(start - first, end - first, action) for action, (start, end) in pairs]
+        busy.append(sorted(spans, key=lambda span: span.start_seconds))
+    return timeline_of(schedule, busy)
+
+
+def draw_step(model: Pipeline, mesh: Mesh, num_micro_batches: int, path: Path) -> bool:
+    """Draw the last training step; the ranks of the first pipe call it. Whether this rank has written the file."""
+    found = measured(model, mesh, num_micro_batches)
+    if not mesh.is_first:
+        return False
+    write(path, {f"simulated, {heading(found)}": simulate_like(found), "measured": found})
+    return True
