@@ -3,9 +3,9 @@
 A matmul is a roofline with three losses. *Tiles*: its result is computed in tiles, all of which take the time of a full
 one, in waves of as many tiles as the device has processors. *Depth*: each tile fills a pipeline before it runs at full
 speed, so a short inner dimension costs. *Tile size*: small tiles read more for each product. The library chooses the
-best tile, and so does `Kernels.product`. On top comes one number for each type of device, `calibration`, which says what
-the best matmul reaches of the printed peak under the power and clocks of a training run; it is fitted on a named table
-(see `clusters/*.toml`) and used everywhere.
+best tile, and so does `Kernels.product`. On top comes one number for each type of device, `calibration`, which says
+what the best matmul reaches of the printed peak under the power and clocks of a training run; it is fitted on a named
+table (see `clusters/*.toml`) and used everywhere.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Software:
     """How steps are run, beside the plan: facts about a framework. The defaults are weft's own.
 
     `attention`: a key of FLASH, or "plain" with scores in memory. `fused`: operations between matmuls are one kernel
-    (torch.compile, or fused by hand). `host_seconds`: what the host takes to issue one kernel; where kernels are
-    shorter, the host sets the pace. `selective`: what selective recompute does again, "cheap" operations or "attention".
+    (torch.compile, or fused by hand). `host_seconds`: what the host takes to issue one operation; where kernels are
+    shorter, the host sets the pace. `selective`: what selective recompute does again, "cheap" work or "attention".
     `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`. `hides_input`: dI is
     summed behind dW. `splits_messages`: between stages each rank of x sends its part.
     """
@@ -59,7 +59,7 @@ class Kernels:
     """Times of kernels on one device in one precision; `speedup` is that of its matmuls over bf16 (fp8: 2)."""
 
     device: Device
-    software: Software = Software()
+    software: Software
     precision: str = "bf16"
 
     @property

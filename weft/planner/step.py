@@ -65,7 +65,7 @@ class StepModel:
 
     workload: Workload
     cluster: Cluster
-    software: Software = Software()
+    software: Software
     numel: tuple[int, int, int] = (0, 0, 0)  # parameters of the first end, one block, the last end
 
     @cached_property

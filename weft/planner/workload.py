@@ -16,6 +16,9 @@ from weft.pairing import Split
 from weft.profile import Block, Profile
 
 
+NOTHING = Moved()
+
+
 @dataclass(frozen=True)
 class Product:
     """A matmul of a linear: [rows, inputs] · [inputs, outputs]. `kind` says what the tensor axes split."""
@@ -47,8 +50,8 @@ class Part:
     attention_flops: int = 0  # of one forward, counted whole
     score_numel: int = 0  # of plain attention
     other_flops: int = 0  # of one forward: convolutions, and products of the block's own
-    inner: Moved = Moved()
-    outer: Moved = Moved()
+    inner: Moved = NOTHING
+    outer: Moved = NOTHING
 
     @property
     def flops(self) -> int:
