@@ -15,7 +15,6 @@ from weft.moved import Moved
 from weft.pairing import Split
 from weft.profile import Block, Profile
 
-
 NOTHING = Moved()
 
 
