@@ -8,10 +8,11 @@ it, and the optimizer. Gathers of `shard` run beside a micro-batch's compute and
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.cluster import Cluster, ring_seconds
 from weft.moved import Moved
@@ -67,6 +68,10 @@ class StepModel:
     cluster: Cluster
     software: Software
     numel: tuple[int, int, int] = (0, 0, 0)  # parameters of the first end, one block, the last end
+
+    @cached_property
+    def _chains(self) -> dict[Any, tuple[Seconds, Seconds, Seconds]]:
+        return {}
 
     @cached_property
     def _kernels(self) -> dict[str, Kernels]:
@@ -126,7 +131,57 @@ class StepModel:
             told["backward"] = max(0.0, told["backward"] - own.backward / 2)  # dW is half of backward's matmuls
         return own.plus(Seconds(told["forward"], told["backward"]))
 
+    def chain(self, plan: Plan) -> Seconds:
+        """One micro-batch through the whole model, split over x, y and context only."""
+        first, blocks, last = self._chain(plan)
+        return blocks.plus(first).plus(last)
+
+    def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
+        key = (plan.tensor, plan.context.degree, plan.micro_batch, plan.memory.recompute, plan.precision)
+        if key not in self._chains:
+            assert plan.micro_batch is not None
+            work, kinds = self.workload, Counter(self.workload.blocks)
+            blocks = Seconds()
+            for part, count in kinds.items():
+                blocks = blocks.plus(self.inside(part, plan, plan.micro_batch), count)
+            ends = (self.inside(part, plan, plan.micro_batch) for part in (work.first, work.last))
+            first, last = ends
+            self._chains[key] = (first, blocks, last)
+        return self._chains[key]
+
     # --- a step
+
+    def estimate(self, plan: Plan, num_micro_batches: int) -> float:
+        """The time of a step in closed form: equal stages, 1f1b's waits. For search; `step` simulates."""
+        first, blocks, last = self._chain(plan)
+        degree, work = plan.pipe.degree, self.workload
+        chunks = plan.pipe.chunks or 2 if plan.pipe.schedule == "interleaved" else 1
+        share = Seconds(blocks.forward / degree, blocks.backward / degree)
+        split = plan.tensor.x * plan.tensor.y
+        held = len(work.blocks) * self.numel[1] / degree / split
+        largest = held + max(self.numel[0], self.numel[2]) / split
+        ignored: dict[str, float] = {}
+        share = self._beside_gathers(share, held, plan, ignored)
+        slowest = share.plus(
+            last if degree > 1 and sum(last) > sum(first) else first if degree > 1 else first.plus(last)
+        )
+        makespan = num_micro_batches * sum(slowest)
+        if degree > 1:
+            wait = sum(share) / chunks - (share.backward / 2 if plan.pipe.schedule == "zero-bubble" else 0)
+            makespan += (degree - 1) * (wait + 2 * self._message_seconds(plan))
+        reduction = self._reduction(largest, plan, [slowest], ignored)
+        return makespan + reduction + self._optimizer_seconds(largest, plan)
+
+    def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
+        own = numel / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
+        return own * OPTIMIZER_BYTES / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
+
+    def _message_seconds(self, plan: Plan) -> float:
+        assert plan.micro_batch is not None
+        message = 2 * self.workload.stream_numel * plan.micro_batch / plan.context.degree / plan.tensor.y
+        if self.software.splits_messages:
+            message /= plan.tensor.x
+        return self.seconds("pipe", "send", message, plan)
 
     def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
         """All of it."""
@@ -147,12 +202,10 @@ class StepModel:
         held = [size / split for size in sizes]
         exposed: dict[str, float] = {}
         stages = [self._beside_gathers(stage, size, plan, exposed) for stage, size in zip(stages, held, strict=True)]
-        makespan, bubble, timeline = self._run(plan, stages, num_micro_batches, micro_batch)
+        makespan, bubble, timeline = self._run(plan, stages, num_micro_batches)
         largest = max(self._on_rank(held, plan))
         reduction = self._reduction(largest, plan, stages, exposed)
-        sharded = largest / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
-        bandwidth = self._kernels[plan.precision].bytes_per_second
-        optimizer = sharded * OPTIMIZER_BYTES / bandwidth + FIXED_SECONDS
+        optimizer = self._optimizer_seconds(largest, plan)
         compute = max(stage.forward + stage.backward for stage in stages) * num_micro_batches
         return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, timeline)
 
@@ -169,21 +222,16 @@ class StepModel:
         exposed["shard"] = exposed.get("shard", 0.0) + sum(longer) - sum(stage)
         return longer
 
-    def _run(
-        self, plan: Plan, stages: list[Seconds], num_micro_batches: int, micro_batch: int
-    ) -> tuple[float, float, Timeline | None]:
+    def _run(self, plan: Plan, stages: list[Seconds], num_micro_batches: int) -> tuple[float, float, Timeline | None]:
         if plan.pipe.degree == 1:
             return sum(stages[0]) * num_micro_batches, 0.0, None
         schedule = make_schedule(plan.pipe.schedule, plan.pipe.degree, num_micro_batches, **plan.pipe.options)
-        message = 2 * self.workload.stream_numel * micro_batch / plan.context.degree / plan.tensor.y
-        if self.software.splits_messages:
-            message /= plan.tensor.x
         timeline = simulate(
             schedule,
             [stage.forward for stage in stages],
             [stage.backward / 2 for stage in stages],
             [stage.backward / 2 for stage in stages],
-            self.seconds("pipe", "send", message, plan),
+            self._message_seconds(plan),
         )
         return timeline.makespan_seconds, timeline.bubble_share, timeline
 
