@@ -39,6 +39,7 @@ soak: install    ## the exhaustive versions of sampled tests
 bench: install   ## the benchmarks that run on this machine; results in benchmarks/results
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/pipeline.py
 
 format: install  ## format and fix what can be fixed
 	$(BIN)/ruff format .

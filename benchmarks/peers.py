@@ -1,9 +1,8 @@
 """Weft beside torch's own machinery (DDP, FSDP2, DTensor tensor parallelism) on the same CPU ranks, in one run.
 
 Both sides take the same step: the same Llama, tokens and AdamW, a loss normalised by the global count of targets,
-gradients clipped by their global norm. Losses and norms must agree over the first steps, or nothing is measured. Then
-steps alternate, and which side goes first too, so that both meet the same weather on a noisy machine. A step takes as
-long as its slowest rank. Aims, weft over peer: step time at most 1.05, bytes at most 1.0.
+gradients clipped by their global norm. `side_by_side.py` says how they are held against each other. Aims, weft over
+peer: step time at most 1.05, bytes at most 1.0.
 
     python benchmarks/peers.py [--steps 60] [--cases "x 2" "data 2"]
 
@@ -16,19 +15,28 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from side_by_side import (
+    AIMS,
+    CLIP,
+    CONVENTIONS,
+    LEARNING_RATE,
+    Comparison,
+    Side,
+    environment,
+    make_model,
+    measure,
+    random_batches,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -36,9 +44,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import AdamW
 from torch_layouts import CountCalls, Tally, Totals, ddp, fsdp, tensor_parallel, tensor_parallel_fsdp
 
-from weft.local import run_local
 from weft.mesh import Mesh
-from weft.models import Decoder, DecoderConfig, initialise, token_loss
+from weft.models import Decoder, DecoderConfig, token_loss
 from weft.parallel import named_pieces, parallelize
 from weft.plan import Plan
 from weft.plan import Shard as ShardAxis
@@ -50,24 +57,18 @@ CONFIG = DecoderConfig(
     vocab_size=2048, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4
 )
 BATCH, SEQUENCE = 2, 128  # sequences of each batch rank, tokens
-CLIP, LEARNING_RATE = 1.0, 1e-3
-TOLERANCE = 1e-4
-CHECKED_STEPS, WARM_STEPS = 3, 4
-AIMS = {"step_ratio": 1.05, "bytes_ratio": 1.0}
-CONVENTIONS = {
-    "ratios": "weft over peer; step_ratio and cpu_ratio are medians of the ratios of neighbouring steps",
-    "step_seconds": "median over steps of the slowest rank",
-    "cpu_seconds": "median over steps of the CPU time of all threads of all ranks",
+COUNTED = {
     "bytes": "rank 0, one step: the whole tensor of each call (all-reduced, gathered result, input to be scattered)",
     "wire_bytes": "what a ring of p ranks sends for them: 2(p-1)/p of an all-reduce, (p-1)/p of other calls",
-    "step": "count of targets, forward, backward, loss, gradient norm and clipping, fused AdamW; on both sides",
 }
 
 LAYOUTS = {
     "blocks": "a unit for each block and the root, which stays whole after forward; DDP has buckets of its own",
     "tensor": "q, k, v, gate, up by columns, o, down by rows; embedding and head by vocabulary; logits stay split",
-    "sequence": "norms and residuals by sequence on both sides; weft keeps its part of a region's input and gathers it "
-    "again in backward, torch keeps the whole: more bytes for less memory",
+    "sequence": "norms and residuals by sequence on both sides, from the embedding to the head; both keep what enters "
+    "a region whole for backward",
+    "chunks": "the peer is weft itself without chunks: pieces that travel while others are multiplied pay where they "
+    "would be waited for, and not where ranks share the cores that also carry the bytes, as here",
 }
 
 
@@ -76,17 +77,29 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """A plan of weft and torch's way to the same layout."""
+    """A plan of weft and torch's way to the same layout, or another plan of weft."""
 
     plan: Plan
     peer: str
-    apply: Callable[[Decoder], nn.Module]
+    apply: Callable[[Decoder], nn.Module] | Plan
     num_batch_ranks: int
     splits_logits: bool = False
 
     @property
     def name(self) -> str:
         return self.plan.describe_axes()
+
+    @property
+    def comparison(self) -> Comparison:
+        return Comparison(self.name, self.peer, self.plan.num_ranks, self._sides, self._batches)
+
+    def _sides(self) -> dict[str, Side]:
+        peer = Weft(self.apply) if isinstance(self.apply, Plan) else Peer(self, self.apply)
+        return {"weft": Weft(self.plan), "peer": peer}
+
+    def _batches(self) -> Iterator[Batch]:
+        index = dist.get_rank() // (self.plan.num_ranks // self.num_batch_ranks)
+        return random_batches(CONFIG.vocab_size, (BATCH, SEQUENCE), index)
 
 
 def cases() -> Iterator[Case]:
@@ -104,25 +117,18 @@ def cases() -> Iterator[Case]:
         plan = Plan(shard=ShardAxis(2, 3), tensor=TensorAxes(2, sequence=sequence))
         peer = "TP + SP × FSDP2, reshard" if sequence else "TP × FSDP2, reshard"
         yield Case(plan, peer, partial(tensor_parallel_fsdp, x=2, sequence=sequence), 2, True)
+    for ranks in (2, 4):
+        whole = Plan(tensor=TensorAxes(ranks, sequence=True))
+        yield Case(Plan(tensor=replace(whole.tensor, chunks=2)), "weft, 1 chunk", whole, 1)
 
 
 # --- one step of each side
 
 
-class Side(Protocol):
-    """A model under training."""
-
-    def step(self, batch: Batch) -> tuple[float, float]:
-        """Train on this rank's batch; the loss and the gradient norm before clipping, of the whole batch."""
-
-    def count(self, batch: Batch) -> Totals:
-        """Calls, bytes and wire bytes of one step, by operation."""
-
-
 class Weft:
-    def __init__(self, case: Case) -> None:
-        self.mesh = Mesh(case.plan)
-        self.model = parallelize(_make_model(), case.plan, self.mesh)
+    def __init__(self, plan: Plan) -> None:
+        self.mesh = Mesh(plan)
+        self.model = parallelize(make_model(CONFIG), plan, self.mesh)
         pieces = [piece for _, piece in named_pieces(self.model)]
         self.optimizer = AdamW(pieces, lr=LEARNING_RATE, fused=True)
 
@@ -142,8 +148,8 @@ class Weft:
 class Peer:
     """The step that one would write by hand around torch's wrappers."""
 
-    def __init__(self, case: Case) -> None:
-        self.model = case.apply(_make_model())
+    def __init__(self, case: Case, apply: Callable[[Decoder], nn.Module]) -> None:
+        self.model = apply(make_model(CONFIG))
         self.degree = case.num_batch_ranks
         self.loss_context: Callable[[], AbstractContextManager[None]] = (
             loss_parallel if case.splits_logits else nullcontext
@@ -188,12 +194,6 @@ class Peer:
         return norm
 
 
-def _make_model() -> Decoder:
-    model = Decoder(CONFIG)
-    initialise(model, 0)
-    return model
-
-
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[DeviceMesh | None, list[nn.Parameter]]:
     kinds: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -203,81 +203,6 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> dict[DeviceMesh | None, list
 
 def _local(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-# --- measuring
-
-
-def measure(case: Case, num_steps: int) -> dict[str, Any]:
-    answers = run_local(lambda rank: _run_rank(case, num_steps), case.plan.num_ranks, timeout_seconds=900.0)
-    seconds, busy = {}, {}
-    for side in ("weft", "peer"):
-        ranks = [answer[side] for answer in answers]
-        seconds[side] = [max(steps) for steps in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-        busy[side] = [sum(steps) for steps in zip(*(rank["cpu_seconds"] for rank in ranks), strict=True)]
-    sent = {
-        side: {key: sum(answers[0][side]["traffic"][key].values()) for key in ("bytes", "wire_bytes")}
-        for side in ("weft", "peer")
-    }
-    quartiles = statistics.quantiles(_ratios(seconds), n=4)
-    return {
-        "layout": case.name,
-        "peer": case.peer,
-        "step_ratio": statistics.median(_ratios(seconds)),
-        "step_ratio_quartiles": [quartiles[0], quartiles[2]],
-        "cpu_ratio": statistics.median(_ratios(busy)),
-        "bytes_ratio": sent["weft"]["bytes"] / sent["peer"]["bytes"],
-        "wire_bytes_ratio": sent["weft"]["wire_bytes"] / sent["peer"]["wire_bytes"],
-        "step_seconds": {side: statistics.median(times) for side, times in seconds.items()},
-        "cpu_seconds": {side: statistics.median(times) for side, times in busy.items()},
-        "traffic": {side: answers[0][side]["traffic"] for side in ("weft", "peer")},
-        "worst_difference": max(answer["worst_difference"] for answer in answers),
-    }
-
-
-def _ratios(times: Mapping[str, Sequence[float]]) -> list[float]:
-    return [weft / peer for weft, peer in zip(times["weft"], times["peer"], strict=True)]
-
-
-def _run_rank(case: Case, num_steps: int) -> dict[str, Any]:
-    sides: dict[str, Side] = {"weft": Weft(case), "peer": Peer(case)}
-    index = dist.get_rank() // (case.plan.num_ranks // case.num_batch_ranks)
-    batches = _batches(index)
-    worst = _compare(sides, [next(batches) for _ in range(CHECKED_STEPS)])
-    batch = next(batches)
-    answer: dict[str, Any] = {"worst_difference": worst}
-    for name, side in sides.items():
-        answer[name] = {"traffic": side.count(batch), "seconds": [], "cpu_seconds": []}
-    for number in range(WARM_STEPS + num_steps):
-        batch = next(batches)
-        for name in list(sides)[:: 1 if number % 2 else -1]:
-            dist.barrier()
-            wall, busy = time.perf_counter(), time.process_time()
-            sides[name].step(batch)
-            if number >= WARM_STEPS:
-                answer[name]["seconds"].append(time.perf_counter() - wall)
-                answer[name]["cpu_seconds"].append(time.process_time() - busy)
-    dist.barrier()
-    return answer
-
-
-def _compare(sides: Mapping[str, Side], batches: Sequence[Batch]) -> float:
-    """The worst relative difference of losses and norms; the sides must have computed the same thing."""
-    worst = 0.0
-    for step, batch in enumerate(batches):
-        found = {name: side.step(batch) for name, side in sides.items()}
-        for what, weft, peer in zip(("loss", "gradient norm"), found["weft"], found["peer"], strict=True):
-            difference = abs(weft - peer) / abs(peer)
-            assert difference <= TOLERANCE, f"step {step}: {what} is {weft} with weft, {peer} with its peer"
-            worst = max(worst, difference)
-    return worst
-
-
-def _batches(index: int) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(index)
-    while True:
-        tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
-        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def show(one: Mapping[str, Any]) -> str:
@@ -298,20 +223,18 @@ def main() -> None:
     result: dict[str, Any] = {
         "benchmark": "peers",
         "aims": AIMS,
-        "conventions": CONVENTIONS,
+        "conventions": CONVENTIONS | COUNTED,
         "layouts": LAYOUTS,
         "model": to_table(CONFIG),
         "batch": {"sequences_per_batch_rank": BATCH, "tokens": SEQUENCE, "precision": "fp32"},
         "steps_measured": arguments.steps,
-        "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores, 1 thread a rank, Gloo",
-        "load_average_before": os.getloadavg()[0],
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        **environment(),
     }
     print(f"{'layout':36}{'peer':26}{'step':>6}{'quartiles':>11}{'cpu':>7}{'bytes':>7}{'wire':>7}")
     results = []
     for case in cases():
         if case.name.startswith(tuple(arguments.cases or ("",))):
-            results.append(measure(case, arguments.steps))
+            results.append(measure(case.comparison, arguments.steps))
             print(show(results[-1]), flush=True)
     if not arguments.cases:
         result |= {"load_average_after": os.getloadavg()[0], "results": results}

@@ -112,12 +112,18 @@ class CountCalls(TorchDispatchMode):
         "c10d::_allgather_base_": ("all_gather", 0),
         "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
         "c10d::broadcast_": ("broadcast", 0),
+        "c10d::send": ("send", 0),
         "_c10d_functional::all_reduce": ("all_reduce", 0),
         "_c10d_functional::all_reduce_": ("all_reduce", 0),
         "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
         "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
     }
-    SILENT = ("c10d::barrier", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+    SILENT = (
+        "c10d::barrier",
+        "c10d::recv_",  # the sender counts it
+        "_c10d_functional::wait_tensor",
+        "_c10d_functional::_wrap_tensor_autograd",
+    )
 
     def __init__(self) -> None:
         super().__init__()

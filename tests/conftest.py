@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+import torch._dynamo  # optimizers and fake tensors import it (for seconds): here, once, and not in every forked rank
 
 torch.set_num_threads(1)
 # Started in the background, a process ignores Ctrl-C and so do its children, which some tests interrupt.

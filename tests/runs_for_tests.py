@@ -35,6 +35,17 @@ MODEL_LAYOUTS = {
     "2 context x 2 x x 2 shard-2": ["plan.context=2", "plan.tensor.x=2", "plan.shard={degree=2, stage=2}"],
 }
 
+# And the model in stages, over four layers (see DEEP): copies of stages, and stages that share the tied embedding.
+PIPE_LAYOUTS = {
+    "2 pipe": ["plan.pipe=2", "plan.micro_batch=4"],
+    "4 pipe (gems)": ['plan.pipe={degree=4, schedule="gems"}', "plan.micro_batch=4"],
+    "2 pipe (interleaved) x 2 shard-3": [
+        'plan.pipe={degree=2, schedule="interleaved"}',
+        "plan.shard=2",
+        "plan.micro_batch=2",
+    ],
+}
+
 # Odd sizes, so that few tensors divide by a degree of shard; a tied head, so that one tensor has two names.
 RUN_FILE = """
 [model]
@@ -61,6 +72,9 @@ evaluate_sequences = 11
 every = 3
 keep_last = 100
 """
+
+
+DEEP = RUN_FILE.replace("num_hidden_layers = 2", "num_hidden_layers = 4")
 
 
 def write_text(path: Path, num_words: int = 20_000) -> Path:

@@ -116,6 +116,25 @@ def test_plan_in_words(run_file: Path, weft: Weft) -> None:
         assert words in left.out, words
 
 
+def test_plan_says_which_form_of_the_tensor_axes_is_better(run_file: Path, weft: Weft) -> None:
+    cluster = "cluster=h100:1x8"
+    left = weft("plan", run_file, "plan.tensor.x=2", cluster, "--json")
+    form = left.json["better_form"]
+    totals, seconds = {}, {}
+    for sequence in (False, True):
+        tensor = f"plan.tensor={{x=2, sequence={str(sequence).lower()}}}"
+        asked = weft("plan", run_file, tensor, cluster, "--json").json
+        assert asked["better_form"] == form  # whichever is asked about
+        totals[sequence], seconds[sequence] = asked["memory"]["total_bytes"], asked["seconds"]["step"]
+    assert totals[True] < totals[False]  # norms and residuals in parts
+    assert seconds[True] > seconds[False]  # as many bytes in more calls, which is what counts in a model this small
+    assert form["sequence"] is False
+    assert form["seconds_saved"] == pytest.approx(seconds[True] - seconds[False])
+    assert form["bytes_saved"] == totals[True] - totals[False]
+    assert "Of the two forms of x, the all-reduced" in weft("plan", run_file, "plan.tensor.x=2", cluster).out
+    assert "better_form" not in weft("plan", run_file, "plan.data=2", cluster, "--json").json
+
+
 def test_a_plan_larger_than_its_cluster_is_refused(run_file: Path, weft: Weft) -> None:
     left = weft("plan", run_file, "plan.data=16", "cluster=h100:1x8")
     assert left.status == 2

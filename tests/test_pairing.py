@@ -559,3 +559,18 @@ def test_a_pairing_knows_the_block_of_a_name() -> None:
     assert found.block_of("layers.10.fc.weight") == "layers.10"
     assert found.block_of("layers.1") == "layers.1"
     assert found.block_of("layers.2.fc") is None
+
+
+def test_no_backward_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has run one cannot fork ranks where torch knows GPUs, and `verify` asks before it forks."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a backward was run")
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", refuse)
+    monkeypatch.setattr(torch.autograd.graph, "_engine_run_backward", refuse)
+    with pytest.raises(AssertionError, match="a backward was run"):
+        torch.ones(1, requires_grad=True).sum().backward()
+    config = DecoderConfig(vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=2)
+    found = pair(Decoder(config).double())
+    assert {split.kind for split in found.splits.values()} == {"column", "row", "head"}

@@ -56,6 +56,14 @@ def test_what_is_left_out_has_its_default_and_a_number_is_a_degree(tmp_path: Pat
     assert read(tmp_path, "shard = 4") == Plan(shard=Shard(4, 3))
 
 
+def test_what_a_plan_of_the_tensor_axes_says_of_itself(tmp_path: Path) -> None:
+    plan = read(tmp_path, "tensor = { x = 4, y = 2, sequence = true, regather = true, chunks = 3 }")
+    assert plan == Plan(tensor=Tensor(4, 2, True, True, 3))
+    assert plan.describe_axes() == "x 4 (sequence, regather, 3 chunks) × y 2"
+    assert Plan(tensor=Tensor(4, sequence=True)).describe_axes() == "x 4 (sequence)"
+    assert read(tmp_path, plan.to_toml().removeprefix("[plan]\n")) == plan
+
+
 BAD_TABLES = {
     "dta = 2": "unknown key 'plan.dta'; did you mean 'data'?",
     "shard = { degre = 2 }": "unknown key 'plan.shard.degre'; did you mean 'degree'?",
@@ -78,6 +86,13 @@ BAD_TABLES = {
     "shard = 0": "plan.shard = 0; a degree is at least 1",
     "micro_batch = 0": "plan.micro_batch = 0; a micro-batch holds at least 1 sequence",
     "data = 2048\nshard = 1024": "the plan asks for 2097152 ranks (data 2048 × shard 1024 (stage 3)); at most 1048576",
+    "tensor = true": "'plan.tensor' = True but it expects an integer or a table { x, y, sequence, regather, chunks }",
+    "tensor = { x = 2, chunks = 2 }": "chunks = 2 cuts what tensor.sequence = true gathers and scatters, and sequence "
+    "is false; set sequence = true, or chunks = 1",
+    "tensor = { x = 2, chunks = 0 }": "plan.tensor.chunks = 0; what travels is cut into at least 1",
+    "tensor = { x = 2, regather = true }": "gathers again what tensor.sequence = true splits, and sequence is false",
+    'tensor = { sequence = true, regather = true }\nmemory = { recompute = "full" }': "recompute = 'full' gathers "
+    "again what enters the matmuls of a block as it is; use regather = false",
     'memory = { accumulate = "slice" }': "plan.memory.accumulate = 'slice' needs shard.stage 2 or 3",
     'shard = { degree = 2, stage = 1 }\nmemory = { accumulate = "slice" }': "given stage 1, degree 2",
 }

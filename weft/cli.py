@@ -33,7 +33,7 @@ from weft.display import (
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
 from weft.launch import Place, detect, start_local
-from weft.predict import micro_batch_profile, predict, run_cluster
+from weft.predict import better_form, micro_batch_profile, predict, run_cluster
 from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
@@ -116,13 +116,16 @@ def plan_command(
     if timeline:
         refuse_timeline(run.plan, path)
     cluster = run_cluster(run)
-    prediction = predict(run, cluster)
+    prediction, form = predict(run, cluster), better_form(run, cluster)
     console = _console(as_json)
     if as_json:
-        identity = run.split.identity(run.plan)
-        _print_json({"plan": run.plan.degrees, "batch": identity, "cluster": cluster.name, **prediction.to_json()})
+        found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
+        better = {} if form is None else {"better_form": asdict(form)}
+        _print_json({**found, **prediction.to_json(), **better})
     else:
         show_run(console, run, cluster, micro_batch_profile(run), prediction)
+        if form is not None:
+            console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
     if timeline and (path is not None or not as_json):
         show_timeline(console, prediction, path)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from torch import nn
@@ -22,6 +22,7 @@ from torch import nn
 from weft.blocks import find_blocks
 from weft.chains import CHANNEL_WISE, ELEMENT_WISE, sequential_couples, why_not_split
 from weft.cut import Interval, share_units, stack
+from weft.ends import Ends, find_ends
 from weft.errors import PlanError
 from weft.probe import Proof, Shares, is_convolution, is_linear, is_turned, linear_sizes, num_spatial_dims, prove_pair
 
@@ -109,6 +110,15 @@ class Pairing:
     inner: frozenset[str] = frozenset()  # parameters used by each rank for its own features or heads only
     scaled: dict[str, Scaled] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+    model: nn.Module | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def ends(self) -> Ends:
+        """What stands where the chain of blocks begins and ends."""
+        assert self.model is not None
+        norms = [name for name, module in self.model.named_modules() if is_norm(module) and not self.block_of(name)]
+        head = next((split.module for split in self.splits.values() if split.kind == "head"), None)
+        return find_ends(self.model, self.blocks, self.embeddings, norms, head)
 
     @property
     def is_whole(self) -> bool:
@@ -180,7 +190,7 @@ class _Finder:
                     self._single(_join(name, child), linears[child])
 
     def result(self) -> Pairing:
-        return Pairing(self.splits, tuple(self.embeddings), frozenset(self.inner), self.scaled, self.blocks)
+        return Pairing(self.splits, tuple(self.embeddings), frozenset(self.inner), self.scaled, self.blocks, self.model)
 
     def check_nothing_hidden(self) -> None:
         """Every matrix must be in a layer that was recognised; vectors (norms, biases, tokens) may stay whole."""

@@ -52,6 +52,11 @@ class Pipe:
         return cls(degree=_number(value, path, "degree, schedule, ..."))
 
     @property
+    def num_stages(self) -> int:
+        """Into how many parts the model is cut."""
+        return self.degree * ((self.chunks or 2) if self.schedule == "interleaved" else 1)
+
+    @property
     def options(self) -> dict[str, int]:
         """The schedule's own options, where given."""
         given = {"chunks": self.chunks, "batches": self.batches, "in_flight": self.in_flight}
@@ -75,17 +80,21 @@ class Shard:
 class Tensor:
     """The `x` and `y` axes of every matmul: outputs and inputs of a layer, swapped in alternate layers.
 
-    `sequence` also splits activations along the sequence over x between the matmuls of a block.
+    `sequence` also splits activations along the sequence over x between the matmuls of a block. `regather` then gathers
+    what enters the matmuls again in backward instead of keeping it whole: less memory, one more all-gather. `chunks`
+    cuts what is gathered and scattered, so that pieces of it travel while others are multiplied.
     """
 
     x: int = 1
     y: int = 1
     sequence: bool = False
+    regather: bool = False
+    chunks: int = 1
 
     @classmethod
     def from_shorthand(cls, value: Any, path: str) -> Tensor:
         """`tensor = 2` is `tensor = { x = 2 }`."""
-        return cls(x=_number(value, path, "x, y, sequence"))
+        return cls(x=_number(value, path, "x, y, sequence, regather, chunks"))
 
 
 @dataclass(frozen=True)
@@ -146,6 +155,27 @@ class Plan:
                 f"{self.shard.stage}, degree {self.shard.degree}; use 'whole' or raise the stage"
             )
 
+        self._check_sequence()
+
+    def _check_sequence(self) -> None:
+        if self.tensor.chunks < 1:
+            raise PlanError(f"plan.tensor.chunks = {self.tensor.chunks}; what travels is cut into at least 1")
+        if self.tensor.chunks > 1 and not self.tensor.sequence:
+            raise PlanError(
+                f"plan.tensor.chunks = {self.tensor.chunks} cuts what tensor.sequence = true gathers and scatters, and "
+                f"sequence is false; set sequence = true, or chunks = 1"
+            )
+        if self.tensor.regather and not self.tensor.sequence:
+            raise PlanError(
+                "plan.tensor.regather = true gathers again what tensor.sequence = true splits, and sequence is false; "
+                "set sequence = true, or regather = false"
+            )
+        if self.tensor.regather and self.memory.recompute != "none":
+            raise PlanError(
+                f"plan.tensor.regather = true, but memory.recompute = '{self.memory.recompute}' gathers again what "
+                f"enters the matmuls of a block as it is; use regather = false"
+            )
+
     def degree(self, axis: str) -> int:
         """The degree of an axis of `AXES`."""
         degrees = {
@@ -182,7 +212,11 @@ class Plan:
         notes = {"pipe": f" ({self.pipe.schedule})", "shard": f" (stage {self.shard.stage})"}
         notes["context"] = f" ({self.context.kind})"
         if self.tensor.sequence:
-            notes["x"] = " (sequence)"
+            words = [
+                *(["regather"] * self.tensor.regather),
+                *([f"{self.tensor.chunks} chunks"] * (self.tensor.chunks > 1)),
+            ]
+            notes["x"] = f" ({', '.join(['sequence', *words])})"
         parts = [f"{axis} {degree}{notes.get(axis, '')}" for axis, degree in self.degrees.items() if degree > 1]
         return " × ".join(parts) or "1 process"
 

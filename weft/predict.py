@@ -20,6 +20,7 @@ from torch import Tensor
 from weft.cluster import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic, expand
 from weft.config import Run
+from weft.errors import PlanError
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import ModelConfig, build, token_loss
 from weft.parallel import Cost, cost, local_cost, refuse
@@ -114,6 +115,50 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     limit = cluster.node.device.memory_bytes
     pipe_rank = None if staging is None else worst
     return Prediction(costs[worst], traffic[worst], limit, compute, told[worst], step, pipe_rank, timeline)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which form of the tensor axes is better for a run, and what it saves over the other."""
+
+    sequence: bool
+    seconds_saved: float | None
+    bytes_saved: int
+
+    def describe(self) -> str:
+        form = "sequence-sharded (tensor.sequence = true)" if self.sequence else "all-reduced (tensor.sequence = false)"
+        memory = f"{abs(self.bytes_saved) / 2**20:.4g} MiB {'less' if self.bytes_saved >= 0 else 'more'}"
+        time = "" if self.seconds_saved is None else f" and {self.seconds_saved * 1e3:.3g} ms a step shorter"
+        return f"the {form} is better: {memory}{time}"
+
+
+def better_form(run: Run, cluster: Cluster) -> Form | None:
+    """Whether a run with x > 1 had better split its residual stream along the sequence; None where it cannot.
+
+    Both forms send as many bytes over x. One that fits where the other does not is better; else the faster one; among
+    equals the one that holds less.
+    """
+    if run.plan.tensor.x == 1:
+        return None
+    found: dict[bool, Prediction] = {}
+    for sequence in (False, True):
+        tensor = replace(run.plan.tensor, sequence=sequence, regather=False, chunks=1)
+        try:
+            found[sequence] = predict(replace(run, plan=replace(run.plan, tensor=tensor)), cluster)
+        except PlanError:
+            return None
+    best = min(found, key=lambda sequence: _badness(found[sequence]))
+    mine, other = found[best], found[not best]
+    saved = None
+    if mine.step_seconds is not None and other.step_seconds is not None:
+        saved = other.step_seconds - mine.step_seconds
+    return Form(best, saved, other.cost.memory_bytes - mine.cost.memory_bytes)
+
+
+def _badness(prediction: Prediction) -> tuple[bool, float, int]:
+    seconds = prediction.step_seconds or 0.0
+    is_too_large = prediction.cost.memory_bytes > prediction.memory_limit_bytes
+    return is_too_large, float(f"{seconds:.3g}"), prediction.cost.memory_bytes
 
 
 # --- the time of a pipeline

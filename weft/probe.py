@@ -86,6 +86,18 @@ def is_feature_wise(module: nn.Module) -> bool:
         return False
 
 
+def is_token_wise(module: nn.Module) -> bool:
+    """Whether a module with parameters treats each token [batch, token, features] alone."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        whole = random_copy(module, generator)
+        value = torch.randn(2, 4, next(whole.parameters()).shape[-1], dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            return _equal(torch.cat([whole(half) for half in value.chunk(2, 1)], 1), whole(value))
+    except Exception:  # anything that the user's code may raise
+        return False
+
+
 def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """A float64 copy on the CPU with random parameters, and stand-ins for its linears; from any device."""
     stand_ins: dict[int, Any] = {
@@ -189,13 +201,23 @@ class _Part:
         return (output + self.others).detach()
 
     def reached_from(self, tensors: Sequence[Tensor]) -> set[str]:
-        """The parameters (and "" for the input) that a gradient of these tensors reaches."""
-        total = sum((tensor.sum() for tensor in tensors), torch.zeros(()))
-        if not total.requires_grad:
-            return set()
-        names, leaves = ["", *self.parameters], [self.value, *self.parameters.values()]
-        found = torch.autograd.grad(total, leaves, allow_unused=True, retain_graph=True)
-        return {name for name, gradient in zip(names, found, strict=True) if gradient is not None}
+        """The parameters (and "" for the input) that a gradient of these tensors reaches.
+
+        The graph is walked, not run: a process that has run a backward cannot fork ranks where torch knows GPUs.
+        """
+        names = {id(self.value): "", **{id(parameter): name for name, parameter in self.parameters.items()}}
+        found = {names[id(tensor)] for tensor in tensors if tensor.grad_fn is None and id(tensor) in names}
+        waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) in names:
+                found.add(names[id(leaf)])
+            following = {node for node, _ in node.next_functions if node is not None} - seen
+            seen |= following
+            waiting += following
+        return found
 
     def run(self, value: Tensor) -> Tensor:
         self.value = value

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -30,6 +29,7 @@ from weft.models.decoder import CausalAttention
 from weft.moved import Moved, MovedTally
 from weft.pairing import Pairing, is_convolution, is_linear, is_norm, pair
 from weft.probe import num_spatial_dims
+from weft.substitute import call_with
 
 aten = torch.ops.aten
 CUTS_ATTRIBUTE = "_weft_cuts"
@@ -263,7 +263,7 @@ def _count(
         state |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
         tally.ignore(state.values())
         with tally.watching(model):
-            output = functional_call(model, state, example())
+            output = call_with(model, state, example())
             if finish is not None:
                 finish(output)
     counted = [

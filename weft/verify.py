@@ -100,10 +100,12 @@ def verify(
     plan = replace(plan, precision="fp64")
     example = batch_fn(0)
     split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
-    refuse(_profile(model_fn, example, split), plan)
+    counted = _profile(model_fn, example, split)
+    refuse(counted, plan)
+    cost(counted, plan, split)  # what cannot be split is told before any rank starts
 
     def rank(index: int) -> dict[str, Any]:
-        return _run_rank(model_fn, batch_fn, plan, split, objective, steps, clip, ranks_per_node)
+        return _run_rank(counted, model_fn, batch_fn, plan, split, objective, steps, clip, ranks_per_node)
 
     answers = run_local(rank, plan.num_ranks, timeout_seconds)
     return Report(plan, (*_judge(answers, tolerance), _check_coverage(answers, plan)))
@@ -111,9 +113,11 @@ def verify(
 
 def verify_run(run: Run) -> Report:
     """Prove a run's plan on a shrunk copy of its model, with random tokens of which some are masked."""
-    config = run.model.shrunk()
-    plan = replace(run.plan, micro_batch=2)
-    num_sequences = plan.num_batch_ranks * 2 * min(2, run.split.accumulation)
+    pipe = run.plan.pipe
+    config = run.model.shrunk(max(2, pipe.num_stages))
+    plan = replace(run.plan, micro_batch=2, pipe=replace(pipe, split=()))  # whose names are the whole model's
+    most = 2 * pipe.degree if pipe.degree > 1 else 2
+    num_sequences = plan.num_batch_ranks * 2 * (pipe.batches or min(most, run.split.accumulation))
     sequence = min(16, run.data.sequence)
 
     def model_fn() -> nn.Module:
@@ -136,6 +140,7 @@ def verify_run(run: Run) -> Report:
 
 
 def _run_rank(
+    counted_profile: Profile,
     model_fn: ModelFn,
     batch_fn: BatchFn,
     plan: Plan,
@@ -145,7 +150,6 @@ def _run_rank(
     clip: float | None,
     ranks_per_node: int | None,
 ) -> dict[str, Any]:
-    counted_profile = _profile(model_fn, batch_fn(0), split)
     part = split.micro_batch if counted_profile.batch_mixers else split.batch
     expected = _run_sequential(_make(model_fn), batch_fn, objective, steps, clip, part)
     mesh = Mesh(plan, ranks_per_node=ranks_per_node)
@@ -235,12 +239,13 @@ def _make(model_fn: ModelFn) -> nn.Module:
 
 
 def _optimizer(model: nn.Module) -> Optimizer:
-    return AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, foreach=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return AdamW(trained or [torch.zeros(0, requires_grad=True)], lr=LEARNING_RATE, foreach=True)  # a frozen stage
 
 
 def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit) -> Profile:
     inputs = batch[0][: split.micro_batch]
-    return profile(_make(model_fn), lambda: (torch.empty_like(inputs, dtype=_double(inputs.dtype), device="cpu"),))
+    return profile(_make(model_fn), lambda: (inputs.to("cpu", _double(inputs.dtype), copy=True),))
 
 
 def _own_batches(batch: Batch, split: BatchSplit, index: int) -> list[Batch]:

@@ -109,7 +109,7 @@ class DecoderConfig:
     def num_layers(self) -> int:
         return self.num_hidden_layers
 
-    def shrunk(self) -> DecoderConfig:
+    def shrunk(self, num_layers: int = 2) -> DecoderConfig:
         """A tiny config of the same structure, for verification in float64 in a moment.
 
         The ratio of query to key heads is kept up to 8, whether heads * head_dim equals hidden_size is kept, and a
@@ -130,7 +130,7 @@ class DecoderConfig:
             vocab_size=min(self.vocab_size, 61),
             hidden_size=hidden_size,
             intermediate_size=min(self.intermediate_size, 64),
-            num_hidden_layers=min(self.num_hidden_layers, 2),
+            num_hidden_layers=min(self.num_hidden_layers, num_layers),
             num_attention_heads=num_heads,
             num_key_value_heads=num_key_value_heads,
             head_dim=head_dim if is_square else 2 * head_dim,

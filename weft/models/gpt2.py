@@ -57,7 +57,7 @@ class GPT2Config:
     def inner_size(self) -> int:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
-    def shrunk(self) -> GPT2Config:
+    def shrunk(self, num_layers: int = 2) -> GPT2Config:
         """A tiny config of the same structure, for verification in float64 in a moment."""
         num_heads = min(self.n_head, 8)
         return replace(
@@ -65,7 +65,7 @@ class GPT2Config:
             vocab_size=min(self.vocab_size, 61),
             n_positions=min(self.n_positions, 64),
             n_embd=num_heads * min(self.n_embd // self.n_head, 32 // num_heads),
-            n_layer=min(self.n_layer, 2),
+            n_layer=min(self.n_layer, num_layers),
             n_head=num_heads,
             n_inner=None if self.n_inner is None else min(self.n_inner, 64),
         )

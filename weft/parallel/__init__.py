@@ -219,11 +219,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh) -> Tens
         return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
     gradients = [flat.slice_gradient for flat in flats if flat.slice_gradient is not None]
     replicas = [flat.layout.replicas * flat.copies for flat in flats]
-    norms = torch.stack(torch._foreach_norm(gradients)).double()
-    squared = (norms.square() / torch.tensor(replicas, device=norms.device)).sum()
+    squared = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    if gradients:  # a stage may be frozen
+        norms = torch.stack(torch._foreach_norm(gradients)).double()
+        squared += (norms.square() / torch.tensor(replicas, device=norms.device)).sum()
     all_reduce(squared, mesh["state"]).wait()
     norm = squared.sqrt()
-    if max_norm is not None:
+    if max_norm is not None and gradients:
         torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
     return norm
 

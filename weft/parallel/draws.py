@@ -20,6 +20,7 @@ class Draws:
         self.axis, self.device = axis, device
         self._common: tuple[Tensor, Tensor | None] | None = None
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # the random state is no part of a compiled graph
     def apart(self) -> None:
         """From here on draw for this rank alone."""
         if self._common is not None:
@@ -27,8 +28,9 @@ class Draws:
         seed = int(torch.randint(0, 2**62, ()))  # the same on all ranks: they have drawn alike so far
         on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         self._common = torch.get_rng_state(), on_device
-        torch.manual_seed(seed + self.axis.index)
+        seed_draws(seed + self.axis.index, self.device)
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def alike(self) -> None:
         """Go on where all ranks of the axis drew alike."""
         if self._common is None:
@@ -42,6 +44,17 @@ class Draws:
     def forget(self) -> None:
         """A new forward: whatever a forward that was cut short has left is not gone on with."""
         self._common = None
+
+
+def seed_draws(seed: int, device: torch.device) -> None:
+    """Start the draws of a model on `device` anew.
+
+    torch.manual_seed also tells every other kind of device, which takes longer than the forward of a small block.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def has_dropout(model: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from weft.comm.ledger import Key
 from weft.cut import share
 from weft.pairing import Split, is_norm
 from weft.parallel.layout import COMPUTE_DTYPE
-from weft.parallel.tensor_cuts import parameter_cuts
+from weft.parallel.tensor_cuts import ends_of, parameter_cuts
 from weft.parallel.tensor_norm import ALONE, split_norm
 from weft.parallel.vocabulary import loss_bytes
 from weft.plan import Plan
@@ -60,11 +60,12 @@ class _Meter:
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.size = COMPUTE_DTYPE[plan.precision].itemsize
         self.sequence = plan.tensor.sequence and self.x > 1
+        self.ends = ends_of(self.pairing, plan)
         self.blocks = {block.name: block for block in profile.blocks}
         self.frozen = {p.name for block in profile.all for p in block.parameters if not p.trainable}
 
     def enter(self, split: Split) -> Calls:
-        """Into a region: dI summed over x. With `sequence` I is gathered, and again for dW if a part is kept.
+        """Into a region: dI summed over x. With `sequence` I is gathered, and with `regather` again for dW.
 
         Where the stream is whole over y, our part of I is taken, and dI put together.
         """
@@ -77,14 +78,13 @@ class _Meter:
             return
         begin, end = share(layer.in_features, self.y, self.y_index)
         whole = layer.in_rows * (end - begin) * self.size
-        if not (self.sequence and self._in_block(split.module)):
+        if not (self.sequence and (self._in_block(split.module) or split.module == self.ends.head)):
             yield from [(("x", "all_reduce"), whole)] * calls * layer.needs_gradient
             return
         same = [s for s in self.pairing.splits.values() if s is split or (split.parent and s.parent == split.parent)]
-        keeps_part = self.plan.memory.recompute == "none" and any(self._trains(s.module) for s in same)
-        gathers = self._forwards(split.module) + calls * (layer.needs_gradient and keeps_part)
-        yield from [(("x", "all_gather"), whole)] * gathers
-        yield from [(("x", "reduce_scatter"), whole)] * calls * layer.needs_gradient
+        again = self.plan.tensor.regather and layer.needs_gradient and any(self._trains(s.module) for s in same)
+        yield from self._in_chunks("all_gather", whole, self._forwards(split.module) + calls * again)
+        yield from self._in_chunks("reduce_scatter", whole, calls * layer.needs_gradient)
 
     def column(self, split: Split) -> Calls:
         """Partial sums over y; the head's loss; the gathered outputs."""
@@ -104,8 +104,8 @@ class _Meter:
         layer, calls = self.profile.layers[split.module], self._calls(split.module)
         whole = layer.rows * layer.out_features // self.y * self.size
         if self.x > 1 and self.sequence and self._in_block(split.module):
-            yield from [(("x", "reduce_scatter"), whole)] * self._results(split.module)
-            yield from [(("x", "all_gather"), whole)] * calls * self._has_backward(split)
+            yield from self._in_chunks("reduce_scatter", whole, self._results(split.module))
+            yield from self._in_chunks("all_gather", whole, calls * self._has_backward(split))
         elif self.x > 1:
             yield from [(("x", "all_reduce"), whole)] * self._results(split.module)
         if self.y > 1 and self.pairing.is_whole:
@@ -119,8 +119,9 @@ class _Meter:
         for name in self.pairing.embeddings:
             layer, forwards = self.profile.layers[name], self._results(name)
             whole = layer.rows * layer.out_features * self.size
+            operation = "reduce_scatter" if name == self.ends.embedding else "all_reduce"
             if self.x > 1:
-                yield from [(("x", "all_reduce"), whole // self.y)] * forwards
+                yield from [(("x", operation), whole // self.y)] * forwards
             if self.y > 1 and self.pairing.is_whole:
                 yield from [(("y", "all_gather"), whole)] * forwards
 
@@ -131,20 +132,25 @@ class _Meter:
             module, rows = self.profile.model.get_submodule(name), layer.rows
             if not is_norm(module) or f"{name}.weight" in self.pairing.inner:
                 continue
-            if self.sequence and self._in_block(name):
+            if self.sequence and (self._in_block(name) or name == self.ends.norm):
                 rows //= self.x
             times = self._forwards(name) + self._calls(name) * layer.needs_gradient
             one = (("y", "all_reduce"), rows * max(4, self.size))
             yield from [one] * times * (2 if isinstance(module, nn.LayerNorm) else 1)
 
     def sequence_ends(self) -> Calls:
-        """After the last block the parts are gathered, and before the first, in backward, their gradients."""
+        """Behind the last block parts are gathered, unless by the head; before the first, in backward, gradients."""
         if not self.sequence:
             return
         in_first = (layer for name, layer in self.profile.layers.items() if self._block(name) == self.pairing.blocks[0])
         first = next(in_first, None)
         whole = self.profile.stream_numel // (1 if self.pairing.is_whole else self.y) * self.size
-        yield from [(("x", "all_gather"), whole)] * (1 + (first is None or first.needs_gradient))
+        num_gathers = (self.ends.head is None) + (first is None or first.needs_gradient)
+        yield from [(("x", "all_gather"), whole)] * num_gathers
+
+    def _in_chunks(self, operation: str, whole: int, times: int) -> Calls:
+        chunks = self.plan.tensor.chunks
+        yield from [(("x", operation), whole // chunks)] * chunks * times
 
     def _local_width(self, split: Split) -> int:
         return sum(end - begin for begin, end in split.over_x(self.x, self.x_index))
@@ -225,6 +231,7 @@ class _Stream:
         self.profile, self.pairing, self.plan = profile, profile.pairing, plan
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.dtype = COMPUTE_DTYPE[plan.precision]
+        self.ends = ends_of(self.pairing, plan)
         self._per_row: dict[tuple[type[nn.Module], int, bool], int] = {}
 
     def local(self, block: Block) -> Block:
@@ -235,15 +242,13 @@ class _Stream:
             return replace(block, flops=flops, attention_flops=attention)
         if self.pairing.is_whole and (not block.name or any(split.num_spatial for split in self._splits(block.name))):
             return replace(block, flops=flops, saved_bytes=self._around_convolutions(block))
-        parts = self.x if self.plan.tensor.sequence and block.name else 1
-        over = parts if self.pairing.is_whole else parts * self.y
+        over = self._over(bool(block.name) or self.ends.head is not None)
         inputs, outputs = self._inputs(block.name), self._outputs(block.name)
-        is_split = self.y > 1 and not self.pairing.is_whole
-        norms, local_norms = self._norms(block.name, False), self._norms(block.name, is_split)
+        norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
         none, selective, full = (block.saved_bytes[kind] for kind in ("none", "selective", "full"))
         inside = max(0, none - norms - inputs)
-        keeps_part = self.plan.memory.recompute == "none"
-        saved = {"none": inside // self.x + local_norms // over + inputs // (parts * self.y if keeps_part else self.y)}
+        parts = self.x if self.plan.tensor.sequence and self.plan.tensor.regather else 1
+        saved = {"none": inside // self.x + local_norms + inputs // (self.y * parts)}
         if block.name:
             inside = max(0, selective - full - outputs)
             saved |= {"selective": full // over + outputs // self.y + inside // self.x, "full": full // over}
@@ -285,9 +290,14 @@ class _Stream:
         layers = [self.profile.layers[split.module] for split in self._splits(block) if split.kind == "row"]
         return sum(layer.rows * layer.out_features for layer in layers) * self.dtype.itemsize
 
-    def _norms(self, block: str, is_split: bool) -> int:
+    def _over(self, is_split: bool) -> int:
+        """Over how many ranks the stream goes, where `sequence` splits it or not."""
+        over_y = 1 if self.pairing.is_whole else self.y
+        return over_y * (self.x if self.plan.tensor.sequence and is_split else 1)
+
+    def _norms(self, block: str, is_local: bool) -> int:
         assert self.profile.model is not None
-        total = 0
+        total, is_split = 0, is_local and self.y > 1 and not self.pairing.is_whole
         for name, layer in self.profile.layers.items():
             module = self.profile.model.get_submodule(name)
             is_here = (self.pairing.block_of(name) or "") == block
@@ -295,7 +305,8 @@ class _Stream:
                 key = type(module), layer.in_features, is_split
                 if key not in self._per_row:
                     self._per_row[key] = _saved_per_row(module, layer.in_features, self.dtype, is_split)
-                total += layer.rows * self._per_row[key]
+                over = self._over(bool(block) or name == self.ends.norm) if is_local else 1
+                total += layer.rows * self._per_row[key] // over
         return total
 
     def _splits(self, block: str) -> Iterator[Split]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.cut import Cut, Interval, share
+from weft.ends import Ends
 from weft.pairing import Pairing
 from weft.plan import Plan
 
@@ -21,10 +22,16 @@ def parameter_cuts(
     return {name: make.cut(name, shape) for name, shape in shapes.items()}
 
 
+def ends_of(pairing: Pairing, plan: Plan) -> Ends:
+    """Where `tensor.sequence` splits the sequence beyond the chain of blocks."""
+    return pairing.ends if plan.tensor.sequence and plan.tensor.x > 1 and not pairing.is_whole else Ends()
+
+
 class _CutMaker:
     def __init__(self, pairing: Pairing, plan: Plan, x: int, y: int) -> None:
         self.pairing, self.plan, self.x, self.y = pairing, plan, x, y
         self.num_x, self.num_y = plan.tensor.x, plan.tensor.y
+        self.ends = ends_of(pairing, plan)
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut:
         module, _, leaf = name.rpartition(".")
@@ -63,7 +70,9 @@ class _CutMaker:
 
     def _outside_sums(self, name: str) -> tuple[str, ...]:
         """Between regions each rank of x has its own part of the sequence, so gradients there are partial."""
-        is_split = self.plan.tensor.sequence and self.num_x > 1 and self.pairing.block_of(name) is not None
+        if not self.plan.tensor.sequence or self.num_x == 1:
+            return ()
+        is_split = self.pairing.block_of(name) is not None or name.rpartition(".")[0] == self.ends.norm
         return ("x",) if is_split else ()
 
     def _make(

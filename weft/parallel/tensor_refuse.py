@@ -81,6 +81,11 @@ def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | No
                 f"tensor.sequence = true splits the {local} tokens that a rank has of each sequence over x = "
                 f"{plan.tensor.x}; use a sequence that it divides, or tensor.sequence = false"
             )
+        if local // plan.tensor.x % plan.tensor.chunks:
+            return (
+                f"tensor.chunks = {plan.tensor.chunks} does not divide the {local // plan.tensor.x} tokens that a rank "
+                f"of x = {plan.tensor.x} has of each sequence; use {_divisors(local // plan.tensor.x)}"
+            )
     return None
 
 

@@ -224,7 +224,7 @@ class Units:
         self._fetch_ahead(unit, -1)
 
     def _take(self, number: int, place: int, index: int, parameter: Tensor) -> None:
-        if parameter.grad is None:  # a linear over x or y delivers its weight's gradient later
+        if parameter.grad is None:  # it went into an operation whose backward had nothing for it
             return
         unit = self.all[number]
         flat = unit.trained[place]

@@ -17,7 +17,6 @@ from torch.autograd import Function
 from weft.comm import Axis, all_reduce
 from weft.errors import PlanError
 from weft.models.loss import IGNORE, token_loss
-from weft.parallel.tensor_ops import leave
 
 _ATTRIBUTE = "_weft_vocabulary"
 
@@ -92,8 +91,8 @@ class _SplitCrossEntropy(Function):
         return result.to(ctx.dtype).view(ctx.shape), None, None
 
 
-def split_embedding(module: nn.Embedding, tokens: Tensor, begin: int, axis: Axis) -> Tensor:
-    """Rows that this rank holds, zeros for the others, summed over the axis; NaN for tokens that none holds."""
+def split_embedding(module: nn.Embedding, tokens: Tensor, begin: int) -> Tensor:
+    """Rows that this rank holds, zeros for the others, to be summed over x; NaN for tokens that none holds."""
     own = (tokens >= begin) & (tokens < begin + module.weight.shape[0])
     local = torch.where(own, tokens - begin, 0)
     padding = module.padding_idx
@@ -101,5 +100,4 @@ def split_embedding(module: nn.Embedding, tokens: Tensor, begin: int, axis: Axis
         padding = padding - begin if begin <= padding < begin + module.weight.shape[0] else None
     rows = F.embedding(local, module.weight, padding)
     unknown = (tokens < 0) | (tokens >= module.num_embeddings)
-    rows = (rows * own[..., None].to(rows.dtype)).masked_fill(unknown[..., None], float("nan"))
-    return leave(rows, axis)
+    return (rows * own[..., None].to(rows.dtype)).masked_fill(unknown[..., None], float("nan"))

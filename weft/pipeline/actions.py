@@ -129,25 +129,26 @@ class Schedule:
         return frozenset(step.stage for step in steps if isinstance(step, Action) and step.kind == "weight")
 
     @cached_property
-    def _edges_at(self) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-        """Indices of the edges (into, out of) each stage."""
-        into: dict[int, list[int]] = defaultdict(list)
-        out_of: dict[int, list[int]] = defaultdict(list)
-        for index, edge in enumerate(self.edges):
-            into[edge.target].append(index)
-            out_of[edge.source].append(index)
-        return into, out_of
+    def edges_into(self) -> tuple[list[int], ...]:
+        """Indices of the edges into each stage."""
+        return tuple([i for i, edge in enumerate(self.edges) if edge.target == s] for s in range(self.num_stages))
+
+    @cached_property
+    def edges_out_of(self) -> tuple[list[int], ...]:
+        """Indices of the edges out of each stage."""
+        return tuple([i for i, edge in enumerate(self.edges) if edge.source == s] for s in range(self.num_stages))
 
     def needs(self, action: Action) -> list[Need]:
         """What must have happened before `action`."""
-        into, out_of = self._edges_at
         stage, micro_batch, replica = action.stage, action.micro_batch, action.replica
         if action.kind == "weight":
             return [Need(Action("backward", stage, micro_batch, replica), None)]
         if action.kind == "forward":
-            return [Need(Action("forward", self.edges[i].source, micro_batch, replica), i) for i in into.get(stage, ())]
+            return [
+                Need(Action("forward", self.edges[i].source, micro_batch, replica), i) for i in self.edges_into[stage]
+            ]
         own = Need(Action("forward", stage, micro_batch, replica), None)
-        outward = [index for index in out_of.get(stage, ()) if self.edges[index].backward]
+        outward = [index for index in self.edges_out_of[stage] if self.edges[index].backward]
         return [own, *(Need(Action("backward", self.edges[i].target, micro_batch, replica), i) for i in outward)]
 
     def messages(self, action: Action) -> tuple[list[Message], list[Message]]:
@@ -155,7 +156,6 @@ class Schedule:
         if action.kind == "weight":
             return [], []
         forward = action.kind == "forward"
-        into, out_of = self._edges_at
         here = self.rank_of(action.stage, action.replica)
 
         def ends(what: str, indices: Iterable[int], upstream: bool) -> list[Message]:
@@ -170,7 +170,7 @@ class Schedule:
                     found.append(Message(kind, action.stage, action.micro_batch, action.replica, peer, index))
             return found
 
-        inward, outward = into.get(action.stage, ()), out_of.get(action.stage, ())
+        inward, outward = self.edges_into[action.stage], self.edges_out_of[action.stage]
         received = ends("recv", inward if forward else outward, upstream=forward)
         return received, ends("send", outward if forward else inward, upstream=not forward)
 

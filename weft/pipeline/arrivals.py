@@ -1,8 +1,9 @@
 """AxoNN's message-driven order (Singh and Bhatele 2022): a rank runs whichever forward or backward has arrived first.
 
 Each stage takes its micro-batches in order, forwards as well as backwards; what is free is which of the two comes next.
-A backward that could run goes first, and at most `in_flight` micro-batches are between a stage's forward and backward.
-So gradients add up in one order whatever arrives when, and a run equals its replay to the bit.
+Where both could run, the kind that did not run last does: backwards that have piled up behind a late rank would starve
+the stages after this one. At most `in_flight` micro-batches are between a stage's forward and backward. So gradients
+add up in one order whatever arrives when, and a run equals its replay to the bit.
 
 NCCL can be asked whether a message has come. Gloo cannot, so there a thread for each channel waits, and tells.
 """
@@ -85,6 +86,7 @@ class AsTheyCome:
         assert isinstance(caps, Sequence)
         self.in_flight = int(caps[stage])
         self._done = {"forward": 0, "backward": 0}
+        self._last = "forward"
         self._posted = {"forward": 0, "backward": 0}
 
     def next(self, replay: Action | None = None) -> Action | None:
@@ -100,19 +102,20 @@ class AsTheyCome:
             for action, keys in zip(may_run, needs, strict=True):
                 if self.arrivals.have(keys):
                     self._done[action.kind] += 1
+                    self._last = action.kind
                     return action
             self.arrivals.wait_for_one(needs)
         return None
 
     def _may_run(self) -> list[Action]:
-        """The next backward, then the next forward, as far as the stage itself allows."""
+        """The next backward and the next forward, as far as the stage itself allows; by turns."""
         forward, backward = self._done["forward"], self._done["backward"]
         found = []
         if backward < forward:
             found.append(Action("backward", self.stage, backward))
         if forward < self.schedule.num_micro_batches and forward - backward < self.in_flight:
             found.append(Action("forward", self.stage, forward))
-        return found
+        return found if self._last == "forward" else found[::-1]
 
     def _post_ahead(self) -> None:
         for kind, done in self._done.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,8 @@ from weft.pipeline.deferred import Deferred
 from weft.pipeline.partition import Route, cut, partition
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
-from weft.pipeline.stage import Walk, skeleton, stage_model
+from weft.pipeline.stage import Walk
+from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.trace import trace
 from weft.plan import Plan
 from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
@@ -89,17 +90,31 @@ class Staging:
         """How many ranks along `pipe` hold a parameter that these stages hold."""
         return len(self.placement) * max(1, len(stages))
 
-    def schedule(self, num_micro_batches: int) -> Schedule:
-        """The schedule of a step with its messages, proved consistent."""
+    def schedule(self, num_micro_batches: int, with_backward: bool = True) -> Schedule:
+        """The schedule of a step with its messages, proved consistent.
+
+        Mirrored replicas have rules for the number of micro-batches; where only forwards run, one replica takes all.
+        """
         pipe = self.plan.pipe
-        made = make_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
-        made = with_messages(made, self.route.edges)
+        name, options = pipe.schedule, pipe.options
+        if len(self.placement) > 1 and not with_backward:
+            name, options = "gpipe", {}
+        made = make_schedule(name, pipe.degree, num_micro_batches, **options)
+        made = with_messages(replace(made, placement=self.placement), self.route.edges)
         check(made)
         return made
 
 
 def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Staging:
-    """Cut a profiled model into the plan's stages."""
+    """Cut a profiled model into the plan's stages; asked again, the same."""
+    made: dict[tuple[Plan, str], Staging] = vars(whole).setdefault("_stagings", {})
+    key = plan, str(device)
+    if key not in made:
+        made[key] = _stage(whole, plan, torch.device(device))
+    return made[key]
+
+
+def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     if whole.example is None:
         raise PlanError(
             f"pipe = {plan.pipe.degree} cuts the model where a forward goes through it; pass example=, which makes the "
@@ -107,10 +122,9 @@ def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Sta
         )
     assert whole.model is not None
     bare, pipe = skeleton(whole.model), plan.pipe
-    num_stages = pipe.degree * (pipe.chunks or 2 if pipe.schedule == "interleaved" else 1)
-    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], torch.device(device), plan.tensor.y)
-    stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), num_stages, pipe)
-    return Staging(plan, bare, stage_of, cut(found, stage_of, num_stages))
+    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], device, plan.tensor.y)
+    stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
+    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages))
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:
@@ -182,7 +196,7 @@ def _build_stage(
     deferred = None
     if staging.plan.pipe.schedule == "zero-bubble":
         deferred = Deferred(model, units.add_late_gradient)
-    walk = Walk(number, model, staging.units(number), routes.find)
+    walk = Walk(number, model, staging.units(number), routes.find, mesh.device)
     return Stage(number, replica, model, units, walk, names, deferred)
 
 

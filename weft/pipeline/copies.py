@@ -46,7 +46,7 @@ class Copies:
                     other.copy_(gradients[0])
             for buffer in sharing.buffers:
                 all_reduce(buffer, sharing.axis).wait()
-                buffer.div_(sharing.axis.degree)
+                buffer.div_(sharing.axis.degree, rounding_mode=None if buffer.is_floating_point() else "floor")
 
 
 def running_statistics(model: nn.Module) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ def running_statistics(model: nn.Module) -> tuple[Tensor, ...]:
     found = []
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
-            found += [module.running_mean, module.running_var]
+            found += [module.running_mean, module.running_var, module.num_batches_tracked]
     return tuple(tensor for tensor in found if isinstance(tensor, torch.Tensor))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weft.comm.ledger import Key
 from weft.parallel.layout import master_bytes, trained_layouts
-from weft.pipeline.actions import Action, Message, Schedule
+from weft.pipeline.actions import Message, Schedule
 from weft.pipeline.build import Staging
 from weft.pipeline.copies import running_statistics
 from weft.pipeline.simulate import simulate
@@ -38,18 +38,15 @@ def pipeline_cost(
         own = stage_cost(part, replace(split, accumulation=_count(schedule, stage, replica)))
         saved[stage] = own.saved_bytes
         total += replace(own, saved_bytes=0)
-        pairs += _copies(staging, part, plan, stage)
+        pairs += _copies(staging, part, plan, stage, replica)
     alive = simulate(schedule, activation_bytes=saved).peak_activation_bytes[index]
     return total + Cost(tally(pairs), saved_bytes=int(alive))
 
 
 def _count(schedule: Schedule, stage: int, replica: int) -> int:
     """How many micro-batches a replica's stage takes."""
-    steps = schedule.lists[schedule.rank_of(stage, replica)] if replica < len(schedule.placement) else ()
-    return sum(
-        isinstance(step, Action) and (step.kind, step.stage, step.replica) == ("forward", stage, replica)
-        for step in steps
-    )
+    steps = schedule.compute(schedule.rank_of(stage, replica))
+    return sum((step.kind, step.stage, step.replica) == ("forward", stage, replica) for step in steps)
 
 
 def edge_bytes(staging: Staging) -> list[int]:
@@ -64,15 +61,16 @@ def _messages(staging: Staging, schedule: Schedule, index: int) -> list[tuple[Ke
     return [(("pipe", "send"), sizes[message.edge]) for message in sent]
 
 
-def _copies(staging: Staging, part: Profile, plan: Plan, stage: int) -> list[tuple[Key, int]]:
-    """What a stage says to its copies: gradients, and BatchNorm's statistics."""
+def _copies(staging: Staging, part: Profile, plan: Plan, stage: int, replica: int) -> list[tuple[Key, int]]:
+    """What a stage says to its copies: gradients, and BatchNorm's statistics. A rank speaks once for all its stages."""
     pairs: list[tuple[Key, int]] = []
-    is_mirrored = len(staging.placement) > 1
+    is_mirrored, ranks = len(staging.placement) > 1, staging.placement[replica]
     for layout in trained_layouts(part, plan):
         num_bytes = layout.slice_numel * master_bytes(plan)
         if is_mirrored:
             pairs.append((("mirror", "all_reduce"), num_bytes))
-        if layout.stages and len({staging.placement[0][number] for number in layout.stages}) > 1:
+        holders = [ranks[number] for number in layout.stages]
+        if len(set(holders)) > 1 and layout.stages[holders.index(ranks[stage])] == stage:
             pairs.append((("tied", "all_reduce"), num_bytes))
     if is_mirrored and part.model is not None:
         pairs += [

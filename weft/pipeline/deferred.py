@@ -39,10 +39,10 @@ class Deferred:
 
         return finish
 
-    def _linear(self, module: nn.Linear, value: Tensor) -> Tensor:
+    def _linear(self, module: nn.Linear, input: Tensor) -> Tensor:  # named as nn.Linear's, which may be used
         if not torch.is_grad_enabled() or not module.weight.requires_grad:
-            return F.linear(value, module.weight, module.bias)
-        out: Tensor = _Linear.apply(value, module.weight, module.bias, self)
+            return F.linear(input, module.weight, module.bias)
+        out: Tensor = _Linear.apply(input, module.weight, module.bias, self)
         return out
 
     def put_down(self, value: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -65,13 +65,13 @@ class _Linear(Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, deferred: Deferred) -> Tensor:
-        ctx.save_for_backward(value, weight)
-        ctx.bias, ctx.deferred = bias, deferred
+        ctx.save_for_backward(value)
+        # Not saved, for what is saved may come back as another tensor (recompute, offload).
+        ctx.weight, ctx.bias, ctx.deferred = weight, bias, deferred
         return F.linear(value, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
-        value, weight = ctx.saved_tensors
-        (gradient,) = gradients
-        ctx.deferred.put_down(value, gradient, weight, ctx.bias)
-        return (gradient @ weight if ctx.needs_input_grad[0] else None), None, None, None
+        (value,), (gradient,) = ctx.saved_tensors, gradients
+        ctx.deferred.put_down(value, gradient, ctx.weight, ctx.bias)
+        return (gradient @ ctx.weight if ctx.needs_input_grad[0] else None), None, None, None

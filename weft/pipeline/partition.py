@@ -46,6 +46,14 @@ class Route:
         return tuple(map(frozenset, used))
 
     @cached_property
+    def crossing(self) -> tuple[frozenset[int], ...]:
+        """The tensors that each stage makes for others."""
+        made: list[set[int]] = [set() for _ in range(self.num_stages)]
+        for edge in self.edges:
+            made[edge.source].add(int(edge.name))
+        return tuple(map(frozenset, made))
+
+    @cached_property
     def last_event(self) -> tuple[int, ...]:
         """Where each stage has done its part."""
         last = [0] * self.num_stages
@@ -56,8 +64,10 @@ class Route:
 
     def does(self, stage: int, place: int) -> bool:
         """Whether a stage does the event at `place` itself."""
-        own = self.stages[place]
-        return own == stage if own is not None else self.trace.events[place].parameters <= self.parameters[stage]
+        own, event = self.stages[place], self.trace.events[place]
+        if own is not None:
+            return own == stage
+        return not event.outputs or event.parameters <= self.parameters[stage]
 
 
 def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
@@ -67,7 +77,7 @@ def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
     for event in trace.events[:-1]:
         inputs = [stage for number in event.inputs if (stage := where.get(number)) is not None]
         latest = max(inputs, default=None)
-        stage = stage_of[event.name] if event.is_call else latest
+        stage = stage_of[event.name] if event.is_call else latest if event.outputs else None
         if latest is not None and stage is not None and latest > stage:
             raise PlanError(
                 f"'{event.name}' is in stage {stage} but takes what stage {latest} makes, so the chain goes back; put "
@@ -75,7 +85,35 @@ def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
             )
         stages.append(stage)
         where.update(dict.fromkeys(event.outputs, stage))
-    return Route(trace, num_stages, (*stages, num_stages - 1))
+    route = Route(trace, num_stages, (*stages, num_stages - 1))
+    _refuse_changes(route)
+    return route
+
+
+def _refuse_changes(route: Route) -> None:
+    """What a stage changes in place is not to be seen by others: they have copies of their own, made at other times."""
+    source: dict[int, int | None] = {}
+    uses: dict[int, list[int | None]] = {}  # the stages that have used a tensor so far
+    changed: dict[int, tuple[str, int | None]] = {}
+    for event, stage in zip(route.trace.events, route.stages, strict=True):
+        for number in event.inputs:
+            name, by = changed.get(number, (event.name, stage))
+            if by != stage and stage is not None:
+                _refuse_change(name, by, stage)
+            uses.setdefault(number, []).append(stage)
+        for number in event.changed:
+            others = [other for other in uses.get(number, []) if other not in (stage, None)]
+            if others and source.get(number) == stage:
+                _refuse_change(event.name, stage, others[0])
+            changed[number] = event.name, stage
+        source.update(dict.fromkeys(event.outputs, stage))
+
+
+def _refuse_change(name: str, stage: int | None, other: int | None) -> None:
+    raise PlanError(
+        f"'{name}' in stage {stage} changes a tensor in place that stage {other} uses too; do it on a copy, or put "
+        f"both into one stage (pipe.split)"
+    )
 
 
 def unit_order(trace: Trace) -> list[str]:
@@ -83,14 +121,12 @@ def unit_order(trace: Trace) -> list[str]:
     return list(dict.fromkeys(event.name for event in trace.events if event.is_call))
 
 
-def partition(
-    trace: Trace, blocks: Sequence[str], weights: Mapping[str, float], num_stages: int, pipe: Pipe
-) -> dict[str, int]:
+def partition(trace: Trace, blocks: Sequence[str], weights: Mapping[str, float], pipe: Pipe) -> dict[str, int]:
     """The stage of every unit: as `pipe.split` says, or such that the heaviest stage is the lightest possible.
 
     Every stage holds a block at least; embedding, norm and head go with their neighbours, and weigh too.
     """
-    order = unit_order(trace)
+    order, num_stages = unit_order(trace), pipe.num_stages
     if pipe.split:
         return _as_listed(order, pipe.split, num_stages)
     called = [name for name in order if name in set(blocks)]

@@ -9,6 +9,7 @@ and the stages that share a tied parameter, add up theirs, so that all copies ta
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -67,7 +68,7 @@ class Pipeline(nn.Module):
         self,
         stages: Sequence[Stage],
         copies: Copies,
-        make_schedule: Callable[[int], Schedule],
+        make_schedule: Callable[[int, bool], Schedule],
         mesh: Mesh,
         parameter_names: Sequence[str],
     ) -> None:
@@ -76,7 +77,7 @@ class Pipeline(nn.Module):
         self.parts = {(stage.index, stage.replica): stage for stage in stages}
         self.copies, self.mesh, self.parameter_names = copies, mesh, tuple(parameter_names)
         self._make_schedule = make_schedule
-        self._schedules: dict[int, Schedule] = {}
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._transport: Transport | None = None
         self._routes: dict[Any, Route] = {}  # by the shapes of a batch
         self.timed = False  # whether the next steps wait for the device at each action, so that spans are its times
@@ -92,15 +93,16 @@ class Pipeline(nn.Module):
         """The actions of the last step, in the order in which this rank did them."""
         return tuple(span.action for span in self.spans if isinstance(span.action, Action))
 
-    def schedule(self, num_micro_batches: int) -> Schedule:
+    def schedule(self, num_micro_batches: int, with_backward: bool = True) -> Schedule:
         """The checked schedule of a step, with its messages."""
-        if num_micro_batches not in self._schedules:
-            self._schedules[num_micro_batches] = self._make_schedule(num_micro_batches)
-        return self._schedules[num_micro_batches]
+        key = num_micro_batches, with_backward
+        if key not in self._schedules:
+            self._schedules[key] = self._make_schedule(*key)
+        return self._schedules[key]
 
     def run(self, work: Work) -> Tensor:
         """Forward and, with a scale, backward of all batches; the sum of the losses that this rank has seen."""
-        schedule = self.schedule(len(work.batches))
+        schedule = self.schedule(len(work.batches), work.scale is not None)
         if self._transport is None:
             self._transport = Transport(self.mesh, schedule)
         for stage in self.parts.values():
@@ -178,10 +180,16 @@ class _Run:
     def as_they_come(self, replay: Sequence[Action] | None) -> None:
         """Run what has arrived first, or in the order of `replay`."""
         (stage,) = self.parts.values()
+        own = self.schedule.compute(self.here)
+        if replay is not None and Counter(replay) != Counter(own):
+            raise PlanError(
+                f"the replayed order has {len(replay)} actions, which are not the {len(own)} of stage {stage.index} in "
+                f"a step of {len(self.work.batches)} micro-batches; replay the order of such a step of this rank"
+            )
         arrivals = Arrivals(self.transport)
         order = AsTheyCome(self.schedule, stage.index, arrivals, self._post)
-        kept = iter(replay) if replay is not None else None
-        while (action := order.next(next(kept, None) if kept else None)) is not None:
+        kept = iter(replay or ())
+        while (action := order.next(next(kept, None))) is not None:
             self.compute(action)
             for message in self.schedule.messages(action)[1]:
                 self._send(message)
@@ -198,16 +206,15 @@ class _Run:
     def _forward(self, stage: Stage, action: Action) -> None:
         batch = self.work.batches[action.micro_batch]
         self.work.before(action.micro_batch)
-        if action.stage:  # the same draws in every stage would not be independent
-            torch.manual_seed(torch.initial_seed() + action.stage)
-        done = stage.walk.forward(lambda: self.work.total(stage.model, batch), partial(self._receive, action))
+        route, take = self.routes[action.micro_batch], partial(self._receive, action)
+        done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
         if done.total is not None:
             self.loss += done.total.detach()
         if self.work.scale is not None:
             stage.live[action.micro_batch] = done
-        for index, edge in enumerate(self.schedule.edges):
-            if edge.source == action.stage:
-                self._kept[index, action.micro_batch, action.replica, "forward"] = done.made[int(edge.name)]
+        for index in self.schedule.edges_out_of[action.stage]:
+            made = done.made[int(self.schedule.edges[index].name)]
+            self._kept[index, action.micro_batch, action.replica, "forward"] = made
         self._note(action)
 
     def _backward(self, stage: Stage, action: Action) -> None:
@@ -219,10 +226,10 @@ class _Run:
             gradients.append(None)
         self._start()
         stage.units.sync = self._last.get((action.stage, action.replica)) == action
-        if stage.units.sync:
-            self.reduced.add(stage)
         if tensors:
             torch.autograd.backward(tensors, gradients)
+            if stage.units.sync:
+                self.reduced.add(stage)
         if stage.deferred is not None:
             stage.late[action.micro_batch] = stage.deferred.collect()
         for number, leaf in done.received.items():
@@ -239,8 +246,9 @@ class _Run:
     def _gradients(self, action: Action, done: Pass) -> tuple[list[Tensor], list[Tensor | None]]:
         """What the stage made, each with the sum of what comes back from all who took it."""
         sums: dict[int, Tensor] = {}
-        for index, edge in enumerate(self.schedule.edges):
-            if edge.source != action.stage or not edge.backward:
+        for index in self.schedule.edges_out_of[action.stage]:
+            edge = self.schedule.edges[index]
+            if not edge.backward:
                 continue
             gradient = self._take((index, action.micro_batch, action.replica, "backward"))
             self.transport.answered([(index, action.micro_batch, action.replica, "forward")])

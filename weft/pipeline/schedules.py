@@ -145,7 +145,7 @@ def bidirectional(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def message(num_ranks: int, num_micro_batches: int, *, in_flight: int | Sequence[int] | None = None) -> Schedule:
-    """AxoNN's message-driven order under equal times: each rank runs what has arrived, backwards first.
+    """AxoNN's message-driven order under equal times: each rank runs what has arrived.
 
     `in_flight` caps the micro-batches between a stage's forward and backward, for all stages or for each (p by
     default). Caps of p, p-1, ..., 1 give 1f1b.

@@ -9,7 +9,8 @@ masks) runs for real and is no event: every rank has the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,27 +18,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from torch.func import functional_call
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.blocks import find_units
 from weft.errors import PlanError
+from weft.pipeline.nested import map_tensors, same, tensors_in
+from weft.substitute import call_with
 
 END = "the end of the forward"
 
 
 @dataclass(frozen=True)
 class Event:
-    """A unit's call, or an operation between units. Tensors are numbered; parameters are those of no unit."""
+    """A unit's call, or an operation between units. Tensors are numbered; parameters are those of no unit.
+
+    Without outputs it is an operation that looks at shapes only (`mask.type_as(hidden)`): every stage does it itself.
+    """
 
     name: str
     is_call: bool
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     parameters: frozenset[str] = frozenset()
+    changed: tuple[int, ...] = ()  # made before, and changed in place
     result: Any = field(default=None, compare=False, repr=False)  # as fake tensors
 
 
@@ -64,12 +73,37 @@ class Trace:
     fakes: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # the parameters, as shapes
 
 
+class Numbers:
+    """The numbers of tensors by identity. A tensor that nobody holds has none: another may take its place."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __setitem__(self, tensor: Tensor, number: int) -> None:
+        self._found[id(tensor)] = weakref.ref(tensor), number
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        reference, _ = self._found.get(id(tensor), (None, 0))
+        return reference is not None and reference() is tensor
+
+    def __getitem__(self, tensor: Tensor) -> int:
+        assert tensor in self
+        return self._found[id(tensor)][1]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        alive = [reference() for reference, _ in self._found.values()]
+        return iter([tensor for tensor in alive if tensor is not None])
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
 class Watch(TorchFunctionMode):
     """Sees every operation of the code between units; subclasses say what becomes of it. Inside a unit it is off."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = WeakIdKeyDictionary()  # tensor -> its number
+        self.numbers = Numbers()
         self._is_on = False
 
     @contextmanager
@@ -93,9 +127,10 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        numbered = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf in self.numbers]
+        tensors = tensors_in(args) + tensors_in(kwargs) if kwargs else tensors_in(args)
+        numbered = [tensor for tensor in tensors if tensor in self.numbers]
         if not numbered:
-            return func(*args, **kwargs)
+            return self.without_results(func, args, kwargs)
         return self.operation(func, args, kwargs, numbered)  # torch has switched this mode off meanwhile
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
@@ -104,6 +139,10 @@ class Watch(TorchFunctionMode):
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
         raise NotImplementedError
 
+    def without_results(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on the model's inputs, or on nothing."""
+        return func(*args, **kwargs)
+
 
 def operation_name(func: Any) -> str:
     """What an operation is called, the same in every process; an attribute by its own name."""
@@ -111,16 +150,17 @@ def operation_name(func: Any) -> str:
     return str(func.__self__.__name__) if name == "__get__" else name
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a nested value, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def outcome(name: str, args: Any, result: Any) -> Any:
+    """What an operation gives: an assignment to a part of a tensor gives that tensor."""
+    return args[0] if name == "__setitem__" else result
 
 
 class _Recorder(Watch):
     """Numbers tensors and writes events."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake: FakeTensorMode) -> None:
         super().__init__()
+        self.fake = fake
         self.events: list[Event] = []
         self.values: list[Value] = []
         self.lineage: dict[int, frozenset[str]] = {}  # number -> parameters that it comes from, where from nothing else
@@ -138,20 +178,49 @@ class _Recorder(Watch):
             self.lineage[self.number(parameter)] = frozenset([name])
 
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
-        inputs = [self.numbers[tensor] for tensor in numbered]
-        result = func(*args, **kwargs)
-        if tensors_in(result):
-            self.write(operation_name(func), False, inputs, result)
+        name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
+        versions = [(tensor, tensor._version) for tensor in (*self.numbers, *tensors_in((args, kwargs)))]
+        result = outcome(name, args, func(*args, **kwargs))
+        changed = [tensor for tensor, before in versions if tensor._version != before]
+        if any(tensor not in self.numbers for tensor in changed):
+            raise PlanError(
+                f"the model cannot be cut into stages: its forward writes a result into a tensor that is none "
+                f"('{name}'), which not every rank can follow; write into one made from a result (new_zeros, torch.cat)"
+            )
+        found = tensors_in(result)
+        if found and not any(isinstance(tensor, FakeTensor) for tensor in found):
+            self.write(name, False, inputs, None)
+        elif found:
+            result = map_tensors(self._as_fake, result)
+            self.write(name, False, inputs, result, [self.numbers[tensor] for tensor in changed])
         return result
 
-    def write(self, name: str, is_call: bool, inputs: list[int], result: Any) -> None:
+    def _as_fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self.fake.from_tensor(tensor)
+
+    def write(self, name: str, is_call: bool, inputs: list[int], result: Any, changed: Sequence[int] = ()) -> None:
         inputs = list(dict.fromkeys(inputs))
         from_parameters = [self.lineage[number] for number in inputs if number in self.lineage]
         parameters = frozenset().union(*from_parameters) if from_parameters else frozenset()
         outputs = [self.number(tensor) for tensor in tensors_in(result)]
         if not is_call and len(from_parameters) == len(inputs):
             self.lineage.update(dict.fromkeys(outputs, parameters))
-        self.events.append(Event(name, is_call, tuple(inputs), tuple(outputs), parameters, result))
+        self.events.append(
+            Event(name, is_call, tuple(inputs), tuple(outputs), parameters, tuple(dict.fromkeys(changed)), same(result))
+        )
+
+
+@dataclass
+class _Call:
+    """A unit's call under way: its numbered inputs, and the copies that it works on."""
+
+    name: str
+    inputs: list[int]
+    copies: list[tuple[int, Tensor, int]] = field(default_factory=list)  # number, copy, the copy's version
+
+    @property
+    def changed(self) -> list[int]:
+        return [number for number, copy, version in self.copies if copy._version != version]
 
 
 def trace(
@@ -162,48 +231,58 @@ def trace(
     Over `y` > 1 ranks, what units hand on has a part of its features (its last dim), and so have other parameters.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder()
+    recorder = _Recorder(fake)
     units = find_units(model)
     state = _fake_state(model, units, fake, dtype, device, y)
-    inside: list[list[int] | None] = []  # the inputs of the unit under way
+    inside: list[_Call | None] = []  # the unit under way
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        inside.append(None if inside else recorder.find((args, kwargs)))
-        if inside[-1] is None:  # a unit inside a unit is not one
+    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        inside.append(None if inside else _Call(name, recorder.find((args, kwargs))))
+        call = inside[-1]
+        if call is None:  # a unit inside a unit is not one
             return None
         recorder.switch(False)
-        args, kwargs = tree_map(lambda leaf: _widen(recorder, fake, leaf, y), (args, kwargs))
+
+        def copy(tensor: Tensor) -> Tensor:
+            wide = _widen(recorder, fake, tensor, y)
+            if tensor in recorder.numbers:
+                call.copies.append((recorder.numbers[tensor], wide, wide._version))
+            return wide
+
+        args, kwargs = map_tensors(copy, (args, kwargs))
         fake.__enter__()
         return args, kwargs
 
-    def leave(name: str, _: nn.Module, __: Any, result: Any) -> Any:
-        inputs = inside.pop()
-        if inputs is None:
+    def leave(_: nn.Module, __: Any, result: Any) -> Any:
+        call = inside.pop()
+        if call is None:
             return None
-        result = tree_map(lambda leaf: _narrow(leaf, y), result)
+        result = map_tensors(lambda tensor: _narrow(tensor, y), result)
         fake.__exit__(None, None, None)
-        recorder.write(name, True, inputs, result)
+        recorder.write(call.name, True, call.inputs, result, call.changed)
         recorder.switch(True)
         return result
 
     handles = []
     for name, module in units.items():
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(partial(leave, name)))
+        handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(leave))
     try:
         with recorder.watching(state):
-            output = functional_call(model, state, args, dict(kwargs))
+            output = call_with(model, state, args, kwargs)
             recorder.write(END, False, recorder.find(output), None)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        unit = next((call.name for call in inside if call is not None), None)
         last = next((event.name for event in reversed(recorder.events) if event.is_call), "its start")
+        where = f"inside '{unit}'" if unit else f"after '{last}'"
         raise PlanError(
-            f"the model cannot be cut into stages: after '{last}' its forward depends on the values of a result "
-            f"({error}), which not every rank has; use pipe = 1, or move that code into a block"
+            f"the model cannot be cut into stages: {where} its forward depends on the values of a result ({error}), "
+            f"which are not known beforehand; use pipe = 1, or compute it without a look at values"
         ) from error
     finally:
         for handle in handles:
             handle.remove()
-        if any(inputs is not None for inputs in inside):
+        if any(call is not None for call in inside):
             fake.__exit__(None, None, None)
     return Trace(tuple(recorder.events), tuple(recorder.values), {name: i for i, name in enumerate(state)}, state)
 
@@ -231,15 +310,13 @@ def _fake_state(
     return state
 
 
-def _narrow(leaf: Any, y: int) -> Any:
-    if y == 1 or not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.dim():
-        return leaf
-    return leaf[..., : leaf.shape[-1] // y]
+def _narrow(tensor: Tensor, y: int) -> Tensor:
+    if y == 1 or not tensor.is_floating_point() or not tensor.dim():
+        return tensor
+    return tensor[..., : tensor.shape[-1] // y]
 
 
-def _widen(recorder: _Recorder, fake: FakeTensorMode, leaf: Any, y: int) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    if y > 1 and leaf in recorder.numbers and leaf.is_floating_point():
-        return torch.cat([leaf] * y, dim=-1)
-    return fake.from_tensor(leaf)
+def _widen(recorder: _Recorder, fake: FakeTensorMode, tensor: Tensor, y: int) -> Tensor:
+    if y > 1 and tensor in recorder.numbers and tensor.is_floating_point():
+        return torch.cat([tensor] * y, dim=-1)
+    return fake.from_tensor(tensor)

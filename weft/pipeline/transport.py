@@ -36,9 +36,9 @@ class Transport:
     def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
         self.axis, self.device, self.rank = mesh["pipe"], mesh.device, mesh.rank
         self.ranks = mesh.line("pipe")  # the global ranks along this rank's pipe
-        ways = {_way(rank, m) for rank, steps in enumerate(schedule.lists) for m in steps if isinstance(m, Message)}
         # Every rank makes all groups, in one order.
-        self._axes: dict[tuple[str, str], Axis] = {way: mesh.again("pipe", " ".join(way)) for way in sorted(ways)}
+        ways = sorted(set(_ways(schedule)))
+        self._axes: dict[tuple[str, str], Axis] = {way: mesh.again("pipe", " ".join(way)) for way in ways}
         self._posted: dict[Key, _Posted] = {}
         self._sent: dict[Key, _Posted] = {}
 
@@ -98,3 +98,12 @@ def _way(here: int, message: Message) -> tuple[str, str]:
     """The group of a message: its direction in the pipeline, and its way along the axis."""
     source, target = (here, message.peer) if message.is_send else (message.peer, here)
     return message.direction, "down" if source < target else "up"
+
+
+def _ways(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    """The groups that the messages of any step need, whatever its number of micro-batches."""
+    for ranks in schedule.placement:
+        for edge in schedule.edges:
+            is_down = ranks[edge.source] < ranks[edge.target]
+            yield "forward", "down" if is_down else "up"
+            yield "backward", "up" if is_down else "down"

@@ -29,6 +29,7 @@ from weft.mesh import Mesh
 from weft.models import build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
+from weft.parallel.draws import seed_draws
 from weft.pipeline.runtime import Pipeline
 from weft.predict import example_tokens, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
@@ -243,7 +244,7 @@ def _set_learning_rate(run: Run, optimizer: Optimizer, step: int) -> float:
 def _seed_dropout(run: Run, step: int, mesh: Mesh, micro_batch: int) -> None:
     """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them."""
     key = f"{run.train.seed}:{step}:{micro_batch}:{mesh['batch'].index}"
-    torch.manual_seed(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()))
+    seed_draws(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()), mesh.device)
 
 
 def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:

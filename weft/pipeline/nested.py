@@ -1,0 +1,57 @@
+"""Tensors inside nested values: tuples, lists, dicts, whatever else torch's pytrees know, and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}  # where no tensor can be
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a nested value, in order."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return []
+    if isinstance(value, Tensor):
+        return [value]
+    if kind in (tuple, list, dict):
+        return [tensor for item in (value.values() if kind is dict else value) for tensor in tensors_in(item)]
+    if _is_dataclass(value):
+        return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+    leaves = tree_leaves(value)
+    return [] if len(leaves) == 1 and leaves[0] is value else tensors_in(leaves)
+
+
+def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """A new nested value with each tensor changed."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return change(value)
+    if kind is tuple or kind is list:
+        return kind([map_tensors(change, item) for item in value])
+    if kind is dict:
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if not _is_dataclass(value):
+        return tree_map(lambda leaf: leaf if leaf is value else map_tensors(change, leaf), value)
+    made = copy.copy(value)
+    for field in dataclasses.fields(value):
+        object.__setattr__(made, field.name, map_tensors(change, getattr(value, field.name)))  # it may be frozen
+    return made
+
+
+def same(value: Any) -> Any:
+    """A new nested value with the same tensors, so that a change to one (a dict, say) does not show in the other."""
+    return map_tensors(lambda tensor: tensor, value)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
