@@ -16,7 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ class Result:
         return self.seconds / self.case.seconds - 1
 
 
-@lru_cache(maxsize=None)
+@cache
 def chain(model: Model) -> tuple[Workload, tuple[int, int, int]]:
     """The work of a model, profiled with two blocks and deepened, and the parameters of its ends and blocks."""
     config: GPT2Config | DecoderConfig
@@ -141,13 +141,13 @@ def report(results: Sequence[Result], show_rows: bool) -> dict[str, object]:
         regret = list(regrets(members).values())
         if regret:
             share = sum(value <= 0.05 for value in regret) / len(regret)
-            figures = [statistics.median(regret), statistics.mean(regret), max(regret), share]
+            values = [statistics.median(regret), statistics.mean(regret), max(regret), share]
             print(
-                f"    regret of {len(regret)} groups: median {figures[0]:.1%}, mean {figures[1]:.1%}, "
-                f"worst {figures[2]:.1%}; within 5 %: {figures[3]:.0%}"
+                f"    regret of {len(regret)} groups: median {values[0]:.1%}, mean {values[1]:.1%}, "
+                f"worst {values[2]:.1%}; within 5 %: {values[3]:.0%}"
             )
             out[f"{table} regret"] = dict(
-                zip(("groups", "median", "mean", "worst", "within_5_percent"), (len(regret), *figures), strict=True)
+                zip(("groups", "median", "mean", "worst", "within_5_percent"), (len(regret), *values), strict=True)
             )
     out.update(_memory(results))
     return out

@@ -53,12 +53,12 @@ class Software:
 
     `attention`: a key of FLASH, or "plain" with scores in memory. `fused`: operations between matmuls are one kernel
     (torch.compile, or fused by hand). `host_seconds`: what the host takes to issue one operation; where kernels are
-    shorter, the host sets the pace. `selective`: what selective recompute does again: "cheap" work, the "attention", or
-    every "other" matmul beside the cheap work.
-    `loss_bytes` pass through memory for each logit, forward and backward. `hides_tensor`: collectives of x run in pieces
-    behind the pieces of their matmul. `copies_sequence`: the sequence is no outermost dimension, so that what is gathered
-    or scattered along it is copied once more. `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`. `hides_input`: dI is
-    summed behind dW. `splits_messages`: between stages each rank of x sends its part.
+    shorter, the host sets the pace. `loss_bytes` pass through memory for each logit, forward and backward.
+    `selective`: what selective recompute does again: "cheap" work, the "attention", or every "other" matmul beside the
+    cheap work. `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`.
+    `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in pieces behind the pieces of their
+    matmul. `copies_sequence`: the sequence is not the outermost dimension, so that what is gathered or scattered along
+    it is copied once more. `splits_messages`: between stages each rank of x sends its part.
     """
 
     attention: str = "flash2"

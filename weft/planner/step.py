@@ -190,9 +190,7 @@ class StepModel:
         """Parameters of each rank of pipe, over its stages."""
         return [sum(held[rank :: plan.pipe.degree]) for rank in range(plan.pipe.degree)]
 
-    def _beside_shards(
-        self, stage: Seconds, size: float, count: int, plan: Plan, exposed: dict[str, float]
-    ) -> Seconds:
+    def _beside_shards(self, stage: Seconds, size: float, count: int, plan: Plan, exposed: dict[str, float]) -> Seconds:
         """Stage 3 gathers parameters before forward and backward, one block ahead; with `accumulate = "slice"` every
         backward also scatters gradients.
         """
