@@ -71,7 +71,8 @@ MEGATRON = Software(
     splits_messages=True,
 )
 # Megatron-Core: the README of its table names the three overlaps (--overlap-grad-reduce, --overlap-param-gather,
-# --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16.
+# --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16. Whether Transformer Engine
+# took FlashAttention-2 or cuDNN is not printed: the former is assumed (the latter gives 3 % shorter steps).
 CORE = replace(
     MEGATRON,
     attention="flash2",
@@ -82,10 +83,10 @@ CORE = replace(
     host_seconds=10e-6,
 )
 # llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
-# reduces in bf16 and DEFAULT in fp32 (its scripts/train/benchmarking).
+# reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked).
 FOUNDRY = Software(attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES)
 # torchtitan: FSDP2 and DTensor; the sequence is dimension 1, so that gathers and scatters copy; selective recompute of
-# "op" keeps every second matmul only; asyncTP runs collectives in pieces.
+# "op" keeps every second matmul only; asyncTP runs collectives in pieces (its source, not re-checked).
 TITAN = Software(hides_input=False, copies_sequence=True, selective="other", loss_bytes=EAGER_LOSS_BYTES)
 # AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped.
 AXONN = Software(gradient_bytes=2)
@@ -170,7 +171,7 @@ def tensor_scaling(row: Row) -> Iterator[Case]:
     plan = Plan(data=data, tensor=Tensor(tensor), micro_batch=batch // data, precision="bf16", memory=Memory("full"))
     model = Model(hidden, heads, layers, 1024, 51200, dropout=True)
     label, table = f"{row['case']} on {devices}", f"Megatron 2020 {row['gpu'].split()[0]}"
-    # Its README then: torch's DDP, which overlaps, is taken for the larger models, its own for 1.2 and 2.5 billion.
+    # Its README then (not re-checked): torch's DDP, which overlaps, serves the larger models best, its own the small.
     software, seconds = replace(MEGATRON, hides_gradients=tensor >= 4), float(row["iter_ms"]) / 1e3
     yield Case(table, label, model, _nodes(name, devices), software, ((plan, 1),), seconds)
 
@@ -251,7 +252,8 @@ def titan(row: Row) -> Iterator[Case]:
         hides_tensor=is_async,
         fp8="fp8" in precision,
     )
-    count = pipe  # as many micro-batches as stages, its default then
+    # As many micro-batches as stages: not printed, but the ratio of the 1F1B row to the interleaved one says so.
+    count = pipe
     is_interleaved = "interleaved1F1B" in words
     plan = Plan(
         shard=Shard(shard, 3 if pipe == 1 else 2),  # with a pipeline, parameters stay gathered

@@ -12,8 +12,17 @@ from weft.models.catalog import CATALOG, load_model, names
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("gpt-1.7b", 1.65), ("gpt-175b", 174.6), ("gpt-1t", 1008), ("llama3-8b", 8.03), ("llama3-70b", 70.6)]
-    + [("llama3-405b", 405.9), ("mpt-7b", 6.66), ("mpt-125m", 0.125), ("axonn-80b", 76.8), ("llama-6.7b", 6.74)],
+    [
+        ("gpt-1.7b", 1.65),
+        ("gpt-175b", 174.6),
+        ("gpt-1t", 1008),
+        ("llama3-8b", 8.03),
+        ("llama3-405b", 405.9),
+        ("mpt-125m", 0.125),
+        ("mpt-7b", 6.66),
+        ("axonn-80b", 76.8),
+        ("llama-6.7b", 6.74),
+    ],
 )
 def test_a_model_has_the_parameters_of_its_name(name: str, billions: float) -> None:
     with torch.device("meta"):

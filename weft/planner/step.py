@@ -22,11 +22,11 @@ from weft.plan import Plan
 from weft.planner.kernels import Kernels, Software
 from weft.planner.workload import Part, Workload
 
-# What collectives reach of a link's printed bandwidth: nccl-tests print about 235 of 300 GB/s inside a DGX A100, 360 of
-# 450 inside a DGX H100, and 85 to 95 % of the NICs between nodes.
+# What collectives reach of a link's printed bandwidth: about 235 of 300 GB/s inside a DGX A100, 360 of 450 inside a DGX
+# H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
-# While a collective runs beside them, matmuls lose processors and memory bandwidth: Galvatron (arXiv 2211.13878) takes
-# a factor of 1.3 for both; measurements on A100 and H100 lie between 1.1 and 1.4.
+# While a collective runs beside them, matmuls lose processors and memory bandwidth. Chosen, not measured: Galvatron
+# (arXiv 2211.13878, not re-checked) takes 0.3.
 OVERLAP_LOSS = 0.2
 OTHER_PRODUCTS = 0.6  # of the best matmul, for convolutions and products of a block's own
 OPTIMIZER_BYTES = 30  # read and written for each parameter by Adam with 16-bit weights and fp32 state
