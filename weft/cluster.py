@@ -77,6 +77,7 @@ class Link:
     bandwidth_bytes_per_second: float
     latency_seconds: float
     num_nics: int = 1
+    share: float | None = None  # of the bandwidth, what collectives were measured to reach; None: the usual one
 
     def __post_init__(self) -> None:
         _check_positive(self)

@@ -23,7 +23,8 @@ SLACK = 1.02  # of what the allocator holds over what tensors use
 class Sizes:
     """A rank's part of the model under one split of x and y, for one sequence: parameters and bytes saved."""
 
-    first_numel: float
+    root_numel: float  # all that no block holds
+    first_numel: float  # the part of it that the first stage holds, and the last
     block_numel: float
     last_numel: float
     block_saved: Mapping[str, float]  # by recompute
@@ -66,7 +67,8 @@ def _of_rank(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int,
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
     blocks = num_blocks / plan.pipe.degree
     is_first, is_last = rank == 0, rank == plan.pipe.degree - 1
-    numel = blocks * sizes.block_numel + is_first * sizes.first_numel + is_last * sizes.last_numel
+    ends = sizes.root_numel if is_first and is_last else is_first * sizes.first_numel + is_last * sizes.last_numel
+    numel = blocks * sizes.block_numel + ends
     copies = 2 if plan.pipe.degree > 1 and plan.pipe.schedule in ("gems", "bidirectional") else 1
     frees = plan.shard.stage == 3 and degree > 1
     keeps_gradient = plan.shard.stage == 1 or degree == 1
@@ -84,7 +86,7 @@ def _of_rank(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int,
     if is_last:  # the gradient of the logits, as the loss gives it and as the head takes it
         transient += sizes.logits_numel * per_micro_batch * (max(4, compute) + compute)
     if frees:
-        transient += (2 * sizes.block_numel + is_first * sizes.first_numel + is_last * sizes.last_numel) * compute
+        transient += (2 * sizes.block_numel + ends) * compute
     if degree > 1 and plan.shard.stage > 1:
         transient += numel * master
     return Memory(copies * state, saved, transient)

@@ -199,8 +199,13 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     at = dict.fromkeys(plan.degrees, 0)
     local = localise(profile, replace(plan, context=Context()), at)
     block = local.blocks[-1]
-    last = max((p.numel for p in local.root.parameters), default=0)
-    root = sum(p.numel for p in local.root.parameters)
+    names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
+    embeddings = profile.pairing.embeddings
+    first = sum(numel for name, numel in names.items() if name.rpartition(".")[0] in embeddings)
+    last = sum(names.values()) - first
+    split_heads = [split.module for split in profile.pairing.splits.values() if split.kind == "head"]
+    if any(f"{head}.weight" not in names for head in split_heads):  # tied: both ends hold it
+        last += max(names.values(), default=0.0)
     heads = [
         layer for name, layer in profile.layers.items() if layer.is_linear and profile.pairing.block_of(name) is None
     ]
@@ -208,7 +213,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     saved = {kind: float(size) for kind, size in (block.saved_bytes or {}).items()}
     kind = plan.memory.recompute
     root_saved = float((local.root.saved_bytes or {}).get(kind, 0))
-    return Sizes(float(root), float(block.numel), float(last), saved, root_saved, logits)
+    return Sizes(sum(names.values()), first, float(block.numel), last, saved, root_saved, logits)
 
 
 @lru_cache(maxsize=1 << 12)

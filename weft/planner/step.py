@@ -2,7 +2,8 @@
 
 A plan's stages are timed for one micro-batch (compute, then the collectives of x, y and context that nothing hides);
 the schedule's list is simulated with these times; then come the gradients' reduction, as far as backward does not hide
-it, and the optimizer. Gathers of `shard` run beside a micro-batch's compute and cost what is longer than it.
+it, and the optimizer. Gathers of `shard` run beside a micro-batch's compute, block by block: they cost the first
+block's, what is longer than the compute, and what the compute loses to them while both run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from weft.cluster import Cluster, ring_seconds
+from weft.cluster import DTYPES, Cluster, ring_seconds
 from weft.moved import Moved
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import Timeline, simulate
@@ -22,8 +23,13 @@ from weft.plan import Plan
 from weft.planner.kernels import Kernels, Software
 from weft.planner.workload import Part, Workload
 
-# What collectives reach of a link's printed bandwidth.
+# What collectives reach of a link's printed bandwidth: about 235 of 300 GB/s inside a DGX A100, 360 of 450 inside a DGX
+# H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
+# While a collective runs beside them, matmuls lose processors and memory bandwidth. Chosen, not measured: Galvatron
+# (arXiv 2211.13878, not re-checked) takes 0.3.
+OVERLAP_LOSS = 0.2
+OTHER_PRODUCTS = 0.6  # of the best matmul, for convolutions and products of a block's own
 OPTIMIZER_BYTES = 30  # read and written for each parameter by Adam with 16-bit weights and fp32 state
 FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
 
@@ -75,7 +81,7 @@ class StepModel:
 
     @cached_property
     def _kernels(self) -> dict[str, Kernels]:
-        return {p: Kernels(self.cluster.node.device, self.software, p) for p in self.cluster.node.device.peak_flops}
+        return {name: Kernels(self.cluster.node.device, self.software, name) for name in DTYPES}
 
     # --- one micro-batch of one block
 
@@ -87,22 +93,28 @@ class StepModel:
         forward = backward = 0.0
         for product in part.products:
             rows, inputs, outputs = product.local(x, y)
-            rows = math.ceil(rows * scale)
-            forward += kernels.product(rows, inputs, outputs)
-            backward += kernels.product(rows, outputs, inputs) + kernels.product(inputs, rows, outputs)
-        others = part.other_flops * scale / (x * y) / (kernels.flops_per_second * 0.6)
-        attention = kernels.attention(part.attention_flops * scale / x, 2 * part.score_numel * scale / x)
-        over = y * (x if plan.tensor.sequence else 1)
-        moved = kernels.moved(_scaled(part.inner, scale / x)) + kernels.moved(_scaled(part.outer, scale / over))
-        forward += others + attention[0] + moved
-        backward += 2 * others + attention[1] + 2 * moved
-        again = {"none": 0.0, "full": forward, "selective": self._selective(attention[0], moved)}[plan.memory.recompute]
+            times = kernels.linear(math.ceil(rows * scale), inputs, outputs)
+            forward, backward = forward + times[0], backward + times[1]
+        others = part.other_flops * scale / (x * y) / (kernels.flops_per_second * OTHER_PRODUCTS)
+        over = scale / x
+        attention = kernels.attention(part.attention_flops * over, part.score_numel * over, part.sequence)
+        outside = y * (x if plan.tensor.sequence else 1)
+        places = (_scaled(part.inner, scale / x), _scaled(part.outer, scale / outside))
+        moved, products = sum(map(kernels.moved, places)), forward
+        loss = kernels.loss(part.num_logits * scale / (x * y))
+        forward += others + attention[0] + moved + loss / 2
+        backward += 2 * others + attention[1] + sum(map(kernels.moved_backward, places)) + loss / 2
+        recompute = plan.memory.recompute if self._is_block(part) else "none"
+        again = {"none": 0.0, "full": forward, "selective": self._selective(attention[0], moved, products)}[recompute]
         host = self.software.host_seconds * _num_operations(part)
-        host_backward = 2 * host + (host if plan.memory.recompute == "full" else 0)
+        host_backward = 2 * host + (host if recompute == "full" else 0)
         return Seconds(max(forward, host), max(backward + again, host_backward))
 
-    def _selective(self, attention: float, moved: float) -> float:
-        return attention if self.software.selective == "attention" else moved
+    def _is_block(self, part: Part) -> bool:
+        return part is not self.workload.first and part is not self.workload.last
+
+    def _selective(self, attention: float, moved: float, products: float) -> float:
+        return {"attention": attention, "cheap": moved, "other": moved + products / 2}[self.software.selective]
 
     def calls(self, part: Part, plan: Plan, micro_batch: int) -> Iterator[Call]:
         """The collectives of x and y around a part's matmuls, by AxoNN's terms: a matmul's outputs are summed over the
@@ -110,25 +122,40 @@ class StepModel:
         """
         x, y = plan.tensor.x, plan.tensor.y
         scale = 2 * micro_batch / plan.context.degree
-        again = 2 if plan.memory.recompute == "full" else 1
+        is_recomputed = plan.memory.recompute == "full" and self._is_block(part)
         for product in part.products:
             over_out, over_in = (y, x) if product.kind == "row" else (x, y)
             out_axis, in_axis = ("y", "x") if product.kind == "row" else ("x", "y")
             if product.kind == "whole":
                 continue
             if over_in > 1:
-                yield Call(in_axis, "all_reduce", again * scale * product.rows * product.outputs / over_out, "forward")
+                num_bytes = scale * product.rows * product.outputs / over_out
+                yield Call(in_axis, "all_reduce", num_bytes, "forward")
+                if is_recomputed:
+                    yield Call(in_axis, "all_reduce", num_bytes, "backward")
             if over_out > 1 and product.enters:
-                yield Call(out_axis, "all_reduce", scale * product.rows * product.inputs / over_in, "backward")
+                num_bytes = scale * product.rows * product.inputs / over_in
+                yield Call(out_axis, "all_reduce", num_bytes, "backward")
+                if plan.memory.recompute == "selective" and self.software.selective == "other" and plan.tensor.sequence:
+                    yield Call(out_axis, "all_gather", num_bytes, "backward")
 
     def inside(self, part: Part, plan: Plan, micro_batch: int) -> Seconds:
-        """A part's kernels and the collectives that nothing hides."""
+        """A part's kernels, and its collectives as far as nothing hides them."""
         own = self.part(part, plan, micro_batch)
         told = {"forward": 0.0, "backward": 0.0}
+        copied = 0.0
         for call in self.calls(part, plan, micro_batch):
             told[call.phase] += self.seconds(call.axis, call.operation, call.num_bytes, plan)
+            if self.software.copies_sequence and plan.tensor.sequence:  # read and written, of a gather and a scatter
+                copied += 4 * call.num_bytes / self._kernels[plan.precision].bytes_per_second / 2
+        own = own.plus(Seconds(copied, copied))
+        if self.software.hides_tensor:
+            first = 1 / plan.tensor.x  # of the pieces, which nothing hides
+            hidden = (_beside(own[i], told[phase], first * told[phase]) for i, phase in enumerate(told))
+            return Seconds(*hidden)
         if self.software.hides_input:
-            told["backward"] = max(0.0, told["backward"] - own.backward / 2)  # dW is half of backward's matmuls
+            hidden_backward = _beside(own.backward / 2, told["backward"]) + own.backward / 2  # dW is half of backward
+            return Seconds(own.forward + told["forward"], hidden_backward)
         return own.plus(Seconds(told["forward"], told["backward"]))
 
     def chain(self, plan: Plan) -> Seconds:
@@ -161,7 +188,8 @@ class StepModel:
         held = len(work.blocks) * self.numel[1] / degree / split
         largest = held + max(self.numel[0], self.numel[2]) / split
         ignored: dict[str, float] = {}
-        share = self._beside_gathers(share, held, plan, ignored)
+        count = max(1, len(work.blocks) // degree)
+        alone, share = share, self._beside_shards(share, held, count, plan, ignored)
         slowest = share.plus(
             last if degree > 1 and sum(last) > sum(first) else first if degree > 1 else first.plus(last)
         )
@@ -169,7 +197,7 @@ class StepModel:
         if degree > 1:
             wait = sum(share) / chunks - (share.backward / 2 if plan.pipe.schedule == "zero-bubble" else 0)
             makespan += (degree - 1) * (wait + 2 * self._message_seconds(plan))
-        reduction = self._reduction(largest, plan, [slowest], ignored)
+        reduction = self._reduction(largest, plan, [alone], count, ignored)
         return makespan + reduction + self._optimizer_seconds(largest, plan)
 
     def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
@@ -188,12 +216,13 @@ class StepModel:
         assert plan.micro_batch is not None
         work, micro_batch, pipe = self.workload, plan.micro_batch, plan.pipe
         num_stages = pipe.degree * (pipe.chunks or 2 if pipe.schedule == "interleaved" else 1)
-        times = {part: self.inside(part, plan, micro_batch) for part in set(work.blocks)}
+        distinct = {id(part): part for part in work.blocks}  # most blocks of a model are one value
+        inside = {key: self.inside(part, plan, micro_batch) for key, part in distinct.items()}
         stages = [Seconds() for _ in range(num_stages)]
         sizes = [0] * num_stages
         for index, part in enumerate(work.blocks):
             place = index * num_stages // len(work.blocks)
-            stages[place] = stages[place].plus(times[part])
+            stages[place] = stages[place].plus(inside[id(part)])
             sizes[place] += self.numel[1]
         stages[0] = stages[0].plus(self.inside(work.first, plan, micro_batch))
         stages[-1] = stages[-1].plus(self.inside(work.last, plan, micro_batch))
@@ -201,26 +230,34 @@ class StepModel:
         split = plan.tensor.x * plan.tensor.y
         held = [size / split for size in sizes]
         exposed: dict[str, float] = {}
-        stages = [self._beside_gathers(stage, size, plan, exposed) for stage, size in zip(stages, held, strict=True)]
+        counts = [max(1, round(size / self.numel[1])) if self.numel[1] else 1 for size in sizes]
+        alone = stages
+        stages = [self._beside_shards(*one, plan, exposed) for one in zip(stages, held, counts, strict=True)]
         makespan, bubble, timeline = self._run(plan, stages, num_micro_batches)
         largest = max(self._on_rank(held, plan))
-        reduction = self._reduction(largest, plan, stages, exposed)
+        reduction = self._reduction(largest, plan, alone, max(counts), exposed)
         optimizer = self._optimizer_seconds(largest, plan)
-        compute = max(stage.forward + stage.backward for stage in stages) * num_micro_batches
+        compute = max(stage.forward + stage.backward for stage in alone) * num_micro_batches
         return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, timeline)
 
     def _on_rank(self, held: list[float], plan: Plan) -> list[float]:
         """Parameters of each rank of pipe, over its stages."""
         return [sum(held[rank :: plan.pipe.degree]) for rank in range(plan.pipe.degree)]
 
-    def _beside_gathers(self, stage: Seconds, size: float, plan: Plan, exposed: dict[str, float]) -> Seconds:
-        """Stage 3 gathers parameters before forward and backward, one block ahead."""
-        if plan.shard.degree == 1 or plan.shard.stage < 3:
+    def _beside_shards(self, stage: Seconds, size: float, count: int, plan: Plan, exposed: dict[str, float]) -> Seconds:
+        """Stage 3 gathers parameters before forward and backward, one block ahead; with `accumulate = "slice"` every
+        backward also scatters gradients.
+        """
+        if plan.shard.degree == 1:
             return stage
-        gather = self.seconds("shard", "all_gather", 2 * size, plan)
-        longer = Seconds(max(stage.forward, gather), max(stage.backward, gather))
-        exposed["shard"] = exposed.get("shard", 0.0) + sum(longer) - sum(stage)
-        return longer
+        gather = count * self.seconds("shard", "all_gather", 2 * size / count, plan) if plan.shard.stage == 3 else 0.0
+        gradients = self.software.gradient_bytes * size / count
+        scatter = count * self.seconds("shard", "reduce_scatter", gradients, plan)
+        scatter = scatter if plan.memory.accumulate == "slice" else 0.0
+        forward = _beside(stage.forward, gather, gather / count)
+        backward = _beside(stage.backward, gather + scatter, (gather + scatter) / count)
+        exposed["shard"] = exposed.get("shard", 0.0) + forward + backward - sum(stage)
+        return Seconds(forward, backward)
 
     def _run(self, plan: Plan, stages: list[Seconds], num_micro_batches: int) -> tuple[float, float, Timeline | None]:
         if plan.pipe.degree == 1:
@@ -235,17 +272,29 @@ class StepModel:
         )
         return timeline.makespan_seconds, timeline.bubble_share, timeline
 
-    def _reduction(self, largest: float, plan: Plan, stages: list[Seconds], exposed: dict[str, float]) -> float:
-        """Gradients over shard, then data; the last backward hides what it can."""
+    def _reduction(
+        self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
+    ) -> float:
+        """What a step takes longer for gradients over shard, then data; the last backward hides what it can."""
         num_bytes = largest * self.software.gradient_bytes
-        shard = self.seconds("shard", "reduce_scatter", num_bytes, plan)
+        told = 0.0
+        if plan.memory.accumulate == "whole":
+            told += count * self.seconds("shard", "reduce_scatter", num_bytes / count, plan)
         if plan.shard.degree > 1 and plan.shard.stage < 3:
-            shard += self.seconds("shard", "all_gather", 2 * largest, plan)
-        operation = "all_reduce"
-        data = self.seconds("data", operation, num_bytes / plan.shard.degree, plan)
-        told = shard + data
+            told += count * self.seconds("shard", "all_gather", 2 * largest / count, plan)
+        rest = largest / plan.shard.degree
+        if self.software.shards_optimizer:
+            told += count * self.seconds("data", "reduce_scatter", rest * self.software.gradient_bytes / count, plan)
+            told += count * self.seconds("data", "all_gather", 2 * rest / count, plan)
+        else:
+            told += count * self.seconds("data", "all_reduce", rest * self.software.gradient_bytes / count, plan)
         if self.software.hides_gradients:
-            told = max(0.0, told - max(stage.backward for stage in stages))
+            # The last stage to finish is the first; parameters gathered for backward run on the same link.
+            longest = max(stage.backward for stage in stages)
+            gather = 2 * largest if plan.shard.stage == 3 else 0.0
+            before = count * self.seconds("shard", "all_gather", gather / count, plan)
+            without = _beside(longest, before, before / count)
+            told = _beside(longest, before + told, (before + told) / count) - without
         exposed["data"] = exposed.get("data", 0.0) + told
         return told
 
@@ -255,8 +304,14 @@ class StepModel:
         if degree == 1 or not num_bytes:
             return 0.0
         link = self.cluster.axis_link(plan.inner(axis), degree)
-        bandwidth = link.bandwidth_bytes_per_second * LINK_SHARE["inter" if link.crosses_nodes else "intra"]
+        wire, kind = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
+        bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind])
         return ring_seconds(operation, num_bytes, degree, bandwidth, link.latency_seconds)
+
+
+def _beside(compute: float, told: float, floor: float = 0.0) -> float:
+    """Compute with a collective that runs beside it; at least `floor` of the collective is exposed."""
+    return compute + OVERLAP_LOSS * min(compute, told) + max(floor, told - compute)
 
 
 def _scaled(moved: Moved, scale: float) -> Moved:

@@ -48,6 +48,8 @@ class Part:
     products: tuple[Product, ...] = ()
     attention_flops: int = 0  # of one forward, counted whole
     score_numel: int = 0  # of plain attention
+    sequence: int = 0  # of attention
+    num_logits: int = 0  # that the loss reads
     other_flops: int = 0  # of one forward: convolutions, and products of the block's own
     inner: Moved = NOTHING
     outer: Moved = NOTHING
@@ -93,7 +95,8 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
     inner, outer = _by_place(block.moved_behind, splits)
     scores = sum(one.batch * one.num_heads * one.sequence**2 for one in heads)
     others = block.flops - block.attention_flops - sum(product.flops for product in products)
-    return Part(products, block.attention_flops, scores, max(0, others), inner, outer)
+    sequence = max((one.sequence for one in heads), default=0)
+    return Part(products, block.attention_flops, scores, sequence, 0, max(0, others), inner, outer)
 
 
 def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_here: Callable[[str], bool]) -> Part:
@@ -101,8 +104,11 @@ def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_he
     in_blocks = tuple(f"{name}." for name in blocks)
     products = _products(profile, splits, lambda n: n not in blocks and not n.startswith(in_blocks) and is_here(n))
     moved = {layer: moved for layer, moved in profile.root.moved_behind.items() if is_here(layer)}
-    inner, outer = _by_place(moved, splits)
-    return Part(products, inner=inner, outer=outer)
+    heads = {name for name, split in splits.items() if split.kind == "head" and name in moved}
+    num_logits = sum(profile.layers[name].rows * profile.layers[name].out_features for name in heads)
+    # What lies behind the head is the loss: how often it passes over the logits is the software's.
+    inner, outer = _by_place({layer: one for layer, one in moved.items() if layer not in heads}, splits)
+    return Part(products, num_logits=num_logits, inner=inner, outer=outer)
 
 
 def _products(profile: Profile, splits: Mapping[str, Split], is_here: Callable[[str], bool]) -> tuple[Product, ...]:
