@@ -41,7 +41,7 @@ def _check_positive(value: Any) -> None:
     """Refuse zero and negative figures; only a latency may be zero."""
     for item in dataclasses.fields(value):
         figure = getattr(value, item.name)
-        if not isinstance(figure, (int, float)) or figure > 0:
+        if isinstance(figure, bool) or not isinstance(figure, (int, float)) or figure > 0:
             continue
         if item.name != "latency_seconds" or figure < 0:
             raise ConfigError(f"{item.name} = {figure} of '{value.name}' must be greater than 0")
@@ -55,6 +55,9 @@ class Device:
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float | None  # None: unknown
     peak_flops: Mapping[str, float] = field(hash=False)  # dense matmul FLOP/s by dtype; only dtypes that exist
+    num_processors: int | None = None  # multiprocessors, compute units; None: unknown
+    calibration: float = 0.8  # what the best matmul reaches of the peak in training; see planner/kernels.py
+    is_newer: bool = False  # than the matmul instructions that FlashAttention-2 was written for
     reported_as: tuple[str, ...] = ()  # how the driver's device name ends, to recognise a local device
 
     def __post_init__(self) -> None:
@@ -74,6 +77,7 @@ class Link:
     bandwidth_bytes_per_second: float
     latency_seconds: float
     num_nics: int = 1
+    share: float | None = None  # of the bandwidth, what collectives were measured to reach; None: the usual one
 
     def __post_init__(self) -> None:
         _check_positive(self)

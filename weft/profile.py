@@ -107,6 +107,7 @@ class Layer:
     needs_gradient: bool
     saved_bytes: int = 0
     is_last: bool = False
+    is_linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -428,7 +429,9 @@ class _Tally(TorchDispatchMode):
         dim = -1 - num_spatial_dims(module)
         width, out = 1 if isinstance(module, nn.Embedding) else value.shape[dim], output.shape[dim]
         rows, in_rows = output.numel() // out, value.numel() // width
-        self.layers[name] = Layer(rows, in_rows, width, out, value.requires_grad, self._own_bytes)
+        self.layers[name] = Layer(
+            rows, in_rows, width, out, value.requires_grad, self._own_bytes, is_linear=is_linear(module)
+        )
         self._unsaved.append(name)
         if _is_product(module):
             self._behind = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from weft.parallel.tensor_ops import enter, leave
 from weft.probe import TOLERANCE, random_copy
 
 ALONE = Axis("y", 1, 0, None, Ledger())
+
+
+_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # norms that were tried
 
 
 def split_norm(module: Any, axis: Axis, hidden: Tensor) -> Tensor:
@@ -29,6 +33,12 @@ def split_norm(module: Any, axis: Axis, hidden: Tensor) -> Tensor:
 
 def is_plain_norm(module: nn.Module) -> bool:
     """Whether a norm with parameters computes what `split_norm` does: some add one to the weight, or norm more dims."""
+    if module not in _PLAIN:
+        _PLAIN[module] = _try(module)
+    return _PLAIN[module]
+
+
+def _try(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     try:
         copy = random_copy(module, generator)

@@ -1,0 +1,187 @@
+"""The planner's step model against published tables: error by table, and regret where plans were measured side by side.
+
+    python benchmarks/planner_accuracy.py [--table FILE.csv] [--rows] [--json]
+
+The tables lie in benchmarks/published, each with its source in its first line; `--table` takes another file in one of
+their formats. An error is predicted over measured seconds of a step, less one. Regret: of rows that differ only in the
+plan, how much longer the one predicted to be the best took than the best measured. Nothing is fitted here: constants
+stand in weft/planner, one calibration for each device in weft/clusters, facts about frameworks in published_tables.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from published_tables import Case, Model, read
+
+from weft.cluster import load
+from weft.models import DecoderConfig, GPT2Config, build, token_loss
+from weft.plan import Plan
+from weft.planner.step import StepModel
+from weft.planner.workload import Workload, workload
+from weft.profile import profile
+
+PUBLISHED = Path(__file__).parent / "published"
+RESULT = Path(__file__).parent / "results" / "planner-accuracy.json"
+# What a rank holds under a plan, in bytes: to be set to the planner's memory model. Rows with a measured memory are
+# held against it then; without it they are only counted.
+predict_memory_bytes: Callable[[Case, Plan], float] | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case and what the model says."""
+
+    case: Case
+    plan: Plan
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """Positive: predicted to take longer than it did."""
+        return self.seconds / self.case.seconds - 1
+
+
+@cache
+def chain(model: Model) -> tuple[Workload, tuple[int, int, int]]:
+    """The work of a model, profiled with two blocks and deepened, and the parameters of its ends and blocks."""
+    config: GPT2Config | DecoderConfig
+    if model.inner:
+        config = DecoderConfig(
+            vocab_size=model.vocabulary,
+            hidden_size=model.hidden,
+            num_hidden_layers=2,
+            num_attention_heads=model.heads,
+            num_key_value_heads=model.key_value_heads,
+            intermediate_size=model.inner,
+        )
+    else:
+        config = GPT2Config(
+            vocab_size=model.vocabulary,
+            n_positions=model.sequence,
+            n_embd=model.hidden,
+            n_head=model.heads,
+            n_layer=2,
+            resid_pdrop=0.1 if model.dropout else 0.0,
+        )
+    with torch.device("meta"):
+        module = build(config).to(torch.bfloat16)
+
+    def tokens() -> torch.Tensor:
+        return torch.zeros(1, model.sequence, dtype=torch.long)
+
+    taken = profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
+    work = workload(taken)
+    table = model.vocabulary * model.hidden
+    ends = (table + (0 if model.inner else model.sequence * model.hidden), taken.blocks[1].numel, table)
+    return replace(work, blocks=(work.blocks[1],) * model.layers), ends
+
+
+def predict(case: Case) -> Result:
+    """The step's seconds under the case's plan; of several, the one that the model takes for the best."""
+    work, (first, block, last) = chain(case.model)
+    cluster, found = load(case.cluster), []
+    for plan, count in case.plans:
+        is_tied = not case.model.inner and plan.pipe.degree == 1  # one table serves both ends
+        model = StepModel(work, cluster, case.software, (first, block, 0 if is_tied else last))
+        found.append(Result(case, plan, model.step(plan, count).seconds))
+    return min(found, key=lambda result: result.seconds)
+
+
+def summary(errors: Sequence[float]) -> dict[str, float]:
+    """Mean, median, 95th percentile and worst of the sizes of errors, and their mean with sign."""
+    sizes = sorted(map(abs, errors))
+    return {
+        "rows": len(sizes),
+        "mean": statistics.mean(sizes),
+        "median": statistics.median(sizes),
+        "p95": sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))],
+        "worst": sizes[-1],
+        "bias": statistics.mean(errors),
+    }
+
+
+def regrets(results: Iterable[Result]) -> dict[tuple[object, ...], float]:
+    """By group of at least two plans: the measured time of the plan ranked first, over the best measured, less one."""
+    groups: dict[tuple[object, ...], list[Result]] = defaultdict(list)
+    for result in results:
+        if result.case.group:
+            groups[result.case.group].append(result)
+    found = {}
+    for group, members in groups.items():
+        if len(members) > 1:
+            chosen = min(members, key=lambda result: result.seconds)
+            found[group] = chosen.case.seconds / min(member.case.seconds for member in members) - 1
+    return found
+
+
+def report(results: Sequence[Result], show_rows: bool) -> dict[str, object]:
+    """Prints what is found, and returns it."""
+    tables: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        tables[result.case.table].append(result)
+    print(f"{'table':28s} rows   mean  median    p95  worst   bias  worst row")
+    out: dict[str, object] = {}
+    for table, members in tables.items():
+        found = summary([member.error for member in members])
+        worst = max(members, key=lambda member: abs(member.error))
+        figures = "  ".join(f"{100 * found[name]:5.1f}" for name in ("mean", "median", "p95", "worst", "bias"))
+        print(f"{table:28s} {found['rows']:4.0f}  {figures}  {worst.case.label} ({worst.plan.describe_axes()})")
+        out[table] = {**found, "worst_row": worst.case.label}
+        for member in members if show_rows else ():
+            print(f"    {member.error:+6.1%}  {member.case.seconds:9.4f} s  {member.case.label}")
+        regret = list(regrets(members).values())
+        if regret:
+            share = sum(value <= 0.05 for value in regret) / len(regret)
+            values = [statistics.median(regret), statistics.mean(regret), max(regret), share]
+            print(
+                f"    regret of {len(regret)} groups: median {values[0]:.1%}, mean {values[1]:.1%}, "
+                f"worst {values[2]:.1%}; within 5 %: {values[3]:.0%}"
+            )
+            out[f"{table} regret"] = dict(
+                zip(("groups", "median", "mean", "worst", "within_5_percent"), (len(regret), *values), strict=True)
+            )
+    out.update(_memory(results))
+    return out
+
+
+def _memory(results: Sequence[Result]) -> dict[str, object]:
+    """Errors of memory, where tables give it."""
+    known = [result for result in results if result.case.memory_gib]
+    if predict_memory_bytes is None or not known:
+        print(f"memory: {len(known)} rows give it; no memory model is connected, so none is predicted")
+        return {}
+    errors = []
+    for result in known:
+        assert result.case.memory_gib
+        errors.append(predict_memory_bytes(result.case, result.plan) / 2**30 / result.case.memory_gib - 1)
+    found = summary(errors)
+    print(f"memory: {len(known)} rows, mean {found['mean']:.1%}, worst {found['worst']:.1%}")
+    return {"memory": found}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, help="a CSV file in one of the formats of benchmarks/published")
+    parser.add_argument("--rows", action="store_true", help="print every row")
+    parser.add_argument("--json", action="store_true", help=f"write {RESULT.name}")
+    options = parser.parse_args()
+    paths = [options.table] if options.table else sorted(PUBLISHED.glob("*.csv"))
+    results = [predict(case) for path in paths for case in read(path)]
+    found = report(results, options.rows)
+    if options.json:
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps(found, indent=2, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""Published training tables as cases: a model, a cluster, how the software ran, the plan, and the seconds of a step.
+
+A table is recognised by its header. What it does not say (micro-batch, interleaving, a grid) becomes several plans, of
+which the model's own best is taken. `Software` holds facts about the frameworks, the same for every row of a table.
+TFLOP/s are turned into seconds by the convention that the table itself states.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from weft.cluster import load
+from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
+from weft.planner.kernels import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, FUSED_LOSS_BYTES, Software
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder's shape; `inner` is set for Llama (gated, without biases), 0 for GPT-2."""
+
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    vocabulary: int
+    key_value_heads: int = 0
+    inner: int = 0
+    dropout: bool = False
+
+    @property
+    def numel(self) -> float:
+        """Parameters of GPT-2, nearly."""
+        return 12 * self.layers * self.hidden**2 + self.vocabulary * self.hidden
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured step. `group`: cases that differ only in the plan; `memory_gib`: what a rank was seen to hold."""
+
+    table: str
+    label: str
+    model: Model
+    cluster: str
+    software: Software
+    plans: tuple[tuple[Plan, int], ...]  # with their micro-batches
+    seconds: float
+    group: tuple[object, ...] = ()
+    memory_gib: float | None = None
+
+
+# Megatron-LM, 2020 to 2022: attention with scores in memory, kernels fused by hand, all-reduces that nothing hides
+# (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1).
+# Its cross-entropy passes 56 bytes for a logit: cast, maximum, difference, exponential, sum, quotient; then the
+# gradient and its cast. What its host takes for an operation is seen in the rows of vTrain where nothing else counts.
+MEGATRON = Software(
+    attention="plain",
+    fused=True,
+    host_seconds=46e-6,
+    loss_bytes=56,
+    selective="attention",
+    gradient_bytes=2,
+    hides_gradients=False,
+    hides_input=False,
+    splits_messages=True,
+)
+# Megatron-Core: the README of its table names the three overlaps (--overlap-grad-reduce, --overlap-param-gather,
+# --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16. Whether Transformer Engine
+# took FlashAttention-2 or cuDNN is not printed: the former is assumed (the latter gives 3 % shorter steps).
+CORE = replace(
+    MEGATRON,
+    attention="flash2",
+    gradient_bytes=4,
+    hides_gradients=True,
+    hides_tensor=True,
+    shards_optimizer=True,
+    host_seconds=10e-6,
+)
+# llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
+# reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked).
+FOUNDRY = Software(attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES)
+# torchtitan: FSDP2 and DTensor; the sequence is dimension 1, so that gathers and scatters copy; selective recompute of
+# "op" keeps every second matmul only; asyncTP runs collectives in pieces (its source, not re-checked).
+TITAN = Software(hides_input=False, copies_sequence=True, selective="other", loss_bytes=EAGER_LOSS_BYTES)
+# AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped.
+AXONN = Software(gradient_bytes=2)
+
+
+def read(path: Path) -> list[Case]:
+    """The cases of a table in one of the known formats."""
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    rows = list(csv.DictReader(lines))
+    header = set(rows[0]) if rows else set()
+    for needed, reader in READERS.items():
+        if needed in header:
+            return [case for row in rows for case in reader(row)]
+    raise SystemExit(f"{path}: no known table has these columns: {', '.join(sorted(header))}")
+
+
+def _ints(row: Row, *names: str) -> list[int]:
+    return [int(row[name]) for name in names]
+
+
+def _pipe(degree: int, chunks: int = 1) -> Pipe:
+    return Pipe(degree, "interleaved", chunks=chunks) if chunks > 1 else Pipe(degree)
+
+
+def _nodes(name: str, num_devices: int) -> str:
+    return f"{name}:{math.ceil(num_devices / load(name).node.num_devices)}"
+
+
+def sc21(row: Row) -> Iterator[Case]:
+    hidden, heads, layers, tensor, pipe, micro, devices, batch = _ints(
+        row, "hidden", "heads", "layers", "tp", "pp", "micro_batch", "num_gpus", "global_batch"
+    )
+    model = Model(hidden, heads, layers, 2048, 51200, dropout=True)
+    data, each = devices // (tensor * pipe), row["layers_per_virtual_stage"]
+    plan = Plan(
+        data=data,
+        pipe=_pipe(pipe, layers // pipe // int(each) if each else 1),
+        tensor=Tensor(tensor),
+        micro_batch=micro,
+        memory=Memory("full"),
+        precision="bf16",
+    )
+    seconds = hardware_flops(model, batch) / devices / (float(row["tflops_per_gpu"]) * 1e12)
+    plans = ((plan, batch // (data * micro)),)
+    yield Case("Megatron SC'21", row["model"], model, _nodes("a100-80", devices), MEGATRON, plans, seconds)
+
+
+def hardware_flops(model: Model, batch: int) -> float:
+    """Of a step with full recompute, attention counted whole: Megatron's convention."""
+    layers, hidden, sequence = model.layers, model.hidden, model.sequence
+    whole = 1 + sequence / (6 * hidden) + model.vocabulary / (16 * layers * hidden)
+    return 96 * batch * sequence * layers * hidden**2 * whole
+
+
+def core(row: Row) -> Iterator[Case]:
+    hidden, heads, layers, tensor, pipe, data, devices, batch = _ints(
+        row, "hidden", "heads", "layers", "tp", "pp", "dp", "num_gpus", "global_batch"
+    )
+    model = Model(hidden, heads, layers, 4096, 131072)
+    flops = batch * 4096 * (72 * layers * hidden**2 * (1 + 4096 / (6 * hidden)) + 6 * model.vocabulary * hidden)
+    seconds = flops / devices / (float(row["tflops_per_gpu"]) * 1e12)
+    plans = tuple(_core_plans(model, tensor, pipe, data, batch))
+    yield Case("Megatron-Core H100", row["model"], model, _nodes("h100", devices), CORE, plans, seconds)
+
+
+def _core_plans(model: Model, tensor: int, pipe: int, data: int, batch: int) -> Iterator[tuple[Plan, int]]:
+    """Micro-batch and interleaving are not printed: those whose activations fit in half of the memory."""
+    for micro in (1, 2, 4):
+        count = batch // (data * micro)
+        saved = 34 * model.sequence * micro * model.hidden / tensor * model.layers / pipe * min(pipe, count)
+        chunks = [n for n in range(1, model.layers // pipe + 1) if model.layers % (pipe * n) == 0] if pipe > 1 else [1]
+        for each in chunks if saved < 60e9 else ():
+            if each == 1 or count % pipe == 0:
+                tensors = Tensor(tensor, sequence=tensor > 1)
+                plan = Plan(data=data, pipe=_pipe(pipe, each), tensor=tensors, micro_batch=micro, precision="bf16")
+                yield plan, count
+
+
+def tensor_scaling(row: Row) -> Iterator[Case]:
+    hidden, heads, layers, tensor, devices, batch = _ints(row, "hidden", "heads", "layers", "tp", "num_gpus", "batch")
+    name, data = "a100-80" if "A100" in row["gpu"] else "v100-32", devices // tensor
+    plan = Plan(data=data, tensor=Tensor(tensor), micro_batch=batch // data, precision="bf16", memory=Memory("full"))
+    model = Model(hidden, heads, layers, 1024, 51200, dropout=True)
+    label, table = f"{row['case']} on {devices}", f"Megatron 2020 {row['gpu'].split()[0]}"
+    # Its README then (not re-checked): torch's DDP, which overlaps, serves the larger models best, its own the small.
+    software, seconds = replace(MEGATRON, hides_gradients=tensor >= 4), float(row["iter_ms"]) / 1e3
+    yield Case(table, label, model, _nodes(name, devices), software, ((plan, 1),), seconds)
+
+
+def korthikanti(row: Row) -> Iterator[Case]:
+    hidden, heads, layers, tensor, pipe, micro, batch, chunks = _ints(
+        row, "hidden", "heads", "layers", "tp", "pp", "micro_batch", "global_batch", "interleave"
+    )
+    model = Model(hidden, heads, layers, 2048, 51200, dropout=True)
+    for column, recompute in (("iter_s_full_recompute", "full"), ("iter_s_seqpar_selective", "selective")):
+        plan = Plan(
+            pipe=_pipe(pipe, chunks),
+            tensor=Tensor(tensor, sequence=recompute == "selective"),
+            micro_batch=micro,
+            precision="bf16",
+            memory=Memory("full" if recompute == "full" else "selective"),
+        )
+        where, label = _nodes("a100-80", int(row["gpus"])), f"{row['model']} {recompute}"
+        yield Case("Korthikanti", label, model, where, MEGATRON, ((plan, batch // micro),), float(row[column]))
+
+
+SHAPES = {
+    "125m": (768, 12, 12),
+    "350m": (1024, 16, 24),
+    "760m": (1536, 12, 24),
+    "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}
+FOUNDRY_NODES = {"a100_40gb": "a100-40", "a100_80gb": "a100-80", "h100_80gb": "h100"}
+
+
+def foundry(row: Row) -> Iterator[Case]:
+    if row["activation_cpuoffload"] == "True":
+        return
+    sequence, devices, micro, count, batch = _ints(
+        row, "seqlen_t", "gpus", "microbatchsize", "gradaccum", "globalbatchsize"
+    )
+    is_fp8, name = "fp8" in row["precision"], FOUNDRY_NODES[row["gpu"]]
+    software = replace(FOUNDRY, fp8=is_fp8, gradient_bytes=2 if row["mp_mode"] == "PURE" else 4)
+    plan = Plan(
+        shard=Shard(devices, 3 if row["sharding_strategy"] == "FULL_SHARD" else 2),
+        micro_batch=micro,
+        precision="bf16",
+        memory=Memory("full" if row["activation_checkpointing"] == "True" else "none", accumulate="slice"),
+    )
+    label = f"{row['model']} {sequence} on {devices}, {micro} × {count}, {plan.memory.recompute}"
+    table, model = f"Mosaic {name}{' fp8' if is_fp8 else ''}", Model(*SHAPES[row["model"]], sequence, 50368)
+    seconds = batch * sequence / float(row["throughput_t_s"])
+    yield Case(table, label, model, _nodes(name, devices), software, ((plan, count),), seconds)
+
+
+LLAMA = {"8B": (4096, 32, 32, 8, 14336), "70B": (8192, 64, 80, 8, 28672), "405B": (16384, 128, 126, 8, 53248)}
+
+
+def _llama(size: str, sequence: int) -> Model:
+    hidden, heads, layers, key_value_heads, inner = LLAMA[size]
+    return Model(hidden, heads, layers, sequence, 128256, key_value_heads, inner)
+
+
+def titan(row: Row) -> Iterator[Case]:
+    words = row["parallelism"].split()
+    degrees = dict.fromkeys(("FSDP", "TP", "PP", "CP"), 1)
+    for word, name in itertools.product(words, degrees):
+        if word.startswith(name) and word[len(name) :].isdigit():
+            degrees[name] = int(word[len(name) :])
+    shard, tensor, pipe, context = degrees.values()
+    sequence, local = _ints(row, "seq_len", "local_batch")
+    is_compiled, is_async = "compile" in row["techniques"], "asyncTP" in words
+    precision = " ".join(row["techniques"].replace("compile", "").replace("eager", "").split())
+    software = replace(
+        TITAN,
+        fused=is_compiled,
+        loss_bytes=COMPILED_LOSS_BYTES if is_compiled else EAGER_LOSS_BYTES,
+        hides_tensor=is_async,
+        fp8="fp8" in precision,
+    )
+    # As many micro-batches as stages: not printed, but the ratio of the 1F1B row to the interleaved one says so.
+    count = pipe
+    is_interleaved = "interleaved1F1B" in words
+    plan = Plan(
+        shard=Shard(shard, 3 if pipe == 1 else 2),  # with a pipeline, parameters stay gathered
+        pipe=_pipe(pipe, 2 if is_interleaved else 1),
+        tensor=Tensor(tensor, sequence=tensor > 1),
+        context=Context(context),
+        micro_batch=max(1, local // count),
+        precision="bf16",
+        memory=Memory("full" if row["activation_ckpt"].startswith("full") else "selective"),
+    )
+    name = "h200" if row["gpu"] == "H200" else "h100-500w"
+    devices = int(row["num_gpus"])
+    seconds = local * sequence * shard / devices / float(row["tokens_per_s_per_gpu"])
+    label = f"{row['model']} {row['parallelism']} {sequence} {row['techniques']}"
+    memory = float(row["memory_gib"]) if row["memory_gib"] else None
+    model, plans = _llama(row["model"].split("-")[1], sequence), ((plan, count),)
+    yield Case(f"torchtitan {precision}", label, model, _nodes(name, devices), software, plans, seconds, (), memory)
+
+
+def llama_fp8(row: Row) -> Iterator[Case]:
+    devices, batch, micro, sequence, tensor, pipe, context, chunks = _ints(
+        row, "num_gpus", "gbs", "mbs", "seq_len", "tp", "pp", "cp", "vp"
+    )
+    data = devices // (tensor * pipe * context)
+    tensors = Tensor(tensor, sequence=tensor > 1)
+    plan = Plan(
+        data=data,
+        pipe=_pipe(pipe, chunks),
+        tensor=tensors,
+        context=Context(context),
+        micro_batch=micro,
+        precision="bf16",
+    )
+    software, model = replace(CORE, fp8=True, attention="flash3"), _llama(row["model"].split("-")[1], sequence)
+    seconds = batch * sequence / devices / float(row["tokens_per_s_per_gpu"])
+    plans = ((plan, batch // (data * micro)),)
+    yield Case("Megatron Llama fp8", row["model"], model, _nodes("h100", devices), software, plans, seconds)
+
+
+def vtrain(row: Row) -> Iterator[Case]:
+    devices, batch, micro, hidden, heads, layers, sequence, tensor, data, pipe = _ints(
+        row,
+        *("# GPUs", "global batch", "micro batch", "hidden size", "attention heads", "# layers", "sequence length"),
+        *("tensor parallelism", "data parallelism", "pipeline parallelism"),
+    )
+    plan = Plan(
+        data=data, pipe=Pipe(pipe), tensor=Tensor(tensor), micro_batch=micro, precision="bf16", memory=Memory("full")
+    )
+    label = f"{devices} GPUs batch {batch}: {layers} × {hidden}, tensor {tensor} data {data} pipe {pipe} micro {micro}"
+    model, software = Model(hidden, heads, layers, sequence, 51200, dropout=True), replace(MEGATRON, gradient_bytes=4)
+    seconds, group = float(row["iteration time (ms)"]) / 1e3, (devices, batch, hidden, layers)
+    plans = ((plan, batch // (data * micro)),)
+    where = _nodes("a100-80", devices)
+    yield Case("vTrain A100", label, model, where, software, plans, seconds, group)
+
+
+AXONN_RUNS = {  # (machine, layers, hidden, heads), by devices
+    4096: ("perlmutter", 38, 9216, 72),
+    32768: ("frontier", 96, 16384, 128),
+    6144: ("alps", 56, 9216, 72),
+    1024: ("perlmutter", 42, 12288, 96),
+}
+
+
+def axonn(row: Row) -> Iterator[Case]:
+    devices = int(row["gpus"])
+    machine, layers, hidden, heads = AXONN_RUNS[devices]
+    model, batch = Model(hidden, heads, layers, 2048, 51200), 8192  # 16.8 M tokens
+    seconds = hardware_flops(model, batch) / (float(row["aggregate"].split()[0]) * 1e15)
+    plans = tuple(_grids(model, devices, batch, load(machine).node.device.memory_bytes))
+    yield Case("AxoNN", f"{machine} {devices}", model, _nodes(machine, devices), AXONN, plans, seconds)
+
+
+def _grids(model: Model, devices: int, batch: int, memory_bytes: int) -> Iterator[tuple[Plan, int]]:
+    """Grids are not published: those that divide the model and fit. On Alps (3 × 2048) batches are rounded up."""
+    sizes = [2**power for power in range(16)]
+    for x, y, shard in itertools.product(sizes[:8], sizes[:6], sizes[:12]):
+        data, rest = divmod(devices, x * y * shard)
+        if rest or model.heads % x or batch // (data * shard) < 1:
+            continue
+        state = 16 * model.numel / (x * y * shard) + 4 * model.numel / (x * y) / model.layers
+        for count in sizes[:6]:  # the fewest micro-batches that fit
+            local = batch / (data * shard) / count
+            kept = 2 * model.sequence * local * model.hidden * (model.layers / y + 17 / x)
+            logits = 6 * model.sequence * local * model.vocabulary / x
+            if local >= 1 and state + kept + logits < 0.85 * memory_bytes:
+                plan = Plan(
+                    data=data,
+                    shard=Shard(shard),
+                    tensor=Tensor(x, y),
+                    micro_batch=math.ceil(local),
+                    precision="bf16",
+                    memory=Memory("full"),
+                )
+                yield plan, count
+                break
+
+
+READERS: dict[str, Callable[[Row], Iterator[Case]]] = {
+    "layers_per_virtual_stage": sc21,
+    "mfu_pct": core,
+    "case": tensor_scaling,
+    "iter_s_full_recompute": korthikanti,
+    "sharding_strategy": foundry,
+    "techniques": titan,
+    "grad_accum": llama_fp8,
+    "iteration time (ms)": vtrain,
+    "aggregate": axonn,
+}

@@ -1,0 +1,170 @@
+"""Times of kernels: tiles and waves by hand, the roofline's limits, attention, fp8, and the pace of the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.cluster import Device, load
+from weft.moved import Moved
+from weft.plan import Memory, Plan, Tensor
+from weft.planner.kernels import (
+    CAST_BYTES,
+    FILL_DEPTH,
+    FLASH,
+    LAUNCH_SECONDS,
+    MEMORY_SHARE,
+    Kernels,
+    Software,
+    tile_share,
+)
+from weft.planner.step import OVERLAP_LOSS, StepModel, _beside
+from weft.planner.workload import Part, Product, Workload
+
+A100 = load("a100-80").node.device
+H100 = load("h100").node.device
+
+
+def kernels(device: Device = A100, **facts: object) -> Kernels:
+    return Kernels(device, Software(**facts), "bf16")  # type: ignore[arg-type]
+
+
+def test_one_full_wave_of_the_largest_tile() -> None:
+    # 12 × 9 tiles of 128 × 256 on 108 processors: nothing is lost but the pipeline's fill.
+    assert tile_share(12 * 128, 4096, 9 * 256, 108) == pytest.approx(4096 / (4096 + FILL_DEPTH))
+
+
+def test_one_tile_more_costs_a_wave() -> None:
+    # With one row more a 13th row of tiles starts a second wave, which smaller tiles soften.
+    full, over = tile_share(12 * 128, 4096, 9 * 256, 108), tile_share(12 * 128 + 1, 4096, 9 * 256, 108)
+    assert over < 0.8 * full
+
+
+def test_without_processors_only_whole_tiles_count() -> None:
+    whole, ragged = tile_share(1280, 960, 2560, None), tile_share(1281, 960, 2560, None)
+    assert ragged < whole
+    assert tile_share(1, 960, 1, None) < 1e-3
+
+
+@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 4000), st.sampled_from((None, 80, 108, 132)))
+def test_a_share_is_a_share(rows: int, inner: int, columns: int, num_processors: int | None) -> None:
+    assert 0 < tile_share(rows, inner, columns, num_processors) < 1
+
+
+@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.integers(2, 4))
+def test_more_work_never_takes_less_time(rows: int, inner: int, columns: int, times: int) -> None:
+    one = kernels()
+    rows, inner, columns = 128 * rows, 128 * inner, 128 * columns
+    base = one.product(rows, inner, columns)
+    assert one.product(rows, inner * times, columns) >= base
+    assert one.product(rows * times, inner, columns) >= 0.999 * base
+    assert one.product(rows, inner, columns * times) >= 0.999 * base
+
+
+@given(st.integers(1, 100_000), st.integers(1, 20_000), st.integers(1, 20_000))
+def test_no_matmul_beats_the_roofline(rows: int, inner: int, columns: int) -> None:
+    seconds = kernels().product(rows, inner, columns)
+    assert A100.memory_bandwidth_bytes_per_second is not None
+    assert seconds > 2 * rows * inner * columns / (312e12 * A100.calibration)
+    assert seconds > 2 * (rows * inner + inner * columns) / A100.memory_bandwidth_bytes_per_second
+
+
+def test_a_thin_matmul_runs_at_the_speed_of_memory() -> None:
+    num_bytes = 2 * (8 + 8 * 65536 + 65536)
+    assert kernels().product(1, 8, 65536) == pytest.approx(
+        max(num_bytes / (2.039e12 * MEMORY_SHARE), 0) + LAUNCH_SECONDS, rel=0.5
+    )
+
+
+def test_a_large_matmul_of_the_h200_as_measured() -> None:
+    # 8192 × 8192 × 8192 in 1.62 ms and 4096 × 896 × 7168 in 88 us, on random data (torch 2.11, CUDA 13).
+    one = kernels(load("h200").node.device)
+    assert one.product(8192, 8192, 8192) == pytest.approx(1620.9e-6, rel=0.05)
+    assert one.product(4096, 896, 7168) == pytest.approx(88.4e-6, rel=0.08)
+
+
+def test_attention_by_hand() -> None:
+    sequence, flops = 1_000_000_000, 1e15  # so long that nothing is lost to the diagonal
+    forward, backward = kernels(attention="flash2").attention(flops, 0, sequence)
+    shares = FLASH["flash2"][0]
+    assert forward == pytest.approx(flops / 2 / (312e12 * shares[0]), rel=1e-5)
+    assert backward == pytest.approx(2.5 * flops / 2 / (312e12 * shares[1]), rel=1e-5)
+    whole = kernels(attention="flash2").attention(flops, 0, sequence, is_causal=False)
+    assert whole[0] == pytest.approx(2 * forward)
+    assert kernels().attention(0, 0, 0) == (0.0, 0.0)
+
+
+def test_flash_attention_on_the_h200_as_measured() -> None:
+    one = kernels(load("h200").node.device, attention="flash2")
+    flops = 2 * 2 * 8 * 16 * 2048 * 2048 * 128  # batch 8, 16 heads of 128, counted whole
+    forward, backward = one.attention(flops, 0, 2048)
+    assert flops / 2 / forward == pytest.approx(279e12, rel=0.05)
+    assert 2.5 * flops / 2 / backward == pytest.approx(218e12, rel=0.05)
+
+
+def test_an_older_kernel_loses_on_a_newer_device() -> None:
+    old, new = kernels(A100, attention="flash2"), kernels(H100, attention="flash2")
+    assert old.attention(1e12, 0, 4096)[0] / new.attention(1e12, 0, 4096)[0] < 989.4 / 312
+    long, short = new.attention(1e12, 0, 32768)[0], new.attention(1e12, 0, 512)[0]
+    assert short > 1.5 * long
+
+
+def test_plain_attention_moves_its_scores() -> None:
+    few, many = (kernels(attention="plain").attention(1e9, numel, 1024)[0] for numel in (1e6, 1e9))
+    assert many - few > 4.5 * 2 * 0.99e9 / 2.039e12
+
+
+def test_fp8_halves_products_and_pays_for_casts() -> None:
+    wide, narrow = kernels(H100), kernels(H100, fp8=True)
+    large = narrow.linear(65536, 16384, 16384)[0] / wide.linear(65536, 16384, 16384)[0]
+    assert 0.5 < large < 0.6
+    assert narrow.linear(128, 1024, 1024)[0] > wide.linear(128, 1024, 1024)[0]
+    assert CAST_BYTES == 5
+
+
+def test_moved_bytes_by_hand() -> None:
+    moved = Moved(10_000_000, 3, 4_000_000, 1)
+    bandwidth = 2.039e12 * MEMORY_SHARE
+    assert kernels().moved(moved) == pytest.approx(1e7 / bandwidth + 3 * LAUNCH_SECONDS)
+    assert kernels(fused=True).moved(moved) == pytest.approx(4e6 / bandwidth + LAUNCH_SECONDS)
+    assert kernels().moved_backward(moved) == pytest.approx(3 * kernels().moved(moved))
+    assert kernels(loss_bytes=46).loss(1e6) == pytest.approx(46e6 / bandwidth)
+
+
+def test_a_device_without_bf16_uses_its_other_16_bits() -> None:
+    assert kernels(load("v100-32").node.device).peak == 125e12
+
+
+def block() -> Workload:
+    part = Part(products=(Product(8, 64, 64, "column"), Product(8, 64, 64, "row")))
+    return Workload(Part(), (part,) * 4, Part(num_logits=1), 8 * 64)
+
+
+def test_short_kernels_run_at_the_pace_of_the_host() -> None:
+    plan = Plan(micro_batch=1, precision="bf16")
+    model = StepModel(block(), load("a100-80"), Software(host_seconds=1.0))
+    assert model.part(model.workload.blocks[0], plan, 1) == (2.0, 4.0)  # two operations, twice as many backward
+    full = replace(plan, memory=Memory("full"))
+    assert model.part(model.workload.blocks[0], full, 1) == (2.0, 6.0)
+    assert model.step(plan, 1).seconds == pytest.approx(4 * 6.0, rel=0.01)
+
+
+def test_what_runs_beside_compute_costs_a_share() -> None:
+    assert _beside(10.0, 4.0) == pytest.approx(10 + 4 * OVERLAP_LOSS)
+    assert _beside(4.0, 10.0) == pytest.approx(10 + 4 * OVERLAP_LOSS)
+    assert _beside(10.0, 4.0, floor=1.0) == pytest.approx(11 + 4 * OVERLAP_LOSS)
+
+
+def test_collectives_in_pieces_are_hidden() -> None:
+    work = block()
+    part = Part(products=(Product(8192, 8192, 8192, "column"), Product(8192, 8192, 8192, "row")))
+    work = replace(work, blocks=(part,))
+    plan = Plan(tensor=Tensor(8, sequence=True), micro_batch=1, precision="bf16")
+    plain, pieces, copies = (
+        sum(StepModel(work, load("h100"), Software(hides_input=False, **facts)).inside(part, plan, 1))  # type: ignore[arg-type]
+        for facts in ({}, {"hides_tensor": True}, {"copies_sequence": True})
+    )
+    assert pieces < plain < copies

@@ -1,0 +1,148 @@
+"""The search against trying everything, its closed forms against the simulated lists and the strategies' own costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from weft.cluster import Cluster, load
+from weft.models import DecoderConfig, GPT2Config, build, token_loss
+from weft.parallel import cost
+from weft.pipeline.schedules import make_schedule
+from weft.pipeline.simulate import simulate
+from weft.plan import Memory as MemoryPolicy
+from weft.plan import Pipe, Plan, Shard, Tensor, split_batch
+from weft.planner.memory import alive_at_once, memory
+from weft.planner.model import planned_model
+from weft.planner.search import Model, Question, search, sizes
+from weft.profile import profile
+
+SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=1024, n_layer=8, n_head=16)
+
+
+@lru_cache(maxsize=4)
+def small(cluster: str = "h100:1x8") -> Model:
+    return planned_model(SMALL, 1024, load(cluster))
+
+
+def everything(model: Model, batch: int, num_devices: int) -> list[tuple[float, Plan]]:
+    """Every plan of a small world that fits, by the model's own closed form, found without any bound."""
+    found = []
+    limit = model.steps.cluster.node.device.memory_bytes
+    degrees = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
+    for data, pipe, shard, x, y in product(degrees, repeat=5):
+        if data * pipe * shard * x * y != num_devices or batch % (data * shard):
+            continue
+        per_rank = batch // (data * shard)
+        pipes = [Pipe()] if pipe == 1 else [Pipe(pipe), *(Pipe(pipe, "interleaved", chunks=c) for c in (2, 4))]
+        pipes += [Pipe(pipe, "zero-bubble")] if pipe > 1 and x * y == 1 else []
+        for own in pipes:
+            if pipe * (own.chunks or 1) > 8:
+                continue
+            for stage, sequence, recompute in product((1, 2, 3), (False, True), ("none", "selective", "full")):
+                if (shard == 1 and stage > 1) or (sequence and x == 1):
+                    continue
+                for micro_batch in (m for m in range(1, per_rank + 1) if per_rank % m == 0):
+                    others: dict[str, Any] = {"memory": MemoryPolicy(recompute), "precision": "bf16"}
+                    shards: Any = Shard(shard, stage)
+                    tensor = Tensor(x, y, sequence)
+                    plan = Plan(data=data, pipe=own, shard=shards, tensor=tensor, micro_batch=micro_batch, **others)
+                    count = per_rank // micro_batch
+                    if memory(sizes(model.profile, plan), plan, 8, count).total_bytes <= limit:
+                        found.append((model.steps.estimate(plan, count), plan))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+@pytest.mark.parametrize(("cluster", "num_devices"), [("h100:1x4", 4), ("a100-40:1x2", 2)])
+def test_the_search_finds_what_trying_everything_finds(cluster: str, num_devices: int) -> None:
+    model = small(cluster.replace(f"x{num_devices}", "x8"))
+    node = replace(model.steps.cluster.node, num_devices=num_devices)
+    model = replace(model, steps=replace(model.steps, cluster=replace(model.steps.cluster, node=node)))
+    best = everything(model, 16, num_devices)
+    found = search(model, Question(16, 1024), keep=5)
+    assert found.num_considered <= len(best) * 4
+    by_closed_form = sorted(model.steps.estimate(c.plan, c.num_micro_batches) for c in found.best)
+    assert by_closed_form[0] == pytest.approx(best[0][0], rel=0.02)  # the best are ordered anew by their own lists
+    assert all(c.seconds <= best[40][0] * 1.02 for c in found.best)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    first, again = (search(small(), Question(32, 1024), keep=4) for _ in range(2))
+    assert [c.plan for c in first.best] == [c.plan for c in again.best]
+    assert [c.seconds for c in first.best] == sorted(c.seconds for c in first.best)
+
+
+def test_constraints_are_kept() -> None:
+    found = search(small(), Question(32, 1024, allows=lambda plan: plan.pipe.degree == 4 and plan.tensor.x <= 2))
+    assert found.best
+    assert all(c.plan.pipe.degree == 4 and c.plan.tensor.x <= 2 for c in found.best)
+    assert search(small(), Question(32, 1024, allows=lambda plan: False)).best == ()
+
+
+def test_what_does_not_fit_is_told_apart() -> None:
+    cluster = load("a100-40:1x8")
+    large = DecoderConfig(
+        vocab_size=32000, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8
+    )
+    found = search(planned_model(large, 4096, cluster), Question(8, 4096))
+    assert found.best == ()  # 70 billion parameters and their state on 8 × 40 GB
+    assert found.too_large
+    assert all(c.memory.total_bytes > cluster.node.device.memory_bytes for c in found.too_large)
+    assert "state" in found.too_large[0].memory.describe()
+
+
+PLANS = [
+    Plan(data=8, micro_batch=2),
+    Plan(shard=Shard(8, 3), micro_batch=4),
+    Plan(shard=Shard(4, 2), tensor=Tensor(2), micro_batch=2, memory=MemoryPolicy("full")),
+    Plan(data=2, pipe=Pipe(4), micro_batch=1),
+    Plan(data=2, pipe=Pipe(4, "interleaved", chunks=2), micro_batch=1),
+    Plan(data=4, pipe=Pipe(2, "zero-bubble"), micro_batch=1),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.describe_axes())
+def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
+    plan, model = replace(plan, precision="bf16"), small()
+    assert plan.micro_batch is not None
+    count = 64 // plan.num_batch_ranks // plan.micro_batch
+    assert model.steps.estimate(plan, count) == pytest.approx(model.steps.step(plan, count).seconds, rel=0.1)
+
+
+@pytest.mark.parametrize("plan", PLANS[:3], ids=lambda plan: plan.describe_axes())
+def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan) -> None:
+    plan, model = replace(plan, precision="bf16"), small()
+    assert plan.micro_batch is not None
+    with torch.device("meta"):
+        whole = build(SMALL).to(torch.bfloat16)
+
+    def tokens() -> torch.Tensor:
+        return torch.zeros(plan.micro_batch or 1, 1024, dtype=torch.long, device="cpu")
+
+    found = profile(whole, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
+    stated = cost(found, plan, split_batch(plan, 64, 1024))
+    closed = memory(sizes(model.profile, plan), plan, 8, 64 // plan.num_batch_ranks // plan.micro_batch)
+    assert closed.state_bytes == pytest.approx(sum(stated.state_bytes.values()), rel=0.01)
+    assert closed.saved_bytes == pytest.approx(stated.saved_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "options", [("1f1b", ()), ("gpipe", ()), ("zero-bubble", ()), ("interleaved", (("chunks", 2),))]
+)
+def test_activations_alive_are_those_of_the_list(options: tuple[str, tuple[tuple[str, int], ...]]) -> None:
+    name, given = options
+    for degree, count in product((2, 4), (1, 3, 4, 9)):
+        listed = simulate(make_schedule(name, degree, count, **dict(given))).peak_activations
+        assert alive_at_once(name, degree, count, given) == tuple(map(float, listed))
+
+
+def test_a_cluster_of_many_devices_is_searched() -> None:
+    cluster: Cluster = load("a100-80:16x8")
+    found = search(planned_model(SMALL, 1024, cluster), Question(1024, 1024), keep=3)
+    assert len(found.best) == 3
+    assert all(c.plan.num_ranks == 128 for c in found.best)

@@ -1,0 +1,169 @@
+"""How long a device takes for a matmul, for attention, and for bytes that only pass through memory.
+
+A matmul is a roofline with three losses. *Tiles*: its result is computed in tiles, all of which take the time of a full
+one, in waves of as many tiles as the device has processors. *Depth*: each tile fills a pipeline before it runs at full
+speed, so a short inner dimension costs. *Tile size*: small tiles read more for each product. The library chooses the
+best tile, and so does `Kernels.product`. On top comes one number for each type of device, `calibration`, which says
+what the best matmul reaches of the printed peak under the power and clocks of a training run; it is fitted on a named
+table (see `clusters/*.toml`) and used everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from weft.cluster import Device
+from weft.moved import Moved
+
+# (rows, columns) of tiles that matmul libraries have; the first two are the largest.
+TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
+FILL_DEPTH = 96  # of the inner dimension, until a tile runs at full speed
+SMALL_TILE_LOSS = 0.1
+# What attention kernels reach of the device's peak on long causal sequences, (forward, backward), where the device's
+# matmul instructions are those the kernel was written for, and on a newer device. On Hopper, flash2 and flash3 (cuDNN's
+# kernel) were measured on an H200. flash2 on A100: FlashAttention-2, arXiv 2307.08691 (figures not re-checked). flash1
+# (with the Triton kernel of its time): inferred from MosaicML's rows of 65,536 tokens, which attention fills.
+FLASH = {
+    "flash1": ((0.40, 0.31), (0.22, 0.19)),
+    "flash2": ((0.66, 0.55), (0.334, 0.325)),
+    "flash3": ((0.61, 0.56), (0.61, 0.56)),
+}
+# A sequence this long reaches half of it, (forward, backward): blocks on the diagonal, and the start of each row.
+# Measured on an H200 from 512 to 32,768 tokens, for two kernels.
+HALF_SEQUENCE = (400, 1000)
+FLASH_BACKWARD_WORK = 2.5  # products of backward for each two of forward, over two
+BATCHED_PRODUCT = 0.55  # of the best matmul, for those of plain attention: FILL_DEPTH of a head of 128
+SCORE_PASSES = {"forward": 4.5, "backward": 5.5}  # times that plain attention moves its scores, beside its products
+MEMORY_SHARE = 0.85  # of the printed bandwidth that streaming kernels reach
+# Times of forward's bytes that backward moves, by `fused`. Eager, the gradients of biases and the joining of views are
+# kernels of their own (measured on an H200: 2.8 to 3.4 for GPT-2 and Llama blocks; compiled 1.9 to 2.1).
+BACKWARD_PASSES = {False: 3.0, True: 2.0}
+LAUNCH_SECONDS = 4e-6  # between two kernels on the device
+# Moved for each logit by torch's own cross-entropy in float32, forward and backward (measured on an H200: 46), and by
+# one that torch.compile fuses (11). Kernels made for it move less: read once, and once more to write the gradient.
+EAGER_LOSS_BYTES, COMPILED_LOSS_BYTES, FUSED_LOSS_BYTES = 46, 11, 8
+CAST_BYTES = 5  # to make an operand fp8: read for its largest value, read again, written
+
+
+@dataclass(frozen=True)
+class Software:
+    """How steps are run, beside the plan: facts about a framework. The defaults are weft's own.
+
+    `attention`: a key of FLASH, or "plain" with scores in memory. `fused`: operations between matmuls are one kernel
+    (torch.compile, or fused by hand). `host_seconds`: what the host takes to issue one operation; where kernels are
+    shorter, the host sets the pace. `loss_bytes` pass through memory for each logit, forward and backward.
+    `selective`: what selective recompute does again: "cheap" work, the "attention", or every "other" matmul beside the
+    cheap work. `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`.
+    `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in pieces behind the pieces of their
+    matmul. `copies_sequence`: the sequence is not the outermost dimension, so that what is gathered or scattered along
+    it is copied once more. `splits_messages`: between stages each rank of x sends its part.
+    """
+
+    attention: str = "flash2"
+    fused: bool = False
+    fp8: bool = False  # products of linears
+    host_seconds: float = 10e-6
+    loss_bytes: float = EAGER_LOSS_BYTES
+    selective: str = "cheap"
+    gradient_bytes: int = 4
+    hides_gradients: bool = True
+    hides_input: bool = True
+    hides_tensor: bool = False
+    copies_sequence: bool = False
+    splits_messages: bool = False
+    shards_optimizer: bool = False  # over data
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Times of kernels on one device in one precision."""
+
+    device: Device
+    software: Software
+    precision: str = "bf16"
+
+    @property
+    def peak(self) -> float:
+        """The printed rate of matmuls; where the device has no bf16, that of its other 16 bits."""
+        return self.device.peak_flops.get(self.precision) or self.device.peak_flops["fp16"]
+
+    @property
+    def flops_per_second(self) -> float:
+        """What the best matmul reaches."""
+        return self.peak * self.device.calibration
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What a streaming kernel reaches."""
+        assert self.device.memory_bandwidth_bytes_per_second is not None
+        return self.device.memory_bandwidth_bytes_per_second * MEMORY_SHARE
+
+    def product(self, rows: int, inner: int, columns: int) -> float:
+        """A matmul [rows, inner] · [inner, columns] in 16 bits."""
+        return self._product(rows, inner, columns, self.flops_per_second, 2)
+
+    def linear(self, rows: int, inputs: int, outputs: int) -> tuple[float, float]:
+        """(forward, backward) of a linear, in the precision of the software."""
+        if not self.software.fp8:
+            backward = self.product(rows, outputs, inputs) + self.product(inputs, rows, outputs)
+            return self.product(rows, inputs, outputs), backward
+        rate = self.device.peak_flops["fp8"] * self.device.calibration
+        given, weight, result = rows * inputs, inputs * outputs, rows * outputs
+        casts = CAST_BYTES * (given + weight) / self.bytes_per_second
+        casts_backward = CAST_BYTES * (given + weight + result) / self.bytes_per_second
+        backward = self._product(rows, outputs, inputs, rate, 1) + self._product(inputs, rows, outputs, rate, 1)
+        return self._product(rows, inputs, outputs, rate, 1) + casts, backward + casts_backward
+
+    def _product(self, rows: int, inner: int, columns: int, rate: float, size: int) -> float:
+        if min(rows, inner, columns) < 1:
+            return 0.0
+        flops, num_bytes = 2 * rows * inner * columns, size * (rows * inner + inner * columns) + 2 * rows * columns
+        share = tile_share(rows, inner, columns, self.device.num_processors)
+        return max(flops / (rate * share), num_bytes / self.bytes_per_second) + LAUNCH_SECONDS
+
+    def attention(self, flops: float, score_numel: float, sequence: int, is_causal: bool = True) -> tuple[float, float]:
+        """(forward, backward) of attention with `flops` forward, counted whole, and so many scores."""
+        if not flops:
+            return 0.0, 0.0
+        if self.software.attention != "plain":
+            needed = flops / 2 if is_causal else flops
+            best = FLASH[self.software.attention][self.device.is_newer]
+            shares = [share * sequence / (sequence + half) for share, half in zip(best, HALF_SEQUENCE, strict=True)]
+            return needed / (self.peak * shares[0]), FLASH_BACKWARD_WORK * needed / (self.peak * shares[1])
+        # Two products forward and four backward; each reads or writes all scores.
+        score_seconds = 2 * score_numel / self.bytes_per_second
+        one = max(flops / 2 / (self.flops_per_second * BATCHED_PRODUCT), score_seconds)
+        forward, backward = (score_seconds * passes for passes in SCORE_PASSES.values())
+        return 2 * one + forward, 4 * one + backward
+
+    def loss(self, num_logits: float) -> float:
+        """The loss and its gradient."""
+        return num_logits * self.software.loss_bytes / self.bytes_per_second
+
+    def moved(self, moved: Moved) -> float:
+        """Kernels that only move bytes, as the software runs them."""
+        fused = self.software.fused
+        num_bytes, num_kernels = moved[2:] if fused else moved[:2]
+        return num_bytes / self.bytes_per_second + num_kernels * LAUNCH_SECONDS
+
+    def moved_backward(self, moved: Moved) -> float:
+        """Their backward."""
+        return BACKWARD_PASSES[self.software.fused] * self.moved(moved)
+
+
+@lru_cache(maxsize=1 << 16)
+def tile_share(rows: int, inner: int, columns: int, num_processors: int | None) -> float:
+    """The share of full speed that the best tile leaves a matmul."""
+    best = 0.0
+    largest = TILES[0][0] * TILES[0][1] / sum(TILES[0])
+    for tall, wide in TILES:
+        tiles = math.ceil(rows / tall) * math.ceil(columns / wide)
+        slots = math.ceil(tiles / num_processors) * num_processors if num_processors else tiles
+        filled = rows * columns / (slots * tall * wide)
+        size = tall * wide / (tall + wide) / largest
+        by_size = min(1.0, size / (size + SMALL_TILE_LOSS) * (1 + SMALL_TILE_LOSS))
+        depth = FILL_DEPTH if tall * wide >= TILES[0][0] * TILES[0][1] else FILL_DEPTH * 2 / 3
+        best = max(best, filled * by_size * inner / (inner + depth))
+    return best

@@ -1,0 +1,44 @@
+"""A model of weft's own kinds, made ready for the planner: two blocks are profiled, and as many counted as it has.
+
+All its blocks are alike, so a model of a trillion parameters takes as long as a small one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from weft.cluster import Cluster
+from weft.models import GPT2Config, ModelConfig, build, token_loss
+from weft.plan import Plan
+from weft.planner.kernels import Software
+from weft.planner.search import Model, sizes
+from weft.planner.step import StepModel
+from weft.planner.workload import workload
+from weft.profile import profile
+
+NUM_PROFILED = 2
+
+
+def planned_model(config: ModelConfig, sequence: int, cluster: Cluster, software: Software | None = None) -> Model:
+    """The model for sequences of `sequence` tokens on a cluster, as weft runs it unless `software` says otherwise."""
+    shallow = (
+        replace(config, n_layer=NUM_PROFILED)
+        if isinstance(config, GPT2Config)
+        else replace(config, num_hidden_layers=NUM_PROFILED)
+    )
+    with torch.device("meta"):
+        module = build(shallow).to(torch.bfloat16)
+
+    def tokens() -> Tensor:
+        return torch.zeros(1, sequence, dtype=torch.long, device="cpu")
+
+    found = profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
+    work = workload(found)
+    work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
+    held = sizes(found, Plan())
+    numel = (int(held.first_numel), found.blocks[-1].numel, int(held.last_numel))
+    steps = StepModel(work, cluster, software or Software(), numel)
+    return Model(steps, found)

@@ -1,0 +1,136 @@
+"""What a model asks of a device for one sequence: matmuls, attention and bytes that pass through memory; by block.
+
+All figures are of the whole, unsplit model. Where the tensor axes split them is said by each product's kind, and for
+moved bytes by `inner` (the inside of regions, over x) and `outer` (the residual stream: over y, and with
+`tensor.sequence` over x).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from weft.errors import PlanError
+from weft.moved import Moved
+from weft.pairing import Split
+from weft.profile import Block, Profile
+
+NOTHING = Moved()
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matmul of a linear: [rows, inputs] · [inputs, outputs]. `kind` says what the tensor axes split."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    kind: str  # column, row, head, gathered or whole
+    enters: bool = True  # of several with one input, the first: it enters their region once
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.inputs * self.outputs
+
+    def local(self, x: int, y: int) -> tuple[int, int, int]:
+        """Its shape on one rank of x × y."""
+        if self.kind == "row":
+            return self.rows, -(-self.inputs // x), -(-self.outputs // y)
+        if self.kind == "whole":
+            return self.rows, self.inputs, self.outputs
+        return self.rows, -(-self.inputs // y), -(-self.outputs // x)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one block, or an end of the model, computes for one sequence."""
+
+    products: tuple[Product, ...] = ()
+    attention_flops: int = 0  # of one forward, counted whole
+    score_numel: int = 0  # of plain attention
+    sequence: int = 0  # of attention
+    num_logits: int = 0  # that the loss reads
+    other_flops: int = 0  # of one forward: convolutions, and products of the block's own
+    inner: Moved = NOTHING
+    outer: Moved = NOTHING
+
+    @property
+    def flops(self) -> int:
+        """Of one forward, attention counted whole."""
+        return sum(product.flops for product in self.products) + self.attention_flops + self.other_flops
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as a chain: what comes before the blocks (embedding), the blocks, and what follows (norm, head, loss)."""
+
+    first: Part
+    blocks: tuple[Part, ...]
+    last: Part
+    stream_numel: int  # of what one block hands to the next
+
+
+def workload(profile: Profile) -> Workload:
+    """What a profile of one sequence asks of a device."""
+    splits = profile.pairing.splits if _pairs(profile) else {}
+    names = [block.name for block in profile.blocks]
+    blocks = tuple(_part(profile, block, splits) for block in profile.blocks)
+    ends = (lambda layer: layer == "", lambda layer: layer != "")
+    first, last = (_end(profile, splits, names, is_here) for is_here in ends)
+    return Workload(first, blocks, last, profile.stream_numel)
+
+
+def _pairs(profile: Profile) -> bool:
+    """Whether the tensor axes can split the model at all."""
+    try:
+        return bool(profile.pairing.splits)
+    except PlanError:
+        return False
+
+
+def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
+    inside = f"{block.name}."
+    products = _products(profile, splits, lambda name: name == block.name or name.startswith(inside))
+    heads = [heads for name, heads in profile.attentions.items() if name.startswith(inside)]
+    inner, outer = _by_place(block.moved_behind, splits)
+    scores = sum(one.batch * one.num_heads * one.sequence**2 for one in heads)
+    others = block.flops - block.attention_flops - sum(product.flops for product in products)
+    sequence = max((one.sequence for one in heads), default=0)
+    return Part(products, block.attention_flops, scores, sequence, 0, max(0, others), inner, outer)
+
+
+def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_here: Callable[[str], bool]) -> Part:
+    """What lies outside of blocks: before all layers it belongs to the first end, behind any to the last."""
+    in_blocks = tuple(f"{name}." for name in blocks)
+    products = _products(profile, splits, lambda n: n not in blocks and not n.startswith(in_blocks) and is_here(n))
+    moved = {layer: moved for layer, moved in profile.root.moved_behind.items() if is_here(layer)}
+    heads = {name for name, split in splits.items() if split.kind == "head" and name in moved}
+    num_logits = sum(profile.layers[name].rows * profile.layers[name].out_features for name in heads)
+    # What lies behind the head is the loss: how often it passes over the logits is the software's.
+    inner, outer = _by_place({layer: one for layer, one in moved.items() if layer not in heads}, splits)
+    return Part(products, num_logits=num_logits, inner=inner, outer=outer)
+
+
+def _products(profile: Profile, splits: Mapping[str, Split], is_here: Callable[[str], bool]) -> tuple[Product, ...]:
+    found, entered = [], set()
+    for name, layer in profile.layers.items():
+        if not (layer.is_linear and is_here(name)):
+            continue
+        split = splits.get(name)
+        region = (split.parent if split is not None else None) or name
+        kind = split.kind if split is not None else "whole"
+        found.append(Product(layer.rows, layer.in_features, layer.out_features, kind, region not in entered))
+        entered.add(region)
+    return tuple(found)
+
+
+def _by_place(moved: Mapping[str, Moved], splits: Mapping[str, Split]) -> tuple[Moved, Moved]:
+    """(inside of regions, on the residual stream): behind a column, or a head, features are split over x."""
+    inner, outer = Moved(), Moved()
+    for layer, one in moved.items():
+        split = splits.get(layer)
+        if split is not None and split.kind in ("column", "head"):
+            inner = inner.plus(one)
+        else:
+            outer = outer.plus(one)
+    return inner, outer
