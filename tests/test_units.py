@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import models_for_tests as models
@@ -732,7 +733,7 @@ def test_batch_norm_is_refused_unless_the_user_accepts_it() -> None:
         for plan in (Plan(data=2), Plan(shard=Shard(2, 3))):
             with pytest.raises(PlanError, match=r"layer '1' takes statistics over the batch, which .* = 2 splits"):
                 parallelize(build(), plan)
-            model = parallelize(build(), Plan(plan.data, plan.shard, exact=False))
+            model = parallelize(build(), replace(plan, exact=False))
             model(inputs_of(index).float()).square().mean().backward()
             assert all(piece.grad is not None for _, piece in named_pieces(model))
 
