@@ -143,6 +143,21 @@ def test_memory_bars_are_to_scale() -> None:
     assert over == ["100 GB", "197 GB"]
 
 
+def test_a_far_too_large_plan_is_cut_so_that_others_are_seen() -> None:
+    answer = make_answer()
+    answer["rejected"][0]["memory"]["activations"] = 3.4e12
+    answer["rejected"][0]["memory_bytes"] = 3.4394e12
+    check(answer)
+    svg = picture(page(answer), "Memory")
+    shown = widths(svg, "activations")
+    assert shown[0] == pytest.approx(22.4e9 * (1000 - 340 - 80) / 240e9, abs=0.01)  # three limits wide
+    assert len([path for path in svg.iter("path") if path.attrib["class"] == "over"]) == 1
+    assert "3.44 TB" in [word.text for word in svg.iter("text")]
+    alone = picture(page({**answer, "plans": []}), "Memory")  # nothing to make room for
+    assert widths(alone, "activations")[0] > 0.9 * 580
+    assert not list(alone.iter("path"))
+
+
 def test_small_bars_share_one_scale() -> None:
     answer = make_answer()
     bars = [svg for svg in pictures(page(answer)) if svg.attrib["aria-label"].startswith("compute")]

@@ -199,7 +199,7 @@ def _legend(timelines: Sequence[Timeline]) -> list[str]:
 
 
 def marks_of(longest: float) -> list[float]:
-    """Round numbers from 0 to `longest`, five to twelve of them."""
+    """Round numbers from 0 to `longest`, seven to eighteen of them."""
     rough = longest / 10
     power = 10 ** math.floor(math.log10(rough))
     step = power * min((1, 2, 5, 10), key=lambda factor: abs(factor - rough / power))

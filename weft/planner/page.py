@@ -133,7 +133,9 @@ def _memory(answer: Answer) -> str:
     plans, rejected = answer.get("plans") or [], answer.get("rejected") or []
     if not plans and not rejected:
         return ""
-    what = "Bytes of the fullest rank, in GB (10⁹ bytes), against the limit of a device."
+    what = (
+        "Bytes of the fullest rank against the limit of a device (1 GB is 10⁹ bytes); an arrow ends bars that are cut."
+    )
     picture = memory_bars(plans, rejected, answer["cluster"]["memory_limit_bytes"])
     return _figure("Memory", what, _legend(MEMORY_PARTS, '<li><i class="line"></i>limit</li>'), picture)
 
@@ -188,8 +190,9 @@ def _scaling(answer: Answer) -> str:
     ]
     legend = _legend(
         (),
-        '<li><i class="compute dot"></i>best plan, with its MFU</li><li><i class="ring"></i>this cluster</li>'
-        '<li><i class="dash"></i>ideal: the smallest count that fits, times devices</li>'
+        '<li><i class="compute dot"></i>best plan, with its MFU</li>'
+        + ('<li><i class="ring"></i>this cluster</li>' if answer["cluster"]["devices"] in ideal else "")
+        + '<li><i class="dash"></i>ideal: the smallest count that fits, times devices</li>'
         + ("<li>✕ does not fit</li>" if len(fitting) < len(points) else ""),
     )
     what = "Tokens per second of the best plan with the same batch on other device counts; both axes are logarithmic."

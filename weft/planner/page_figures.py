@@ -40,16 +40,19 @@ def svg(width: float, height: float, label: str, shapes: Iterable[str]) -> str:
     return f'<svg {size} role="img" aria-label="{escape(label)}">\n' + "\n".join(shapes) + "\n</svg>"
 
 
-def stacked(parts: Mapping[str, float], scale: float, x: float, y: float, height: float, unit: str) -> list[str]:
-    """One bar: a rectangle for each part, `scale` pixels long for each second or byte."""
+def stacked(
+    parts: Mapping[str, float], scale: float, x: float, y: float, height: float, unit: str, edge: float = WIDTH
+) -> list[str]:
+    """One bar: a rectangle for each part, `scale` pixels long for each second or byte, cut off at `edge`."""
     tell = seconds_text if unit == "s" else bytes_text
     total = sum(parts.values())
     shapes = []
     for name, value in parts.items():
-        if value > 0:
+        width = min(value * scale, edge - x)
+        if width > 0:
             title = f"{name}: {tell(value)}, {percent(value / total)}"
-            shapes.append(rectangle(x, y, value * scale, height, part_class(name), title))
-            x += value * scale
+            shapes.append(rectangle(x, y, width, height, part_class(name), title))
+            x += width
     return shapes
 
 
@@ -61,8 +64,10 @@ def small_step_bar(where: Mapping[str, float], longest_seconds: float) -> str:
 
 def memory_bars(plans: Sequence[Mapping[str, Any]], rejected: Sequence[Mapping[str, Any]], limit_bytes: float) -> str:
     """The fullest rank of each plan, against the limit; under the rejected ones why, and what would help."""
-    sizes = [float(plan.get("memory_bytes") or 0) for plan in [*plans, *rejected]]
-    scale = (WIDTH - _LEFT - _RIGHT) / max(limit_bytes, *sizes)
+    longest = max([limit_bytes, *(float(plan.get("memory_bytes") or 0) for plan in [*plans, *rejected])])
+    if plans:  # a plan that is far too large leaves room to see those that fit
+        longest = min(longest, 3 * limit_bytes)
+    scale = (WIDTH - _LEFT - _RIGHT) / longest
     shapes, y = [], 26.0
     for index, plan in enumerate(plans):
         note = f"micro-batch {plan['micro_batch']}, recompute {plan['recompute']}"
@@ -77,9 +82,9 @@ def memory_bars(plans: Sequence[Mapping[str, Any]], rejected: Sequence[Mapping[s
         note = f"step {seconds_text(plan['seconds'])}" if plan.get("seconds") else ""
         rows, y = _memory_row(str(plan["axes"]), note, plan, below, limit_bytes, scale, y)
         shapes += rows
-    marks = marks_of(max(limit_bytes, *sizes))
+    marks = marks_of(longest)
     grid = [line(_LEFT + mark * scale, 20, _LEFT + mark * scale, y, "grid") for mark in marks]
-    axis = [text(_LEFT + mark * scale, y + 16, number(mark / 1e9), "quiet", "middle") for mark in marks]
+    axis = [text(_LEFT + mark * scale, y + 16, number(mark / 1e9), "quiet", "middle") for mark in marks[::2]]
     axis.append(text(0, y + 16, "GB per device", "quiet"))
     edge = _LEFT + limit_bytes * scale
     limit = [line(edge, 20, edge, y, "limit"), text(edge, 14, f"limit {bytes_text(limit_bytes)}", "strong", "middle")]
@@ -97,7 +102,10 @@ def _memory_row(
     shapes = [text(0, top + 12 + _LINE * index, words) for index, words in enumerate(labels)]
     shapes.append(text(0, top + 12 + _LINE * len(labels), note, "quiet"))
     parts = {part: float((plan.get("memory") or {}).get(part, 0)) for part in MEMORY_PARTS}
-    shapes += stacked(parts, scale, _LEFT, top, 18, "B")
+    edge = WIDTH - _RIGHT
+    shapes += stacked(parts, scale, _LEFT, top, 18, "B", edge)
+    if sum(parts.values()) * scale > edge - _LEFT + 1:
+        shapes.append(f'<path d="M{edge + 3} {top + 3:.1f}l9 6l-9 6z" class="over"/>')
     if total := plan.get("memory_bytes"):
         shapes.append(text(WIDTH, top + 13, bytes_text(total), "over" if total > limit_bytes else "", "end"))
     shapes += [text(_LEFT, top + 34 + _LINE * index, words, "halo quiet") for index, words in enumerate(below)]
@@ -144,7 +152,8 @@ def scaling_curve(points: Sequence[Mapping[str, Any]], num_devices: int) -> str:
     first, last = math.log(points[0]["devices"]), math.log(points[-1]["devices"])
     rates = [float(point["tokens_per_second"]) for point in fitting]
     ideal = ideal_rates(fitting)
-    low, high = math.log(min(rates, default=1) / 1.4), math.log(max([*rates, *ideal], default=10) * 1.2)
+    low, high = math.log(min(rates, default=1)), math.log(max([*rates, *ideal], default=10))
+    low, high = low - max(0.3, 0.14 * (high - low)), high + max(0.2, 0.04 * (high - low))  # room for labels
 
     def at_x(devices: float) -> float:
         share = (math.log(devices) - first) / (last - first) if last > first else 0.5

@@ -15,7 +15,7 @@ _COLOURS = {
     "backward": ("#2a78d6", "#3987e5"),
     "weight": ("#12427d", "#2560a8"),
     "x": ("#eb6834", "#d95926"),
-    "y": ("#e34948", "#e66767"),
+    "y": ("#62c6e6", "#5fbcdc"),
     "data": ("#1baf7a", "#199e70"),
     "shard": ("#eda100", "#c98500"),
     "pipe": ("#e87ba4", "#d55181"),
@@ -69,7 +69,7 @@ figcaption{font-size:14px;margin-bottom:4px}
 .legend i{display:inline-block;width:12px;height:12px;margin-right:6px;border-radius:2px;vertical-align:-1px}
 .legend i.dot{border-radius:50%}
 .legend i.ring{background:var(--ground);border:3px solid var(--compute);border-radius:50%}
-.legend i.dash{height:0;border-top:2px dashed var(--quiet);width:26px;vertical-align:4px}
+.legend i.dash{height:0;border-radius:0;border-top:2px dashed var(--quiet);width:26px;vertical-align:4px}
 .legend i.line{height:0;border-top:2px solid var(--ink);width:18px;vertical-align:4px}
 svg{display:block;font-size:12px;fill:var(--ink)}
 figure svg{width:100%;min-width:820px;height:auto}
