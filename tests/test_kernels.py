@@ -288,3 +288,7 @@ def test_lists_take_as_long_as_their_simulation(
 def test_an_axis_lies_where_the_plan_says(data: int, pipe: int, shard: int, context: int, x: int, y: int) -> None:
     plan = Plan(data=data, pipe=Pipe(pipe), shard=Shard(shard), context=Context(context), tensor=Tensor(x, y))
     assert all(place(plan, axis) == (plan.inner(axis), plan.degree(axis)) for axis in AXES)
+    inside = shard * context * x * y
+    assert place(plan, "data", pipe_outside=True) == (inside, data)
+    assert place(plan, "pipe", pipe_outside=True) == (inside * data, pipe)
+    assert place(plan, "shard", pipe_outside=True) == (context * x * y, shard)

@@ -83,6 +83,7 @@ class Software:
     splits_messages: bool = False
     shards_optimizer: bool = False  # over data
     repeats_keys: bool = False  # for every query head, before attention
+    pipe_outside: bool = False  # of data in the order of ranks; weft has data outside
     gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward
 
 

@@ -269,7 +269,7 @@ class MicroBatchModel:
 
     def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
         """One collective over an axis of the plan."""
-        inner, degree = place(plan, axis)
+        inner, degree = place(plan, axis, self.software.pipe_outside)
         if degree == 1 or not num_bytes:
             return 0.0
         link = self._links.get((inner, degree))
@@ -309,7 +309,7 @@ class MicroBatchModel:
         return found
 
 
-def place(plan: Plan, axis: str) -> tuple[int, int]:
+def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     """(ranks inside an axis, its degree): `Plan.inner` and `Plan.degree`, without their tables, for the search."""
     if axis == "y":
         return 1, plan.tensor.y
@@ -322,7 +322,8 @@ def place(plan: Plan, axis: str) -> tuple[int, int]:
     if axis == "shard":
         return inner, plan.shard.degree
     inner *= plan.shard.degree
-    return (inner, plan.pipe.degree) if axis == "pipe" else (inner * plan.pipe.degree, plan.data)
+    mine, other = (plan.pipe.degree, plan.data) if axis == "pipe" else (plan.data, plan.pipe.degree)
+    return (inner * other if pipe_outside == (axis == "pipe") else inner), mine
 
 
 def beside(compute: float, told: float, floor: float = 0.0) -> float:

@@ -118,10 +118,12 @@ class StepModel(MicroBatchModel):
         """
         if plan.shard.degree == 1:
             return stage
-        gather = count * self.seconds("shard", "all_gather", 2 * size / count, plan) if plan.shard.stage == 3 else 0.0
-        gradients = self.software.gradient_bytes * size / count
-        scatter = count * self.seconds("shard", "reduce_scatter", gradients, plan)
-        scatter = scatter if plan.memory.accumulate == "slice" else 0.0
+        gather = scatter = 0.0
+        if plan.shard.stage == 3:
+            gather = count * self.seconds("shard", "all_gather", 2 * size / count, plan)
+        if plan.memory.accumulate == "slice":
+            gradients = self.software.gradient_bytes * size / count
+            scatter = count * self.seconds("shard", "reduce_scatter", gradients, plan)
         forward = beside(stage.forward, gather, gather / count)
         behind = scatter + gather * (2 if self.software.gathers_again and plan.memory.recompute == "full" else 1)
         backward = beside(stage.backward, behind, behind / count)
@@ -144,24 +146,28 @@ class StepModel(MicroBatchModel):
         self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
     ) -> float:
         """What a step takes longer for gradients over shard, data and context; the last backward hides what it can."""
-        num_bytes = largest * self.software.gradient_bytes
-        told = 0.0
-        if plan.memory.accumulate == "whole":
-            told += count * self.seconds("shard", "reduce_scatter", num_bytes / count, plan)
-        if plan.shard.degree > 1 and plan.shard.stage < 3:
-            told += count * self.seconds("shard", "all_gather", 2 * largest / count, plan)
-        rest = largest / plan.shard.degree
-        if self.software.shards_optimizer:
-            told += count * self.seconds("data", "reduce_scatter", rest * self.software.gradient_bytes / count, plan)
-            told += count * self.seconds("data", "all_gather", 2 * rest / count, plan)
-        else:
-            told += count * self.seconds("data", "all_reduce", rest * self.software.gradient_bytes / count, plan)
-        told += count * self.seconds("context", "all_reduce", rest * self.software.gradient_bytes / count, plan)
+        size, width = largest / count, self.software.gradient_bytes  # of a block; of a parameter's gradient
+        own = size / plan.shard.degree
+        told = before = 0.0
+        if plan.shard.degree > 1:
+            gather = self.seconds("shard", "all_gather", 2 * size, plan)
+            if plan.memory.accumulate == "whole":
+                told += self.seconds("shard", "reduce_scatter", size * width, plan)
+            if plan.shard.stage == 3:
+                before = count * gather
+            else:
+                told += gather
+        if plan.data > 1 and self.software.shards_optimizer:
+            told += self.seconds("data", "reduce_scatter", own * width, plan)
+            told += self.seconds("data", "all_gather", 2 * own, plan)
+        elif plan.data > 1:
+            told += self.seconds("data", "all_reduce", own * width, plan)
+        if plan.context.degree > 1:
+            told += self.seconds("context", "all_reduce", own * width, plan)
+        told *= count
         if self.software.hides_gradients:
             # The last stage to finish is the first; parameters gathered for backward run on the same link.
             longest = max(stage.backward for stage in stages)
-            gather = 2 * largest if plan.shard.stage == 3 else 0.0
-            before = count * self.seconds("shard", "all_gather", gather / count, plan)
             without = beside(longest, before, before / count)
             told = beside(longest, before + told, (before + told) / count) - without
         exposed["data"] = exposed.get("data", 0.0) + told
