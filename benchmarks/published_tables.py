@@ -85,6 +85,7 @@ CORE = replace(
     hides_gradients=True,
     hides_tensor=True,
     shards_optimizer=True,
+    fuses_ring=True,
     host_seconds=10e-6,
 )
 # llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE

@@ -82,6 +82,7 @@ class Software:
     copies_sequence: bool = False
     splits_messages: bool = False
     shards_optimizer: bool = False  # over data
+    fuses_ring: bool = False  # what adds up the parts of attention is one kernel
     repeats_keys: bool = False  # for every query head, before attention
     pipe_outside: bool = False  # of data in the order of ranks; weft has data outside
     gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward

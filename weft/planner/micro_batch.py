@@ -30,7 +30,7 @@ OTHER_PRODUCTS = 0.6  # of the best matmul, for convolutions and products of a b
 HOST_BACKWARD = 0.5
 LOSS_OPERATION_BYTES = 5  # moved for a logit by one operation of the loss
 # A ring adds up attention in float32, part by part (`parallel/block_attention.py`). Bytes for a query's element in
-# forward (scale, weigh, add) and backward (add), for a key's in backward (clear, add, add what arrives); by `fused`.
+# forward (scale, weigh, add) and backward (add), for a key's in backward (clear, add, add what arrives), plain or fused.
 RING_BYTES = {False: (26, 10, 26), True: (10, 10, 10)}
 EXCHANGE_COPIES = 2  # of what is traded for other heads or tokens: before and behind
 
@@ -149,7 +149,8 @@ class MicroBatchModel:
         forward, backward = kernels.attention(part.attention_flops * share, part.score_numel * share, sequence)
         if is_ring:
             queries, keys = part.query_numel * share, self._key_numel(part, plan) * scale
-            adding = [degree * num_bytes / kernels.bytes_per_second for num_bytes in RING_BYTES[self.software.fused]]
+            moved = RING_BYTES[self.software.fuses_ring]
+            adding = [degree * num_bytes / kernels.bytes_per_second for num_bytes in moved]
             forward, backward = forward + adding[0] * queries, backward + adding[1] * queries + adding[2] * keys
         elif degree > 1:
             copied = EXCHANGE_COPIES * 4 * (2 * part.query_numel * share + self._key_numel(part, plan) * scale)
