@@ -29,8 +29,8 @@ OTHER_PRODUCTS = 0.6  # of the best matmul, for convolutions and products of a b
 # Of forward's time, what the host takes for backward: twice as many kernels, but autograd issues them without Python.
 HOST_BACKWARD = 0.5
 LOSS_OPERATION_BYTES = 5  # moved for a logit by one operation of the loss
-# A ring adds up attention in float32, part by part (`parallel/block_attention.py`). Bytes for a query's element in
-# forward (scale, weigh, add) and backward (add), for a key's in backward (clear, add, add what arrives), plain or fused.
+# A ring sums attention in float32, part by part (`parallel/block_attention.py`). Bytes, plain or fused, for one element
+# of a query in forward (scale, weigh, add) and backward (add), and of a key in backward (clear, add, add what arrives).
 RING_BYTES = {False: (26, 10, 26), True: (10, 10, 10)}
 EXCHANGE_COPIES = 2  # of what is traded for other heads or tokens: before and behind
 
