@@ -14,7 +14,7 @@ from functools import cached_property, partial
 
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import Timeline, simulate
-from weft.plan import Plan
+from weft.plan import Pipe, Plan
 from weft.planner.lists import Run, run
 from weft.planner.micro_batch import Call, MicroBatchModel, Seconds, beside
 
@@ -49,7 +49,6 @@ class StepModel(MicroBatchModel):
         """The time of a step in closed form: equal stages, 1f1b's waits. For search; `step` simulates."""
         first, blocks, last = self._chain(plan)
         degree, work = plan.pipe.degree, self.workload
-        chunks = plan.pipe.chunks or 2 if plan.pipe.schedule == "interleaved" else 1
         share = Seconds(blocks.forward / degree, blocks.backward / degree)
         split = plan.tensor.x * plan.tensor.y
         held = len(work.blocks) * self.numel[1] / degree / split
@@ -57,15 +56,16 @@ class StepModel(MicroBatchModel):
         ignored: dict[str, float] = {}
         count = max(1, len(work.blocks) // degree)
         alone, share = share, self._beside_shards(share, held, count, plan, ignored)
-        slowest = share.plus(
-            last if degree > 1 and sum(last) > sum(first) else first if degree > 1 else first.plus(last)
-        )
-        makespan = num_micro_batches * sum(slowest)
-        if degree > 1:
-            wait = sum(share) / chunks - (share.backward / 2 if plan.pipe.schedule == "zero-bubble" else 0)
-            makespan += (degree - 1) * (wait + 2 * self._message_seconds(plan))
+        makespan = _makespan(first, share, last, plan.pipe, num_micro_batches)
+        makespan += 2 * (degree - 1) * self._message_seconds(plan)
         reduction = self._reduction(largest, plan, [alone], count, ignored)
         return makespan + reduction + self._optimizer_seconds(largest, plan)
+
+    def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
+        """No more than `estimate` gives for the plan with this pipe, whatever its shard and data are."""
+        first, blocks, last = self._chain(plan)
+        share = Seconds(blocks.forward / pipe.degree, blocks.backward / pipe.degree)
+        return _makespan(first, share, last, pipe, num_micro_batches) + FIXED_SECONDS
 
     def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
         own = numel / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
@@ -172,6 +172,15 @@ class StepModel(MicroBatchModel):
             told = beside(longest, before + told, (before + told) / count) - without
         exposed["data"] = exposed.get("data", 0.0) + told
         return told
+
+
+def _makespan(first: Seconds, share: Seconds, last: Seconds, pipe: Pipe, num_micro_batches: int) -> float:
+    """Of equal stages with these ends, by 1f1b's waits and what other schedules take off them."""
+    if pipe.degree == 1:
+        return num_micro_batches * (sum(first) + sum(share) + sum(last))
+    chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" else 1
+    wait = sum(share) / chunks - (share.backward / 2 if pipe.schedule == "zero-bubble" else 0)
+    return num_micro_batches * (sum(share) + max(sum(first), sum(last))) + (pipe.degree - 1) * wait
 
 
 __all__ = ["Call", "Seconds", "StepModel", "StepTime"]
