@@ -27,15 +27,13 @@ from weft.mesh import Mesh, level_degrees
 from weft.models import DecoderConfig
 from weft.parallel import cost, parallelize, refuse, state_bytes
 from weft.parallel.data import DataAxis
-from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
+from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.shard import ShardAxis
-from weft.pipeline.build import stage
 from weft.plan import BatchSplit, Plan, Shard, split_batch
 from weft.profile import Profile, profile
 from weft.strategy import Cost
 from weft.train.step import step_traffic, train_step
 
-DTYPES = (COMPUTE_DTYPE, MASTER_DTYPE)  # costs are of what computes; a plan is applied to what holds the state
 LEAST_REAL = 0.6  # of the cases drawn; the others are refused
 
 
@@ -44,27 +42,21 @@ def differences(case: Case) -> list[str]:
     plan, (inputs, _) = case.plan, case.inputs()
     sequence = inputs.shape[1] if plan.context.degree > 1 else 1
     split = split_batch(plan, case.batch, sequence)
-    found, held = (profiled(case, inputs[: split.micro_batch], dtypes[plan.precision]) for dtypes in DTYPES)
+    example = inputs[: split.micro_batch]
+    found = profile(case.build(), lambda: (example,), dtype=COMPUTE_DTYPE[plan.precision])
     refuse(found, plan)
     cost(found, plan, split)  # what cannot be split is told here
-    if plan.pipe.degree > 1:
-        stage(held, plan, torch.device("cpu"))
-    answers = run_local(lambda rank: on_rank(case, found, held, split), plan.num_ranks, 60)
+    answers = run_local(lambda rank: on_rank(case, found, split), plan.num_ranks, 60)
     return [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer]
 
 
-def profiled(case: Case, inputs: Tensor, dtype: torch.dtype) -> Profile:
-    example = inputs.to(dtype) if inputs.is_floating_point() else inputs
-    return profile(case.build().to(dtype), lambda: (example,))
-
-
-def on_rank(case: Case, found: Profile, held: Profile, split: BatchSplit) -> list[str]:
+def on_rank(case: Case, found: Profile, split: BatchSplit) -> list[str]:
     """One step; what of it was not predicted, or predicted and not done."""
     plan = case.plan
     # What every rank finds again by itself was found once, before the fork: nothing else is left out.
-    setattr(weft.parallel, "profile", lambda *_: held)  # noqa: B010 (to mypy)
+    setattr(weft.parallel, "profile", lambda *_: found)  # noqa: B010 (to mypy)
     mesh = Mesh(plan, ranks_per_node=case.ranks_per_node)
-    model = parallelize(case.build().to(MASTER_DTYPE[plan.precision]), plan, mesh, example=held.example)
+    model = parallelize(case.build(), plan, mesh, example=found.example)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = AdamW(trained or [torch.zeros(0, requires_grad=True)], foreach=True)  # a stage may be frozen
     state: dict[str, int] = {}
@@ -97,7 +89,6 @@ def own_batches(case: Case, split: BatchSplit, index: int) -> list[tuple[Tensor,
     """This rank's micro-batches."""
     inputs, labels = case.inputs()
     rows = local_indices(torch.arange(split.batch).numpy(), split.micro_batch, split.num_batch_ranks, index)
-    inputs = inputs.to(MASTER_DTYPE[case.plan.precision]) if inputs.is_floating_point() else inputs
     return [(inputs[torch.from_numpy(chosen)], labels[torch.from_numpy(chosen)]) for chosen in rows]
 
 

@@ -148,4 +148,5 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         layers={n: layer for n, layer in whole.layers.items() if is_here(n)},
         attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
         stream_numel=whole.stream_numel,
+        stream_shape=whole.stream_shape,
     )
