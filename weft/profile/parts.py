@@ -159,8 +159,8 @@ class Profile:
     """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
 
     `layers` are the linears, convolutions, embeddings and norms by name; `stream_numel` is the size of what blocks hand
-    on. `units` has FLOPs finer, for blocks and for the parts of the root (embedding, norm, head); the code that follows
-    a unit counts for it.
+    on, and `stream_shape` the shape of what the first is given. `units` has FLOPs finer, for blocks and for the parts
+    of the root (embedding, norm, head); the code that follows a unit counts for it.
     """
 
     root: Block
@@ -171,6 +171,7 @@ class Profile:
     layers: Mapping[str, Layer] = field(default_factory=dict)
     attentions: Mapping[str, Heads] = field(default_factory=dict)
     stream_numel: int = 0
+    stream_shape: tuple[int, ...] = ()
     units: Mapping[str, Flops] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)

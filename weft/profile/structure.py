@@ -149,4 +149,5 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
         stream_numel=whole.stream_numel,
         _proofs=whole._proofs,
+        stream_shape=whole.stream_shape,
     )
