@@ -128,6 +128,31 @@ class Flops(NamedTuple):
     attention: int
 
 
+class Shares(NamedTuple):
+    """A rank's share of what only backward holds: inside of regions, on the residual stream, behind the head, and at
+    the loss (whose own form it may be, if classes are split).
+    """
+
+    inner: float = 1.0
+    stream: float = 1.0
+    head: float = 1.0
+    loss: float = 1.0
+
+
+WHOLE = Shares()
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a profile was taken of, kept by the profiles of its stages too; `found` is for what is measured later."""
+
+    model: nn.Module
+    example: Callable[[], Any]
+    finish: Callable[[Any], Any]
+    blocks: Mapping[str, Block]  # of the whole model, the root under ''
+    found: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Profile:
     """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
@@ -148,6 +173,9 @@ class Profile:
     units: Mapping[str, Flops] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
+    source: Source | None = field(default=None, compare=False, repr=False)
+    has_loss: bool = False  # whether `finish` was given, and for a stage whether it is the last
+    shares: Shares = WHOLE
     _found: dict[str, Pairing] = field(default_factory=dict, compare=False, repr=False)  # kept by what is made of it
 
     @property
@@ -229,9 +257,16 @@ def profile(
     if example is None:
         return structure
     try:
-        return _count(model, example, finish, structure)
+        counted = _count(model, example, finish, structure)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return structure
+    if finish is None:
+        return counted
+    return replace(
+        counted,
+        source=Source(model, example, finish, {block.name: block for block in counted.all}),
+        has_loss=True,
+    )
 
 
 def _structure(model: nn.Module) -> Profile:
@@ -259,8 +294,8 @@ def _count(
 ) -> Profile:
     tally = _Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        state = {name: _fake(parameter) for name, parameter in model.named_parameters()}
-        state |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
+        state = {name: fake(parameter) for name, parameter in model.named_parameters()}
+        state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.ignore(state.values())
         with tally.watching(model):
             output = call_with(model, state, example())
@@ -291,10 +326,10 @@ def _count(
     )
 
 
-def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_first: bool) -> Profile:
+def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_first: bool, is_last: bool) -> Profile:
     """The profile of a stage: a model that has these units of the whole, with the whole's counts.
 
-    What precedes all layers counts for the first stage.
+    What precedes all layers counts for the first stage, and the loss for the last.
     """
     structure = _structure(model)
     blocks = {block.name: block for block in whole.blocks}
@@ -327,6 +362,8 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         layers={n: layer for n, layer in whole.layers.items() if is_here(n)},
         attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
         stream_numel=whole.stream_numel,
+        source=whole.source,
+        has_loss=whole.has_loss and is_last,
     )
 
 
@@ -396,7 +433,7 @@ class _Tally(TorchDispatchMode):
             self.moved.product((args, kwargs), result)
         else:
             self.moved.operation(func, (args, kwargs), result, (self.running, self._behind))
-        if func in KEPT_OPERATIONS:
+        if func in KEPT_OPERATIONS and self.running:  # the root keeps what it saves, and nothing else
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
                     self._add("selective", tensor)
@@ -474,6 +511,7 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: A
 _ATTENTION_FLOPS = {getattr(aten, name): _attention_flops for name in _ATTENTION}
 
 
-def _fake(tensor: Tensor) -> Tensor:
+def fake(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, inside a FakeTensorMode."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
