@@ -177,13 +177,14 @@ class Profile:
     has_loss: bool = False  # whether `finish` was given, and for a stage whether it is the last
     shares: Shares = WHOLE
     _found: dict[str, Pairing] = field(default_factory=dict, compare=False, repr=False)  # kept by what is made of it
+    _proofs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # of its pairs; stages share them
 
     @property
     def pairing(self) -> Pairing:
         """How the model's linears can be split; raises PlanError where they cannot."""
         if "pairing" not in self._found:
             assert self.model is not None
-            self._found["pairing"] = pair(self.model)
+            self._found["pairing"] = pair(self.model, self._proofs)
         return self._found["pairing"]
 
     @property
@@ -364,6 +365,7 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         stream_numel=whole.stream_numel,
         source=whole.source,
         has_loss=whole.has_loss and is_last,
+        _proofs=whole._proofs,
     )
 
 
