@@ -22,6 +22,9 @@ from weft.local import run_local
 from weft.mesh import Mesh
 from weft.models import build, initialise
 from weft.parallel import all_flats, named_pieces, parallelize
+from weft.pipeline.actions import Message, with_messages
+from weft.pipeline.held import answers
+from weft.pipeline.schedules import make_schedule
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.predict import example_tokens, predict
@@ -117,10 +120,10 @@ def nothing(*_: Any) -> Transient:
 @pytest.mark.parametrize(
     ("where", "what", "broken", "name"),
     [
-        (weft.memory.recompute, "_transient", nothing, "shard 2 stage 3, full, bf16"),  # a block computed again
-        (weft.memory.recompute, "_transient", nothing, "data 2, selective"),
+        (weft.memory.recompute, "transient", nothing, "shard 2 stage 3, full, bf16"),  # a block computed again
+        (weft.memory.recompute, "transient", nothing, "data 2, selective"),
         (weft.parallel.shard, "_transient", nothing, "shard 2 stage 3"),  # whole gradients
-        (weft.pipeline.cost, "edge_bytes", lambda staging: [0] * len(staging.route.edges), "pipe 2, interleaved, full"),
+        (weft.pipeline.cost, "most_held", lambda *_: 0, "pipe 2, interleaved, full"),
     ],
 )
 def test_a_term_that_is_left_out_is_seen(
@@ -128,6 +131,22 @@ def test_a_term_that_is_left_out_is_seen(
 ) -> None:
     monkeypatch.setattr(where, what, broken)
     assert predicted_bytes(name) != pytest.approx(measured_bytes(name), rel=LAW)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "bidirectional"])
+def test_what_was_sent_is_known_to_have_arrived_soon(name: str) -> None:
+    schedule = with_messages(make_schedule(name, 4, 16))
+    for rank, steps in enumerate(schedule.lists):
+        arrived, under_way, most = answers(schedule, rank), set(), 0
+        for step in steps:
+            if isinstance(step, Message) and step.is_send:
+                under_way.add(step.key)
+            elif not isinstance(step, Message):
+                gone = {key for message in schedule.messages(step)[0] for key in arrived.get(message.key, [])}
+                assert gone <= under_way  # what has not been sent cannot have arrived
+                under_way -= gone
+            most = max(most, len([key for key in under_way if key[-1] == "backward"]))
+        assert most <= (16 if name == "gpipe" else 12)  # once all forwards are done, nothing comes back
 
 
 def test_live_tensors_are_counted_until_they_die() -> None:

@@ -32,13 +32,16 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # a block's forward t
 
 @dataclass(frozen=True)
 class Peaks:
-    """`root_bytes`: the most over what blocks have saved, at the loss ('') and in the backward of each of the root's
-    units, by name. `block_bytes`: the most in the backward of each block over what there was before its input.
-    `stream_bytes`: of that input. `tied_bytes`: gradients of the root's parameters that are used twice, which wait for
-    their second half through all blocks, and are not among those of blocks. Other parameters are left out.
+    """By moment; parameters are left out, and their gradients but for those named here.
+
+    `root_bytes`: over what blocks have saved, at the loss ('') and in the backward of each of the root's units behind
+    them. `end_bytes`: in that of its units before them, when nothing is saved any more. `block_bytes`: in the backward
+    of each block over what there was before its input. `stream_bytes`: of that input. `tied_bytes`: gradients of the
+    root's parameters that are used twice, which wait for their second half through all blocks, over `block_bytes`.
     """
 
     root_bytes: dict[str, int] = field(default_factory=dict)
+    end_bytes: int = 0
     stream_bytes: int = 0
     tied_bytes: int = 0
     block_bytes: dict[str, int] = field(default_factory=dict)
@@ -70,10 +73,11 @@ def _run(source: Source, policy: str, wrap: Wrap) -> Peaks:
     saved = sum((block.saved_bytes or {})[policy] for block in ran)
     tied = _tied_bytes(source)
     most = {name: max(watch.over_began(one, tied) for one in names) for names in groups for name in names}
-    root = {
-        name: most_bytes - saved for name, most_bytes in watch.most.items() if name not in source.blocks or not name
-    }
-    return Peaks(root, watch.stream_bytes, tied, most)
+    order = list(watch.most)  # of moments
+    first = min((order.index(name) for name in order if name and name in source.blocks), default=len(order))
+    root = {name: watch.most[name] - saved for name in order[:first]}
+    end = max((watch.most[name] for name in order[first:] if name not in source.blocks), default=0)
+    return Peaks(root, end, watch.stream_bytes, tied, most)
 
 
 def _tied_bytes(source: Source) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.blocks import find_blocks
-from weft.memory.peaks import peaks
+from weft.memory.peaks import Peaks, peaks
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import KEPT_OPERATIONS, Block, Profile
@@ -39,8 +39,8 @@ class RecomputePolicy(Strategy):
         policy = plan.memory.recompute
         saved = sum((block.saved_bytes or {}).get(policy, 0) for block in profile.all)
         again = sum(block.flops for block in profile.blocks) if policy == "full" else 0
-        transient = _transient(profile, policy) if profile.counted else Transient()
-        return Cost(saved_bytes=saved, transient=transient, flops=(3 * profile.flops + again) * split.accumulation)
+        found = transient(profile, policy) if profile.counted else Transient()
+        return Cost(saved_bytes=saved, transient=found, flops=(3 * profile.flops + again) * split.accumulation)
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if plan.memory.recompute != "none":
@@ -63,25 +63,39 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _transient(profile: Profile, policy: str) -> Transient:
+def transient(profile: Profile, policy: str) -> Transient:
     """What a rank holds over what it has saved, at the loss and in the backward of a block."""
     if profile.source is None:  # without a loss: the activations of a block that is computed again
         again = [_saved(block, "none") for block in profile.blocks]
         return Transient(backward_bytes=0 if policy == "none" else max(again, default=0))
-    found, whole = peaks(profile, policy, partial(_under, policy, preserve_rng_state=False)), profile.source.blocks
+    found, whole = _peaks(profile, policy), profile.source.blocks
     saved = _saved(profile.root, policy)
-    at_loss = [_of_root(profile, name, size, _saved(whole[""], policy)) for name, size in found.root_bytes.items()]
     before = profile.root.saved_behind.get(policy, {}).get("", 0)
     most = -max(0, saved - before)  # what was saved behind the blocks is gone when their backward begins
-    if len(profile.blocks) + 1 == len(whole):  # not a stage, where each end has its own
-        most += int(found.tied_bytes * profile.shares.head)
     over, gone = [0], 0
     for block in reversed(profile.blocks):
         gone += _saved(block, policy)
         if found.block_bytes.get(block.name):
             extra = found.block_bytes[block.name] - _saved(whole[block.name], "none")
             over.append(_saved(block, "none") + _part(profile, extra, found.stream_bytes) - gone)
-    return Transient(0, profile.has_loss * (max(at_loss) - saved), most + max(over))
+    loss = max(over_root(profile, policy).values()) if profile.has_loss else 0
+    most += max(over)
+    if len(profile.blocks) + 1 == len(whole):  # not a stage, where each end has its own
+        most += int(found.tied_bytes * profile.shares.head)
+        most = max(most, int(found.end_bytes * profile.shares.head) - saved - gone)
+    return Transient(0, loss, most)
+
+
+def over_root(profile: Profile, policy: str) -> dict[str, int]:
+    """What a rank holds over what it has saved at the loss (''), and in the backward of each unit of the root."""
+    assert profile.source is not None
+    found, saved = _peaks(profile, policy), _saved(profile.source.blocks[""], policy)
+    own = _saved(profile.root, policy)
+    return {name: _of_root(profile, name, size, saved) - own for name, size in found.root_bytes.items()}
+
+
+def _peaks(profile: Profile, policy: str) -> Peaks:
+    return peaks(profile, policy, partial(_under, policy, preserve_rng_state=False))
 
 
 def _of_root(profile: Profile, name: str, num_bytes: int, saved_bytes: int) -> int:
