@@ -138,7 +138,10 @@ def report(results: Sequence[Result], show_rows: bool) -> dict[str, object]:
         out[table] = {**found, "worst_row": worst.case.label}
         for member in members if show_rows else ():
             print(f"    {member.error:+6.1%}  {member.case.seconds:9.4f} s  {member.case.label}")
-        regret = list(regrets(members).values())
+        by_group = regrets(members)
+        for group, value in by_group.items() if show_rows else ():
+            print(f"    regret {value:6.1%}  {' '.join(map(str, group))}")
+        regret = list(by_group.values())
         if regret:
             share = sum(value <= 0.05 for value in regret) / len(regret)
             values = [statistics.median(regret), statistics.mean(regret), max(regret), share]

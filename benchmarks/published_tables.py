@@ -62,7 +62,7 @@ class Case:
 MEGATRON = Software(
     attention="plain",
     fused=True,
-    host_seconds=46e-6,
+    host_seconds=70e-6,
     loss_bytes=56,
     selective="attention",
     gradient_bytes=2,
@@ -86,10 +86,14 @@ CORE = replace(
 # reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked).
 FOUNDRY = Software(attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES)
 # torchtitan: FSDP2 and DTensor; the sequence is dimension 1, so that gathers and scatters copy; selective recompute of
-# "op" keeps every second matmul only; asyncTP runs collectives in pieces (its source, not re-checked).
-TITAN = Software(hides_input=False, copies_sequence=True, selective="other", loss_bytes=EAGER_LOSS_BYTES)
-# AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped.
-AXONN = Software(gradient_bytes=2)
+# "op" keeps every second matmul only; keys are repeated before attention; asyncTP runs collectives in pieces (its
+# source, not re-checked).
+TITAN = Software(
+    repeats_keys=True, hides_input=False, copies_sequence=True, selective="other", loss_bytes=EAGER_LOSS_BYTES
+)
+# AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped; a layer gathers its
+# weights in forward, in recompute and in backward (its source, not re-checked).
+AXONN = Software(gradient_bytes=2, gathers_again=True)
 
 
 def read(path: Path) -> list[Case]:
@@ -190,7 +194,8 @@ def korthikanti(row: Row) -> Iterator[Case]:
             memory=Memory("full" if recompute == "full" else "selective"),
         )
         where, label = _nodes("a100-80", int(row["gpus"])), f"{row['model']} {recompute}"
-        yield Case("Korthikanti", label, model, where, MEGATRON, ((plan, batch // micro),), float(row[column]))
+        plans, group = ((plan, batch // micro),), (row["model"],)
+        yield Case("Korthikanti", label, model, where, MEGATRON, plans, float(row[column]), group)
 
 
 SHAPES = {
@@ -214,7 +219,7 @@ def foundry(row: Row) -> Iterator[Case]:
         row, "seqlen_t", "gpus", "microbatchsize", "gradaccum", "globalbatchsize"
     )
     is_fp8, name = "fp8" in row["precision"], FOUNDRY_NODES[row["gpu"]]
-    software = replace(FOUNDRY, fp8=is_fp8, gradient_bytes=2 if row["mp_mode"] == "PURE" else 4)
+    software = replace(FOUNDRY, fp8="tensor" if is_fp8 else "", gradient_bytes=2 if row["mp_mode"] == "PURE" else 4)
     plan = Plan(
         shard=Shard(devices, 3 if row["sharding_strategy"] == "FULL_SHARD" else 2),
         micro_batch=micro,
@@ -224,7 +229,8 @@ def foundry(row: Row) -> Iterator[Case]:
     label = f"{row['model']} {sequence} on {devices}, {micro} × {count}, {plan.memory.recompute}"
     table, model = f"Mosaic {name}{' fp8' if is_fp8 else ''}", Model(*SHAPES[row["model"]], sequence, 50368)
     seconds = batch * sequence / float(row["throughput_t_s"])
-    yield Case(table, label, model, _nodes(name, devices), software, ((plan, count),), seconds)
+    group = (row["model"], sequence, devices, batch)
+    yield Case(table, label, model, _nodes(name, devices), software, ((plan, count),), seconds, group)
 
 
 LLAMA = {"8B": (4096, 32, 32, 8, 14336), "70B": (8192, 64, 80, 8, 28672), "405B": (16384, 128, 126, 8, 53248)}
@@ -250,7 +256,7 @@ def titan(row: Row) -> Iterator[Case]:
         fused=is_compiled,
         loss_bytes=COMPILED_LOSS_BYTES if is_compiled else EAGER_LOSS_BYTES,
         hides_tensor=is_async,
-        fp8="fp8" in precision,
+        fp8="row" if "rowwise" in precision else "tensor" if "fp8" in precision else "",
     )
     # As many micro-batches as stages: not printed, but the ratio of the 1F1B row to the interleaved one says so.
     count = pipe
@@ -270,7 +276,9 @@ def titan(row: Row) -> Iterator[Case]:
     label = f"{row['model']} {row['parallelism']} {sequence} {row['techniques']}"
     memory = float(row["memory_gib"]) if row["memory_gib"] else None
     model, plans = _llama(row["model"].split("-")[1], sequence), ((plan, count),)
-    yield Case(f"torchtitan {precision}", label, model, _nodes(name, devices), software, plans, seconds, (), memory)
+    table, where = f"torchtitan {precision}", _nodes(name, devices)
+    group = (row["model"], devices, sequence, local * shard, row["techniques"], row["source_file"])
+    yield Case(table, label, model, where, software, plans, seconds, group, memory)
 
 
 def llama_fp8(row: Row) -> Iterator[Case]:
@@ -287,7 +295,7 @@ def llama_fp8(row: Row) -> Iterator[Case]:
         micro_batch=micro,
         precision="bf16",
     )
-    software, model = replace(CORE, fp8=True, attention="flash3"), _llama(row["model"].split("-")[1], sequence)
+    software, model = replace(CORE, fp8="tensor", attention="flash3"), _llama(row["model"].split("-")[1], sequence)
     seconds = batch * sequence / devices / float(row["tokens_per_s_per_gpu"])
     plans = ((plan, batch // (data * micro)),)
     yield Case("Megatron Llama fp8", row["model"], model, _nodes("h100", devices), software, plans, seconds)

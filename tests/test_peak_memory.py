@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+import weft.memory.peaks
 import weft.memory.recompute
 import weft.parallel.shard
 import weft.pipeline.cost
@@ -19,6 +20,8 @@ from weft.cluster import local_cluster
 from weft.config import Run, load_run
 from weft.live import LiveTensors
 from weft.local import run_local
+from weft.memory.peaks import Peaks
+from weft.memory.recompute import transient
 from weft.mesh import Mesh
 from weft.models import build, initialise
 from weft.parallel import all_flats, named_pieces, parallelize
@@ -27,7 +30,7 @@ from weft.pipeline.held import answers
 from weft.pipeline.schedules import make_schedule
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.predict import example_tokens, predict
+from weft.predict import example_tokens, micro_batch_profile, predict
 from weft.strategy import Transient
 from weft.train.state import make_optimizer
 from weft.train.step import Batch, train_step
@@ -131,6 +134,22 @@ def test_a_term_that_is_left_out_is_seen(
 ) -> None:
     monkeypatch.setattr(where, what, broken)
     assert predicted_bytes(name) != pytest.approx(measured_bytes(name), rel=LAW)
+
+
+def test_where_torch_has_accelerators_backward_runs_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, inside, here = micro_batch_profile(make_run(PLANS["data 2"])), weft.memory.peaks._run, []
+
+    def run(*args: Any) -> Peaks:
+        here.append(args)
+        return inside(*args)
+
+    expected = transient(found, "full")
+    assert found.source is not None
+    found.source.found.clear()
+    monkeypatch.setattr(weft.memory.peaks, "_run", run)
+    monkeypatch.setattr(torch.version, "cuda", "12.0")
+    assert transient(found, "full") == expected
+    assert not here
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "bidirectional"])

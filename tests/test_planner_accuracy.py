@@ -19,7 +19,7 @@ from published_tables import Case, read
 
 from weft.cluster import AxisLink, Cluster, ring_seconds
 from weft.plan import Memory, Plan, Shard, Tensor
-from weft.planner import step
+from weft.planner import micro_batch
 from weft.planner.workload import Workload
 
 CONTROL = 0.03  # by which a broken model must be worse
@@ -129,7 +129,7 @@ def test_missing_latency_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def without(op: str, num_bytes: float, degree: int, bandwidth: float, latency: float) -> float:
         return ring_seconds(op, num_bytes, degree, bandwidth, 0.0)
 
-    monkeypatch.setattr(step, "ring_seconds", without)
+    monkeypatch.setattr(micro_batch, "ring_seconds", without)
     assert mean_error(sample) > before + CONTROL
 
 

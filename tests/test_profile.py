@@ -1,18 +1,15 @@
-"""Profiles: blocks are found, nothing is counted twice, and the counts are torch's own or those of a real run."""
+"""Profiles: blocks are found, nothing is counted twice, and the model is left as it was."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import models_for_tests as models
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from weft.blocks import find_blocks
-from weft.models import Decoder, DecoderConfig
 from weft.profile import Profile, find_parameters, profile
 
 
@@ -93,22 +90,6 @@ def test_a_block_inside_another_keeps_its_own_parameters() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("model_fn", "example"),
-    [
-        (models.sequential, vectors),
-        (models.CalledTwice, vectors),
-        (models.MLP, vectors),
-        (models.SharedModule, vectors),
-    ],
-)
-def test_flops_are_those_of_torchs_counter(model_fn: Callable[[], nn.Module], example: Callable[[], Any]) -> None:
-    model = model_fn()
-    with FlopCounterMode(display=False) as counter:
-        model(*example())
-    assert profile(model, example).flops == counter.get_total_flops() > 0
-
-
 def test_flops_of_attention_are_counted_in_full() -> None:
     model = models.tied_decoder()
     found = profile(model, tokens)
@@ -120,47 +101,6 @@ def test_flops_of_attention_are_counted_in_full() -> None:
     assert found.flops == 2 * positions * matmuls + attention  # the embedding is a lookup; the tied head is a matmul
     assert sum(block.attention_flops for block in found.all) == attention
     assert len({block.flops for block in found.blocks}) == 1
-
-
-def saved_in_a_real_run(model: nn.Module, *inputs: Tensor) -> int:
-    """Bytes of the storages that autograd keeps, parameters left out."""
-    ignored = {p.untyped_storage()._cdata for p in [*model.parameters(), *model.buffers()]}
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in ignored:
-            kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(*inputs)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-
-
-@pytest.mark.parametrize(
-    ("model_fn", "example"),
-    [
-        (models.tied_decoder, tokens),
-        (models.qwen_decoder, tokens),
-        (models.gpt2, tokens),
-        (models.sequential, vectors),
-        (models.CalledTwice, vectors),
-        (models.frozen_first, tokens),
-        (models.AdapterChain, vectors),
-    ],
-)
-def test_saved_bytes_are_those_of_a_real_run(model_fn: Callable[[], nn.Module], example: Callable[[], Any]) -> None:
-    torch.manual_seed(0)
-    model = model_fn()
-    found = profile(model, example)
-    assert sum((block.saved_bytes or {})["none"] for block in found.all) == saved_in_a_real_run(model, *example())
-
-
-def test_saved_bytes_of_transformers_include_a_mask_that_only_a_traced_run_makes() -> None:
-    # Where it sees that every position counts, transformers leaves the mask out; on fake tensors it cannot see.
-    model = models.hf_llama()
-    mask_bytes = 8 * models.SEQUENCE * models.SEQUENCE * 4
-    assert saved(profile(model, tokens), "none") == saved_in_a_real_run(model, *tokens()) + 2 * mask_bytes
 
 
 def saved(found: Profile, kind: str) -> int:
@@ -227,22 +167,3 @@ def test_profiling_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_70b_decoder_takes_seconds_and_no_memory() -> None:
-    config = DecoderConfig(
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-    )
-    with torch.device("meta"):
-        model = Decoder(config)
-    found = profile(model, lambda: (torch.empty(1, 4096, dtype=torch.long),))
-    assert found.numel == 70_553_706_496
-    assert len(found.blocks) == 80
-    matmuls = found.numel - 128256 * 8192 - (2 * 80 + 1) * 8192  # the embedding is a lookup, norms are no matmuls
-    attention = 80 * 2 * 2 * 64 * 4096 * 4096 * 128
-    assert found.flops == 2 * 4096 * matmuls + attention

@@ -7,6 +7,7 @@ writes only what is used again outside of it (by a later one, by a matmul, or by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -40,33 +41,30 @@ class MovedTally:
         self._read: set[int] = set()  # by this segment, from outside
         self._alive: list[Tensor] = []
 
-    def product(self, args: Any, result: Any) -> None:
+    def product(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """A matmul or attention: the segment ends. Its own bytes are counted with it."""
-        for tensor in _tensors(args):
+        for tensor in inputs:
             self._use(tensor)
         self._segment += 1
         self._is_open = False
         self._read.clear()
-        self._alive += _tensors(result)
+        self._alive += outputs
 
-    def operation(self, func: Any, args: Any, result: Any, place: Place) -> None:
-        """Anything else; a view moves nothing."""
-        inputs, outputs = _tensors(args), _tensors(result)
-        known = {_storage(tensor) for tensor in inputs}
-        if not func._schema.is_mutable and all(_storage(tensor) in known for tensor in outputs):
-            return
-        moved = Moved(sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)), 1, 0, 0 if self._is_open else 1)
+    def operation(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], place: Place) -> None:
+        """Anything else that is no view."""
+        num_bytes = sum(map(bytes_of, (*inputs, *outputs)))
+        moved = Moved(num_bytes, 1, 0, 0 if self._is_open else 1)
         self._is_open = True
         for tensor in inputs:
             storage = _storage(tensor)
             made = self._made.get(storage)
             if (made is None or made[0] != self._segment) and storage not in self._read:
                 self._read.add(storage)
-                moved = moved.plus(Moved(fused_bytes=_bytes(tensor)))
+                moved = moved.plus(Moved(fused_bytes=bytes_of(tensor)))
                 self._use(tensor)
         self._add(place, moved)
         for tensor in outputs:
-            self._made.setdefault(_storage(tensor), (self._segment, place, _bytes(tensor)))
+            self._made.setdefault(_storage(tensor), (self._segment, place, bytes_of(tensor)))
             self._alive.append(tensor)  # a storage's address means something only while it lives
 
     def saved(self, tensor: Tensor) -> None:
@@ -83,13 +81,21 @@ class MovedTally:
         self.by_place[place] = self.by_place.get(place, Moved()).plus(moved)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def is_view(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Whether an operation moves nothing, but looks at its inputs in another way."""
+    known = {_storage(tensor) for tensor in inputs}
+    return not func._schema.is_mutable and all(_storage(tensor) in known for tensor in outputs)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Every tensor in a nested value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

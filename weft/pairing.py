@@ -37,6 +37,7 @@ HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 WIDTHS = ("embed_dim", "split_size", "hidden_size", "all_head_size", "inner_dim", "dim", "n_embd")
 KNOWN_ATTENTION = ("weft.models.", "transformers.models.")
+WHOLE_ATTRIBUTE = "_weft_whole"  # of a stage's model, where the whole model's stream is whole over y
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,10 @@ class Pairing:
         """Whether all ranks of y hold whole what lies between layers, and not its features over y.
 
         So in a model with convolutions: their channels are not the last dim, and pools, norms and flattens on the way
-        to a linear would each need to know which dim is split.
+        to a linear would each need to know which dim is split. Also in a stage of one that has none of them.
         """
-        return any(split.num_spatial for split in self.splits.values())
+        is_of_one = self.model is not None and self.model.__dict__.get(WHOLE_ATTRIBUTE, False)
+        return is_of_one or any(split.num_spatial for split in self.splits.values())
 
     def block_of(self, name: str) -> str | None:
         """The block that a module or parameter is in, or is."""

@@ -10,10 +10,14 @@ Of blocks that are alike only the first and the last run; the others hand their 
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,6 +31,7 @@ from weft.live import LiveTensors
 from weft.profile import Block, Profile, Source, fake
 from weft.substitute import call_with
 
+FORKED_SECONDS = 120.0
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # a block's forward to the same under a memory policy
 
 
@@ -53,9 +58,31 @@ def peaks(profile: Profile, policy: str, wrap: Wrap) -> Peaks:
     if source is None:
         return Peaks()
     if policy not in source.found:
-        source.found[policy] = _run(source, policy, wrap)
+        source.found[policy] = _run_apart(source, policy, wrap)
     found: Peaks = source.found[policy]
     return found
+
+
+def _run_apart(source: Source, policy: str, wrap: Wrap) -> Peaks:
+    """In a forked process where torch has accelerators: its first backward starts threads for them, and no process can
+    fork ranks after that. Where it has started them long ago a forked one fails, and nothing is left to keep from.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        return _run(source, policy, wrap)
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.write(write, json.dumps(asdict(_run(source, policy, wrap))).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        text = pipe.read() if select.select([pipe], [], [], FORKED_SECONDS)[0] else b""
+    if not text:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return Peaks(**json.loads(text)) if text else _run(source, policy, wrap)
 
 
 def _run(source: Source, policy: str, wrap: Wrap) -> Peaks:

@@ -252,6 +252,7 @@ def _divide(block: Block, degree: int) -> Block:
         block,
         flops=block.flops // degree,
         attention_flops=block.attention_flops // degree,
+        backward_flops=block.backward_flops // degree,
         saved_bytes=None if block.saved_bytes is None else saved,
     )
 
@@ -270,10 +271,12 @@ class _Stream:
         """The block with a rank's FLOPs and saved bytes."""
         attention = block.attention_flops // self.x
         flops = (block.flops - block.attention_flops) // (self.x * self.y) + attention
+        backward = block.backward_flops * flops // max(1, block.flops)  # in proportion
+        block = replace(block, flops=flops, attention_flops=attention, backward_flops=backward)
         if block.saved_bytes is None:
-            return replace(block, flops=flops, attention_flops=attention)
+            return block
         if self.pairing.is_whole and (not block.name or any(split.num_spatial for split in self._splits(block.name))):
-            return replace(block, flops=flops, saved_bytes=self._around_convolutions(block))
+            return replace(block, saved_bytes=self._around_convolutions(block))
         over = self.over(bool(block.name) or self.ends.head is not None)
         inputs, outputs = self._inputs(block.name), self._outputs(block.name)
         norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
@@ -286,7 +289,7 @@ class _Stream:
             saved |= {"selective": full // over + outputs // self.y + inside // self.x, "full": full // over}
         else:
             saved |= {"selective": saved["none"], "full": saved["none"]}  # the root keeps all
-        return replace(block, flops=flops, attention_flops=attention, saved_bytes=saved)
+        return replace(block, saved_bytes=saved)
 
     def _around_convolutions(self, block: Block) -> dict[str, int]:
         inside = [split.module for split in self.pairing.splits.values() if split.kind in ("column", "head")]

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.mesh import Mesh
+from weft.pairing import WHOLE_ATTRIBUTE
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.unit import units_of
 from weft.pipeline.actions import Schedule, with_messages
@@ -41,6 +42,7 @@ class Staging:
     whole: nn.Module  # on the meta device
     stage_of: Mapping[str, int]
     route: Route
+    over_y: int  # over how many ranks of y go the features of what units hand on
 
     @property
     def num_stages(self) -> int:
@@ -74,6 +76,7 @@ class Staging:
         model, names = self._models[stage]
         model = skeleton(model)
         model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
+        model.__dict__[WHOLE_ATTRIBUTE] = self.over_y < self.plan.tensor.y
         return model, names
 
     @cached_property
@@ -133,9 +136,10 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
         )
     assert whole.model is not None
     bare, pipe = skeleton(whole.model), plan.pipe
-    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], device, plan.tensor.y)
+    over_y = 1 if plan.tensor.y == 1 or whole.pairing.is_whole else plan.tensor.y
+    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], device, over_y)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
-    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages))
+    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), over_y)
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:
@@ -230,7 +234,7 @@ class _Routes:
         staging, plan = self.staging, self.staging.plan
         staging.whole.train(training)
         with torch.enable_grad():
-            found = trace(staging.whole, args, kwargs, COMPUTE_DTYPE[plan.precision], self.device, plan.tensor.y)
+            found = trace(staging.whole, args, kwargs, COMPUTE_DTYPE[plan.precision], self.device, staging.over_y)
         route = cut(found, staging.stage_of, staging.num_stages)
         if route.edges != staging.route.edges:
             raise PlanError(

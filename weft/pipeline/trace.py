@@ -228,10 +228,15 @@ def trace(
 ) -> Trace:
     """Records one forward of a model of which only the shapes matter; parameters count as of `dtype` on `device`.
 
+    So do inputs, which a parallel model casts.
+
     Over `y` > 1 ranks, what units hand on has a part of its features (its last dim), and so have other parameters.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(fake)
+    args, kwargs = map_tensors(
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
+    )
     units = find_units(model)
     state = _fake_state(model, units, fake, dtype, device, y)
     inside: list[_Call | None] = []  # the unit under way

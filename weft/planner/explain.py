@@ -37,8 +37,8 @@ class Sensitivity:
     """What one more of something changes."""
 
     change: str
-    seconds: float | None  # of the best plan then; None: none fits
-    saved_seconds: float | None
+    seconds: float  # of the best plan then
+    saved_seconds: float
     axes: str
 
 
@@ -190,7 +190,7 @@ def _timed_again(model: Model, candidates: Sequence[Candidate]) -> list[Candidat
 
 def _changed(change: str, candidates: Sequence[Candidate], before: float) -> Sensitivity:
     if not candidates:
-        return Sensitivity(change, None, None, "no plan: the batch does not divide, or nothing fits")
+        return Sensitivity(change, before, 0.0, "as before; the batch does not divide over all devices")
     now = min(candidates, key=lambda one: one.seconds)
     if now.seconds > before:  # devices that divide badly may stay idle
         return Sensitivity(change, before, 0.0, f"as before; all devices in use would take {now.seconds:.3g} s")

@@ -23,18 +23,21 @@ FILL_DEPTH = 96  # of the inner dimension, until a tile runs at full speed
 SMALL_TILE_LOSS = 0.1
 # What attention kernels reach of the device's peak on long causal sequences, (forward, backward), where the device's
 # matmul instructions are those the kernel was written for, and on a newer device. On Hopper, flash2 and flash3 (cuDNN's
-# kernel) were measured on an H200. flash2 on A100: FlashAttention-2, arXiv 2307.08691 (figures not re-checked). flash1
-# (with the Triton kernel of its time): inferred from MosaicML's rows of 65,536 tokens, which attention fills.
+# kernel) were measured on an H200. flash2 on A100: 0.66 and 0.55 in FlashAttention-2 (arXiv 2307.08691, not rechecked),
+# where nothing else ran, times 0.75 / 0.87, which the best matmul reaches in training and alone. flash1 (the Triton
+# kernel of its time): inferred from MosaicML's rows of 65,536 tokens, which attention fills.
 FLASH = {
-    "flash1": ((0.40, 0.31), (0.22, 0.19)),
-    "flash2": ((0.66, 0.55), (0.334, 0.325)),
+    "flash1": ((0.40, 0.31), (0.24, 0.208)),
+    "flash2": ((0.57, 0.475), (0.334, 0.325)),
     "flash3": ((0.61, 0.56), (0.61, 0.56)),
 }
 # A sequence this long reaches half of it, (forward, backward): blocks on the diagonal, and the start of each row.
 # Measured on an H200 from 512 to 32,768 tokens, for two kernels.
 HALF_SEQUENCE = (400, 1000)
+# The calibration of the devices on which FLASH was found, old and new: what power and clocks cost matmuls on another
+# device they cost attention too.
+FLASH_CALIBRATION = (0.75, 0.70)
 FLASH_BACKWARD_WORK = 2.5  # products of backward for each two of forward, over two
-BATCHED_PRODUCT = 0.55  # of the best matmul, for those of plain attention: FILL_DEPTH of a head of 128
 SCORE_PASSES = {"forward": 4.5, "backward": 5.5}  # times that plain attention moves its scores, beside its products
 MEMORY_SHARE = 0.85  # of the printed bandwidth that streaming kernels reach
 # Times of forward's bytes that backward moves, by `fused`. Eager, the gradients of biases and the joining of views are
@@ -44,7 +47,11 @@ LAUNCH_SECONDS = 4e-6  # between two kernels on the device
 # Moved for each logit by torch's own cross-entropy in float32, forward and backward (measured on an H200: 46), and by
 # one that torch.compile fuses (11). Kernels made for it move less: read once, and once more to write the gradient.
 EAGER_LOSS_BYTES, COMPILED_LOSS_BYTES, FUSED_LOSS_BYTES = 46, 11, 8
-CAST_BYTES = 5  # to make an operand fp8: read for its largest value, read again, written
+FP8_PRODUCT = 0.9  # of what bf16 matmuls reach of their peak: 1,403 and 1,453 of 1,979 to 794 of 989 on H100 and H200
+# To make an operand fp8: read for its largest value (fused, by what made it), read again, written. Backward casts the
+# gradient and turns both operands of forward; scaled by rows, it casts all of them along the other dimension as well.
+CAST_BYTES = {False: 5, True: 3}
+TURN_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,13 @@ class Software:
     cheap work. `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`.
     `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in pieces behind the pieces of their
     matmul. `copies_sequence`: the sequence is not the outermost dimension, so that what is gathered or scattered along
-    it is copied once more. `splits_messages`: between stages each rank of x sends its part.
+    it is copied once more. `fp8`: products of linears are, scaled by "tensor" (what is gathered along the sequence is
+    cast before) or by "row". `splits_messages`: between stages each rank of x sends its part.
     """
 
     attention: str = "flash2"
     fused: bool = False
-    fp8: bool = False  # products of linears
+    fp8: str = ""
     host_seconds: float = 10e-6
     loss_bytes: float = EAGER_LOSS_BYTES
     selective: str = "cheap"
@@ -74,6 +82,8 @@ class Software:
     copies_sequence: bool = False
     splits_messages: bool = False
     shards_optimizer: bool = False  # over data
+    repeats_keys: bool = False  # for every query head, before attention
+    gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward
 
 
 @dataclass(frozen=True)
@@ -104,17 +114,20 @@ class Kernels:
         """A matmul [rows, inner] · [inner, columns] in 16 bits."""
         return self._product(rows, inner, columns, self.flops_per_second, 2)
 
-    def linear(self, rows: int, inputs: int, outputs: int) -> tuple[float, float]:
-        """(forward, backward) of a linear, in the precision of the software."""
+    def linear(self, rows: int, inputs: int, outputs: int, given_share: float = 1.0) -> tuple[float, float]:
+        """(forward, backward) of a linear, in the software's precision; `given_share` of its input is cast here."""
         if not self.software.fp8:
             backward = self.product(rows, outputs, inputs) + self.product(inputs, rows, outputs)
             return self.product(rows, inputs, outputs), backward
-        rate = self.device.peak_flops["fp8"] * self.device.calibration
+        rate = self.device.peak_flops["fp8"] * self.device.calibration * FP8_PRODUCT
         given, weight, result = rows * inputs, inputs * outputs, rows * outputs
-        casts = CAST_BYTES * (given + weight) / self.bytes_per_second
-        casts_backward = CAST_BYTES * (given + weight + result) / self.bytes_per_second
+        cast = CAST_BYTES[self.software.fused] / self.bytes_per_second
         backward = self._product(rows, outputs, inputs, rate, 1) + self._product(inputs, rows, outputs, rate, 1)
-        return self._product(rows, inputs, outputs, rate, 1) + casts, backward + casts_backward
+        if self.software.fp8 == "row":
+            backward += cast * (2 * result + given + weight)
+        else:
+            backward += cast * result + TURN_BYTES * (given + weight) / self.bytes_per_second
+        return self._product(rows, inputs, outputs, rate, 1) + cast * (given_share * given + weight), backward
 
     def _product(self, rows: int, inner: int, columns: int, rate: float, size: int) -> float:
         if min(rows, inner, columns) < 1:
@@ -130,13 +143,19 @@ class Kernels:
         if self.software.attention != "plain":
             needed = flops / 2 if is_causal else flops
             best = FLASH[self.software.attention][self.device.is_newer]
+            rate = self.flops_per_second / FLASH_CALIBRATION[self.device.is_newer]
             shares = [share * sequence / (sequence + half) for share, half in zip(best, HALF_SEQUENCE, strict=True)]
-            return needed / (self.peak * shares[0]), FLASH_BACKWARD_WORK * needed / (self.peak * shares[1])
-        # Two products forward and four backward; each reads or writes all scores.
+            return needed / (rate * shares[0]), FLASH_BACKWARD_WORK * needed / (rate * shares[1])
+        # Two products forward and four backward; each reads or writes all scores. In one of the two, and one of the
+        # four, the inner dimension is a head's; in the others the columns of the result are.
+        head_dim = max(1, round(flops / (4 * score_numel)))
         score_seconds = 2 * score_numel / self.bytes_per_second
-        one = max(flops / 2 / (self.flops_per_second * BATCHED_PRODUCT), score_seconds)
+        into, out_of = (
+            max(flops / 2 / (self.flops_per_second * tile_share(sequence, *shape, None)), score_seconds)
+            for shape in ((head_dim, sequence), (sequence, head_dim))
+        )
         forward, backward = (score_seconds * passes for passes in SCORE_PASSES.values())
-        return 2 * one + forward, 4 * one + backward
+        return into + out_of + forward, into + 3 * out_of + backward
 
     def loss(self, num_logits: float) -> float:
         """The loss and its gradient."""

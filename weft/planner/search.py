@@ -108,7 +108,7 @@ class _Search:
     def run(self) -> Found:
         inner = sorted(self._inner_plans(), key=lambda pair: pair[0])
         for bound, plan in inner:
-            if len(self._best) >= self._room and bound >= -self._best[0][0]:
+            if self._is_slow(bound):
                 break
             self._lay_out(plan)
         kept = sorted((item[2] for item in self._best), key=_rank)
@@ -171,18 +171,25 @@ class _Search:
         room, batch = self.num_devices // group, self.question.batch
         assert inner.micro_batch is not None
         for degree in _divisors(room):
+            ranks = room // degree
             if degree > self.model.num_blocks:
                 break
-            for shard in _divisors(room // degree):
-                ranks = room // degree
-                if batch % (ranks * inner.micro_batch):
-                    break
-                num_micro_batches = batch // (ranks * inner.micro_batch)
-                for pipe in self._pipes(degree, inner):
+            if batch % (ranks * inner.micro_batch):
+                continue
+            num_micro_batches = batch // (ranks * inner.micro_batch)
+            for pipe in self._pipes(degree, inner):
+                staged = replace(inner, pipe=pipe)
+                if self._is_slow(self.steps.bound(staged, num_micro_batches)):
+                    continue
+                for shard in _divisors(ranks):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
-                        plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
+                        plan = replace(staged, data=ranks // shard, shard=Shard(shard, stage))  # type: ignore[arg-type]
                         if all(one.holds(plan) for one in self._outer):
                             self._consider(plan, num_micro_batches)
+
+    def _is_slow(self, seconds: float) -> bool:
+        """Whether all plans kept so far are faster."""
+        return len(self._best) >= self._room and seconds >= -self._best[0][0]
 
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
         if degree == 1:
@@ -209,7 +216,7 @@ class _Search:
         """Keep a plan if it is among the fastest that fit, or would be and is the nearest of its layout to fit."""
         self.num_considered += 1
         seconds = self.steps.estimate(plan, num_micro_batches)
-        if len(self._best) >= self._room and seconds >= -self._best[0][0]:
+        if self._is_slow(seconds):
             return  # one that does not fit and is slower than all that do teaches nothing
         held = memory(self._sizes_of(plan), plan, self.model.num_blocks, num_micro_batches)
         candidate = Candidate(plan, num_micro_batches, seconds, held)

@@ -71,9 +71,6 @@ def _sensitivities(answer: Answer) -> Table:
     for name in ("change", "step", "saved", "best plan then"):
         table.add_column(name, overflow="fold")
     for one in answer.sensitivities:
-        if one.seconds is None or one.saved_seconds is None:
-            table.add_row(one.change, "", "", one.axes)
-            continue
         saved = one.saved_seconds / (one.seconds + one.saved_seconds)
         table.add_row(one.change, format_seconds(one.seconds), f"{saved:.2%}", one.axes)
     return table

@@ -49,10 +49,17 @@ class Part:
     attention_flops: int = 0  # of one forward, counted whole
     score_numel: int = 0  # of plain attention
     sequence: int = 0  # of attention
+    key_numel: int = 0  # of K, and as many of V
+    num_key_heads: int = 1
     num_logits: int = 0  # that the loss reads
     other_flops: int = 0  # of one forward: convolutions, and products of the block's own
     inner: Moved = NOTHING
     outer: Moved = NOTHING
+
+    @property
+    def query_numel(self) -> float:
+        """Of the queries: each meets every key in two products."""
+        return self.attention_flops / (4 * self.sequence) if self.sequence else 0.0
 
     @property
     def flops(self) -> int:
@@ -94,9 +101,20 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
     heads = [heads for name, heads in profile.attentions.items() if name.startswith(inside)]
     inner, outer = _by_place(block.moved_behind, splits)
     scores = sum(one.batch * one.num_heads * one.sequence**2 for one in heads)
+    keys = sum(one.batch * one.num_key_heads * one.sequence * one.head_dim for one in heads)
     others = block.flops - block.attention_flops - sum(product.flops for product in products)
     sequence = max((one.sequence for one in heads), default=0)
-    return Part(products, block.attention_flops, scores, sequence, 0, max(0, others), inner, outer)
+    return Part(
+        products,
+        block.attention_flops,
+        scores,
+        sequence,
+        keys,
+        min((one.num_key_heads for one in heads), default=1),
+        other_flops=max(0, others),
+        inner=inner,
+        outer=outer,
+    )
 
 
 def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_here: Callable[[str], bool]) -> Part:

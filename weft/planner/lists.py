@@ -1,0 +1,72 @@
+"""How long a schedule's own lists take, without the picture: one pass over an order found once.
+
+`simulate` of the pipeline says all that happens; the search asks only how long it takes and how long ranks wait, of
+many plans with the same lists. A test holds both to the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from weft.pipeline.actions import Action
+from weft.pipeline.check import run_order
+from weft.pipeline.schedules import make_schedule
+from weft.plan import Pipe
+
+
+class _Entry(NamedTuple):
+    """An action in an order that can run: what it needs by place in the order, and what of it comes by message."""
+
+    rank: int
+    kind: str
+    stage: int
+    needs: tuple[int, ...]
+    from_others: tuple[int, ...]
+
+
+class Run(NamedTuple):
+    makespan_seconds: float
+    bubble_share: float
+
+
+@lru_cache(maxsize=64)
+def _entries(pipe: Pipe, num_micro_batches: int) -> tuple[tuple[_Entry, ...], frozenset[int]]:
+    """The lists in an order that can run, and the stages whose weight gradients are actions of their own."""
+    schedule = make_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
+    found: list[_Entry] = []
+    index: dict[Action, int] = {}
+    for rank, action in run_order(schedule):
+        needs: list[int] = []
+        others: list[int] = []
+        for need, edge in schedule.needs(action):
+            is_far = edge is not None and schedule.rank_of(need.stage, need.replica) != rank
+            (others if is_far else needs).append(index[need])
+        index[action] = len(found)
+        found.append(_Entry(rank, action.kind, action.stage, tuple(needs), tuple(others)))
+    return tuple(found), schedule.split_stages
+
+
+def run(pipe: Pipe, num_micro_batches: int, stages: Sequence[tuple[float, float]], message_seconds: float) -> Run:
+    """The lists under (forward, backward) of each stage; half of backward is that of the weights."""
+    entries, split = _entries(pipe, num_micro_batches)
+    seconds = {
+        "forward": [stage[0] for stage in stages],
+        "backward": [stage[1] / 2 if place in split else stage[1] for place, stage in enumerate(stages)],
+        "weight": [stage[1] / 2 for stage in stages],
+    }
+    ends: list[float] = []
+    free, busy = [0.0] * pipe.degree, 0.0
+    for rank, kind, stage, needs, others in entries:
+        start = free[rank]
+        for need in needs:
+            start = max(start, ends[need])
+        for need in others:
+            start = max(start, ends[need] + message_seconds)
+        taken = seconds[kind][stage]
+        busy += taken
+        free[rank] = start + taken
+        ends.append(start + taken)
+    makespan = max(free)
+    return Run(makespan, 1 - busy / (pipe.degree * makespan))

@@ -1,0 +1,346 @@
+"""The time of one micro-batch through one block on one rank: kernels, and collectives as far as nothing hides them.
+
+The tensor axes sum what their matmuls leave in parts (AxoNN's terms); `context` sends keys and values round a ring
+while attention uses those at hand, or trades heads for tokens. What the host takes to issue all of it is a floor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from weft.cluster import DTYPES, Cluster, ring_seconds
+from weft.moved import Moved
+from weft.plan import Plan
+from weft.planner.kernels import Kernels, Software
+from weft.planner.workload import Part, Workload
+
+# What collectives reach of a link's printed bandwidth: about 235 of 300 GB/s inside a DGX A100, 360 of 450 inside a DGX
+# H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
+LINK_SHARE = {"intra": 0.78, "inter": 0.85}
+# While a collective runs beside them, matmuls lose processors and memory bandwidth. Chosen, not measured: Galvatron
+# (arXiv 2211.13878, not re-checked) takes 0.3.
+OVERLAP_LOSS = 0.2
+OTHER_PRODUCTS = 0.6  # of the best matmul, for convolutions and products of a block's own
+# Of forward's time, what the host takes for backward: twice as many kernels, but autograd issues them without Python.
+HOST_BACKWARD = 0.5
+LOSS_OPERATION_BYTES = 5  # moved for a logit by one operation of the loss
+# A ring adds up attention in float32, part by part (`parallel/block_attention.py`). Bytes for a query's element in
+# forward (scale, weigh, add) and backward (add), for a key's in backward (clear, add, add what arrives); by `fused`.
+RING_BYTES = {False: (26, 10, 26), True: (10, 10, 10)}
+EXCHANGE_COPIES = 2  # of what is traded for other heads or tokens: before and behind
+
+
+class Seconds(NamedTuple):
+    """Forward and backward of one micro-batch."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def plus(self, other: Seconds, times: float = 1) -> Seconds:
+        return Seconds(self.forward + times * other.forward, self.backward + times * other.backward)
+
+
+class Call(NamedTuple):
+    """A collective of one micro-batch in one block: `phase` is forward or backward."""
+
+    axis: str
+    operation: str
+    num_bytes: float
+    phase: str
+
+
+class _Kernels(NamedTuple):
+    """Of one micro-batch of a part on one rank, without recompute."""
+
+    whole: Seconds
+    attention: Seconds
+    products: float  # forward
+    moved: float  # forward
+
+
+@dataclass(frozen=True)
+class MicroBatchModel:
+    """Times of one model's blocks on one cluster; `workload` is of one sequence."""
+
+    workload: Workload
+    cluster: Cluster
+    software: Software
+
+    @cached_property
+    def _runs(self) -> dict[Any, tuple[Part, _Kernels]]:
+        return {}
+
+    @cached_property
+    def _chains(self) -> dict[Any, tuple[Seconds, Seconds, Seconds]]:
+        return {}
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], tuple[float, float]]:
+        return {}
+
+    @cached_property
+    def _kernels(self) -> dict[str, Kernels]:
+        return {name: Kernels(self.cluster.node.device, self.software, name) for name in DTYPES}
+
+    # --- kernels
+
+    def part(self, part: Part, plan: Plan, micro_batch: int) -> Seconds:
+        """A part's kernels on one rank, recompute included, or what the host takes to issue them."""
+        return _longer(self._kernels_of(part, plan, micro_batch)[0], self._host(part, plan, 0))
+
+    def _kernels_of(self, part: Part, plan: Plan, micro_batch: int) -> tuple[Seconds, Seconds]:
+        """(kernels, those of attention among them)"""
+        key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision)
+        if key not in self._runs:
+            self._runs[key] = part, self._run_once(part, plan, micro_batch)  # the part lives, so its id stays its own
+        once = self._runs[key][1]
+        recompute = plan.memory.recompute if self._is_block(part) else "none"
+        attention = once.attention
+        if recompute == "none":
+            return once.whole, attention
+        if recompute == "full":
+            again, attends = once.whole.forward, True
+        else:
+            kind, attends = self.software.selective, self._attends_again(plan)
+            again = {"attention": 0.0, "cheap": once.moved, "other": once.moved + once.products / 2}[kind]
+            again += attends * attention.forward
+        forward, backward = once.whole
+        attention = Seconds(attention.forward, attention.backward + attends * attention.forward)
+        return Seconds(forward, backward + again), attention
+
+    def _attends_again(self, plan: Plan) -> bool:
+        """Whether backward computes attention anew; weft's selective recompute does not see inside a ring."""
+        kind = self.software.selective
+        is_selective = kind == "attention" or (kind == "cheap" and plan.context.degree > 1)
+        return {"none": False, "selective": is_selective, "full": True}[plan.memory.recompute]
+
+    def _run_once(self, part: Part, plan: Plan, micro_batch: int) -> _Kernels:
+        kernels = self._kernels[plan.precision]
+        x, y = plan.tensor.x, plan.tensor.y
+        scale = micro_batch / plan.context.degree
+        forward = backward = 0.0
+        for product in part.products:
+            rows, inputs, outputs = product.local(x, y)
+            gathered = x if self._gathers_fp8(plan) and product.kind != "row" else 1
+            times = kernels.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
+            forward, backward = forward + times[0], backward + times[1]
+        products = forward
+        others = part.other_flops * scale / (x * y) / (kernels.flops_per_second * OTHER_PRODUCTS)
+        attention = self._attention(part, plan, scale)
+        outside = y * (x if plan.tensor.sequence else 1)
+        places = (_scaled(part.inner, scale / x), _scaled(part.outer, scale / outside))
+        moved = sum(map(kernels.moved, places))
+        loss = kernels.loss(part.num_logits * scale / (x * y))
+        forward += others + attention.forward + moved + loss / 2
+        backward += 2 * others + attention.backward + sum(map(kernels.moved_backward, places)) + loss / 2
+        return _Kernels(Seconds(forward, backward), attention, products, moved)
+
+    def _attention(self, part: Part, plan: Plan, scale: float) -> Seconds:
+        """Attention of `scale` sequences; in a ring, blocks of the rank's own length that are added up."""
+        kernels, degree = self._kernels[plan.precision], plan.context.degree
+        share = scale / plan.tensor.x
+        is_ring = degree > 1 and plan.context.kind == "ring"
+        sequence = part.sequence // degree if is_ring else part.sequence
+        forward, backward = kernels.attention(part.attention_flops * share, part.score_numel * share, sequence)
+        if is_ring:
+            queries, keys = part.query_numel * share, self._key_numel(part, plan) * scale
+            adding = [degree * num_bytes / kernels.bytes_per_second for num_bytes in RING_BYTES[self.software.fused]]
+            forward, backward = forward + adding[0] * queries, backward + adding[1] * queries + adding[2] * keys
+        elif degree > 1:
+            copied = EXCHANGE_COPIES * 4 * (2 * part.query_numel * share + self._key_numel(part, plan) * scale)
+            forward += copied / kernels.bytes_per_second
+            backward += copied / kernels.bytes_per_second
+        return Seconds(forward, backward)
+
+    def _key_numel(self, part: Part, plan: Plan) -> float:
+        """Of K and V on one rank, for all tokens of a sequence; a trade repeats heads that are fewer than ranks."""
+        x, degree = plan.tensor.x, plan.context.degree
+        if self.software.repeats_keys:
+            return 2 * part.query_numel / x
+        heads = max(1, part.num_key_heads // x)
+        repeats = degree // math.gcd(heads, degree) if plan.context.kind == "all-to-all" else 1
+        return 2 * part.key_numel / part.num_key_heads * heads * repeats
+
+    def _gathers_fp8(self, plan: Plan) -> bool:
+        return self.software.fp8 == "tensor" and plan.tensor.sequence
+
+    def _is_block(self, part: Part) -> bool:
+        return part is not self.workload.first and part is not self.workload.last
+
+    def _host(self, part: Part, plan: Plan, num_calls: int) -> Seconds:
+        """What the host takes to issue a part's kernels and collectives."""
+        num_operations = len(part.products) + bool(part.attention_flops) + num_calls
+        num_operations += part.inner.num_kernels + part.outer.num_kernels
+        of_loss = self.software.loss_bytes / LOSS_OPERATION_BYTES if part.num_logits else 0.0
+        forward = self.software.host_seconds * (num_operations + of_loss)
+        is_recomputed = plan.memory.recompute == "full" and self._is_block(part)
+        return Seconds(forward, (HOST_BACKWARD + is_recomputed) * forward)
+
+    # --- collectives
+
+    def calls(self, part: Part, plan: Plan, micro_batch: int) -> Iterator[Call]:
+        """The collectives of x and y around a part's matmuls, by AxoNN's terms: a matmul's outputs are summed over the
+        axis of its inputs, and the gradient of its input over the axis of its outputs; then those of context.
+        """
+        x, y = plan.tensor.x, plan.tensor.y
+        if x * y > 1:
+            yield from self._tensor_calls(part, plan, 2 * micro_batch / plan.context.degree)
+        if plan.context.degree > 1 and part.attention_flops:
+            yield from self._context_calls(part, plan, micro_batch / plan.context.degree)
+
+    def _tensor_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
+        x, y = plan.tensor.x, plan.tensor.y
+        is_recomputed = plan.memory.recompute == "full" and self._is_block(part)
+        for product in part.products:
+            over_out, over_in = (y, x) if product.kind == "row" else (x, y)
+            out_axis, in_axis = ("y", "x") if product.kind == "row" else ("x", "y")
+            if product.kind == "whole":
+                continue
+            if over_in > 1:
+                num_bytes = scale * product.rows * product.outputs / over_out
+                for phase in ("forward", "backward") if is_recomputed else ("forward",):
+                    if self._gathers_fp8(plan) and in_axis == "x":
+                        yield Call(in_axis, "reduce_scatter", num_bytes, phase)
+                        yield Call(in_axis, "all_gather", num_bytes / 2, phase)
+                    else:
+                        yield Call(in_axis, "all_reduce", num_bytes, phase)
+            if over_out > 1 and product.enters:
+                num_bytes = scale * product.rows * product.inputs / over_in
+                yield Call(out_axis, "all_reduce", num_bytes, "backward")
+                if plan.memory.recompute == "selective" and self.software.selective == "other" and plan.tensor.sequence:
+                    yield Call(out_axis, "all_gather", num_bytes, "backward")
+
+    def _context_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
+        """As `parallel/context_attention.py` makes them, in 16 bits; sums of gradients travel in 32."""
+        degree, keys = plan.context.degree, self._key_numel(part, plan) * scale
+        queries = part.query_numel * scale / plan.tensor.x
+        forward = [Call("context", "send", 2 * keys, "forward")] * (degree - 1)
+        backward = [Call("context", "send", size * keys, "backward") for size in (2, 4)] * (degree - 1)
+        if plan.context.kind == "all-to-all":
+            traded = (2 * (queries + keys), 2 * queries)
+            forward = [Call("context", "all_to_all", num_bytes, "forward") for num_bytes in traded]
+            backward = [call._replace(phase="backward") for call in forward]
+        yield from forward
+        yield from backward
+        if self._attends_again(plan):
+            yield from (call._replace(phase="backward") for call in forward)
+
+    def inside(self, part: Part, plan: Plan, micro_batch: int) -> Seconds:
+        """A part's kernels and its collectives as far as nothing hides them, or what the host takes to issue them."""
+        calls = list(self.calls(part, plan, micro_batch))
+        host = self._host(part, plan, sum(call.phase == "forward" for call in calls))
+        return _longer(self._on_device(part, calls, plan, micro_batch), host)
+
+    def exposed(self, part: Part, plan: Plan, micro_batch: int) -> dict[str, float]:
+        """What its collectives add to a part, by axis."""
+        told: defaultdict[str, float] = defaultdict(float)
+        for call in self.calls(part, plan, micro_batch):
+            told[call.axis] += self.seconds(call.axis, call.operation, call.num_bytes, plan)
+        added = sum(self.inside(part, plan, micro_batch)) - sum(self.part(part, plan, micro_batch))
+        return {axis: added * seconds / sum(told.values()) for axis, seconds in told.items() if seconds}
+
+    def _on_device(self, part: Part, calls: list[Call], plan: Plan, micro_batch: int) -> Seconds:
+        own, attention = self._kernels_of(part, plan, micro_batch)
+        if not calls:
+            return own
+        tensor, context, copied = [0.0, 0.0], [0.0, 0.0], 0.0
+        for call in calls:
+            phase = call.phase == "backward"
+            seconds = self.seconds(call.axis, call.operation, call.num_bytes, plan)
+            if call.axis == "context":
+                context[phase] += seconds
+                continue
+            tensor[phase] += seconds
+            if self.software.copies_sequence and plan.tensor.sequence:  # read and written, of a gather and a scatter
+                times = 2 if call.operation == "all_reduce" else 1
+                copied += times * call.num_bytes / self._kernels[plan.precision].bytes_per_second
+        own = own.plus(Seconds(copied, copied)).plus(self._exposed_context(attention, context, plan))
+        if self.software.hides_tensor:
+            first = 1 / plan.tensor.x  # of the pieces, which nothing hides
+            return Seconds(*(beside(mine, told, first * told) for mine, told in zip(own, tensor, strict=True)))
+        if self.software.hides_input:
+            hidden_backward = beside(own.backward / 2, tensor[1]) + own.backward / 2  # dW is half of backward
+            return Seconds(own.forward + tensor[0], hidden_backward)
+        return own.plus(Seconds(*tensor))
+
+    def _exposed_context(self, attention: Seconds, told: list[float], plan: Plan) -> Seconds:
+        """In a ring, the next keys travel beside all blocks of attention but the last; a trade hides behind nothing."""
+        if plan.context.kind == "all-to-all" or not any(told):
+            return Seconds(*told)
+        shares = [seconds * (1 - 1 / plan.context.degree) for seconds in attention]
+        return Seconds(*(beside(share, mine) - share for share, mine in zip(shares, told, strict=True)))
+
+    def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
+        """One collective over an axis of the plan."""
+        inner, degree = place(plan, axis)
+        if degree == 1 or not num_bytes:
+            return 0.0
+        link = self._links.get((inner, degree))
+        if link is None:
+            link = self._links[inner, degree] = self._link(inner, degree)
+        return ring_seconds(operation, num_bytes, degree, *link)
+
+    def _link(self, inner: int, degree: int) -> tuple[float, float]:
+        """(bandwidth that collectives reach, latency)"""
+        link = self.cluster.axis_link(inner, degree)
+        wire, kind = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
+        return link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind]), link.latency_seconds
+
+    # --- the chain
+
+    def chain(self, plan: Plan) -> Seconds:
+        """One micro-batch through the whole model, split over x, y and context only."""
+        first, blocks, last = self._chain(plan)
+        return blocks.plus(first).plus(last)
+
+    @cached_property
+    def _kinds(self) -> Counter[Part]:
+        return Counter(self.workload.blocks)
+
+    def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
+        key = (plan.tensor, plan.context, plan.micro_batch, plan.memory.recompute, plan.precision)
+        found = self._chains.get(key)
+        if found is None:
+            assert plan.micro_batch is not None
+            blocks = Seconds()
+            for part, count in self._kinds.items():
+                blocks = blocks.plus(self.inside(part, plan, plan.micro_batch), count)
+            first, last = (
+                self.inside(end, plan, plan.micro_batch) for end in (self.workload.first, self.workload.last)
+            )
+            found = self._chains[key] = (first, blocks, last)
+        return found
+
+
+def place(plan: Plan, axis: str) -> tuple[int, int]:
+    """(ranks inside an axis, its degree): `Plan.inner` and `Plan.degree`, without their tables, for the search."""
+    if axis == "y":
+        return 1, plan.tensor.y
+    if axis == "x":
+        return plan.tensor.y, plan.tensor.x
+    inner = plan.tensor.x * plan.tensor.y
+    if axis == "context":
+        return inner, plan.context.degree
+    inner *= plan.context.degree
+    if axis == "shard":
+        return inner, plan.shard.degree
+    inner *= plan.shard.degree
+    return (inner, plan.pipe.degree) if axis == "pipe" else (inner * plan.pipe.degree, plan.data)
+
+
+def beside(compute: float, told: float, floor: float = 0.0) -> float:
+    """Compute with a collective that runs beside it; at least `floor` of the collective is exposed."""
+    return compute + OVERLAP_LOSS * min(compute, told) + max(floor, told - compute)
+
+
+def _longer(one: Seconds, other: Seconds) -> Seconds:
+    return Seconds(max(one[0], other[0]), max(one[1], other[1]))
+
+
+def _scaled(moved: Moved, scale: float) -> Moved:
+    return Moved(int(moved[0] * scale), moved[1], int(moved[2] * scale), moved[3])

@@ -1,0 +1,83 @@
+"""What a model costs, block by block: parameters, FLOPs, bytes moved, saved for backward and handed on; its shapes.
+
+The chain of blocks is found, not declared: the elements of the outermost `nn.ModuleList`s and `nn.Sequential`s that
+hold parameters. What lies outside them (embedding, final norm, head) is the root. Counts come from one forward on fake
+tensors (`tally.py`) and equal those of torch's FLOP counter and saved-tensor hooks on a real step; where they do not,
+`products.py` says why. `parts.py` has the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from weft.profile.parts import (
+    Block,
+    Convolution,
+    Experts,
+    Flops,
+    Heads,
+    Layer,
+    Matmul,
+    Parameter,
+    Profile,
+    Shares,
+    Source,
+)
+from weft.profile.products import KEPT_OPERATIONS
+from weft.profile.structure import (
+    CUTS_ATTRIBUTE,
+    STAGES_ATTRIBUTE,
+    Places,
+    find_parameters,
+    stage_profile,
+    structure,
+)
+from weft.profile.tally import count, fake
+
+
+def profile(
+    model: nn.Module, example: Callable[[], Any] | None = None, finish: Callable[[Any], Any] | None = None
+) -> Profile:
+    """The profile of a model. `example()` makes the arguments of one forward of a micro-batch, and `finish(output)`
+    computes the loss, whose saved bytes count for the root; without an example, or where the forward depends on the
+    values of its inputs (experts that are called one by one), only the structure is known (`counted` is false).
+    """
+    found = replace(structure(model), example=example)
+    if example is None:
+        return found
+    try:
+        counted = count(model, example, finish, found)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return found
+    if finish is None:
+        return counted
+    source = Source(model, example, finish, {block.name: block for block in counted.all})
+    return replace(counted, source=source, has_loss=True)
+
+
+__all__ = [
+    "CUTS_ATTRIBUTE",
+    "KEPT_OPERATIONS",
+    "STAGES_ATTRIBUTE",
+    "Block",
+    "Convolution",
+    "Experts",
+    "Flops",
+    "Heads",
+    "Layer",
+    "Matmul",
+    "Parameter",
+    "Places",
+    "Profile",
+    "Shares",
+    "Source",
+    "fake",
+    "find_parameters",
+    "profile",
+    "stage_profile",
+]

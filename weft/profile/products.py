@@ -1,0 +1,116 @@
+"""FLOPs and shapes of one operation: matmuls, convolutions, attention. Forward by torch's own formulas, and backward.
+
+Backward multiplies as often again for each of the two operands that has a gradient. Attention's backward is counted as
+torch counts it: the two products of forward have four in backward, and the scores are computed once more, which makes
+five. In two points torch's counter is not followed:
+
+- It has no formula for attention on a CPU nor for grouped matmuls (experts), and so counts nothing for them.
+- The weight gradient of a convolution with groups it counts `groups` times over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from weft.profile.parts import Convolution, Flops, Matmul
+
+aten = torch.ops.aten
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+ATTENTION = tuple(getattr(aten, name) for name in _ATTENTION)
+GROUPED = aten._grouped_mm
+# What selective recompute keeps: results of matmuls, convolutions and attention. The rest is cheap to compute again.
+KEPT_OPERATIONS = frozenset(
+    [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default, GROUPED.default]
+    + [packet.default for packet in ATTENTION]
+)
+# Where an operation that multiplies has its two operands.
+_OPERANDS = {aten.addmm: slice(1, 3), aten.baddbmm: slice(1, 3)}
+
+
+@dataclass(frozen=True)
+class Product:
+    """An operation that multiplies."""
+
+    flops: Flops
+    matmul: Matmul | None = None
+    convolution: Convolution | None = None
+
+
+def product(func: Any, args: Any, kwargs: Any, result: Any) -> Product | None:
+    """What an operation multiplies; None for one that does not, or that torch has no formula for."""
+    packet = func._overloadpacket
+    if packet in ATTENTION:
+        return Product(_attention(*args[:3]))
+    if packet is GROUPED:
+        matmul = _grouped(*args[:2])
+        return Product(_twice_in_backward(2 * matmul.rows * matmul.inner * matmul.columns, args[:2]), matmul)
+    if packet not in flop_registry:
+        return None
+    operands = args[_OPERANDS.get(packet, slice(0, 2))]
+    flops = _twice_in_backward(flop_registry[packet](*args, **kwargs, out_val=result), operands)
+    if packet is aten.convolution:
+        return Product(flops, convolution=_convolution(result, *args))
+    if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
+        left, right = operands
+        batch = left.shape[0] if left.dim() == 3 else 1
+        return Product(flops, Matmul(batch, left.shape[-2], left.shape[-1], right.shape[-1]))
+    return Product(flops)
+
+
+def fake_grouped(left: Tensor, right: Tensor) -> Tensor:
+    """The result of a grouped matmul as a fake tensor: there torch refuses what is not bfloat16, though it computes it.
+
+    Rows [rows, inner] of groups by [groups, inner, columns]; rows of the result start at multiples of 16 bytes.
+    """
+    aligned = 16 // left.element_size()
+    columns = right.shape[-1]
+    return left.new_empty_strided((left.shape[0], columns), (-(-columns // aligned) * aligned, 1))
+
+
+def _twice_in_backward(flops: int, operands: Any) -> Flops:
+    num_gradients = sum(operand.requires_grad for operand in operands) if torch.is_grad_enabled() else 0
+    return Flops(flops, 0, flops * num_gradients)
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor) -> Flops:
+    # Whole attention, as torch's own counter has it: a causal mask is not discounted. Key heads may be fewer.
+    batch, heads, queries, head_dim = query.shape
+    scores, mixed = (2 * batch * heads * queries * key.shape[-2] * dim for dim in (head_dim, value.shape[-1]))
+    has_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))
+    return Flops(scores + mixed, scores + mixed, (3 * scores + 2 * mixed) * has_gradient)
+
+
+def _grouped(left: Tensor, right: Tensor) -> Matmul:
+    return Matmul(1, left.shape[0], left.shape[1], right.shape[-1], right.shape[0])
+
+
+def _convolution(result: Tensor, value: Tensor, weight: Tensor, _: Any, *geometry: Any) -> Convolution:
+    stride, padding, dilation, is_transposed, _, groups = geometry
+    kernel = tuple(weight.shape[2:])
+
+    def each(numbers: Any) -> tuple[int, ...]:
+        return tuple(numbers) * (len(kernel) if len(numbers) == 1 else 1)
+
+    return Convolution(
+        value.shape[0],
+        value.shape[1],
+        result.shape[1],
+        tuple(value.shape[2:]),
+        tuple(result.shape[2:]),
+        kernel,
+        each(stride),
+        each(padding),
+        each(dilation),
+        groups,
+        is_transposed,
+    )

@@ -1,0 +1,155 @@
+"""What a profile has without running anything: blocks, their parameters, their experts; and the profile of a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from weft.blocks import find_blocks
+from weft.errors import PlanError
+from weft.profile.parts import Block, Experts, Parameter, Profile
+
+CUTS_ATTRIBUTE = "_weft_cuts"
+STAGES_ATTRIBUTE = "_weft_stages"  # of a stage's model: parameters that other stages hold too
+# What configs and routers call the number of experts that each token takes.
+PER_TOKEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k", "moe_top_k")
+
+Places = list[tuple[nn.Module, str]]
+
+
+def find_parameters(model: nn.Module) -> dict[str, dict[str, Places]]:
+    """Block name ('' for the root) to parameter name to where it is used; one used by several blocks is the root's."""
+    blocks = find_blocks(model)
+    owners_of = _find_owners(model, blocks)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    places: dict[str, Places] = {}
+    owners: dict[str, set[str]] = {}
+    for module in model.modules():
+        for local_name, parameter in module._parameters.items():
+            if parameter is not None:
+                name = names[id(parameter)]
+                places.setdefault(name, []).append((module, local_name))
+                owners.setdefault(name, set()).update(owners_of[id(module)])
+    result: dict[str, dict[str, Places]] = {"": {}, **{name: {} for name in blocks}}
+    for name, at in places.items():
+        owner = owners[name]
+        result[owner.pop() if len(owner) == 1 else ""][name] = at
+    return result
+
+
+def _find_owners(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, set[str]]:
+    """Identity of each module to the blocks that hold it ('' for the root): one module may hang in several places."""
+    block_names = {id(module): name for name, module in blocks.items()}
+    owners: dict[int, set[str]] = {}
+
+    def visit(module: nn.Module, owner: str) -> None:
+        owner = block_names.get(id(module), owner)
+        if owner not in owners.setdefault(id(module), set()):
+            owners[id(module)].add(owner)
+            for child in module.children():
+                visit(child, owner)
+
+    visit(model, "")
+    return owners
+
+
+def structure(model: nn.Module) -> Profile:
+    """The profile of a model without counts."""
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise PlanError(f"'{name}' is made when the model first runs; run a batch through the model before this")
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    cuts = model.__dict__.get(CUTS_ATTRIBUTE, {})
+    stages = model.__dict__.get(STAGES_ATTRIBUTE, {})
+
+    def described(name: str) -> Parameter:
+        return Parameter(name, shapes[name], trainable[name], cuts.get(name), stages.get(name, ()))
+
+    blocks = [
+        Block(name, tuple(described(key) for key in places), experts=tuple(_find_experts(model, name)) if name else ())
+        for name, places in find_parameters(model).items()
+    ]
+    mixers = tuple(
+        name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)
+    )
+    buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return Profile(blocks[0], tuple(blocks[1:]), buffer_bytes, mixers, model=model)
+
+
+def _find_experts(model: nn.Module, block: str) -> Iterator[Experts]:
+    """Experts of a block: alike children, or stacked parameters, of a module that is named so.
+
+    A name must tell them from other alike parts: which of them a token takes depends on data, which a profile has not.
+    """
+    for name, module in model.get_submodule(block).named_modules(prefix=block):
+        if "expert" not in name.rpartition(".")[2].lower():
+            continue
+        children = [[tuple(p.shape) for p in child.parameters()] for child in module.children()]
+        alike = [shapes for shapes in children if shapes]
+        stacked = {p.shape[0] if p.dim() > 1 else 0 for p in module._parameters.values() if p is not None}
+        if len(alike) > 1 and all(shapes == alike[0] for shapes in alike):
+            num_experts = len(alike)
+        elif len(stacked) == 1 and max(stacked) > 1:
+            num_experts = stacked.pop()
+        else:
+            continue
+        numel = sum(parameter.numel() for parameter in module.parameters()) // num_experts
+        yield Experts(name, num_experts, _per_token(model, name), numel)
+
+
+def _per_token(model: nn.Module, experts: str) -> int | None:
+    """How many experts a token takes: by the module's own word, its parent's, the router's beside it, or the config."""
+    parent = model.get_submodule(experts.rpartition(".")[0])
+    for holder in (model.get_submodule(experts), parent, *parent.children(), getattr(model, "config", None)):
+        for name in PER_TOKEN_NAMES:
+            value = getattr(holder, name, None)
+            if type(value) is int:
+                return value
+    return None
+
+
+def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_first: bool, is_last: bool) -> Profile:
+    """The profile of a stage: a model that has these units of the whole, with the whole's counts.
+
+    What precedes all layers counts for the first stage, and the loss for the last. Of the root's counts a stage has
+    FLOPs, saved and moved bytes.
+    """
+    own = structure(model)
+    blocks = {block.name: block for block in whole.blocks}
+    inside = tuple(f"{name}." for name in names)
+
+    def is_here(name: str) -> bool:
+        return name in names or name.startswith(inside)
+
+    flops = [whole.units[name] for name in names if name not in blocks and name in whole.units]
+    behind = {
+        kind: {name: size for name, size in saved.items() if is_here(name) or (not name and is_first)}
+        for kind, saved in whole.root.saved_behind.items()
+    }
+    root = replace(
+        own.root,
+        flops=sum(one.all for one in flops),
+        attention_flops=sum(one.attention for one in flops),
+        backward_flops=sum(one.backward for one in flops),
+        saved_bytes={kind: sum(saved.values()) for kind, saved in behind.items()} if whole.counted else None,
+        saved_behind=behind,
+        moved_behind={
+            name: one for name, one in whole.root.moved_behind.items() if is_here(name) or (not name and is_first)
+        },
+    )
+    found = tuple(replace(blocks[block.name], parameters=block.parameters) for block in own.blocks)
+    return replace(
+        own,
+        root=root,
+        blocks=found,
+        counted=whole.counted,
+        layers={n: layer for n, layer in whole.layers.items() if is_here(n)},
+        attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
+        stream_numel=whole.stream_numel,
+        source=whole.source,
+        has_loss=whole.has_loss and is_last,
+        _proofs=whole._proofs,
+    )
