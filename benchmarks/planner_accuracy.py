@@ -89,6 +89,9 @@ def predict(case: Case) -> Result:
     """The step's seconds under the case's plan; of several, the one that the model takes for the best."""
     work, (first, block, last) = chain(case.model)
     cluster, found = load(case.cluster), []
+    if case.node_bytes_per_second is not None:
+        inter = replace(cluster.node.inter, bandwidth_bytes_per_second=case.node_bytes_per_second)
+        cluster = replace(cluster, node=replace(cluster.node, inter=inter))
     for plan, count in case.plans:
         is_tied = not case.model.inner and plan.pipe.degree == 1  # one table serves both ends
         model = StepModel(work, cluster, case.software, (first, block, 0 if is_tied else last))

@@ -42,7 +42,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Case:
-    """One measured step. `group`: cases that differ only in the plan; `memory_gib`: what a rank was seen to hold."""
+    """One measured step. `group`: cases that differ only in the plan; `memory_gib`: what a rank was seen to hold;
+    `node_bytes_per_second`: what its nodes' NICs move where the cluster's move more.
+    """
 
     table: str
     label: str
@@ -53,13 +55,18 @@ class Case:
     seconds: float
     group: tuple[object, ...] = ()
     memory_gib: float | None = None
+    node_bytes_per_second: float | None = None
 
 
 # Megatron-LM, 2020 to 2022: attention with scores in memory, kernels fused by hand, all-reduces that nothing hides
-# (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1).
+# (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1),
+# tensor ranks next to each other, then those of data, then stages.
 # Its cross-entropy passes 56 bytes for a logit: cast, maximum, difference, exponential, sum, quotient; then the
 # gradient and its cast. What its host takes for an operation is seen in the rows of vTrain where nothing else counts.
+# Read and written for each parameter by a fused Adam with 16-bit weights and fp32 state.
+FUSED_ADAM_BYTES = 30
 MEGATRON = Software(
+    optimizer_bytes=FUSED_ADAM_BYTES,
     attention="plain",
     fused=True,
     host_seconds=70e-6,
@@ -69,6 +76,7 @@ MEGATRON = Software(
     hides_gradients=False,
     hides_input=False,
     splits_messages=True,
+    pipe_outside=True,
 )
 # Megatron-Core: the README of its table names the three overlaps (--overlap-grad-reduce, --overlap-param-gather,
 # --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16. Whether Transformer Engine
@@ -80,31 +88,54 @@ CORE = replace(
     hides_gradients=True,
     hides_tensor=True,
     shards_optimizer=True,
+    fuses_ring=True,
     host_seconds=10e-6,
 )
 # llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
 # reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked).
-FOUNDRY = Software(attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES)
+FOUNDRY = Software(
+    attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES, optimizer_bytes=FUSED_ADAM_BYTES
+)
 # torchtitan: FSDP2 and DTensor; the sequence is dimension 1, so that gathers and scatters copy; selective recompute of
 # "op" keeps every second matmul only; keys are repeated before attention; asyncTP runs collectives in pieces (its
 # source, not re-checked).
 TITAN = Software(
-    repeats_keys=True, hides_input=False, copies_sequence=True, selective="other", loss_bytes=EAGER_LOSS_BYTES
+    optimizer_bytes=FUSED_ADAM_BYTES,
+    repeats_keys=True,
+    hides_input=False,
+    copies_sequence=True,
+    selective="other",
+    loss_bytes=EAGER_LOSS_BYTES,
 )
 # AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped; a layer gathers its
 # weights in forward, in recompute and in backward (its source, not re-checked).
-AXONN = Software(gradient_bytes=2, gathers_again=True)
+AXONN = Software(optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True)
 
 
 def read(path: Path) -> list[Case]:
     """The cases of a table in one of the known formats."""
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
-    rows = list(csv.DictReader(lines))
-    header = set(rows[0]) if rows else set()
-    for needed, reader in READERS.items():
-        if needed in header:
-            return [case for row in rows for case in reader(row)]
-    raise SystemExit(f"{path}: no known table has these columns: {', '.join(sorted(header))}")
+    if not path.is_file():
+        raise SystemExit(f"{path}: no such file")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    is_header = [any(name in line.split(",") for name in READERS) for line in lines]  # one may begin with "# GPUs"
+    table = csv.DictReader(line for line, is_one in zip(lines, is_header, strict=True) if is_one or line[:1] != "#")
+    header, rows = table.fieldnames or [], list(table)
+    reader = next((READERS[name] for name in READERS if name in header), None)
+    if reader is None:
+        formats = "; ".join(f"'{name}' ({READERS[name].__name__})" for name in READERS)
+        raise SystemExit(
+            f"{path}: no known table has these columns: {', '.join(header)}. A format has one of: {formats}"
+        )
+    cases = []
+    for number, row in enumerate(rows, 1):
+        try:
+            cases += reader(row)
+        except (KeyError, ValueError, TypeError) as error:
+            raise SystemExit(
+                f"{path}, row {number}: {type(error).__name__} {error}; the format '{reader.__name__}' needs the "
+                f"columns and names of its table in benchmarks/published"
+            ) from error
+    return cases
 
 
 def _ints(row: Row, *names: str) -> list[int]:
@@ -314,8 +345,8 @@ def vtrain(row: Row) -> Iterator[Case]:
     model, software = Model(hidden, heads, layers, sequence, 51200, dropout=True), replace(MEGATRON, gradient_bytes=4)
     seconds, group = float(row["iteration time (ms)"]) / 1e3, (devices, batch, hidden, layers)
     plans = ((plan, batch // (data * micro)),)
-    where = _nodes("a100-80", devices)
-    yield Case("vTrain A100", label, model, where, software, plans, seconds, group)
+    # Four NICs of 200 Gb/s a node: its own configuration says 800 Gb/s.
+    yield Case("vTrain A100", label, model, _nodes("a100-80", devices), software, plans, seconds, group, None, 100e9)
 
 
 AXONN_RUNS = {  # (machine, layers, hidden, heads), by devices

@@ -288,3 +288,23 @@ def test_lists_take_as_long_as_their_simulation(
 def test_an_axis_lies_where_the_plan_says(data: int, pipe: int, shard: int, context: int, x: int, y: int) -> None:
     plan = Plan(data=data, pipe=Pipe(pipe), shard=Shard(shard), context=Context(context), tensor=Tensor(x, y))
     assert all(place(plan, axis) == (plan.inner(axis), plan.degree(axis)) for axis in AXES)
+    inside = shard * context * x * y
+    assert place(plan, "data", pipe_outside=True) == (inside, data)
+    assert place(plan, "pipe", pipe_outside=True) == (inside * data, pipe)
+    assert place(plan, "shard", pipe_outside=True) == (context * x * y, shard)
+
+
+@given(
+    st.sampled_from((Pipe(), Pipe(2), Pipe(4, "interleaved", chunks=2), Pipe(4, "zero-bubble"))),
+    st.sampled_from((1, 2, 8)),
+    st.sampled_from((1, 2, 3)),
+    st.sampled_from((1, 4)),
+    st.integers(1, 8),
+)
+def test_no_layout_beats_the_bound(pipe: Pipe, shard: int, stage: Literal[1, 2, 3], data: int, count: int) -> None:
+    part = Part(products=(Product(8192, 4096, 4096, "column"), Product(8192, 4096, 4096, "row")))
+    work = Workload(Part(), (part,) * 16, Part(num_logits=1000), 8192 * 4096)
+    model = StepModel(work, load("h100:64"), Software(), (1000, 4096**2 * 2, 1000))
+    inner = Plan(micro_batch=1, precision="bf16")
+    whole = replace(inner, pipe=pipe, shard=Shard(shard, stage), data=data)
+    assert model.bound(inner, pipe, count) <= model.estimate(whole, count)

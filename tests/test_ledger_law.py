@@ -6,14 +6,19 @@ A sample runs always, the same each time; with `-m soak` many more, others each 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
-from random_for_tests import DEGREES, Case, Decoders, draw_case
+from random_for_tests import DEGREES, Case, CNNs, Conv, Decoders, Layer, MLPs, draw_case
+from runs_for_tests import DEEP, Silent, make_run, write_run_file
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
@@ -22,20 +27,24 @@ from weft.comm import add_traffic, expand
 from weft.comm.ledger import Key, Traffic
 from weft.data.order import local_indices
 from weft.errors import PlanError
+from weft.launch import Place
 from weft.local import run_local
 from weft.mesh import Mesh, level_degrees
-from weft.models import DecoderConfig
+from weft.models import DecoderConfig, build
 from weft.parallel import cost, parallelize, refuse, state_bytes
 from weft.parallel.data import DataAxis
-from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
+from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.shard import ShardAxis
-from weft.pipeline.build import stage
-from weft.plan import BatchSplit, Plan, Shard, split_batch
+from weft.pipeline.build import Staging, stage
+from weft.plan import BatchSplit, Pipe, Plan, Shard, split_batch
+from weft.plan import Tensor as TensorPlan
+from weft.predict import example_tokens, micro_batch_profile
 from weft.profile import Profile, profile
 from weft.strategy import Cost
+from weft.train import loop
 from weft.train.step import step_traffic, train_step
+from weft.verify import verify
 
-DTYPES = (COMPUTE_DTYPE, MASTER_DTYPE)  # costs are of what computes; a plan is applied to what holds the state
 LEAST_REAL = 0.6  # of the cases drawn; the others are refused
 
 
@@ -44,27 +53,21 @@ def differences(case: Case) -> list[str]:
     plan, (inputs, _) = case.plan, case.inputs()
     sequence = inputs.shape[1] if plan.context.degree > 1 else 1
     split = split_batch(plan, case.batch, sequence)
-    found, held = (profiled(case, inputs[: split.micro_batch], dtypes[plan.precision]) for dtypes in DTYPES)
+    example = inputs[: split.micro_batch]
+    found = profile(case.build(), lambda: (example,), dtype=COMPUTE_DTYPE[plan.precision])
     refuse(found, plan)
     cost(found, plan, split)  # what cannot be split is told here
-    if plan.pipe.degree > 1:
-        stage(held, plan, torch.device("cpu"))
-    answers = run_local(lambda rank: on_rank(case, found, held, split), plan.num_ranks, 60)
+    answers = run_local(lambda rank: on_rank(case, found, split), plan.num_ranks, 60)
     return [f"rank {rank}: {line}" for rank, answer in enumerate(answers) for line in answer]
 
 
-def profiled(case: Case, inputs: Tensor, dtype: torch.dtype) -> Profile:
-    example = inputs.to(dtype) if inputs.is_floating_point() else inputs
-    return profile(case.build().to(dtype), lambda: (example,))
-
-
-def on_rank(case: Case, found: Profile, held: Profile, split: BatchSplit) -> list[str]:
+def on_rank(case: Case, found: Profile, split: BatchSplit) -> list[str]:
     """One step; what of it was not predicted, or predicted and not done."""
     plan = case.plan
     # What every rank finds again by itself was found once, before the fork: nothing else is left out.
-    setattr(weft.parallel, "profile", lambda *_: held)  # noqa: B010 (to mypy)
+    setattr(weft.parallel, "profile", lambda *_: found)  # noqa: B010 (to mypy)
     mesh = Mesh(plan, ranks_per_node=case.ranks_per_node)
-    model = parallelize(case.build().to(MASTER_DTYPE[plan.precision]), plan, mesh, example=held.example)
+    model = parallelize(case.build(), plan, mesh, example=found.example)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = AdamW(trained or [torch.zeros(0, requires_grad=True)], foreach=True)  # a stage may be frozen
     state: dict[str, int] = {}
@@ -97,7 +100,6 @@ def own_batches(case: Case, split: BatchSplit, index: int) -> list[tuple[Tensor,
     """This rank's micro-batches."""
     inputs, labels = case.inputs()
     rows = local_indices(torch.arange(split.batch).numpy(), split.micro_batch, split.num_batch_ranks, index)
-    inputs = inputs.to(MASTER_DTYPE[case.plan.precision]) if inputs.is_floating_point() else inputs
     return [(inputs[torch.from_numpy(chosen)], labels[torch.from_numpy(chosen)]) for chosen in rows]
 
 
@@ -125,16 +127,15 @@ class Tally:
 def hold_to_the_law(**options: Any) -> None:
     """Every axis alone and every two, each with random models and the rest of the plan."""
     tally = Tally()
+    drawn = settings(
+        deadline=None, database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck], **options
+    )
+
+    def holds(degrees: Mapping[str, int], seed: int) -> None:
+        tally.check(draw_case(degrees, seed))
+
     for degrees in DEGREES:
-
-        @settings(
-            deadline=None, database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck], **options
-        )
-        @given(st.integers(0, 2**32 - 1))
-        def holds(seed: int, degrees: Any = degrees) -> None:
-            tally.check(draw_case(degrees, seed))
-
-        holds()
+        drawn(given(st.just(degrees), st.integers(0, 2**32 - 1))(holds))()
     real = 1 - len(tally.refused) / tally.num_drawn
     assert real >= LEAST_REAL, "\n".join([f"only {real:.0%} of {tally.num_drawn} cases fit", *tally.refused])
 
@@ -146,6 +147,86 @@ def test_cost_equals_ledger_on_random_plans_and_models() -> None:
 @pytest.mark.soak
 def test_cost_equals_ledger_on_many_random_plans_and_models() -> None:
     hold_to_the_law(max_examples=40)
+
+
+# --- what random cases have found
+
+
+def stack(plan: Plan, activation: str = "gelu", num_tokens: int = 8, bias: bool = True) -> Case:
+    layers = (Layer(8, "rms", activation, bias, True),) * 3
+    return Case(plan, MLPs(8, layers, False, num_tokens), (), 4 * plan.num_batch_ranks)
+
+
+CONVOLUTIONS = CNNs(
+    (Conv(6, 3, 2, 1, "none", True), Conv(4, 3, 1, 1, "group", True), Conv(5, 1, 1, 1, "none", False)), False
+)
+PIPE_AND_Y = Plan(pipe=Pipe(2), tensor=TensorPlan(y=2), micro_batch=2)
+FLAT = (Layer(4, "none", "tanh", True, False),) * 2
+SEQUENCE = TensorPlan(x=2, sequence=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(PIPE_AND_Y, CONVOLUTIONS, (), 4),  # whose stream is whole over y, in stages without convolutions too
+        stack(Plan(data=2, pipe=Pipe(2), micro_batch=2, precision="bf16"), num_tokens=0),  # whose inputs are cast
+        stack(Plan(tensor=SEQUENCE), "relu in place", bias=False),  # which changes what a column gives
+    ],
+)
+def test_cases_that_once_failed(case: Case) -> None:
+    assert differences(case) == []
+
+
+def test_convolutions_over_pipe_and_y_compute_what_the_unsplit_model_does() -> None:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(step)
+        return CONVOLUTIONS.batch(4)
+
+    verify(CONVOLUTIONS.build, batch, PIPE_AND_Y).require()
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (stack(Plan(tensor=TensorPlan(y=2)), num_tokens=0), "tensor.y = 2, but 'enter' has no partner"),
+        (
+            Case(Plan(tensor=TensorPlan(y=2)), MLPs(8, FLAT, True, 0), (), 4),
+            r"begins with an nn\.Embedding, and the model has none.*use y = 1",
+        ),
+        (stack(Plan(tensor=SEQUENCE), num_tokens=5), r"splits the 5 tokens .* over x = 2; use a sequence that it"),
+        (stack(Plan(tensor=replace(SEQUENCE, chunks=2)), num_tokens=6), "chunks = 2 does not divide the 3 tokens"),
+        (stack(Plan(tensor=SEQUENCE), num_tokens=0), r"but the first is given \[4, 8\]; use false"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_a_rank_starts(case: Case, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        differences(case)
+
+
+class CutError(Exception):
+    """Where a run was cut into stages."""
+
+
+def test_a_run_is_cut_as_its_prediction_is(tmp_path: Path) -> None:
+    # By memory, in which the loss counts, in the dtype that computes, for whole sequences.
+    text = DEEP.replace("hidden_size = 40", "hidden_size = 8").replace("num_hidden_layers = 4", "num_hidden_layers = 6")
+    plan = ['plan.pipe={degree=2, balance="memory"}', "plan.context=2", "plan.precision=bf16", "plan.micro_batch=2"]
+    run = make_run(write_run_file(tmp_path, text), "cut", *plan)
+    predicted = stage(micro_batch_profile(run), run.plan).stage_of
+
+    def stop(staging: Staging, *_: Any) -> None:
+        raise CutError(dict(staging.stage_of))
+
+    def rank(index: int) -> Any:
+        place = Place(index, run.plan.num_ranks, index, run.plan.num_ranks)
+        world = patch.object(loop, "_world", lambda run, place: nullcontext(Mesh(run.plan)))
+        with world, patch.object(weft.parallel, "build", stop), pytest.raises(CutError) as found:
+            loop.train(run, place, Silent())
+        return found.value.args[0]
+
+    assert run_local(rank, run.plan.num_ranks) == [predicted] * run.plan.num_ranks
+    without_loss = profile(build(run.model), lambda: example_tokens(run), dtype=torch.bfloat16)
+    assert stage(without_loss, run.plan).stage_of != predicted
 
 
 # --- negative controls

@@ -243,12 +243,12 @@ def _not_hidden(told: float, compute: float, cluster: Cluster) -> float:
 @lru_cache(maxsize=8)
 def _profile_of(model: ModelConfig, dtype: torch.dtype, micro_batch: int, sequence: int) -> Profile:
     with torch.device("meta"):
-        module = build(model).to(dtype)
+        module = build(model)
 
     def tokens() -> Tensor:
         return torch.zeros(micro_batch, sequence, dtype=torch.long, device="cpu")
 
-    return profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
+    return profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()), dtype)
 
 
 def micro_batch_profile(run: Run) -> Profile:
@@ -257,8 +257,13 @@ def micro_batch_profile(run: Run) -> Profile:
 
 
 def example_tokens(run: Run) -> tuple[Tensor]:
-    """The arguments of one forward of the run's model, as a rank of `context` has them."""
-    return (torch.zeros(run.split.micro_batch, run.split.sequence // run.plan.context.degree, dtype=torch.long),)
+    """The arguments of one forward of the run's model, of whole sequences."""
+    return (torch.zeros(run.split.micro_batch, run.split.sequence, dtype=torch.long),)
+
+
+def example_loss(run: Run, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of that forward. A run is cut into stages by what its prediction was cut by."""
+    return token_loss(logits, example_tokens(run)[0])
 
 
 def model_flops(model_profile: Profile) -> float:

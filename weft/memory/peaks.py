@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.blocks import find_blocks, find_units
 from weft.live import LiveTensors
-from weft.profile import Block, Profile, Source, fake
+from weft.profile import Block, Profile, Source, cast, fake
 from weft.substitute import call_with
 
 FORKED_SECONDS = 120.0
@@ -88,7 +88,8 @@ def _run_apart(source: Source, policy: str, wrap: Wrap) -> Peaks:
 def _run(source: Source, policy: str, wrap: Wrap) -> Peaks:
     groups, step = _alike(block for name, block in source.blocks.items() if name), _Step(source)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        state = {name: fake(tensor) for name, tensor in (*step.named_parameters(), *step.named_buffers())}
+        state = {name: cast(fake(parameter), source.dtype) for name, parameter in step.named_parameters()}
+        state |= {name: fake(buffer) for name, buffer in step.named_buffers()}
         for tensor in state.values():
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(_take)
@@ -111,7 +112,8 @@ def _tied_bytes(source: Source) -> int:
     places = Counter(id(parameter) for _, parameter in source.model.named_parameters(remove_duplicate=False))
     own = {parameter.name for parameter in source.blocks[""].parameters if parameter.trainable}
     named = source.model.named_parameters()
-    return sum(parameter.nbytes for name, parameter in named if name in own and places[id(parameter)] > 1)
+    tied = [parameter for name, parameter in named if name in own and places[id(parameter)] > 1]
+    return sum(parameter.numel() * (source.dtype or parameter.dtype).itemsize for parameter in tied)
 
 
 def _alike(blocks: Iterable[Block]) -> list[list[str]]:
@@ -132,7 +134,7 @@ class _Step(nn.Module):
         self.model, self.source = source.model, source
 
     def forward(self) -> None:
-        args = self.source.example()
+        args = tree_map(partial(cast, dtype=self.source.dtype), self.source.example())
         output = self.model(*(args if isinstance(args, tuple) else (args,)))
         total = next(leaf for leaf in tree_leaves(self.source.finish(output)) if leaf.requires_grad)
         del output, args

@@ -21,7 +21,7 @@ from weft.mesh import Mesh
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.flat import Flat
-from weft.parallel.layout import Part
+from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
 from weft.parallel.unit import Units, units_of
@@ -43,6 +43,7 @@ def parallelize(
     mesh: Mesh | None = None,
     values: Values | None = None,
     example: Callable[[], tuple[Any, ...]] | None = None,
+    finish: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
     """Apply a plan to any model, in place, and return it: same modules, same names, hooks from outside.
 
@@ -50,11 +51,12 @@ def parallelize(
     meta device takes its parameters from `values(name)`, one at a time; otherwise from itself, and every rank must
     hold the same values. Afterwards `model.parameters()` are this rank's pieces, for any element-wise optimizer.
 
-    A plan with `pipe` also needs `example()`, the arguments of one forward of a micro-batch; what comes back is this
-    rank's stages, a `Pipeline` that `train_step` runs.
+    A plan with `pipe` also needs `example()`, the arguments of one forward of a micro-batch (whole sequences, whatever
+    `context` is); what comes back is this rank's stages, a `Pipeline` that `train_step` runs. `finish(output)` computes
+    the loss, whose memory then counts where stages are balanced by it; as in `weft.profile`.
     """
     mesh = mesh or Mesh(plan)
-    whole = profile(model, example if plan.pipe.degree > 1 else None)
+    whole = profile(model, example if plan.pipe.degree > 1 else None, finish, COMPUTE_DTYPE[plan.precision])
     refuse(whole, plan)
     if values is None:
         if any(parameter.is_meta for parameter in model.parameters()):

@@ -121,7 +121,9 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
     """Pieces [ranks, tokens, batch, ..., features] to [batch, sequence, ..., features]."""
     turned = [piece.movedim(2, 0) for piece in pieces]  # [batch, ranks, tokens, ..., features]
     whole = turned[0].unsqueeze(2) if len(turned) == 1 else torch.stack(turned, 2)
-    return whole.flatten(1, 3).contiguous()
+    joined = whole.flatten(1, 3).contiguous()
+    # Nobody else sees the storage; as a view, autograd would forbid the model to change it in place.
+    return torch.ops.aten._unsafe_view(joined, joined.shape)  # type: ignore[no-any-return]
 
 
 # --- matmuls

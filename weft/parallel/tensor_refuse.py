@@ -79,18 +79,26 @@ def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | No
     alone = next((name for name in pairing.blocks if name in pairing.splits), None)
     if alone is not None:
         return f"tensor.sequence = true works inside blocks, but '{alone}' is a block and a single linear; use false"
-    for heads in profile.attentions.values():
-        local = heads.sequence // plan.context.degree
-        if local % plan.tensor.x:
-            return (
-                f"tensor.sequence = true splits the {local} tokens that a rank has of each sequence over x = "
-                f"{plan.tensor.x}; use a sequence that it divides, or tensor.sequence = false"
-            )
-        if local // plan.tensor.x % plan.tensor.chunks:
-            return (
-                f"tensor.chunks = {plan.tensor.chunks} does not divide the {local // plan.tensor.x} tokens that a rank "
-                f"of x = {plan.tensor.x} has of each sequence; use {_divisors(local // plan.tensor.x)}"
-            )
+    return _refuse_tokens(profile.stream_shape, plan) if profile.counted else None
+
+
+def _refuse_tokens(stream: tuple[int, ...], plan: Plan) -> str | None:
+    if len(stream) != 3:
+        return (
+            f"tensor.sequence = true splits [batch, sequence, features] between blocks, but the first is given "
+            f"{list(stream)}; use false"
+        )
+    local = stream[1] // plan.context.degree
+    if local % plan.tensor.x:
+        return (
+            f"tensor.sequence = true splits the {local} tokens that a rank has of each sequence over x = "
+            f"{plan.tensor.x}; use a sequence that it divides, or tensor.sequence = false"
+        )
+    if local // plan.tensor.x % plan.tensor.chunks:
+        return (
+            f"tensor.chunks = {plan.tensor.chunks} does not divide the {local // plan.tensor.x} tokens that a rank "
+            f"of x = {plan.tensor.x} has of each sequence; use {_divisors(local // plan.tensor.x)}"
+        )
     return None
 
 

@@ -82,7 +82,11 @@ class Software:
     copies_sequence: bool = False
     splits_messages: bool = False
     shards_optimizer: bool = False  # over data
+    fuses_ring: bool = False  # what adds up the parts of attention is one kernel
     repeats_keys: bool = False  # for every query head, before attention
+    pipe_outside: bool = False  # of data in the order of ranks; weft has data outside
+    # Moved for each parameter behind backward. Weft: AdamW 28, new 16-bit weights 6, norm 4, clipping 8, adding up 8.
+    optimizer_bytes: int = 54
     gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward
 
 

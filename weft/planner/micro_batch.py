@@ -29,8 +29,8 @@ OTHER_PRODUCTS = 0.6  # of the best matmul, for convolutions and products of a b
 # Of forward's time, what the host takes for backward: twice as many kernels, but autograd issues them without Python.
 HOST_BACKWARD = 0.5
 LOSS_OPERATION_BYTES = 5  # moved for a logit by one operation of the loss
-# A ring adds up attention in float32, part by part (`parallel/block_attention.py`). Bytes for a query's element in
-# forward (scale, weigh, add) and backward (add), for a key's in backward (clear, add, add what arrives); by `fused`.
+# A ring sums attention in float32, part by part (`parallel/block_attention.py`). Bytes, plain or fused, for one element
+# of a query in forward (scale, weigh, add) and backward (add), and of a key in backward (clear, add, add what arrives).
 RING_BYTES = {False: (26, 10, 26), True: (10, 10, 10)}
 EXCHANGE_COPIES = 2  # of what is traded for other heads or tokens: before and behind
 
@@ -149,7 +149,8 @@ class MicroBatchModel:
         forward, backward = kernels.attention(part.attention_flops * share, part.score_numel * share, sequence)
         if is_ring:
             queries, keys = part.query_numel * share, self._key_numel(part, plan) * scale
-            adding = [degree * num_bytes / kernels.bytes_per_second for num_bytes in RING_BYTES[self.software.fused]]
+            moved = RING_BYTES[self.software.fuses_ring]
+            adding = [degree * num_bytes / kernels.bytes_per_second for num_bytes in moved]
             forward, backward = forward + adding[0] * queries, backward + adding[1] * queries + adding[2] * keys
         elif degree > 1:
             copied = EXCHANGE_COPIES * 4 * (2 * part.query_numel * share + self._key_numel(part, plan) * scale)
@@ -277,7 +278,7 @@ class MicroBatchModel:
 
     def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
         """One collective over an axis of the plan."""
-        inner, degree = place(plan, axis)
+        inner, degree = place(plan, axis, self.software.pipe_outside)
         if degree == 1 or not num_bytes:
             return 0.0
         link = self._links.get((inner, degree))
@@ -317,7 +318,7 @@ class MicroBatchModel:
         return found
 
 
-def place(plan: Plan, axis: str) -> tuple[int, int]:
+def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     """(ranks inside an axis, its degree): `Plan.inner` and `Plan.degree`, without their tables, for the search."""
     if axis == "y":
         return 1, plan.tensor.y
@@ -330,7 +331,8 @@ def place(plan: Plan, axis: str) -> tuple[int, int]:
     if axis == "shard":
         return inner, plan.shard.degree
     inner *= plan.shard.degree
-    return (inner, plan.pipe.degree) if axis == "pipe" else (inner * plan.pipe.degree, plan.data)
+    mine, other = (plan.pipe.degree, plan.data) if axis == "pipe" else (plan.data, plan.pipe.degree)
+    return (inner * other if pipe_outside == (axis == "pipe") else inner), mine
 
 
 def beside(compute: float, told: float, floor: float = 0.0) -> float:

@@ -178,12 +178,11 @@ class _Search:
                 continue
             num_micro_batches = batch // (ranks * inner.micro_batch)
             for pipe in self._pipes(degree, inner):
-                staged = replace(inner, pipe=pipe)
-                if self._is_slow(self.steps.bound(staged, num_micro_batches)):
+                if self._is_slow(self.steps.bound(inner, pipe, num_micro_batches)):
                     continue
                 for shard in _divisors(ranks):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
-                        plan = replace(staged, data=ranks // shard, shard=Shard(shard, stage))  # type: ignore[arg-type]
+                        plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
                         if all(one.holds(plan) for one in self._outer):
                             self._consider(plan, num_micro_batches)
 

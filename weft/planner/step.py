@@ -15,11 +15,10 @@ from functools import cached_property, partial
 
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import Timeline, simulate
-from weft.plan import Plan
+from weft.plan import Pipe, Plan
 from weft.planner.lists import Run, run
 from weft.planner.micro_batch import Call, MicroBatchModel, Seconds, beside
 
-OPTIMIZER_BYTES = 30  # read and written for each parameter by Adam with 16-bit weights and fp32 state
 FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
 
 
@@ -49,39 +48,29 @@ class StepModel(MicroBatchModel):
 
     def estimate(self, plan: Plan, num_micro_batches: int) -> float:
         """The time of a step in closed form: equal stages, 1f1b's waits. For search; `step` simulates."""
+        first, blocks, last = self._chain(plan)
         degree, work = plan.pipe.degree, self.workload
+        share = Seconds(blocks.forward / degree, blocks.backward / degree)
         split = plan.tensor.x * plan.tensor.y
         held = len(work.blocks) * self.numel[1] / degree / split
         largest = held + max(self.numel[0], self.numel[2]) / split
         ignored: dict[str, float] = {}
         count = max(1, len(work.blocks) // degree)
-        alone = self._share(plan)
-        share = self._beside_shards(alone, held, count, plan, ignored)
+        alone, share = share, self._beside_shards(share, held, count, plan, ignored)
+        makespan = _makespan(first, share, last, plan.pipe, num_micro_batches)
+        makespan += 2 * (degree - 1) * self._message_seconds(plan)
         reduction = self._reduction(largest, plan, [alone], count, ignored)
-        return self._makespan(share, plan, num_micro_batches) + reduction + self._optimizer_seconds(largest, plan)
+        return makespan + reduction + self._optimizer_seconds(largest, plan)
 
-    def bound(self, plan: Plan, num_micro_batches: int) -> float:
-        """Below every `estimate` of the plan with more shards or replicas: its pipeline without them."""
-        return self._makespan(self._share(plan), plan, num_micro_batches)
-
-    def _share(self, plan: Plan) -> Seconds:
-        """One stage's blocks, where all stages have as many."""
-        _, blocks, _ = self._chain(plan)
-        return Seconds(blocks.forward / plan.pipe.degree, blocks.backward / plan.pipe.degree)
-
-    def _makespan(self, share: Seconds, plan: Plan, num_micro_batches: int) -> float:
-        first, _, last = self._chain(plan)
-        degree, schedule = plan.pipe.degree, plan.pipe.schedule
-        if degree == 1:
-            return num_micro_batches * sum(share.plus(first).plus(last))
-        chunks = plan.pipe.chunks or 2 if schedule == "interleaved" else 1
-        wait = sum(share) / chunks - (share.backward / 2 if schedule == "zero-bubble" else 0)
-        slowest = sum(share) + max(sum(first), sum(last))
-        return num_micro_batches * slowest + (degree - 1) * (wait + 2 * self._message_seconds(plan))
+    def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
+        """No more than `estimate` gives for the plan with this pipe, whatever its shard and data are."""
+        first, blocks, last = self._chain(plan)
+        share = Seconds(blocks.forward / pipe.degree, blocks.backward / pipe.degree)
+        return _makespan(first, share, last, pipe, num_micro_batches) + FIXED_SECONDS
 
     def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
         own = numel / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
-        return own * OPTIMIZER_BYTES / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
+        return own * self.software.optimizer_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
 
     def _message_seconds(self, plan: Plan) -> float:
         assert plan.micro_batch is not None
@@ -147,10 +136,12 @@ class StepModel(MicroBatchModel):
         """
         if plan.shard.degree == 1:
             return stage
-        gather = count * self.seconds("shard", "all_gather", 2 * size / count, plan) if plan.shard.stage == 3 else 0.0
-        gradients = self.software.gradient_bytes * size / count
-        scatter = count * self.seconds("shard", "reduce_scatter", gradients, plan)
-        scatter = scatter if plan.memory.accumulate == "slice" else 0.0
+        gather = scatter = 0.0
+        if plan.shard.stage == 3:
+            gather = count * self.seconds("shard", "all_gather", 2 * size / count, plan)
+        if plan.memory.accumulate == "slice":
+            gradients = self.software.gradient_bytes * size / count
+            scatter = count * self.seconds("shard", "reduce_scatter", gradients, plan)
         forward = beside(stage.forward, gather, gather / count)
         behind = scatter + gather * (2 if self.software.gathers_again and plan.memory.recompute == "full" else 1)
         backward = beside(stage.backward, behind, behind / count)
@@ -173,28 +164,41 @@ class StepModel(MicroBatchModel):
         self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
     ) -> float:
         """What a step takes longer for gradients over shard, data and context; the last backward hides what it can."""
-        num_bytes = largest * self.software.gradient_bytes
-        told = 0.0
-        if plan.memory.accumulate == "whole":
-            told += count * self.seconds("shard", "reduce_scatter", num_bytes / count, plan)
-        if plan.shard.degree > 1 and plan.shard.stage < 3:
-            told += count * self.seconds("shard", "all_gather", 2 * largest / count, plan)
-        rest = largest / plan.shard.degree
-        if self.software.shards_optimizer:
-            told += count * self.seconds("data", "reduce_scatter", rest * self.software.gradient_bytes / count, plan)
-            told += count * self.seconds("data", "all_gather", 2 * rest / count, plan)
-        else:
-            told += count * self.seconds("data", "all_reduce", rest * self.software.gradient_bytes / count, plan)
-        told += count * self.seconds("context", "all_reduce", rest * self.software.gradient_bytes / count, plan)
+        size, width = largest / count, self.software.gradient_bytes  # of a block; of a parameter's gradient
+        own = size / plan.shard.degree
+        told = before = 0.0
+        if plan.shard.degree > 1:
+            gather = self.seconds("shard", "all_gather", 2 * size, plan)
+            if plan.memory.accumulate == "whole":
+                told += self.seconds("shard", "reduce_scatter", size * width, plan)
+            if plan.shard.stage == 3:
+                before = count * gather
+            else:
+                told += gather
+        if plan.data > 1 and self.software.shards_optimizer:
+            told += self.seconds("data", "reduce_scatter", own * width, plan)
+            told += self.seconds("data", "all_gather", 2 * own, plan)
+        elif plan.data > 1:
+            told += self.seconds("data", "all_reduce", own * width, plan)
+        if plan.context.degree > 1:
+            told += self.seconds("context", "all_reduce", own * width, plan)
+        told *= count
         if self.software.hides_gradients:
             # The last stage to finish is the first; parameters gathered for backward run on the same link.
             longest = max(stage.backward for stage in stages)
-            gather = 2 * largest if plan.shard.stage == 3 else 0.0
-            before = count * self.seconds("shard", "all_gather", gather / count, plan)
             without = beside(longest, before, before / count)
             told = beside(longest, before + told, (before + told) / count) - without
         exposed["data"] = exposed.get("data", 0.0) + told
         return told
+
+
+def _makespan(first: Seconds, share: Seconds, last: Seconds, pipe: Pipe, num_micro_batches: int) -> float:
+    """Of equal stages with these ends, by 1f1b's waits and what other schedules take off them."""
+    if pipe.degree == 1:
+        return num_micro_batches * (sum(first) + sum(share) + sum(last))
+    chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" else 1
+    wait = sum(share) / chunks - (share.backward / 2 if pipe.schedule == "zero-bubble" else 0)
+    return num_micro_batches * (sum(share) + max(sum(first), sum(last))) + (pipe.degree - 1) * wait
 
 
 __all__ = ["Call", "Seconds", "StepModel", "StepTime"]

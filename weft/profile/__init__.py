@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
@@ -37,26 +38,30 @@ from weft.profile.structure import (
     stage_profile,
     structure,
 )
-from weft.profile.tally import count, fake
+from weft.profile.tally import cast, count, fake
 
 
 def profile(
-    model: nn.Module, example: Callable[[], Any] | None = None, finish: Callable[[Any], Any] | None = None
+    model: nn.Module,
+    example: Callable[[], Any] | None = None,
+    finish: Callable[[Any], Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Profile:
     """The profile of a model. `example()` makes the arguments of one forward of a micro-batch, and `finish(output)`
     computes the loss, whose saved bytes count for the root; without an example, or where the forward depends on the
     values of its inputs (experts that are called one by one), only the structure is known (`counted` is false).
+    With `dtype`, floating-point parameters and arguments count as of that one, in which a parallel model computes.
     """
     found = replace(structure(model), example=example)
     if example is None:
         return found
     try:
-        counted = count(model, example, finish, found)
+        counted = count(model, example, finish, dtype, found)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return found
     if finish is None:
         return counted
-    source = Source(model, example, finish, {block.name: block for block in counted.all})
+    source = Source(model, example, finish, dtype, {block.name: block for block in counted.all})
     return replace(counted, source=source, has_loss=True)
 
 
@@ -76,6 +81,7 @@ __all__ = [
     "Profile",
     "Shares",
     "Source",
+    "cast",
     "fake",
     "find_parameters",
     "profile",

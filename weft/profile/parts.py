@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from weft.cut import Cut
@@ -175,6 +176,7 @@ class Source:
     model: nn.Module
     example: Callable[[], Any]
     finish: Callable[[Any], Any]
+    dtype: torch.dtype | None  # that it computes in, if not the model's own
     blocks: Mapping[str, Block]  # of the whole model, the root under ''
     found: dict[str, Any] = field(default_factory=dict)
 
@@ -184,8 +186,8 @@ class Profile:
     """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
 
     `layers` are the linears, convolutions, embeddings and norms by name; `stream_numel` is the size of what blocks hand
-    on. `units` has FLOPs finer, for blocks and for the parts of the root (embedding, norm, head); the code that follows
-    a unit counts for it.
+    on, and `stream_shape` the shape of what the first is given. `units` has FLOPs finer, for blocks and for the parts
+    of the root (embedding, norm, head); the code that follows a unit counts for it.
     """
 
     root: Block
@@ -196,6 +198,7 @@ class Profile:
     layers: Mapping[str, Layer] = field(default_factory=dict)
     attentions: Mapping[str, Heads] = field(default_factory=dict)
     stream_numel: int = 0
+    stream_shape: tuple[int, ...] = ()
     units: Mapping[str, Flops] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)

@@ -152,4 +152,5 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         source=whole.source,
         has_loss=whole.has_loss and is_last,
         _proofs=whole._proofs,
+        stream_shape=whole.stream_shape,
     )

@@ -7,6 +7,7 @@ have gradients; operations inside an autograd.Function of the model's own count 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from weft.blocks import find_blocks, find_units
 from weft.models.decoder import CausalAttention
@@ -36,16 +38,20 @@ LOOKUPS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 
 
 def count(
-    model: nn.Module, example: Callable[[], Any], finish: Callable[[Any], Any] | None, structure: Profile
+    model: nn.Module,
+    example: Callable[[], Any],
+    finish: Callable[[Any], Any] | None,
+    dtype: torch.dtype | None,
+    structure: Profile,
 ) -> Profile:
     """A model's structure with the counts of one forward."""
     tally = _Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        state = {name: fake(parameter) for name, parameter in model.named_parameters()}
+        state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
         state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.saved.ignore(state.values())
         with tally.watching(model):
-            output = call_with(model, state, example())
+            output = call_with(model, state, tree_map(partial(cast, dtype=dtype), example()))
             if finish is not None:
                 finish(output)
     tally.blocks[""].boundary_bytes = sum(map(bytes_of, tensors_of(output)))
@@ -58,7 +64,8 @@ def count(
         counted=True,
         layers=tally.layers,
         attentions=tally.attentions,
-        stream_numel=tally.stream_numel,
+        stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
+        stream_shape=tally.stream_shape,
         units=tally.units,
     )
 
@@ -88,7 +95,7 @@ class _Tally(TorchDispatchMode):
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
         self.layers: dict[str, Layer] = {}
         self.attentions: dict[str, Heads] = {}
-        self.stream_numel = 0
+        self.stream_shape: tuple[int, ...] = ()
         self.saved, self.moved, self.flow = SavedTally(), MovedTally(), Flow()
         self._behind = ""
         self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
@@ -190,7 +197,7 @@ class _Tally(TorchDispatchMode):
         self._unsaved.clear()
         self.blocks.setdefault(name, _Counts()).calls += 1
         for tensor in tensors_of((args, kwargs)):
-            self.stream_numel = self.stream_numel or tensor.numel()
+            self.stream_shape = self.stream_shape or tuple(tensor.shape)
             self._save(tensor, "selective", "full")
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
@@ -229,6 +236,13 @@ class _Tally(TorchDispatchMode):
 
 def _is_product(module: nn.Module) -> bool:
     return is_linear(module) or is_convolution(module)
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating-point tensor in another dtype, as a leaf; anything else as it is."""
+    if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(dtype).requires_grad_(value.requires_grad)
 
 
 def fake(tensor: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
 from weft.parallel.draws import seed_draws
 from weft.pipeline.runtime import Pipeline
-from weft.predict import example_tokens, micro_batch_profile, model_flops, peak_flops
+from weft.predict import example_loss, example_tokens, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.strategy import Values
 from weft.train.batches import TrainingData, prepare_data
@@ -72,7 +72,9 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     with _world(run, place) as mesh:
         _set_determinism(run)
-        model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_tokens, run))
+        model = parallelize(
+            _build(run), run.plan, mesh, _values(run), partial(example_tokens, run), partial(example_loss, run)
+        )
         if run.data.documents == "separate":
             separate_documents(model, run.tokenizer.end, mesh["context"])
         optimizer = make_optimizer(model, run.train)
