@@ -100,7 +100,7 @@ def test_state_dict_and_evaluation_are_unchanged() -> None:
 
 def test_full_computes_the_blocks_once_more() -> None:
     found = profile(models.tied_decoder(), lambda: (models.token_batch(0)[0],))
-    plans = {kind: Plan(memory=Memory(kind)) for kind in KINDS}
+    plans = {kind: Plan(data=2, memory=Memory(kind)) for kind in KINDS}
     costs = {kind: cost(found, plan, split_batch(plan, 8, 7)) for kind, plan in plans.items()}
     assert costs["none"].flops == costs["selective"].flops == 3 * found.flops
     assert costs["full"].flops == 3 * found.flops + sum(block.flops for block in found.blocks)

@@ -38,6 +38,8 @@ ROWS, HIDDEN, VOCABULARY = 4 * 24, 40, 257  # of a micro-batch of 4 sequences of
 BLOCK_FLOPS = 2 * ROWS * (2 * 40 * 40 + 2 * 40 * 40 + 3 * 40 * 52) + 4 * 4 * 4 * 24 * 24 * 10  # linears, attention
 HEAD_FLOPS = 2 * ROWS * HIDDEN * VOCABULARY
 MESSAGE_BYTES = ROWS * HIDDEN * 4
+WIDE = "model.intermediate_size=256"  # blocks that hold more than the loss does
+WIDE_BLOCK_FLOPS = BLOCK_FLOPS + 2 * ROWS * 3 * 40 * (256 - 52)
 
 
 @pytest.fixture(scope="module")
@@ -106,8 +108,8 @@ def test_zero_bubble_by_hand(run_file: Path) -> None:
 
 
 def test_a_gpu_hides_reductions_behind_the_last_backward_and_a_cpu_does_not(run_file: Path) -> None:
-    run = pipe_run(run_file, "1f1b", "plan.data=2", micro_batches=8)  # four for each rank of data
-    last_backward = 2 * BLOCK_FLOPS / RATE
+    run = pipe_run(run_file, "1f1b", "plan.data=2", WIDE, micro_batches=8)  # four for each rank of data
+    last_backward = 2 * WIDE_BLOCK_FLOPS / RATE
     for bandwidth in (1e9, 2e6):
         for is_cpu in (False, True):
             found = predict(run, cluster_of(bandwidth, 0.0, is_cpu))
@@ -145,7 +147,7 @@ def test_pairs_along_pipe_talk_over_its_link(run_file: Path, axis: str, override
 
 @pytest.mark.parametrize(("schedule", "micro_batches", "fullest"), [("1f1b", 4, 0), ("gpipe", 1, 1), ("gems", 2, 0)])
 def test_memory_is_that_of_the_fullest_rank(run_file: Path, schedule: str, micro_batches: int, fullest: int) -> None:
-    run = pipe_run(run_file, schedule, micro_batches=micro_batches)
+    run = pipe_run(run_file, schedule, WIDE, micro_batches=micro_batches)
     found = predict(run, cluster_of())
     ranks = [{**dict.fromkeys(run.plan.degrees, 0), "pipe": index} for index in range(2)]
     costs = [cost(micro_batch_profile(run), run.plan, run.split, at) for at in ranks]

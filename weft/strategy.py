@@ -21,16 +21,36 @@ Values = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
+class Transient:
+    """What comes and goes in a step, by moment.
+
+    `step_bytes` are there throughout. `loss_bytes` (behind the last forward) and `backward_bytes` (in the backward of a
+    block) are there beside all that is saved; the latter may be negative, because what the loss saved is gone by then.
+    """
+
+    step_bytes: int = 0
+    loss_bytes: int = 0
+    backward_bytes: int = 0
+
+    def __add__(self, other: Transient) -> Transient:
+        return Transient(
+            self.step_bytes + other.step_bytes,
+            self.loss_bytes + other.loss_bytes,
+            self.backward_bytes + other.backward_bytes,
+        )
+
+
+@dataclass(frozen=True)
 class Cost:
     """What one rank pays for one step.
 
-    `state_bytes` lives from step to step, by kind; `transient_bytes` comes and goes; `saved_bytes` is the activations
-    that one micro-batch keeps for backward; `flops` counts forward, backward and recompute.
+    `state_bytes` lives from step to step, by kind; `transient` comes and goes; `saved_bytes` is the activations that
+    one micro-batch keeps for backward; `flops` counts forward, backward and recompute.
     """
 
     traffic: Traffics = field(default_factory=dict)
     state_bytes: Mapping[str, int] = field(default_factory=dict)
-    transient_bytes: int = 0
+    transient: Transient = field(default_factory=Transient)
     saved_bytes: int = 0
     flops: int = 0
 
@@ -41,15 +61,21 @@ class Cost:
         return Cost(
             add_traffic(self.traffic, other.traffic),
             kinds,
-            self.transient_bytes + other.transient_bytes,
+            self.transient + other.transient,
             self.saved_bytes + other.saved_bytes,
             self.flops + other.flops,
         )
 
     @property
     def memory_bytes(self) -> int:
-        """Everything at once, the most a rank is predicted to hold."""
-        return sum(self.state_bytes.values()) + self.transient_bytes + self.saved_bytes
+        """The most a rank is predicted to hold, at the moment when that is."""
+        at_most = self.saved_bytes + max(self.transient.loss_bytes, self.transient.backward_bytes)
+        return sum(self.state_bytes.values()) + self.transient.step_bytes + max(0, at_most)
+
+    @property
+    def transient_bytes(self) -> int:
+        """What there is then beside state and all that is saved (or missing, if negative)."""
+        return self.memory_bytes - sum(self.state_bytes.values()) - self.saved_bytes
 
 
 class Strategy:

@@ -7,7 +7,7 @@ of matmuls, convolutions and attention, and recomputes only what is cheap: norms
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.blocks import find_blocks
+from weft.memory.peaks import Peaks, peaks
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import KEPT_OPERATIONS, Profile
-from weft.strategy import Cost, Strategy, Values
+from weft.profile import KEPT_OPERATIONS, Block, Profile
+from weft.strategy import Cost, Strategy, Transient, Values
 
 
 class RecomputePolicy(Strategy):
@@ -35,26 +36,85 @@ class RecomputePolicy(Strategy):
         return None
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
-        saved = sum((block.saved_bytes or {}).get(plan.memory.recompute, 0) for block in profile.all)
-        again = sum(block.flops for block in profile.blocks) if plan.memory.recompute == "full" else 0
-        transient = 0
-        if plan.memory.recompute != "none" and profile.counted:  # the block in backward has all its activations back
-            transient = max((block.saved_bytes or {}).get("none", 0) for block in profile.blocks)
-        return Cost(
-            saved_bytes=saved, transient_bytes=transient, flops=(3 * profile.flops + again) * split.accumulation
-        )
+        policy = plan.memory.recompute
+        saved = sum((block.saved_bytes or {}).get(policy, 0) for block in profile.all)
+        again = sum(block.flops for block in profile.blocks) if policy == "full" else 0
+        found = transient(profile, policy) if profile.counted else Transient()
+        return Cost(saved_bytes=saved, transient=found, flops=(3 * profile.flops + again) * split.accumulation)
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
-        if plan.memory.recompute == "none":
-            return model
-        keywords: dict[str, Any] = {"use_reentrant": False}
-        if plan.memory.recompute == "selective":
-            keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-        for block in find_blocks(model).values():
-            # The forward is wrapped, not the module: hooks stay outside and state_dict keys stay as they are.
-            block.forward = partial(checkpoint, block.forward, **keywords)
+        if plan.memory.recompute != "none":
+            for block in find_blocks(model).values():
+                # The forward is wrapped, not the module: hooks stay outside and state_dict keys stay as they are.
+                block.forward = _under(plan.memory.recompute, block.forward)
         return model
+
+
+def _under(policy: str, forward: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
+    """A block's forward under a policy."""
+    if policy == "none":
+        return forward
+    if policy == "selective":
+        keywords["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, forward, use_reentrant=False, **keywords)
 
 
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def transient(profile: Profile, policy: str) -> Transient:
+    """What a rank holds over what it has saved, at the loss and in the backward of a block."""
+    if profile.source is None:  # without a loss: the activations of a block that is computed again
+        again = [_saved(block, "none") for block in profile.blocks]
+        return Transient(backward_bytes=0 if policy == "none" else max(again, default=0))
+    found, whole = _peaks(profile, policy), profile.source.blocks
+    saved = _saved(profile.root, policy)
+    before = profile.root.saved_behind.get(policy, {}).get("", 0)
+    most = -max(0, saved - before)  # what was saved behind the blocks is gone when their backward begins
+    over, gone = [0], 0
+    for block in reversed(profile.blocks):
+        gone += _saved(block, policy)
+        if found.block_bytes.get(block.name):
+            extra = found.block_bytes[block.name] - _saved(whole[block.name], "none")
+            over.append(_saved(block, "none") + _part(profile, extra, found.stream_bytes) - gone)
+    loss = max(over_root(profile, policy).values()) if profile.has_loss else 0
+    most += max(over)
+    if len(profile.blocks) + 1 == len(whole):  # not a stage, where each end has its own
+        most += int(found.tied_bytes * profile.shares.head)
+        most = max(most, int(found.end_bytes * profile.shares.head) - saved - gone)
+    return Transient(0, loss, most)
+
+
+def over_root(profile: Profile, policy: str) -> dict[str, int]:
+    """What a rank holds over what it has saved at the loss (''), and in the backward of each unit of the root."""
+    assert profile.source is not None
+    found, saved = _peaks(profile, policy), _saved(profile.source.blocks[""], policy)
+    own = _saved(profile.root, policy)
+    return {name: _of_root(profile, name, size, saved) - own for name, size in found.root_bytes.items()}
+
+
+def _peaks(profile: Profile, policy: str) -> Peaks:
+    return peaks(profile, policy, partial(_under, policy, preserve_rng_state=False))
+
+
+def _of_root(profile: Profile, name: str, num_bytes: int, saved_bytes: int) -> int:
+    """A rank's part of what there is at the loss, or in the backward of the head (where classes may be split) or of
+    another unit of the root, on the residual stream; `saved_bytes` of it are saved.
+    """
+    layer, shares = profile.layers.get(name), profile.shares
+    if name and not (layer is not None and layer.is_linear):
+        return int(num_bytes * shares.stream)
+    return _saved(profile.root, "none") + int((num_bytes - saved_bytes) * (shares.head if name else shares.loss))
+
+
+def _saved(block: Block, policy: str) -> int:
+    return 0 if block.saved_bytes is None else block.saved_bytes[policy]
+
+
+def _part(profile: Profile, num_bytes: int, stream_bytes: int) -> int:
+    """A rank's part of what a block's backward holds beside activations: one gradient of the residual stream, and what
+    lies inside of regions.
+    """
+    stream = min(max(0, num_bytes), stream_bytes)
+    return int(stream * profile.shares.stream + (num_bytes - stream) * profile.shares.inner)

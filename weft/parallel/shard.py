@@ -31,7 +31,7 @@ from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE, flat_layouts, mast
 from weft.parallel.unit import hold
 from weft.plan import BatchSplit, Plan
 from weft.profile import Block, Places, Profile
-from weft.strategy import Cost, Strategy, Values, reductions_per_step, refuse_batch_mixers, tally
+from weft.strategy import Cost, Strategy, Transient, Values, reductions_per_step, refuse_batch_mixers, tally
 
 STEP_COUNTER_BYTES = 4  # AdamW keeps one fp32 step count for each tensor
 
@@ -53,7 +53,7 @@ class ShardAxis(Strategy):
         if plan.shard.degree > 1:
             pairs += [*_gathers(profile, plan, split), *_reductions(profile, plan, split)]
         state = _state_bytes(profile, plan, coordinates["shard"])
-        return Cost(tally(pairs), state, _transient_bytes(profile, plan, split))
+        return Cost(tally(pairs), state, _transient(profile, plan, split))
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         master = MASTER_DTYPE[plan.precision]
@@ -119,30 +119,46 @@ def _state_bytes(profile: Profile, plan: Plan, index: int) -> dict[str, int]:
     return {**state, "buffers": profile.buffer_bytes}
 
 
-def _transient_bytes(profile: Profile, plan: Plan, split: BatchSplit) -> int:
-    """What comes and goes: stage 3's root and two gathered blocks, and the whole gradients of two blocks under way."""
+def _transient(profile: Profile, plan: Plan, split: BatchSplit) -> Transient:
+    """Stage 3's root, and in backward two gathered blocks; whole gradients of stages 2 and 3.
+
+    Of one micro-batch those are the root's and a block's at a time, and a second one's while it is reduced, when the
+    first has its activations no more; several micro-batches add up in all of them.
+    """
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, master_bytes(plan)
-    sizes = [sum(lay.numel for lay in flat_layouts(b.parameters, plan.shard.degree)) for b in profile.all]
-    root, blocks = sizes[0], sorted(sizes[1:], reverse=True)
-    transient = 0
-    if plan.shard.degree > 1 and plan.shard.stage == 3:
-        transient += (root + sum(blocks[:2])) * compute
-    if plan.shard.degree > 1 and plan.shard.stage > 1:
-        whole = split.accumulation > 1 and plan.memory.accumulate == "whole"
-        transient += (sum(sizes) if whole else sum(sorted(sizes, reverse=True)[:2])) * master
-    return transient
+    degree, stage = plan.shard.degree, plan.shard.stage
+    if degree == 1 or stage == 1:
+        return Transient()
+    whole = [sum(lay.numel for lay in flat_layouts(block.parameters, degree)) for block in profile.all]
+    trained = [
+        sum(lay.numel for lay in flat_layouts(block.parameters, degree) if lay.parameters[0].trainable) * master
+        for block in profile.all
+    ]
+    step = backward = 0
+    if stage == 3:
+        step, backward = whole[0] * compute, sum(sorted(whole[1:], reverse=True)[:2]) * compute
+    if plan.pipe.degree > 1 or (split.accumulation > 1 and plan.memory.accumulate == "whole"):
+        return Transient(step + sum(trained), 0, backward)
+    blocks = sorted(trained[1:], reverse=True)
+    saved = max(((block.saved_bytes or {}).get(plan.memory.recompute, 0) for block in profile.blocks), default=0)
+    under_way = max(sum(blocks[:1]), sum(blocks[:2]) - saved)
+    return Transient(step, 0, backward + trained[0] + under_way)
 
 
 def _plain_cost(profile: Profile, plan: Plan) -> Cost:
+    """The gradients are there from backward to the update: at the loss none, in a block's backward hardly any."""
     trained = [p for block in profile.all for p in block.parameters if p.trainable]
     size, trained_numel = master_bytes(plan), sum(parameter.numel for parameter in trained)
+    first = max((block.numel for block in profile.blocks), default=0)  # in backward
+    backward = min(trained_numel, profile.root.numel + first)
     return Cost(
         state_bytes={
             "parameters": profile.numel * size,
             "gradients": trained_numel * size,
             "optimizer": 2 * trained_numel * size + STEP_COUNTER_BYTES * len(trained),
             "buffers": profile.buffer_bytes,
-        }
+        },
+        transient=Transient(0, -trained_numel * size, (backward - trained_numel) * size),
     )
 
 

@@ -37,7 +37,7 @@ from weft.parallel.chain import Chain
 from weft.parallel.draws import Draws, has_dropout
 from weft.parallel.region import Stream
 from weft.parallel.split_linear import Entrance, SplitLinear
-from weft.parallel.tensor_cost import localise, traffic
+from weft.parallel.tensor_cost import localise, traffic, transient_bytes
 from weft.parallel.tensor_cuts import ends_of, parameter_cuts
 from weft.parallel.tensor_norm import split_norm
 from weft.parallel.tensor_ops import gather, leave
@@ -45,7 +45,7 @@ from weft.parallel.tensor_refuse import refuse_sizes
 from weft.parallel.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
 from weft.profile import CUTS_ATTRIBUTE, Profile
-from weft.strategy import Cost, Strategy, Values, tally
+from weft.strategy import Cost, Strategy, Transient, Values, tally
 
 __all__ = ["TensorAxes", "localise"]
 
@@ -68,7 +68,9 @@ class TensorAxes(Strategy):
         if plan.tensor.x == plan.tensor.y == 1:
             return Cost()
         calls = list(traffic(profile, plan, coordinates["x"], coordinates["y"])) * split.accumulation
-        return Cost(tally([(key, num_bytes) for key, num_bytes in calls if num_bytes]))
+        beside = transient_bytes(profile, plan)
+        told = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
+        return Cost(told, transient=Transient(0, beside, beside))
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if plan.tensor.x == plan.tensor.y == 1:

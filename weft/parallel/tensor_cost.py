@@ -26,7 +26,7 @@ from weft.parallel.tensor_norm import ALONE, split_norm
 from weft.parallel.vocabulary import loss_bytes
 from weft.plan import Plan
 from weft.probe import random_copy
-from weft.profile import Block, Profile
+from weft.profile import Block, Profile, Shares
 
 Calls = Iterator[tuple[Key, int]]
 
@@ -199,7 +199,12 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
     }
     root, *blocks = (_divide(block, context) for block in profile.all)
     profile = replace(
-        profile, root=root, blocks=tuple(blocks), layers=layers, stream_numel=profile.stream_numel // context
+        profile,
+        root=root,
+        blocks=tuple(blocks),
+        layers=layers,
+        stream_numel=profile.stream_numel // context,
+        shares=Shares(*[1 / context] * 4),
     )
     if plan.tensor.x == plan.tensor.y == 1:
         return profile
@@ -211,7 +216,34 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
         parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
         return replace(_divide(stream.local(block), 1), parameters=tuple(parameters))
 
-    return replace(profile, root=local(profile.root), blocks=tuple(local(block) for block in profile.blocks))
+    return replace(
+        profile,
+        root=local(profile.root),
+        blocks=tuple(local(block) for block in profile.blocks),
+        shares=_shares(profile, plan, stream.over(True)),
+    )
+
+
+def _shares(profile: Profile, plan: Plan, over: int) -> Shares:
+    """Of what only backward holds. The loss over split classes makes its gradient in one buffer, not two."""
+    context, x = plan.context.degree, plan.tensor.x
+    if not any(split.kind == "head" for split in profile.pairing.splits.values()):
+        return Shares(1 / context / x, 1 / context / over, 1 / context, 1 / context)
+    narrow = COMPUTE_DTYPE[plan.precision].itemsize
+    wide = max(4, narrow)
+    loss = (wide + (narrow if narrow < wide else 0)) / (2 * wide) if x > 1 else 1.0
+    return Shares(1 / context / x, 1 / context / over, 1 / context / x, loss / context / x)
+
+
+def transient_bytes(profile: Profile, plan: Plan) -> int:
+    """With `sequence`, where a region ends: its gradient, gathered and a rank's part, and a row's input in pieces."""
+    if not plan.tensor.sequence or plan.tensor.x == 1:
+        return 0
+    size, x = COMPUTE_DTYPE[plan.precision].itemsize, plan.tensor.x
+    rows = [profile.layers[split.module] for split in profile.pairing.splits.values() if split.kind == "row"]
+    inputs = max((layer.in_rows * layer.in_features for layer in rows), default=0) // x
+    stream = profile.stream_numel // (1 if profile.pairing.is_whole else plan.tensor.y)
+    return (stream + stream // x + inputs) * size
 
 
 def _divide(block: Block, degree: int) -> Block:
@@ -245,7 +277,7 @@ class _Stream:
             return block
         if self.pairing.is_whole and (not block.name or any(split.num_spatial for split in self._splits(block.name))):
             return replace(block, saved_bytes=self._around_convolutions(block))
-        over = self._over(bool(block.name) or self.ends.head is not None)
+        over = self.over(bool(block.name) or self.ends.head is not None)
         inputs, outputs = self._inputs(block.name), self._outputs(block.name)
         norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
         none, selective, full = (block.saved_bytes[kind] for kind in ("none", "selective", "full"))
@@ -293,7 +325,7 @@ class _Stream:
         layers = [self.profile.layers[split.module] for split in self._splits(block) if split.kind == "row"]
         return sum(layer.rows * layer.out_features for layer in layers) * self.dtype.itemsize
 
-    def _over(self, is_split: bool) -> int:
+    def over(self, is_split: bool) -> int:
         """Over how many ranks the stream goes, where `sequence` splits it or not."""
         over_y = 1 if self.pairing.is_whole else self.y
         return over_y * (self.x if self.plan.tensor.sequence and is_split else 1)
@@ -308,7 +340,7 @@ class _Stream:
                 key = type(module), layer.in_features, is_split
                 if key not in self._per_row:
                     self._per_row[key] = _saved_per_row(module, layer.in_features, self.dtype, is_split)
-                over = self._over(bool(block) or name == self.ends.norm) if is_local else 1
+                over = self.over(bool(block) or name == self.ends.norm) if is_local else 1
                 total += layer.rows * self._per_row[key] // over
         return total
 

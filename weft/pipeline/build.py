@@ -86,7 +86,8 @@ class Staging:
     def profile(self, whole: Profile, stage: int) -> Profile:
         """What a stage costs, from the profile of the whole, which was cut into these stages."""
         if stage not in self._profiles:
-            self._profiles[stage] = stage_profile(whole, self.model(stage)[0], self.units(stage), stage == 0)
+            is_first, is_last = stage == 0, stage == self.num_stages - 1
+            self._profiles[stage] = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
         return self._profiles[stage]
 
     def copies(self, stages: tuple[int, ...]) -> int:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from weft.comm.ledger import Key
-from weft.parallel.layout import master_bytes, trained_layouts
+from weft.parallel.layout import COMPUTE_DTYPE, master_bytes, trained_layouts
 from weft.pipeline.actions import Message, Schedule
 from weft.pipeline.build import Staging
 from weft.pipeline.copies import running_statistics
+from weft.pipeline.held import StageBytes, most_held
 from weft.pipeline.simulate import simulate
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
-from weft.strategy import Cost, tally
+from weft.strategy import Cost, Transient, tally
 
 Localise = Callable[[Profile], Profile]
 StageCost = Callable[[Profile, BatchSplit], Cost]
@@ -30,17 +31,38 @@ def pipeline_cost(
 ) -> Cost:
     """The rank's stages, each with its micro-batches; saved bytes are those alive at once by the schedule."""
     schedule, index = staging.schedule(split.accumulation), coordinates["pipe"]
-    saved = [0.0] * staging.num_stages
-    total = Cost(tally(_messages(staging, schedule, index)))
+    total, step_bytes = Cost(tally(_messages(staging, schedule, index))), 0
     pairs: list[tuple[Key, int]] = []
+    stages: dict[int, StageBytes] = {}
     for stage, replica in staging.held_by(index):
         part = localise(staging.profile(whole, stage))
         own = stage_cost(part, replace(split, accumulation=_count(schedule, stage, replica)))
-        saved[stage] = own.saved_bytes
-        total += replace(own, saved_bytes=0)
+        stages[stage] = _stage_bytes(own, part, plan)
+        step_bytes += own.transient.step_bytes
+        total += replace(own, saved_bytes=0, transient=Transient())
         pairs += _copies(staging, part, plan, stage, replica)
-    alive = simulate(schedule, activation_bytes=saved).peak_activation_bytes[index]
-    return total + Cost(tally(pairs), saved_bytes=int(alive))
+    saved = [float(stages[stage].saved_bytes) if stage in stages else 0.0 for stage in range(staging.num_stages)]
+    alive = int(simulate(schedule, activation_bytes=saved).peak_activation_bytes[index])
+    beside = most_held(schedule, index, stages, edge_bytes(staging)) - alive
+    return total + Cost(tally(pairs), transient=Transient(step_bytes, beside, beside), saved_bytes=alive)
+
+
+def _stage_bytes(own: Cost, part: Profile, plan: Plan) -> StageBytes:
+    """Of one micro-batch. Weight gradients that come later need the input and the gradient of every linear; of those
+    behind the last block, and of its last linear, they are there already when that block's backward holds most.
+    """
+    peak = max(own.transient.loss_bytes, own.transient.backward_bytes)
+    if plan.pipe.schedule != "zero-bubble":
+        return StageBytes(own.saved_bytes, peak, 0)
+    itemsize = COMPUTE_DTYPE[plan.precision].itemsize
+    linears = [(name, layer) for name, layer in part.layers.items() if layer.is_linear]
+    sizes = [layer.rows * layer.out_features * itemsize + layer.saved_bytes for _, layer in linears]
+    in_blocks = [
+        number
+        for number, (name, _) in enumerate(linears)
+        if name.startswith(tuple(f"{block.name}." for block in part.blocks))
+    ]
+    return StageBytes(own.saved_bytes, peak + sum(sizes[max(in_blocks, default=0) :]), sum(sizes))
 
 
 def _count(schedule: Schedule, stage: int, replica: int) -> int:

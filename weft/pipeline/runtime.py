@@ -25,6 +25,7 @@ from weft.pipeline.actions import Action, Message, Schedule
 from weft.pipeline.arrivals import Arrivals, AsTheyCome
 from weft.pipeline.copies import Copies
 from weft.pipeline.deferred import Deferred
+from weft.pipeline.held import answers
 from weft.pipeline.partition import Route
 from weft.pipeline.simulate import Span
 from weft.pipeline.stage import Pass, Walk
@@ -78,6 +79,7 @@ class Pipeline(nn.Module):
         self.copies, self.mesh, self.parameter_names = copies, mesh, tuple(parameter_names)
         self._make_schedule = make_schedule
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._arrived: dict[tuple[int, bool], Mapping[Key, Sequence[Key]]] = {}  # what each message that comes tells
         self._transport: Transport | None = None
         self._routes: dict[Any, Route] = {}  # by the shapes of a batch
         self.timed = False  # whether the next steps wait for the device at each action, so that spans are its times
@@ -98,6 +100,7 @@ class Pipeline(nn.Module):
         key = num_micro_batches, with_backward
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(*key)
+            self._arrived[key] = answers(self._schedules[key], self.mesh["pipe"].index)
         return self._schedules[key]
 
     def run(self, work: Work) -> Tensor:
@@ -108,7 +111,8 @@ class Pipeline(nn.Module):
         for stage in self.parts.values():
             stage.units.sync = False
             stage.units.begin_step()
-        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh, self.timed)
+        arrived = self._arrived[len(work.batches), work.scale is not None]
+        run = _Run(self.parts, self._routes_of(work), work, schedule, self._transport, self.mesh, self.timed, arrived)
         with torch.set_grad_enabled(work.scale is not None):
             if schedule.name == "message" and work.scale is not None:
                 run.as_they_come(self.replay)
@@ -149,6 +153,7 @@ class _Run:
         transport: Transport,
         mesh: Mesh,
         timed: bool,
+        arrived: Mapping[Key, Sequence[Key]],
     ) -> None:
         self.parts, self.routes, self.work, self.schedule, self.transport = parts, routes, work, schedule, transport
         self.here = mesh["pipe"].index
@@ -163,6 +168,7 @@ class _Run:
             a for a in schedule.compute(self.here) if a.kind == "backward" and a.stage not in schedule.split_stages
         ]
         self._last = {(action.stage, action.replica): action for action in backwards}
+        self._answers = {} if schedule.name == "message" else arrived
 
     def in_order(self, steps: Sequence[Action | Message]) -> None:
         """Go through a list; without gradients, through its forwards."""
@@ -251,7 +257,6 @@ class _Run:
             if not edge.backward:
                 continue
             gradient = self._take((index, action.micro_batch, action.replica, "backward"))
-            self.transport.answered([(index, action.micro_batch, action.replica, "forward")])
             number = int(edge.name)
             sums[number] = gradient if number not in sums else sums[number] + gradient
         return [done.made[number] for number in sums], list(sums.values())
@@ -272,7 +277,12 @@ class _Run:
         self.transport.send(message, self._kept.pop(message.key))
 
     def _take(self, key: Key) -> Tensor:
-        return self._kept.pop(key) if key in self._kept else self.transport.take(key)
+        if key in self._kept:
+            return self._kept.pop(key)
+        tensor = self.transport.take(key)
+        # A rank that chooses its own order has at least used what it sends the gradient of.
+        self.transport.answered(self._answers.get(key, [(*key[:3], "forward")]))
+        return tensor
 
     def _value(self, message: Message) -> Value:
         number = int(self.schedule.edges[message.edge].name)

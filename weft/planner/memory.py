@@ -1,35 +1,47 @@
 """What a rank holds under a plan, in the planner's closed form: the strategies' own formulas without their padding.
 
 State follows ZeRO's stages; activations are a block's saved bytes (from the profile, as the tensor axes leave them to a
-rank), times the blocks of a stage, times the micro-batches that the schedule keeps alive at once.
+rank), times the blocks of a stage, times the micro-batches that the schedule keeps alive at once. What comes and goes
+is that of the fullest moment: the loss, the backward of the head or that of a block, as `memory/recompute.py` has them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from weft.memory.recompute import over_root, transient
 from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
+from weft.parallel.tensor_cost import localise, transient_bytes
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import simulate
-from weft.plan import Plan
+from weft.plan import Context, Plan
+from weft.profile import Profile
 
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
 SLACK = 1.02  # of what the allocator holds over what tensors use
+NUM_MESSAGES = 2  # of a pipeline, on their way in and out beside the results that are alive anyway
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A rank's part of the model under one split of x and y, for one sequence: parameters and bytes saved."""
+    """A rank's part of the model under one split of x and y and one way to recompute, for one sequence."""
 
     root_numel: float  # all that no block holds
     first_numel: float  # the part of it that the first stage holds, and the last
     block_numel: float
     last_numel: float
+    tied_numel: float  # of it, what is used at both ends
     block_saved: Mapping[str, float]  # by recompute
     root_saved: float
-    logits_numel: float
+    behind_saved: float  # the part of it behind the blocks
+    at_loss: float  # bytes there over what is saved
+    at_head: float  # in its backward, but for the gradient of its weight
+    head_numel: float
+    in_backward: float  # of a block, over what blocks have saved
+    at_regions: float  # the tensor axes' own
+    stream_bytes: float
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,14 @@ class Memory:
     transient_bytes: float
 
     @property
+    def tensor_bytes(self) -> float:
+        """Of tensors."""
+        return self.state_bytes + self.saved_bytes + self.transient_bytes
+
+    @property
     def total_bytes(self) -> float:
-        return (self.state_bytes + self.saved_bytes + self.transient_bytes) * SLACK + RESERVE_BYTES
+        """Of the device."""
+        return self.tensor_bytes * SLACK + RESERVE_BYTES
 
     def parts(self) -> dict[str, float]:
         """Bytes by what they hold, in words; they add up to the total."""
@@ -56,41 +74,91 @@ def memory(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) ->
     chunks = num_chunks(plan)
     ranks = sorted({0, min(1, plan.pipe.degree - 1), plan.pipe.degree - 1})  # an end, or the first without one
     alive = alive_at_once(plan.pipe.schedule, plan.pipe.degree, num_micro_batches, tuple(plan.pipe.options.items()))
-    return max((_of_rank(sizes, plan, num_blocks, alive[rank], rank, chunks) for rank in ranks), key=_total)
+    found = (_of_rank(sizes, plan, num_blocks, num_micro_batches, alive[rank], rank, chunks) for rank in ranks)
+    return max(found, key=_total)
 
 
 def _total(memory: Memory) -> float:
     return memory.total_bytes
 
 
-def _of_rank(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int, chunks: int) -> Memory:
-    micro_batch, context, degree = plan.micro_batch or 1, plan.context.degree, plan.shard.degree
+def _of_rank(
+    sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int, alive: float, rank: int, chunks: int
+) -> Memory:
+    per_micro_batch, degree = (plan.micro_batch or 1) / plan.context.degree, plan.shard.degree
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
     blocks = num_blocks / plan.pipe.degree
     is_first, is_last = rank == 0, rank == plan.pipe.degree - 1
     ends = sizes.root_numel if is_first and is_last else is_first * sizes.first_numel + is_last * sizes.last_numel
-    numel = blocks * sizes.block_numel + ends
-    copies = 2 if plan.pipe.degree > 1 and plan.pipe.schedule in ("gems", "bidirectional") else 1
-    frees = plan.shard.stage == 3 and degree > 1
-    keeps_gradient = plan.shard.stage == 1 or degree == 1
-    own = numel / degree
-    state = 2 * own * master + (numel if keeps_gradient else own) * master
+    numel, kept = blocks * sizes.block_numel + ends, sizes.block_saved[plan.memory.recompute]
+    saved = (kept * blocks / chunks * alive + is_last * sizes.root_saved) * per_micro_batch
+    head = sizes.at_head * per_micro_batch + sizes.head_numel * compute
+    loss = is_last * max(sizes.at_loss * per_micro_batch, head)
+    backward = (sizes.in_backward - is_last * sizes.behind_saved) * per_micro_batch
+    throughout = sizes.at_regions * per_micro_batch
+    if is_first and is_last:
+        backward += sizes.tied_numel * compute
+    else:
+        results = alive if chunks > 1 or not is_last else 0
+        throughout += sizes.stream_bytes * per_micro_batch * (results + NUM_MESSAGES)
+    if degree > 1 and plan.shard.stage == 3:
+        throughout += ends * compute
+        backward += 2 * sizes.block_numel * compute
+    if degree > 1 and plan.shard.stage > 1:
+        if plan.pipe.degree > 1 or (num_micro_batches > 1 and plan.memory.accumulate == "whole"):
+            throughout += numel * master
+        else:
+            one = sizes.block_numel * master
+            backward += ends * master + max(one, 2 * one - kept * per_micro_batch)
+    return Memory(_state_bytes(plan, numel), saved, throughout + max(loss, backward))
+
+
+def _state_bytes(plan: Plan, numel: float) -> float:
+    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
+    frees = plan.shard.stage == 3 and plan.shard.degree > 1
+    own = numel / plan.shard.degree
+    state = 2 * own * master + (numel if plan.shard.stage == 1 or plan.shard.degree == 1 else own) * master
     state += 0 if frees else numel * compute
     state += own * master if frees or compute != master else 0
-    kind = plan.memory.recompute
-    per_micro_batch = micro_batch / context
-    saved = sizes.block_saved[kind] * blocks / chunks * alive * per_micro_batch
-    saved += is_last * sizes.root_saved * per_micro_batch
-    transient = 0.0
-    if kind != "none":
-        transient += sizes.block_saved["none"] * per_micro_batch
-    if is_last:  # the gradient of the logits, as the loss gives it and as the head takes it
-        transient += sizes.logits_numel * per_micro_batch * (max(4, compute) + compute)
-    if frees:
-        transient += (2 * sizes.block_numel + ends) * compute
-    if degree > 1 and plan.shard.stage > 1:
-        transient += numel * master
-    return Memory(copies * state, saved, transient)
+    copies = 2 if plan.pipe.degree > 1 and plan.pipe.schedule in ("gems", "bidirectional") else 1
+    return copies * state
+
+
+def sizes(profile: Profile, plan: Plan) -> Sizes:
+    """A rank's part of one block and of the ends, from a profile of one sequence."""
+    at = dict.fromkeys(plan.degrees, 0)
+    local = localise(profile, replace(plan, context=Context()), at)
+    block, policy = local.blocks[-1], plan.memory.recompute
+    names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
+    embeddings = profile.pairing.embeddings
+    first = sum(numel for name, numel in names.items() if name.rpartition(".")[0] in embeddings)
+    last, tied = sum(names.values()) - first, 0.0
+    split_heads = [split.module for split in profile.pairing.splits.values() if split.kind == "head"]
+    if any(f"{head}.weight" not in names for head in split_heads):  # tied: both ends hold it
+        tied = max(names.values(), default=0.0)
+    root = (local.root.saved_bytes or {}).get(policy, 0)
+    behind = max(0, root - local.root.saved_behind.get(policy, {}).get("", 0))
+    end = transient(replace(local, blocks=(block,)), policy)  # without what tied parameters wait for
+    over, compute = over_root(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
+    heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}
+    head = max(heads.values(), default=0.0) if split_heads else 0.0
+    heads_over = [size for name, size in over.items() if name in split_heads]
+    return Sizes(
+        sum(names.values()),
+        first,
+        float(block.numel),
+        last + tied,
+        tied,
+        {kind: float(size) for kind, size in (block.saved_bytes or {}).items()},
+        float(root),
+        float(behind),
+        float(max(size for name, size in over.items() if name not in split_heads)),
+        max(heads_over, default=0) - head * compute,
+        head,
+        float(end.backward_bytes + behind),
+        float(transient_bytes(local, plan)),
+        profile.stream_numel * compute / plan.tensor.y,
+    )
 
 
 def num_chunks(plan: Plan) -> int:

@@ -15,7 +15,8 @@ from weft.cluster import Cluster
 from weft.models import GPT2Config, ModelConfig, build, token_loss
 from weft.plan import Plan
 from weft.planner.kernels import Software
-from weft.planner.search import Model, sizes
+from weft.planner.memory import sizes
+from weft.planner.search import Model
 from weft.planner.step import StepModel
 from weft.planner.workload import workload
 from weft.profile import profile

@@ -16,10 +16,9 @@ from functools import lru_cache
 
 from weft.cluster import Cluster
 from weft.parallel import STRATEGIES
-from weft.parallel.tensor import localise
 from weft.plan import Context, Pipe, Plan, Shard, Tensor
 from weft.plan import Memory as MemoryPolicy
-from weft.planner.memory import Memory, Sizes, memory
+from weft.planner.memory import Memory, Sizes, memory, sizes
 from weft.planner.question import Question
 from weft.planner.step import StepModel, StepTime
 from weft.profile import Profile
@@ -230,28 +229,6 @@ class _Search:
             heapq.heappush(self._best, item)
         elif item > self._best[0]:
             heapq.heapreplace(self._best, item)
-
-
-def sizes(profile: Profile, plan: Plan) -> Sizes:
-    """A rank's part of one block and of the ends, from a profile of one sequence."""
-    at = dict.fromkeys(plan.degrees, 0)
-    local = localise(profile, replace(plan, context=Context()), at)
-    block = local.blocks[-1]
-    names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
-    embeddings = profile.pairing.embeddings
-    first = sum(numel for name, numel in names.items() if name.rpartition(".")[0] in embeddings)
-    last = sum(names.values()) - first
-    split_heads = [split.module for split in profile.pairing.splits.values() if split.kind == "head"]
-    if any(f"{head}.weight" not in names for head in split_heads):  # tied: both ends hold it
-        last += max(names.values(), default=0.0)
-    heads = [
-        layer for name, layer in profile.layers.items() if layer.is_linear and profile.pairing.block_of(name) is None
-    ]
-    logits = max((layer.rows * layer.out_features for layer in heads), default=0) / plan.tensor.x
-    saved = {kind: float(size) for kind, size in (block.saved_bytes or {}).items()}
-    kind = plan.memory.recompute
-    root_saved = float((local.root.saved_bytes or {}).get(kind, 0))
-    return Sizes(sum(names.values()), first, float(block.numel), last, saved, root_saved, logits)
 
 
 @lru_cache(maxsize=1 << 12)

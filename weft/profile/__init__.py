@@ -26,6 +26,8 @@ from weft.profile.parts import (
     Matmul,
     Parameter,
     Profile,
+    Shares,
+    Source,
 )
 from weft.profile.products import KEPT_OPERATIONS
 from weft.profile.structure import (
@@ -36,7 +38,7 @@ from weft.profile.structure import (
     stage_profile,
     structure,
 )
-from weft.profile.tally import count
+from weft.profile.tally import cast, count, fake
 
 
 def profile(
@@ -54,9 +56,13 @@ def profile(
     if example is None:
         return found
     try:
-        return count(model, example, finish, dtype, found)
+        counted = count(model, example, finish, dtype, found)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return found
+    if finish is None:
+        return counted
+    source = Source(model, example, finish, dtype, {block.name: block for block in counted.all})
+    return replace(counted, source=source, has_loss=True)
 
 
 __all__ = [
@@ -73,6 +79,10 @@ __all__ = [
     "Parameter",
     "Places",
     "Profile",
+    "Shares",
+    "Source",
+    "cast",
+    "fake",
     "find_parameters",
     "profile",
     "stage_profile",

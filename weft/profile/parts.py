@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from weft.cut import Cut
@@ -154,6 +155,32 @@ class Flops(NamedTuple):
         return Flops(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
+class Shares(NamedTuple):
+    """A rank's share of what only backward holds: inside of regions, on the residual stream, behind the head, and at
+    the loss (whose own form it may be, if classes are split).
+    """
+
+    inner: float = 1.0
+    stream: float = 1.0
+    head: float = 1.0
+    loss: float = 1.0
+
+
+WHOLE = Shares()
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a profile was taken of, kept by the profiles of its stages too; `found` is for what is measured later."""
+
+    model: nn.Module
+    example: Callable[[], Any]
+    finish: Callable[[Any], Any]
+    dtype: torch.dtype | None  # that it computes in, if not the model's own
+    blocks: Mapping[str, Block]  # of the whole model, the root under ''
+    found: dict[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Profile:
     """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
@@ -175,6 +202,9 @@ class Profile:
     units: Mapping[str, Flops] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
+    source: Source | None = field(default=None, compare=False, repr=False)
+    has_loss: bool = False  # whether `finish` was given, and for a stage whether it is the last
+    shares: Shares = WHOLE
     _found: dict[str, Pairing] = field(default_factory=dict, compare=False, repr=False)  # kept by what is made of it
     _proofs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # of its pairs; stages share them
 

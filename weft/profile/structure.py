@@ -111,10 +111,11 @@ def _per_token(model: nn.Module, experts: str) -> int | None:
     return None
 
 
-def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_first: bool) -> Profile:
+def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_first: bool, is_last: bool) -> Profile:
     """The profile of a stage: a model that has these units of the whole, with the whole's counts.
 
-    What precedes all layers counts for the first stage. Of the root's counts a stage has FLOPs, saved and moved bytes.
+    What precedes all layers counts for the first stage, and the loss for the last. Of the root's counts a stage has
+    FLOPs, saved and moved bytes.
     """
     own = structure(model)
     blocks = {block.name: block for block in whole.blocks}
@@ -148,6 +149,8 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         layers={n: layer for n, layer in whole.layers.items() if is_here(n)},
         attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
         stream_numel=whole.stream_numel,
+        source=whole.source,
+        has_loss=whole.has_loss and is_last,
         _proofs=whole._proofs,
         stream_shape=whole.stream_shape,
     )

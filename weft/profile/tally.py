@@ -47,11 +47,11 @@ def count(
     """A model's structure with the counts of one forward."""
     tally = _Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):
-        state = {name: _cast(_fake(parameter), dtype) for name, parameter in model.named_parameters()}
-        state |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
+        state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
+        state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.saved.ignore(state.values())
         with tally.watching(model):
-            output = call_with(model, state, tree_map(partial(_cast, dtype=dtype), example()))
+            output = call_with(model, state, tree_map(partial(cast, dtype=dtype), example()))
             if finish is not None:
                 finish(output)
     tally.blocks[""].boundary_bytes = sum(map(bytes_of, tensors_of(output)))
@@ -168,7 +168,7 @@ class _Tally(TorchDispatchMode):
         if func._overloadpacket in LOOKUPS:  # of the table it reads as much as it gives
             here.read_bytes -= max(0, bytes_of(inputs[0]) - sum(map(bytes_of, outputs)))
         here.written_bytes += sum(map(bytes_of, outputs))
-        if func in KEPT_OPERATIONS:
+        if func in KEPT_OPERATIONS and self.running:  # the root keeps what it saves, and nothing else
             for tensor in outputs:
                 self._save(tensor, "selective")
         return result
@@ -238,12 +238,14 @@ def _is_product(module: nn.Module) -> bool:
     return is_linear(module) or is_convolution(module)
 
 
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating-point tensor in another dtype, as a leaf; anything else as it is."""
     if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().to(dtype).requires_grad_(value.requires_grad)
 
 
-def _fake(tensor: Tensor) -> Tensor:
+def fake(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, inside a FakeTensorMode."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)
