@@ -101,7 +101,7 @@ def predict(case: Case, cluster: Cluster, is_tiny: bool) -> dict[str, float]:
     held = model.held(plan, case.num_micro_batches)
     return {
         "seconds": model.steps.step(plan, case.num_micro_batches).seconds,
-        "bytes": held.state_bytes + held.saved_bytes + held.transient_bytes,
+        "bytes": held.tensor_bytes,
         "total_bytes": held.total_bytes,
     }
 
