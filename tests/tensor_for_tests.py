@@ -224,12 +224,18 @@ def counted(axis: Axis, operation: str, whole: Tensor) -> Pending:
 
 def measured_saved_bytes(config: ModelConfig, plan: Plan, batch: int, sequence: int) -> list[int]:
     """What autograd saves in one forward and loss on each rank, parameters and buffers aside."""
+    tokens = torch.zeros(batch, sequence, dtype=torch.long)
+    return saved_bytes_of_ranks(made(config), plan, (tokens, tokens))
+
+
+def saved_bytes_of_ranks(make: Callable[[], nn.Module], plan: Plan, given: tuple[Tensor, Tensor]) -> list[int]:
+    """The same for any model of tokens."""
 
     def rank(index: int) -> int:
         mesh = Mesh(plan)
-        model = parallelize(made(config)().to(MASTER_DTYPE[plan.precision]), plan, mesh)
-        tokens = torch.zeros(batch, sequence, dtype=torch.long)
-        own = own_tokens((tokens, tokens), mesh["context"])
+        torch.manual_seed(0)
+        model = parallelize(make().to(MASTER_DTYPE[plan.precision]), plan, mesh)
+        own = own_tokens(given, mesh["context"])
         units = units_of(model)
         state = [flat.whole for flat in units.flats] if units is not None else [*model.parameters()]
         ignored = {tensor.untyped_storage()._cdata for tensor in state}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_for_tests as shared
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,14 +24,15 @@ from weft.local import run_local
 from weft.memory.peaks import Peaks
 from weft.memory.recompute import transient
 from weft.mesh import Mesh
-from weft.models import build, initialise
-from weft.parallel import all_flats, named_pieces, parallelize
+from weft.models import GPT2Config, build, initialise, token_loss
+from weft.parallel import all_flats, cost, named_pieces, parallelize
 from weft.pipeline.actions import Message, with_messages
 from weft.pipeline.held import answers
 from weft.pipeline.schedules import make_schedule
-from weft.plan import Context, Memory, Pipe, Plan, Shard
+from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.predict import example_tokens, micro_batch_profile, predict
+from weft.profile import profile
 from weft.strategy import Transient
 from weft.train.state import make_optimizer
 from weft.train.step import Batch, train_step
@@ -134,6 +136,45 @@ def test_a_term_that_is_left_out_is_seen(
 ) -> None:
     monkeypatch.setattr(where, what, broken)
     assert predicted_bytes(name) != pytest.approx(measured_bytes(name), rel=LAW)
+
+
+class Lone(nn.Module):
+    """A block of one linear, whose result the tensor axes gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.nn.functional.gelu(self.linear(self.norm(hidden)))
+
+
+class Lones(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(128, 64), nn.LayerNorm(64)
+        self.blocks = nn.ModuleList(Lone() for _ in range(4))
+        self.head = nn.Linear(64, 128, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        out: Tensor = self.head(self.norm(hidden))
+        return out
+
+
+def dropping() -> nn.Module:
+    return build(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0.1))
+
+
+@pytest.mark.parametrize("model_fn", [Lones, dropping])
+@pytest.mark.parametrize("tensor", [TensorPlan(2), TensorPlan(2, sequence=True)], ids=["whole", "sequence"])
+def test_what_lies_beside_regions_is_saved_whole(model_fn: Any, tensor: TensorPlan) -> None:
+    tokens, plan = torch.zeros(4, 32, dtype=torch.long), Plan(tensor=tensor)
+    found = profile(model_fn(), lambda: (tokens,), lambda logits: token_loss(logits, tokens))
+    measured = max(shared.saved_bytes_of_ranks(model_fn, plan, (tokens, tokens)))
+    assert cost(found, plan, split_batch(plan, 4, 32)).saved_bytes == pytest.approx(measured, rel=0.01)
 
 
 def test_where_torch_has_accelerators_backward_runs_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:

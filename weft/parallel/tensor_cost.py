@@ -281,15 +281,23 @@ class _Stream:
         inputs, outputs = self._inputs(block.name), self._outputs(block.name)
         norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
         none, selective, full = (block.saved_bytes[kind] for kind in ("none", "selective", "full"))
-        inside = max(0, none - norms - inputs)
+        inside = min(max(0, none - norms - inputs), self._behind_columns(block))
+        beside = max(0, none - norms - inputs - inside)  # on the stream: masks of dropouts
         parts = self.x if self.plan.tensor.sequence and self.plan.tensor.regather else 1
-        saved = {"none": inside // self.x + local_norms + inputs // (self.y * parts)}
+        saved = {"none": inside // self.x + beside // over + local_norms + inputs // (self.y * parts)}
         if block.name:
             inside = max(0, selective - full - outputs)
             saved |= {"selective": full // over + outputs // self.y + inside // self.x, "full": full // over}
         else:
             saved |= {"selective": saved["none"], "full": saved["none"]}  # the root keeps all
         return replace(block, saved_bytes=saved)
+
+    def _behind_columns(self, block: Block) -> int:
+        """What is saved inside of regions; behind a row, or a result that is gathered, the stream is whole again."""
+        behind, none = block.saved_behind.get("none", {}), (block.saved_bytes or {}).get("none", 0)
+        regions = [name for name, split in self.pairing.splits.items() if split.kind in ("column", "head")]
+        outside = sum(size for name, size in behind.items() if name not in regions)
+        return none - outside * none // max(1, sum(behind.values()))
 
     def _around_convolutions(self, block: Block) -> dict[str, int]:
         inside = [split.module for split in self.pairing.splits.values() if split.kind in ("column", "head")]
