@@ -116,8 +116,10 @@ def test_plan_in_words(run_file: Path, weft: Weft) -> None:
         assert words in left.out, words
 
 
-def test_plan_says_which_form_of_the_tensor_axes_is_better(run_file: Path, weft: Weft) -> None:
-    cluster = "cluster=h100:1x8"
+@pytest.mark.parametrize(("cluster", "is_sequence"), [("cluster=h100:1x8", True), ("cluster=local", False)])
+def test_plan_says_which_form_of_the_tensor_axes_is_better(
+    run_file: Path, weft: Weft, cluster: str, is_sequence: bool
+) -> None:
     left = weft("plan", run_file, "plan.tensor.x=2", cluster, "--json")
     form = left.json["better_form"]
     totals, seconds = {}, {}
@@ -127,11 +129,13 @@ def test_plan_says_which_form_of_the_tensor_axes_is_better(run_file: Path, weft:
         assert asked["better_form"] == form  # whichever is asked about
         totals[sequence], seconds[sequence] = asked["memory"]["total_bytes"], asked["seconds"]["step"]
     assert totals[True] < totals[False]  # norms and residuals in parts
-    assert seconds[True] > seconds[False]  # as many bytes in more calls, which is what counts in a model this small
-    assert form["sequence"] is False
-    assert form["seconds_saved"] == pytest.approx(seconds[True] - seconds[False])
-    assert form["bytes_saved"] == totals[True] - totals[False]
-    assert "Of the two forms of x, the all-reduced" in weft("plan", run_file, "plan.tensor.x=2", cluster).out
+    # A GPU waits for its host in a model this small. A CPU takes longer for as many bytes in more calls.
+    assert seconds[True] == pytest.approx(seconds[False]) if is_sequence else seconds[True] > seconds[False]
+    assert form["sequence"] is is_sequence
+    assert form["seconds_saved"] == pytest.approx(seconds[not is_sequence] - seconds[is_sequence])
+    assert form["bytes_saved"] == totals[not is_sequence] - totals[is_sequence]
+    words = "sequence-sharded" if is_sequence else "all-reduced"
+    assert f"Of the two forms of x, the {words}" in weft("plan", run_file, "plan.tensor.x=2", cluster).out
     assert "better_form" not in weft("plan", run_file, "plan.data=2", cluster, "--json").json
 
 

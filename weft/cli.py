@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 try:
     import typer
@@ -33,7 +34,13 @@ from weft.display import (
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
 from weft.launch import Place, detect, start_local
+from weft.planner.answer import with_more, with_scaling
+from weft.planner.page import page
+from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
+from weft.planner.show import show_answer
+from weft.planning import ask_for, catalog_run, has_layout, planning_cluster, with_plan, with_traffic
 from weft.predict import better_form, micro_batch_profile, predict, run_cluster
+from weft.schema import inline, to_table
 from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
@@ -68,15 +75,17 @@ def train_command(
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
     run = load_run(run_file, overrides or [])
     device_type(run)  # refuses one that is not there
+    place = detect(os.environ)
+    console = _console(as_json)
+    if not has_layout(run):
+        run, overrides = _plan_first(run, place, console, overrides or [])
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
-    place = detect(os.environ)
     if place is not None:
         if fresh:
             raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
         _train_rank(run, place, as_json)
         return
-    console = _console(as_json)
     if fresh:
         _move_aside(run, console)
     _show(run, console)
@@ -100,34 +109,53 @@ def train_command(
         _show_sample(run, run_file, console)
 
 
-@app.command("plan", epilog="Example: weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json")
+@app.command(
+    "plan",
+    epilog="Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
+    "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json",
+)
 def plan_command(
-    run_file: RunFile,
+    run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
     overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
+    cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
+    tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M is 4 × 1024 × 1024")] = None,
+    sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
+    ] = None,
+    best: Annotated[str, typer.Option(help="what is to be least: time, cost (device-hours) or devices")] = "time",
+    search: Annotated[bool, typer.Option("--search", help="search, though the run file has a [plan]")] = False,
+    write: Annotated[Path | None, typer.Option(help="write the run with the best plan, for weft train")] = None,
+    report: Annotated[Path | None, typer.Option(help="write a page (HTML) about what was found")] = None,
     timeline: Annotated[
         bool,
         typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Predict a plan: memory per device, traffic per axis and a rough time, without running anything."""
+    """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
+    asks = PlanOptions(where or [], best, write, report)
+    if model is not None:
+        if run_file is not None:
+            raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
+        if cluster is None or tokens_per_step is None:
+            raise ConfigError("--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M")
+        run = catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
+        _search_plans(run, asks, as_json)
+        return
+    if run_file is None:
+        raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
+    if tokens_per_step is not None or sequence is not None:
+        raise ConfigError("--tokens-per-step and --sequence go with --model; a run file has [train] and [data]")
     changes, path = _split_off_file(overrides or []) if timeline else (overrides or [], None)
+    if cluster is not None:
+        changes = [*changes, f"cluster={cluster}"]
     run = load_run(run_file, changes)
-    if timeline:
-        refuse_timeline(run.plan, path)
-    cluster = run_cluster(run)
-    prediction, form = predict(run, cluster), better_form(run, cluster)
-    console = _console(as_json)
-    if as_json:
-        found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
-        better = {} if form is None else {"better_form": asdict(form)}
-        _print_json({**found, **prediction.to_json(), **better})
+    if asks.is_search or search or not has_layout(run):
+        _search_plans(run, asks, as_json)
     else:
-        show_run(console, run, cluster, micro_batch_profile(run), prediction)
-        if form is not None:
-            console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
-    if timeline and (path is not None or not as_json):
-        show_timeline(console, prediction, path)
+        _predict_plan(run, timeline, path, as_json)
 
 
 @app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2")
@@ -236,6 +264,68 @@ def main() -> None:
 # --- steps of `weft plan`
 
 
+class PlanOptions(NamedTuple):
+    """What is asked of a search."""
+
+    where: list[str]
+    best: str
+    write: Path | None
+    report: Path | None
+
+    @property
+    def is_search(self) -> bool:
+        return bool(self.where or self.best != "time" or self.write or self.report)
+
+
+def _search_plans(run: Run, asks: PlanOptions, as_json: bool) -> None:
+    """Search, show, write."""
+    if asks.best not in OBJECTIVES:
+        raise ConfigError(f"--best {asks.best} is not one of {', '.join(OBJECTIVES)}")
+    constraints, console = parse_constraints(asks.where), _console(as_json)
+    for path in (asks.write, asks.report):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: its folder {path.parent} does not exist")
+    with console.status("planning") as status:
+        answer = ask_for(run, planning_cluster(run), constraints, asks.best, status.update)  # type: ignore[arg-type]
+        answer = with_more(answer, status.update)
+        if answer.found.best and (as_json or asks.report is not None):
+            status.update("traffic of the first plan")
+            answer = with_traffic(answer, run)
+        if asks.report is not None:
+            answer = with_scaling(answer, status.update)
+    found = answer.to_json()
+    if as_json:
+        _print_json(found)
+    else:
+        show_answer(console, answer)
+    if asks.report is not None:
+        asks.report.write_text(page(found), encoding="utf-8")
+        console.print(f"wrote {asks.report}", highlight=False, soft_wrap=True)
+    planned = with_plan(run, answer)  # says why where there is none
+    if asks.write is not None:
+        asks.write.write_text(planned.to_toml(), encoding="utf-8")
+        console.print(f"wrote {asks.write}; run it with: weft train {asks.write}", highlight=False, soft_wrap=True)
+
+
+def _predict_plan(run: Run, timeline: bool, path: Path | None, as_json: bool) -> None:
+    """What the run's own plan costs."""
+    if timeline:
+        refuse_timeline(run.plan, path)
+    cluster = run_cluster(run)
+    prediction, form = predict(run, cluster), better_form(run, cluster)
+    console = _console(as_json)
+    if as_json:
+        found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
+        better = {} if form is None else {"better_form": asdict(form)}
+        _print_json({**found, **prediction.to_json(), **better})
+    else:
+        show_run(console, run, cluster, micro_batch_profile(run), prediction)
+        if form is not None:
+            console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
+    if timeline and (path is not None or not as_json):
+        show_timeline(console, prediction, path)
+
+
 def _split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
     """The overrides (`a.b=c`), and the file to draw to where one stands among them."""
     files = [text for text in arguments if "=" not in text]
@@ -245,6 +335,17 @@ def _split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
 
 
 # --- steps of `weft train`
+
+
+def _plan_first(run: Run, place: Place | None, console: Console, overrides: list[str]) -> tuple[Run, list[str]]:
+    """The run under the best plan for the devices that are there, and the overrides that say so to local ranks."""
+    speaks = place is None or place.rank == 0
+    with console.status("planning") if speaks else nullcontext():
+        answer = ask_for(run, planning_cluster(run, place))
+        planned = with_plan(run, answer)
+    if speaks:
+        console.print(f"[bold]planned[/]  no \\[plan] is given. {answer.why}", highlight=False, soft_wrap=True)
+    return planned, [*overrides, f"plan={inline(to_table(planned.plan))}"]
 
 
 def _train_rank(run: Run, place: Place, as_json: bool) -> None:

@@ -90,8 +90,9 @@ def _time_text(prediction: Prediction) -> str:
         return f"unknown: this device's peak is not known; communication {format_seconds(told)}"
     timeline = prediction.timeline
     bubble = f", bubble {timeline.bubble_share:.1%} of {timeline.schedule.name}" if timeline is not None else ""
+    rough = "" if prediction.is_modelled else " (rough)"
     return (
-        f"about {format_seconds(prediction.step_seconds)} a step (rough): compute "
+        f"about {format_seconds(prediction.step_seconds)} a step{rough}: compute "
         f"{format_seconds(prediction.compute_seconds)}, communication {format_seconds(told)}{bubble}"
     )
 

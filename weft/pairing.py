@@ -134,9 +134,9 @@ class Pairing:
         return next((block for block in self.blocks if name == block or name.startswith(f"{block}.")), None)
 
 
-def pair(model: nn.Module) -> Pairing:
-    """The pairing of a model, or a PlanError that names what cannot be split."""
-    finder = _Finder(model)
+def pair(model: nn.Module, proofs: dict[Any, Proof | str] | None = None) -> Pairing:
+    """The pairing of a model, or a PlanError that names what cannot be split. `proofs` are kept for its stages."""
+    finder = _Finder(model, {} if proofs is None else proofs)
     for name, module in model.named_modules():
         finder.visit(name, module)
     finder.check_nothing_hidden()
@@ -150,15 +150,14 @@ def is_norm(module: nn.Module) -> bool:
 
 
 class _Finder:
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, proofs: dict[Any, Proof | str]) -> None:
+        self.model, self.proofs = model, proofs
         self.splits: dict[str, Split] = {}
         self.embeddings: list[str] = []
         self.inner: set[str] = set()
         self.scaled: dict[str, Scaled] = {}
         self.done: set[str] = set()
         self.places: dict[int, str] = {}
-        self.proofs: dict[Any, Proof | str] = {}
         self.blocks = tuple(find_blocks(model))
         layers = [name for name, module in model.named_modules() if is_linear(module) or is_convolution(module)]
         self.last = layers[-1] if layers else ""

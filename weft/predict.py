@@ -1,14 +1,13 @@
-"""What a plan will cost, before it runs: memory per device, traffic per axis, and a rough time of a step.
+"""What a plan will cost, before it runs: memory per device, traffic per axis, and the time of a step.
 
-Memory and traffic are the sum of what the strategies state; traffic is exact. Time is rough for now: FLOPs over an
-assumed fraction of the device's peak, plus collectives by the ring formulas on the cluster's links, of which a GPU
-hides what fits behind its compute. The time of a pipeline is that of its schedule's own lists, simulated.
+Memory and traffic are the sum of what the strategies state; traffic is exact. Time is the planner's, where the catalog
+knows the device. Elsewhere (a CPU) it is rough: FLOPs over a measured rate, plus collectives by the ring formulas on
+the cluster's links; that of a pipeline is its schedule's own lists, simulated.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,6 +20,7 @@ from weft.cluster import AxisLink, Cluster, load, local_cluster, recognise, ring
 from weft.comm import Traffics, add_traffic, expand
 from weft.config import Run
 from weft.errors import PlanError
+from weft.measure import cpu_flops_per_second, is_cpu
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import ModelConfig, build, token_loss
 from weft.parallel import Cost, cost, local_cost, refuse
@@ -30,6 +30,7 @@ from weft.pipeline import Timeline, simulate
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
+from weft.planner.model import planned_model
 from weft.profile import Profile, profile
 from weft.train.documents import document_traffic
 from weft.train.step import step_traffic
@@ -59,6 +60,7 @@ class Prediction:
     step_seconds: float | None
     pipe_rank: int | None = None
     timeline: Timeline | None = None
+    is_modelled: bool = False  # by the planner's kernels, which are held to published measurements
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain values."""
@@ -104,7 +106,11 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     traffic = [expand(add_traffic(one.traffic, beside), levels) for one in costs]
     told = [_communication_seconds(one, plan, cluster) for one in traffic]
     rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
-    if rate is not None:
+    if is_known(cluster, plan.precision):
+        model = planned_model(run.model, run.split.sequence, cluster)
+        timed = model.steps.step(replace(plan, micro_batch=run.split.micro_batch), run.split.accumulation)
+        timeline, compute, step = timed.timeline, timed.where["compute"], timed.seconds
+    elif rate is not None:
         compute = max(one.flops for one in costs) / rate
         if staging is None:
             step = compute + _not_hidden(sum(told[0].values()), compute, cluster)
@@ -114,7 +120,8 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
             step = _last_end(timeline, times, told, cluster)
     limit = cluster.node.device.memory_bytes
     pipe_rank = None if staging is None else worst
-    return Prediction(costs[worst], traffic[worst], limit, compute, told[worst], step, pipe_rank, timeline)
+    modelled = is_known(cluster, plan.precision)
+    return Prediction(costs[worst], traffic[worst], limit, compute, told[worst], step, pipe_rank, timeline, modelled)
 
 
 @dataclass(frozen=True)
@@ -200,7 +207,7 @@ def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster,
 
 
 def _run_schedule(run: Run, staging: Staging, times: Sequence[StageSeconds], cluster: Cluster) -> Timeline:
-    link = _link("pipe", run.plan, cluster)
+    link = link_of("pipe", run.plan, cluster)
     return simulate(
         staging.schedule(run.split.accumulation),
         [one.forward for one in times],
@@ -227,7 +234,7 @@ def _last_end(
 
 def _not_hidden(told: float, compute: float, cluster: Cluster) -> float:
     """What communication adds to compute beside it; a CPU computes and talks with the same cores."""
-    return told if _is_cpu(cluster) else max(0.0, told - compute)
+    return told if is_cpu(cluster) else max(0.0, told - compute)
 
 
 # --- what predictions are made of
@@ -279,7 +286,7 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
     seconds: dict[str, float] = {}
     for (axis, operation), value in traffic.items():
-        link = _link(axis, plan, cluster)
+        link = link_of(axis, plan, cluster)
         one = ring_seconds(
             operation,
             value.num_bytes / max(1, value.calls),
@@ -291,7 +298,7 @@ def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> d
     return seconds
 
 
-def _link(axis: str, plan: Plan, cluster: Cluster) -> AxisLink:
+def link_of(axis: str, plan: Plan, cluster: Cluster) -> AxisLink:
     """The link that an axis talks over; a pair may lie as far apart as the ends of the axis that it is along."""
     return cluster.axis_link(*_span(PAIRS_ALONG.get(axis, axis), plan, cluster.node.num_devices))
 
@@ -308,31 +315,16 @@ def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:
     return plan.inner(axis), int(neighbours) if neighbours else plan.degree(axis)
 
 
+def is_known(cluster: Cluster, precision: str) -> bool:
+    """Whether the planner can time kernels on the cluster's devices."""
+    device = cluster.node.device
+    return device.memory_bandwidth_bytes_per_second is not None and precision in device.peak_flops
+
+
 def _flops_per_second(run: Run, cluster: Cluster) -> float | None:
     peak = cluster.node.device.peak_flops.get(PEAK_OF[run.plan.precision])
     if peak is not None:
         return peak * ASSUMED_EFFICIENCY
-    if not _is_cpu(cluster) or run.cluster != "local":
+    if not is_cpu(cluster) or run.cluster != "local":
         return None
-    return _cpu_flops_per_second() * cluster.node.num_cpu_cores / max(cluster.node.num_cpu_cores, run.plan.num_ranks)
-
-
-def _is_cpu(cluster: Cluster) -> bool:
-    return cluster.node.host_link_bytes_per_second is None
-
-
-@lru_cache(maxsize=1)
-def _cpu_flops_per_second() -> float:
-    """What one core of this machine does in a matmul, measured in a fraction of a second."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        left, right = torch.randn(384, 384), torch.randn(384, 384)
-        best = float("inf")
-        for _ in range(8):
-            start = time.perf_counter()
-            left @ right
-            best = min(best, time.perf_counter() - start)
-    finally:
-        torch.set_num_threads(threads)
-    return float(2 * 384**3 / best)
+    return cpu_flops_per_second() * cluster.node.num_cpu_cores / max(cluster.node.num_cpu_cores, run.plan.num_ranks)

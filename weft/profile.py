@@ -149,13 +149,14 @@ class Profile:
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
     _found: dict[str, Pairing] = field(default_factory=dict, compare=False, repr=False)  # kept by what is made of it
+    _proofs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # of its pairs; stages share them
 
     @property
     def pairing(self) -> Pairing:
         """How the model's linears can be split; raises PlanError where they cannot."""
         if "pairing" not in self._found:
             assert self.model is not None
-            self._found["pairing"] = pair(self.model)
+            self._found["pairing"] = pair(self.model, self._proofs)
         return self._found["pairing"]
 
     @property
@@ -327,6 +328,7 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         layers={n: layer for n, layer in whole.layers.items() if is_here(n)},
         attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
         stream_numel=whole.stream_numel,
+        _proofs=whole._proofs,
     )
 
 

@@ -126,10 +126,10 @@ def to_table(value: Any) -> Any:
 
 def dump_toml(table: Mapping[str, Any]) -> str:
     """Plain tables as TOML text: scalars first, small inner tables inline below the first level."""
-    lines = [f"{key} = {_literal(item)}" for key, item in table.items() if not isinstance(item, Mapping)]
+    lines = [f"{key} = {inline(item)}" for key, item in table.items() if not isinstance(item, Mapping)]
     for key, item in table.items():
         if isinstance(item, Mapping):
-            lines += ["", f"[{key}]", *(f"{name} = {_literal(inner)}" for name, inner in item.items())]
+            lines += ["", f"[{key}]", *(f"{name} = {inline(inner)}" for name, inner in item.items())]
     return "\n".join(lines).strip() + "\n"
 
 
@@ -170,13 +170,14 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _literal(value: Any) -> str:
+def inline(value: Any) -> str:
+    """A value as TOML writes it on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's too
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{key} = {inline(item)}" for key, item in value.items()) + " }"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_literal(item) for item in value) + "]"
+        return "[" + ", ".join(inline(item) for item in value) + "]"
     return repr(value)

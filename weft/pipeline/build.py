@@ -90,11 +90,21 @@ class Staging:
         """How many ranks along `pipe` hold a parameter that these stages hold."""
         return len(self.placement) * max(1, len(stages))
 
+    @cached_property
+    def _schedules(self) -> dict[tuple[int, bool], Schedule]:
+        return {}
+
     def schedule(self, num_micro_batches: int, with_backward: bool = True) -> Schedule:
-        """The schedule of a step with its messages, proved consistent.
+        """The schedule of a step with its messages, proved consistent; asked again, the same.
 
         Mirrored replicas have rules for the number of micro-batches; where only forwards run, one replica takes all.
         """
+        key = num_micro_batches, with_backward
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(*key)
+        return self._schedules[key]
+
+    def _schedule(self, num_micro_batches: int, with_backward: bool) -> Schedule:
         pipe = self.plan.pipe
         name, options = pipe.schedule, pipe.options
         if len(self.placement) > 1 and not with_backward:

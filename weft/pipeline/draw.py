@@ -49,7 +49,7 @@ def to_svg(timelines: Mapping[str, Timeline], width: int = 1000) -> str:
     Micro-batch numbers stand where they have room.
     """
     longest = max(timeline.makespan_seconds for timeline in timelines.values())
-    scale, marks = (width - _LEFT - _RIGHT) / longest, _marks(longest)
+    scale, marks = (width - _LEFT - _RIGHT) / longest, marks_of(longest)
     lines = [_LEFT + mark * scale for mark in marks]
     shapes: list[str] = []
     top = _LEGEND
@@ -64,7 +64,7 @@ def to_svg(timelines: Mapping[str, Timeline], width: int = 1000) -> str:
             f'<rect width="{width}" height="{height}" fill="white"/>',
             *_legend(list(timelines.values())),
             *shapes,
-            *_time_axis(marks, top - _GAP, scale, *_unit(longest)),
+            *_time_axis(marks, top - _GAP, scale, *unit_of(longest)),
             "</svg>\n",
         ]
     )
@@ -125,7 +125,7 @@ def _panel(title: str, timeline: Timeline, top: float, scale: float, width: int,
 
 
 def _summary(timeline: Timeline) -> str:
-    per_second, unit = _unit(timeline.makespan_seconds)
+    per_second, unit = unit_of(timeline.makespan_seconds)
     return f"{timeline.makespan_seconds * per_second:.4g} {unit}, bubble {100 * timeline.bubble_share:.1f} %"
 
 
@@ -198,15 +198,15 @@ def _legend(timelines: Sequence[Timeline]) -> list[str]:
     return shapes
 
 
-def _marks(longest_seconds: float) -> list[float]:
-    """Round numbers of seconds, five to twelve of them."""
-    rough = longest_seconds / 10
+def marks_of(longest: float) -> list[float]:
+    """Round numbers from 0 to `longest`, seven to eighteen of them."""
+    rough = longest / 10
     power = 10 ** math.floor(math.log10(rough))
     step = power * min((1, 2, 5, 10), key=lambda factor: abs(factor - rough / power))
-    return [number * step for number in range(math.floor(longest_seconds / step * (1 + 1e-9)) + 1)]
+    return [number * step for number in range(math.floor(longest / step * (1 + 1e-9)) + 1)]
 
 
-def _unit(longest_seconds: float) -> tuple[float, str]:
+def unit_of(longest_seconds: float) -> tuple[float, str]:
     """In what a time of this length is told: how many of it a second has, and its sign."""
     units = {1.0: "s", 1e3: "ms", 1e6: "µs"}
     per_second = next((number for number in units if longest_seconds * number >= 1), 1e6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,11 +38,22 @@ class Elsewhere(nn.Module):
 
 def skeleton(model: nn.Module) -> nn.Module:
     """A copy of a model whose parameters are on the meta device: names, modules and ties without room."""
-    memo: dict[int, Any] = {id(fake): fake for fake in model.__dict__.get(ABSENT, {}).values()}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+    return copy.deepcopy(model, {**_kept(model), **_empty(model.parameters())})
+
+
+def _empty(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
+    """For each parameter, by its identity, one without room."""
+    return {
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        for parameter in parameters
+    }
+
+
+def _kept(model: nn.Module) -> dict[int, Any]:
+    """What copies of a model share with it: shapes of absent parameters, and what stand-ins stand for."""
+    kept = {id(fake): fake for fake in model.__dict__.get(ABSENT, {}).values()}
+    others = (module.__dict__["stands_for"] for module in model.modules() if isinstance(module, Elsewhere))
+    return kept | {id(module): module for module in others}
 
 
 def stage_model(
@@ -50,18 +61,27 @@ def stage_model(
 ) -> tuple[nn.Module, dict[str, str]]:
     """A stage's model from the skeleton of the whole, and what its parameters are called in the whole.
 
-    Units that are called elsewhere become stand-ins. Of the other parameters a stage holds those that its part of the
-    model's own code uses, and the first stage those that nothing uses. Tied ones are held by all stages that use them.
+    Units that are called elsewhere become stand-ins, wherever they hang. Of the other parameters a stage holds those
+    that its part of the model's own code uses, and the first stage those that nothing uses. Tied ones are held by all
+    stages that use them.
     """
-    model = skeleton(whole)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    in_units = {id(parameter) for name in stage_of for parameter in model.get_submodule(name).parameters()}
+    units = {name: whole.get_submodule(name) for name in stage_of}
+    in_units = {id(parameter) for module in units.values() for parameter in module.parameters()}
+    parameters = dict(whole.named_parameters())
+    free = {name for name, parameter in parameters.items() if id(parameter) not in in_units}
     used = route.parameters[stage]
     if stage == 0:
-        used |= {n for i, n in names.items() if i not in in_units} - frozenset().union(*route.parameters)
+        used |= free - frozenset().union(*route.parameters)
+    in_own = {id(p) for name, module in units.items() if stage_of[name] == stage for p in module.parameters()}
+    empty = _empty(p for name, p in parameters.items() if id(p) in in_own or name in free or name in used)
+    names = {id(empty[id(parameter)]): name for name, parameter in parameters.items() if id(parameter) in empty}
+    elsewhere = {
+        id(module): _stand_in(name, module, empty, names, used)
+        for name, module in units.items()
+        if stage_of[name] != stage
+    }
+    model = copy.deepcopy(whole, {**_kept(whole), **empty, **elsewhere})
     own = {id(inner) for name, at in stage_of.items() if at == stage for inner in model.get_submodule(name).modules()}
-    for name in [name for name, at in stage_of.items() if at != stage]:
-        _replace(model, name, names, used)
     for module in list(model.modules()):
         if id(module) not in own and not isinstance(module, Elsewhere):
             for leaf, parameter in list(module._parameters.items()):
@@ -71,20 +91,18 @@ def stage_model(
     return model, {name: names[id(parameter)] for name, parameter in model.named_parameters()}
 
 
-def _replace(model: nn.Module, name: str, names: Mapping[int, str], used: Collection[str]) -> None:
-    """Put a stand-in wherever a unit of another stage hangs; the model's own code may use its parameters here."""
-    module = model.get_submodule(name)
+def _stand_in(
+    name: str, module: nn.Module, empty: Mapping[int, nn.Parameter], names: Mapping[int, str], used: Collection[str]
+) -> Elsewhere:
+    """What hangs in place of another stage's unit; the model's own code may use its parameters here."""
     stand_in = Elsewhere(name, module)
     for key, parameter in module.named_parameters():
-        if names[id(parameter)] not in used:
+        if id(parameter) not in empty or names[id(empty[id(parameter)])] not in used:
             continue
         if "." in key:
             raise PlanError(
                 f"the model's own code uses parameter '{name}.{key}' of another stage from outside; use pipe = 1, or "
                 f"put it into one stage (pipe.split)"
             )
-        stand_in._parameters[key] = parameter  # type: ignore[assignment]
-    for parent in list(model.modules()):
-        for leaf, child in parent._modules.items():
-            if child is module:
-                parent._modules[leaf] = stand_in
+        stand_in._parameters[key] = empty[id(parameter)]
+    return stand_in

@@ -44,9 +44,10 @@ class Memory:
     def total_bytes(self) -> float:
         return (self.state_bytes + self.saved_bytes + self.transient_bytes) * SLACK + RESERVE_BYTES
 
-    def describe(self) -> str:
-        parts = (("state", self.state_bytes), ("activations", self.saved_bytes), ("buffers", self.transient_bytes))
-        return ", ".join(f"{name} {size / 2**30:.1f} GiB" for name, size in parts)
+    def parts(self) -> dict[str, float]:
+        """Bytes by what they hold, in words; they add up to the total."""
+        held = {"state": self.state_bytes, "activations": self.saved_bytes, "buffers": self.transient_bytes}
+        return {**held, "allocator and libraries": self.total_bytes - sum(held.values())}
 
 
 def memory(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) -> Memory:

@@ -6,6 +6,7 @@ All its blocks are alike, so a model of a trillion parameters takes as long as a
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from weft.profile import profile
 NUM_PROFILED = 2
 
 
+@lru_cache(maxsize=8)
 def planned_model(config: ModelConfig, sequence: int, cluster: Cluster, software: Software | None = None) -> Model:
     """The model for sequences of `sequence` tokens on a cluster, as weft runs it unless `software` says otherwise."""
     shallow = (

@@ -10,31 +10,24 @@ their schedules' own lists. Everything is arithmetic and in one order: the same 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from weft.cluster import Cluster
 from weft.parallel import STRATEGIES
 from weft.parallel.tensor import localise
 from weft.plan import Context, Pipe, Plan, Shard, Tensor
 from weft.plan import Memory as MemoryPolicy
 from weft.planner.memory import Memory, Sizes, memory
+from weft.planner.question import Question
 from weft.planner.step import StepModel, StepTime
 from weft.profile import Profile
 
 MAX_MICRO_BATCH = 64
 LONG_SEQUENCE = 16384  # from here on context is tried
 NUM_TIMED = 48  # of the best in closed form, timed by their lists
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is to be planned: a batch of sequences a step, on all devices of the model's cluster."""
-
-    batch: int
-    sequence: int
-    precision: str = "bf16"
-    allows: Callable[[Plan], bool] = lambda plan: True
+NUM_TOO_LARGE = 5
 
 
 @dataclass(frozen=True)
@@ -50,10 +43,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The best plans, the fastest of those that do not fit, and how many were looked at."""
+    """The best plans, those that would be as fast but do not fit (the nearest first), and how many were looked at."""
 
     best: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
+    refused: tuple[tuple[Tensor, str], ...]  # splits of the matmuls that the model does not allow, with the reason
     num_considered: int
 
 
@@ -67,6 +61,29 @@ class Model:
     @property
     def num_blocks(self) -> int:
         return len(self.steps.workload.blocks)
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model."""
+        return self.profile.root.numel + self.profile.blocks[-1].numel * self.num_blocks
+
+    @property
+    def flops(self) -> float:
+        """What forward and backward of one sequence need: causal attention counted half, recompute not at all."""
+        work = self.steps.workload
+        return sum(3 * (part.flops - part.attention_flops / 2) for part in (work.first, *work.blocks, work.last))
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.steps.cluster
+
+    def on(self, cluster: Cluster) -> Model:
+        """The model on another cluster."""
+        return replace(self, steps=replace(self.steps, cluster=cluster))
+
+    def held(self, plan: Plan, num_micro_batches: int) -> Memory:
+        """What the fullest rank holds."""
+        return memory(sizes(self.profile, plan), plan, self.num_blocks, num_micro_batches)
 
 
 def search(model: Model, question: Question, keep: int = 10) -> Found:
@@ -83,8 +100,11 @@ class _Search:
         self.limit_bytes = model.steps.cluster.node.device.memory_bytes
         self.num_considered, self._room = 0, max(keep, NUM_TIMED)
         self._best: list[tuple[float, int, Candidate]] = []  # a heap, the slowest kept on top
-        self._large: list[tuple[float, int, Candidate]] = []
+        self._large: dict[tuple[int, ...], Candidate] = {}  # of each layout, the one that is nearest to fit
         self._sizes: dict[tuple[int, int, bool, str], Sizes] = {}
+        self._refused: dict[str, Tensor] = {}  # the first split for each reason
+        self._inner = [one for one in question.constraints if one.is_inner]
+        self._outer = [one for one in question.constraints if not one.is_inner]
 
     def run(self) -> Found:
         inner = sorted(self._inner_plans(), key=lambda pair: pair[0])
@@ -94,8 +114,9 @@ class _Search:
             self._lay_out(plan)
         kept = sorted((item[2] for item in self._best), key=_rank)
         timed = sorted((self._time(candidate) for candidate in kept), key=_rank)[: self.keep]
-        large = sorted((item[2] for item in self._large), key=_rank)
-        return Found(tuple(timed), tuple(large), self.num_considered)
+        large = sorted(self._large.values(), key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
+        refused = tuple((tensor, reason) for reason, tensor in self._refused.items())
+        return Found(tuple(timed), tuple(large), refused, self.num_considered)
 
     # --- what is inside a rank
 
@@ -105,7 +126,9 @@ class _Search:
             for y in _divisors(self.num_devices // x):
                 for sequence in (False, True) if x > 1 else (False,):
                     tensor = Tensor(x, y, sequence)
-                    if self._refuses(Plan(tensor=tensor)):
+                    reason = self._reason(Plan(tensor=tensor))
+                    if reason is not None:
+                        self._refused.setdefault(reason, tensor)
                         continue
                     for context in self._contexts(self.num_devices // (x * y)):
                         yield from self._policies(tensor, context)
@@ -123,6 +146,8 @@ class _Search:
                     memory=MemoryPolicy(recompute),  # type: ignore[arg-type]
                     precision=self.question.precision,  # type: ignore[arg-type]
                 )
+                if not all(one.holds(plan) for one in self._inner):
+                    continue
                 one = self.steps.chain(plan)
                 group = tensor.x * tensor.y * context
                 yield batch / micro_batch * sum(one) * group / self.num_devices, plan
@@ -133,10 +158,12 @@ class _Search:
         return [c for c in _divisors(room) if self.question.sequence % (2 * c) == 0 and not self._refuses_context(c)]
 
     def _refuses_context(self, degree: int) -> bool:
-        return degree > 1 and self._refuses(Plan(context=Context(degree)))
+        return degree > 1 and self._reason(Plan(context=Context(degree))) is not None
 
-    def _refuses(self, plan: Plan) -> bool:
-        return any(strategy.refuse(self.model.profile, plan) for strategy in STRATEGIES)
+    def _reason(self, plan: Plan) -> str | None:
+        """Why the model does not allow it."""
+        reasons = (strategy.refuse(self.model.profile, plan) for strategy in STRATEGIES)
+        return next((reason for reason in reasons if reason is not None), None)
 
     # --- the rest
 
@@ -155,7 +182,7 @@ class _Search:
                 for pipe in self._pipes(degree, inner):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
                         plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
-                        if self.question.allows(plan):
+                        if all(one.holds(plan) for one in self._outer):
                             self._consider(plan, num_micro_batches)
 
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
@@ -180,18 +207,23 @@ class _Search:
         return self._sizes[key]
 
     def _consider(self, plan: Plan, num_micro_batches: int) -> None:
-        """Keep a plan if it is among the fastest that fit, or the fastest that do not."""
+        """Keep a plan if it is among the fastest that fit, or would be and is the nearest of its layout to fit."""
         self.num_considered += 1
         seconds = self.steps.estimate(plan, num_micro_batches)
         if len(self._best) >= self._room and seconds >= -self._best[0][0]:
             return  # one that does not fit and is slower than all that do teaches nothing
         held = memory(self._sizes_of(plan), plan, self.model.num_blocks, num_micro_batches)
-        heap, size = (self._best, self._room) if held.total_bytes <= self.limit_bytes else (self._large, 5)
-        item = (-seconds, -self.num_considered, Candidate(plan, num_micro_batches, seconds, held))
-        if len(heap) < size:
-            heapq.heappush(heap, item)
-        elif item > heap[0]:
-            heapq.heapreplace(heap, item)
+        candidate = Candidate(plan, num_micro_batches, seconds, held)
+        if held.total_bytes > self.limit_bytes:
+            nearest = self._large.get(tuple(plan.degrees.values()))
+            if nearest is None or held.total_bytes < nearest.memory.total_bytes:
+                self._large[tuple(plan.degrees.values())] = candidate
+            return
+        item = (-seconds, -self.num_considered, candidate)
+        if len(self._best) < self._room:
+            heapq.heappush(self._best, item)
+        elif item > self._best[0]:
+            heapq.heapreplace(self._best, item)
 
 
 def sizes(profile: Profile, plan: Plan) -> Sizes:

@@ -9,7 +9,7 @@ block's, what is longer than the compute, and what the compute loses to them whi
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -63,6 +63,7 @@ class StepTime:
     exposed_seconds: dict[str, float]  # by axis
     bubble_share: float
     optimizer_seconds: float
+    where: dict[str, float] = field(default_factory=dict)  # all seconds of the busiest rank: compute, axes, bubble, ...
     timeline: Timeline | None = field(default=None, repr=False)
 
 
@@ -158,6 +159,14 @@ class StepModel:
             return Seconds(own.forward + told["forward"], hidden_backward)
         return own.plus(Seconds(told["forward"], told["backward"]))
 
+    def exposed(self, part: Part, plan: Plan, micro_batch: int) -> dict[str, float]:
+        """What its collectives add to a part, by axis."""
+        told: defaultdict[str, float] = defaultdict(float)
+        for call in self.calls(part, plan, micro_batch):
+            told[call.axis] += self.seconds(call.axis, call.operation, call.num_bytes, plan)
+        added = sum(self.inside(part, plan, micro_batch)) - sum(self.part(part, plan, micro_batch))
+        return {axis: added * seconds / sum(told.values()) for axis, seconds in told.items() if seconds}
+
     def chain(self, plan: Plan) -> Seconds:
         """One micro-batch through the whole model, split over x, y and context only."""
         first, blocks, last = self._chain(plan)
@@ -238,7 +247,24 @@ class StepModel:
         reduction = self._reduction(largest, plan, alone, max(counts), exposed)
         optimizer = self._optimizer_seconds(largest, plan)
         compute = max(stage.forward + stage.backward for stage in alone) * num_micro_batches
-        return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, timeline)
+        own = self._where(plan, num_micro_batches, alone, stages)
+        where = {**own, "bubble": makespan - sum(own.values()), "data": reduction, "optimizer": optimizer}
+        return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, where, timeline)
+
+    def _where(
+        self, plan: Plan, num_micro_batches: int, alone: list[Seconds], stages: list[Seconds]
+    ) -> dict[str, float]:
+        """What the busiest rank of pipe does all step: its kernels, and what each axis adds to them."""
+        work, degree, num_stages = self.workload, plan.pipe.degree, len(stages)
+        rank = max(range(degree), key=lambda rank: sum(sum(stage) for stage in stages[rank::degree]))
+        parts = Counter({work.first: rank == 0, work.last: (num_stages - 1) % degree == rank})
+        parts.update(part for i, part in enumerate(work.blocks) if i * num_stages // len(work.blocks) % degree == rank)
+        found: defaultdict[str, float] = defaultdict(float)
+        for part, count in parts.items():
+            for axis, seconds in self.exposed(part, plan, plan.micro_batch or 1).items():
+                found[axis] += count * num_micro_batches * seconds
+        both = [num_micro_batches * sum(sum(stage) for stage in each[rank::degree]) for each in (alone, stages)]
+        return {"compute": both[0] - sum(found.values()), **found, "shard": both[1] - both[0]}
 
     def _on_rank(self, held: list[float], plan: Plan) -> list[float]:
         """Parameters of each rank of pipe, over its stages."""

@@ -1,0 +1,227 @@
+"""The planner's answers: where time goes, why, what was rejected and what helps; and the command that prints them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from runs_for_tests import write_run_file
+
+from weft import cli
+from weft.cluster import load
+from weft.config import load_run
+from weft.errors import PlanError
+from weft.models import GPT2Config
+from weft.models.catalog import load_model
+from weft.planner.answer import Answer, ask, with_more, with_scaling
+from weft.planner.explain import smaller, why_none
+from weft.planner.page import page
+from weft.planner.question import Objective, Question, parse_constraints
+from weft.planner.search import Found
+from weft.planning import has_layout
+from weft.predict import predict
+
+SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=2048, n_layer=8, n_head=16)
+
+
+@lru_cache(maxsize=16)
+def answer(cluster: str = "h100:1x8", *constraints: str, batch: int = 64, objective: Objective = "time") -> Answer:
+    question = Question(batch, 1024, "bf16", parse_constraints(constraints))
+    return ask("small", SMALL, load(cluster), question, objective)
+
+
+def test_where_a_step_goes_adds_up() -> None:
+    for constraint in ("no pipe", "pipe=4", "schedule=interleaved", "shard=8", "x=2"):
+        for one in answer("h100:1x8", constraint).layouts():
+            assert one.step is not None
+            assert sum(one.step.where.values()) == pytest.approx(one.seconds, rel=1e-9), constraint
+            assert all(seconds >= -1e-9 for seconds in one.step.where.values()), one.step.where
+
+
+def test_memory_adds_up_and_fits() -> None:
+    for one in answer().found.best:
+        assert sum(one.memory.parts().values()) == pytest.approx(one.memory.total_bytes)
+        assert one.memory.total_bytes <= 80e9
+
+
+def test_why_names_the_first_and_the_next_layout() -> None:
+    found = answer("h100:1x8", "pipe>=2")
+    first, second = found.layouts()[0], next(o for o in found.found.best if o.plan.degrees != found.best.plan.degrees)
+    assert found.why.startswith(first.plan.describe_axes())
+    assert second.plan.describe_axes() in found.why
+    assert f"takes {second.seconds / first.seconds - 1:.1%} longer" in found.why
+
+
+def test_rejected_plans_say_how_much_and_what_would_fit() -> None:
+    question = Question(512, 1024, "bf16", parse_constraints(["no recompute"]))
+    found = ask("large", load_model("mpt-7b"), load("a100-40:1x8"), question)
+    assert found.rejected
+    for one in found.rejected:
+        assert one.candidate.memory.total_bytes > 40e9
+        assert one.reason.startswith(f"does not fit: {one.candidate.memory.total_bytes / 1e9:.1f} of 40 GB, ")
+    assert any(one.remedy and one.remedy.endswith("would fit") for one in found.rejected)
+    sizes = [one.candidate.memory.total_bytes for one in found.rejected]
+    assert sizes == sorted(sizes)  # the nearest first
+
+
+def test_what_does_not_fit_says_how_many_nodes_would() -> None:
+    found = ask("huge", load_model("gpt-39b"), load("a100-40:1x8"), Question(64, 2048))
+    assert not found.found.best
+    assert "No plan fits: the one that holds least" in found.why
+    nodes = int(found.why.split(" nodes (")[0].split()[-1])
+    assert nodes > 1
+    assert ask("huge", load_model("gpt-39b"), load(f"a100-40:{nodes}x8"), Question(64, 2048)).found.best
+    with pytest.raises(PlanError, match=r"No plan fits.* nodes \("):
+        _ = found.best
+
+
+def test_an_impossible_constraint_is_named() -> None:
+    assert answer("h100:1x8", "pipe=7", "x<=8").why.startswith("No plan satisfies 'pipe=7'. Without it the best is ")
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    found = answer("h100:1x8", "x=1", "y=1", "no pipe", batch=7)
+    assert found.why.startswith("No plan satisfies 'x=1'. Without it the best is ")
+    nothing = Found((), (), (), 0)
+    why = why_none(found.model, Question(7, 1024), nothing)
+    assert why.endswith("Use another batch (a batch of 7 sequences over 8 devices is asked), or other devices.")
+
+
+def test_the_smallest_cluster_and_the_cheapest() -> None:
+    smallest = answer("h100:2x8", objective="devices")
+    assert smallest.best.plan.num_ranks == 1  # half a billion parameters fit one device
+    cheapest = answer("h100:2x8", objective="cost")
+    cost = cheapest.best.seconds * cheapest.best.plan.num_ranks
+    for devices in (1, 2, 4, 8):
+        there = answer(f"h100:1x{devices}")
+        assert cost <= there.best.seconds * devices * (1 + 1e-9)
+
+
+def test_smaller_clusters() -> None:
+    assert [one.num_devices for one in smaller(load("h100:6x8"))] == [1, 2, 4, 8, 16, 24, 32, 48]
+    assert [one.num_devices for one in smaller(load("h100:1x8"))] == [1, 2, 4, 8]
+
+
+def test_more_of_anything_is_never_worse() -> None:
+    found = with_more(answer("a100-80:2x8"), lambda what: None)
+    assert [one.change.split()[0] for one in found.sensitivities] == ["+1", "+1", "+1", "one", "twice"]
+    for one in found.sensitivities:
+        assert one.saved_seconds is not None
+        assert one.saved_seconds >= -1e-12
+    assert found.sensitivities[1].saved_seconds is not None
+    assert found.sensitivities[1].saved_seconds < 0.05 * found.best.seconds  # one of 200 GB/s
+
+
+def test_scaling_goes_up_with_devices() -> None:
+    found = with_scaling(answer("h100:1x8"), lambda what: None)
+    counts = [point.cluster.num_devices for point in found.scaling]
+    assert counts == [1, 2, 4, 8, 16, 32]
+    rates = [point.best.seconds for point in found.scaling if point.best]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_predict_gives_the_time_that_the_search_found(tmp_path: Path) -> None:
+    run = load_run(write_run_file(tmp_path), ["plan.data=2", "plan.precision=bf16", "cluster=h100:1x2"])
+    found = predict(run, load("h100:1x2"))
+    assert found.is_modelled
+    again = ask("run", run.model, load("h100:1x2"), Question(run.split.batch, run.split.sequence))
+    same = [one for one in again.found.best if one.plan.data == 2 and one.plan.micro_batch == run.split.micro_batch]
+    assert any(one.seconds == pytest.approx(found.step_seconds) for one in same)
+
+
+# --- the command
+
+
+class Left(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Left]:
+    def call(*arguments: object) -> Left:
+        monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        status = 0
+        try:
+            cli.main()
+        except SystemExit as left:
+            status = left.code if isinstance(left.code, int) else int(bool(left.code))
+        captured = capfd.readouterr()
+        return Left(status, captured.out, captured.err)
+
+    return call
+
+
+NAMED = ("plan", "--model", "mpt-1b", "--cluster", "h100:1x8", "--tokens-per-step", "256K")
+
+
+def test_a_model_of_the_catalog(weft: Callable[..., Left], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    left = weft(*NAMED, "--where", "x<=2", "--write", "best.toml", "--report", "best.html", "--json")
+    assert left.status == 0, left.err
+    found = json.loads(left.out)
+    assert found["question"]["tokens_per_step"] == 256 << 10
+    assert found["question"]["constraints"] == ["x<=2"]
+    best = found["plans"][0]
+    assert all(plan["plan"]["tensor"]["x"] <= 2 for plan in found["plans"])
+    assert best["seconds"] == min(plan["seconds"] for plan in found["plans"])
+    assert 0.1 < best["mfu"] < 0.8
+    assert best["traffic"]
+    assert all(row["link"] == "intra" for row in best["traffic"])
+    assert (tmp_path / "best.html").read_text() == page(found)
+    run = load_run(tmp_path / "best.toml", [])  # what weft train would run
+    assert has_layout(run)
+    assert run.plan.degrees == {axis: run.plan.degree(axis) for axis in run.plan.degrees}
+    assert run.plan.describe_axes() == best["axes"]
+    assert run.split.tokens == 256 << 10
+
+
+def test_in_words(weft: Callable[..., Left]) -> None:
+    left = weft(*NAMED)
+    assert left.status == 0, left.err
+    for words in ("mpt-1b, 1.3", "the best plan of each layout", "MFU", "of 80 GB", "why  ", "what more would change"):
+        assert words in left.out, words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a run file, or --model"),
+        (["--model", "gpt-9t", "--cluster", "h100", "--tokens-per-step", "1M"], "unknown model 'gpt-9t'"),
+        (["--model", "mpt-1b", "--cluster", "z80", "--tokens-per-step", "1M"], "unknown cluster 'z80'.*known: a100-40"),
+        (["--model", "mpt-1b", "--cluster", "h100:0x8", "--tokens-per-step", "1M"], "zero nodes or devices"),
+        (["--model", "mpt-1b", "--cluster", "h100"], "--model needs --cluster and --tokens-per-step"),
+        (["--model", "mpt-1b", "--cluster", "h100", "--tokens-per-step", "1000"], "is not a multiple of the sequence"),
+        ([*NAMED[1:], "--best", "luck"], "--best luck is not one of time, cost, devices"),
+        ([*NAMED[1:], "--where", "pipe=a"], "'a' is not a whole number"),
+        ([*NAMED[1:], "--report", "no/such/folder.html"], "its folder no/such does not exist"),
+    ],
+)
+def test_bad_input(weft: Callable[..., Left], arguments: list[str], message: str) -> None:
+    left = weft("plan", *arguments)
+    assert left.status == 2
+    assert left.out == ""
+    assert re.search(message, left.err), left.err
+    assert left.err.count("\n") == 1
+
+
+def test_train_without_a_plan_plans_first(
+    weft: Callable[..., Left], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parent.parent))  # for the ranks
+    run_file = write_run_file(tmp_path)
+    assert not has_layout(load_run(run_file, []))
+    assert not has_layout(load_run(run_file, ["plan.precision=fp64"]))
+    left = weft("train", run_file, "train.steps=4", "cluster=local:1x2", "--no-verify", "folder=run")
+    assert left.status == 0, left.err
+    assert "planned  no [plan] is given. " in left.out
+    assert re.search(r"^plan     (data|shard|pipe|x|y) 2", left.out, re.MULTILINE), left.out

@@ -1,0 +1,244 @@
+"""The planner's answer: the best plans of a question, why, what was rejected, and what more of anything would change.
+
+`ask` answers; `to_json` is what `weft plan --json` prints and the page draws.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from weft.cluster import Cluster
+from weft.comm import Traffics
+from weft.errors import PlanError
+from weft.models import ModelConfig
+from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
+from weft.planner.model import planned_model
+from weft.planner.question import Objective, Question
+from weft.planner.search import Candidate, Found, Model, search
+from weft.predict import link_of
+from weft.schema import to_table
+
+MAX_SPANS = 20_000  # of a timeline in the answer
+NUM_KEPT = 48  # plans, of which each layout shows one
+HOUR = 3600
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best plan on some number of devices; None where none fits."""
+
+    cluster: Cluster
+    best: Candidate | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found for a question."""
+
+    name: str
+    model: Model
+    question: Question
+    objective: Objective
+    found: Found
+    why: str
+    rejected: tuple[Rejected, ...]
+    search_seconds: float
+    sensitivities: tuple[Sensitivity, ...] = ()
+    scaling: tuple[Point, ...] = ()
+    traffic: Traffics = field(default_factory=dict)  # of the first plan
+
+    @property
+    def best(self) -> Candidate:
+        """The first plan; PlanError with the reasons where there is none."""
+        if not self.found.best:
+            remedies = [f"{one.reason}; {one.remedy}" for one in self.rejected if one.remedy]
+            raise PlanError(" ".join([self.why, *remedies[:1]]))
+        return self.found.best[0]
+
+    def layouts(self, most: int = 8) -> list[Candidate]:
+        """The best plan of each layout: degrees of the axes, and the pipeline's schedule."""
+        first = {(*one.plan.degrees.items(), one.plan.pipe.schedule): one for one in reversed(self.found.best)}
+        return sorted(first.values(), key=lambda one: self.found.best.index(one))[:most]
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as plain values."""
+        cluster, question = self.model.cluster, self.question
+        node = cluster.node
+        return {
+            "model": {"name": self.name, "parameters": self.model.numel, "blocks": self.model.num_blocks},
+            "cluster": {
+                "name": cluster.name,
+                "nodes": cluster.num_nodes,
+                "devices": cluster.num_devices,
+                "devices_per_node": node.num_devices,
+                "device": node.device.name,
+                "memory_limit_bytes": node.device.memory_bytes,
+                "intra_bytes_per_second": node.intra.bandwidth_bytes_per_second,
+                "inter_bytes_per_second": node.inter.bandwidth_bytes_per_second,
+            },
+            "question": {
+                "sequence": question.sequence,
+                "batch": question.batch,
+                "tokens_per_step": question.batch * question.sequence,
+                "precision": question.precision,
+                "objective": self.objective,
+                "constraints": [one.text for one in question.constraints],
+            },
+            "considered": self.found.num_considered,
+            "search_seconds": self.search_seconds,
+            "plans": [self._candidate(one, index == 0) for index, one in enumerate(self.layouts())],
+            "why": self.why,
+            "rejected": [
+                {
+                    "axes": one.candidate.plan.describe_axes(),
+                    "plan": to_table(one.candidate.plan),
+                    "micro_batch": one.candidate.plan.micro_batch,
+                    "recompute": one.candidate.plan.memory.recompute,
+                    "reason": one.reason,
+                    "remedy": one.remedy,
+                    "seconds": one.candidate.seconds,
+                    "memory": one.candidate.memory.parts(),
+                    "memory_bytes": one.candidate.memory.total_bytes,
+                }
+                for one in self.rejected
+            ],
+            "refused": [{"axes": f"x {t.x} × y {t.y}", "reason": reason} for t, reason in self.found.refused],
+            "sensitivities": [vars(one) for one in self.sensitivities],
+            "scaling": [self._point(point) for point in self.scaling],
+        }
+
+    def _candidate(self, one: Candidate, is_first: bool) -> dict[str, Any]:
+        step = one.step
+        assert step is not None
+        return {
+            "plan": to_table(one.plan),
+            "axes": one.plan.describe_axes(),
+            "num_devices": one.plan.num_ranks,
+            "micro_batch": one.plan.micro_batch,
+            "num_micro_batches": one.num_micro_batches,
+            "recompute": one.plan.memory.recompute,
+            **self.rates(one),
+            "where": step.where,
+            "memory": one.memory.parts(),
+            "memory_bytes": one.memory.total_bytes,
+            "bubble_share": step.bubble_share,
+            "traffic": list(self._traffic(one)) if is_first else [],
+            "timeline": _timeline(one) if is_first else None,
+        }
+
+    def rates(self, one: Candidate) -> dict[str, float | None]:
+        """Seconds of a step and what follows from them; no MFU where the device's peak is not known."""
+        tokens = self.question.batch * self.question.sequence
+        device = self.model.cluster.node.device
+        peak = None if device.name == "CPU" else device.peak_flops.get(self.question.precision)
+        flops = self.model.flops * self.question.batch
+        return {
+            "seconds": one.seconds,
+            "tokens_per_second": tokens / one.seconds,
+            "device_hours_per_billion_tokens": 1e9 / tokens * one.seconds * one.plan.num_ranks / HOUR,
+            "mfu": None if peak is None else flops / (one.seconds * one.plan.num_ranks * peak),
+        }
+
+    def _point(self, point: Point) -> dict[str, Any]:
+        found: dict[str, Any] = {"devices": point.cluster.num_devices, "nodes": point.cluster.num_nodes}
+        if point.best is None:
+            return {**found, "axes": "", "fits": False}
+        return {**found, "axes": point.best.plan.describe_axes(), **self.rates(point.best), "fits": True}
+
+    def _traffic(self, one: Candidate) -> Iterator[dict[str, Any]]:
+        for (axis, operation), value in self.traffic.items():
+            link = "inter" if link_of(axis, one.plan, self.model.cluster).crosses_nodes else "intra"
+            yield {"axis": axis, "operation": operation, "calls": value.calls, "bytes": value.num_bytes, "link": link}
+
+
+def ask(
+    name: str,
+    config: ModelConfig,
+    cluster: Cluster,
+    question: Question,
+    objective: Objective = "time",
+    say: Progress = lambda what: None,
+) -> Answer:
+    """The best plans for a model on a cluster."""
+    start = time.perf_counter()
+    say(f"profiling {name}")
+    model = planned_model(config, question.sequence, cluster)
+    model, found = _best(model, question, objective, say)
+    seconds = time.perf_counter() - start
+    told = why(model, question, found)
+    return Answer(name, model, question, objective, found, told, tuple(rejections(model, found)), seconds)
+
+
+def with_more(answer: Answer, say: Progress) -> Answer:
+    """The answer with what one more of anything would change."""
+    say("what one more GB/s, GB or node would change")
+    return replace(answer, sensitivities=tuple(sensitivities(answer.model, answer.question, answer.found)))
+
+
+def with_scaling(answer: Answer, say: Progress) -> Answer:
+    """The answer with the best plans on fewer and more devices."""
+    points = []
+    for cluster in _scales(answer.model.cluster):
+        say(f"scaling: {cluster.num_devices} devices")
+        if cluster == answer.model.cluster:
+            best: Sequence[Candidate] = answer.found.best
+        else:
+            best = search(answer.model.on(cluster), answer.question, keep=1).best
+        points.append(Point(cluster, best[0] if best else None))
+    return replace(answer, scaling=tuple(points))
+
+
+def _best(model: Model, question: Question, objective: Objective, say: Progress) -> tuple[Model, Found]:
+    """The search on the whole cluster, or on the part of it that the objective likes best."""
+    if objective == "time":
+        say(f"searching plans for {model.cluster.num_devices} devices")
+        return model, search(model, question, keep=NUM_KEPT)
+    tried: list[tuple[Model, Found]] = []
+    for cluster in smaller(model.cluster):
+        say(f"searching plans for {cluster.num_devices} devices")
+        here = model.on(cluster)
+        found = search(here, question, keep=NUM_KEPT)
+        if found.best and objective == "devices":
+            return here, found
+        tried.append((here, found))
+    fitting = [pair for pair in tried if pair[1].best]
+    if not fitting:
+        return tried[-1]
+    return min(fitting, key=lambda pair: pair[1].best[0].seconds * pair[0].cluster.num_devices)
+
+
+def _scales(cluster: Cluster) -> list[Cluster]:
+    """An eighth to four times the nodes; of a single node also its parts."""
+    inside = [one for one in smaller(cluster) if one.num_nodes == 1 and one.num_devices < cluster.node.num_devices]
+    counts = sorted({cluster.num_nodes * times // 8 for times in (1, 2, 4, 8, 16, 32)} - {0})
+    return [*(inside if cluster.num_nodes == 1 else []), *(replace(cluster, num_nodes=count) for count in counts)]
+
+
+def _timeline(one: Candidate) -> dict[str, Any] | None:
+    assert one.step is not None
+    timeline = one.step.timeline
+    if timeline is None or sum(map(len, timeline.spans)) > MAX_SPANS:
+        return None
+    return {
+        "num_ranks": len(timeline.spans),
+        "makespan_seconds": timeline.makespan_seconds,
+        "ranks": [
+            [
+                {"start": span.start_seconds, "end": span.end_seconds, "kind": "wait"}
+                if span.action == "wait"
+                else {
+                    "start": span.start_seconds,
+                    "end": span.end_seconds,
+                    "kind": span.action.kind,
+                    "stage": span.action.stage,
+                    "micro_batch": span.action.micro_batch,
+                }
+                for span in spans
+            ]
+            for spans in timeline.spans
+        ],
+    }

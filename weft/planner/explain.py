@@ -1,0 +1,212 @@
+"""Why a plan wins, why others do not, and what one more of anything would change: the search's answer in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.cluster import Cluster, Link
+from weft.plan import Memory as MemoryPolicy
+from weft.plan import Plan
+from weft.planner.memory import Memory
+from weft.planner.question import Question
+from weft.planner.search import Candidate, Found, Model, search
+
+GB = 1e9
+MAX_TIMES = 64
+WORDS = {
+    "compute": "compute",
+    "bubble": "waiting in the pipeline",
+    "optimizer": "the optimizer",
+    "data": "gradients over data and shard",
+}
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A plan that was not taken, why, and what would make it fit."""
+
+    candidate: Candidate
+    reason: str
+    remedy: str | None
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What one more of something changes."""
+
+    change: str
+    seconds: float | None  # of the best plan then; None: none fits
+    saved_seconds: float | None
+    axes: str
+
+
+def why(model: Model, question: Question, found: Found) -> str:
+    """Two sentences: where the first plan's time goes, and what the next layout loses to it."""
+    if not found.best:
+        return why_none(model, question, found)
+    first = found.best[0]
+    where, total = _where(first), first.seconds
+    lost = sorted(
+        (name for name in where if name != "compute" and where[name] > 0.005 * total), key=lambda n: -where[n]
+    )
+    told = " and ".join(f"{_word(name)} ({where[name] / total:.1%})" for name in lost[:2]) or "nothing else"
+    compute = where["compute"] / total
+    opening = f"{short(first.plan)} computes for {compute:.0%} of its step and gives most of the rest to {told}."
+    other = next((one for one in found.best[1:] if one.plan.degrees != first.plan.degrees), None)
+    if other is None:
+        return f"{opening} No other layout of the axes is among the best."
+    changes = {name: _where(other).get(name, 0.0) - where.get(name, 0.0) for name in {**where, **_where(other)}}
+    worse, seconds = max(sorted(changes.items()), key=lambda pair: pair[1])
+    because = f", mostly by {_word(worse)} (+{seconds:.3g} s)" if seconds > 0.001 * total else ""
+    return f"{opening} The next layout, {short(other.plan)}, takes {other.seconds / total - 1:.1%} longer{because}."
+
+
+def why_none(model: Model, question: Question, found: Found) -> str:
+    """What stands in the way, and what would help: a constraint less, more nodes, another batch."""
+    told = "No plan divides the batch and the model over all devices."
+    if found.too_large:
+        nearest = found.too_large[0]
+        told = (
+            f"No plan fits: the one that holds least ({short(nearest.plan)}) needs "
+            f"{nearest.memory.total_bytes / GB:.1f} of {model.cluster.node.device.memory_bytes / GB:.4g} GB."
+        )
+    for constraint in question.constraints:
+        rest = tuple(one for one in question.constraints if one != constraint)
+        without = search(model, replace(question, constraints=rest), keep=1)
+        if without.best:
+            return f"No plan satisfies '{constraint.text}'. Without it the best is {short(without.best[0].plan)}."
+    if not found.too_large:
+        batches = f"a batch of {question.batch} sequences over {model.cluster.num_devices} devices"
+        return f"{told} Use another batch ({batches} is asked), or other devices."
+    larger = _larger_that_fits(model, question)
+    if larger is None:
+        return f"{told} Up to {MAX_TIMES}× the nodes do not fit it either."
+    return f"{told} {larger.cluster.num_nodes} nodes ({larger.cluster.num_devices} devices) would fit it."
+
+
+def _larger_that_fits(model: Model, question: Question) -> Model | None:
+    """The model on the next cluster of this kind that has a plan for it."""
+    times = sorted(base << shift for base in (2, 3) for shift in range(MAX_TIMES.bit_length() - 2))
+    for more in times:
+        larger = model.on(replace(model.cluster, num_nodes=model.cluster.num_nodes * more))
+        if search(larger, question, keep=1).best:
+            return larger
+    return None
+
+
+def short(plan: Plan) -> str:
+    """A plan's axes, micro-batch and recompute in a few words."""
+    batch = "" if plan.micro_batch is None else f", micro-batch {plan.micro_batch}"
+    recompute = "" if plan.memory.recompute == "none" else f", recompute {plan.memory.recompute}"
+    return f"{plan.describe_axes()}{batch}{recompute}"
+
+
+def _word(name: str) -> str:
+    return WORDS.get(name, f"communication over {name}")
+
+
+def _where(candidate: Candidate) -> dict[str, float]:
+    return candidate.step.where if candidate.step is not None else {}
+
+
+# --- what was rejected
+
+
+def rejections(model: Model, found: Found) -> list[Rejected]:
+    """The fastest plans that do not fit, each with what would make it fit."""
+    limit = model.cluster.node.device.memory_bytes
+    return [Rejected(one, too_large(one.memory, limit), _remedy(model, one, limit)) for one in found.too_large]
+
+
+def too_large(memory: Memory, limit_bytes: float) -> str:
+    """`does not fit: 91.2 of 80 GB, activations 61 GB`."""
+    name, size = max(memory.parts().items(), key=lambda pair: pair[1])
+    return f"does not fit: {memory.total_bytes / GB:.1f} of {limit_bytes / GB:.4g} GB, {name} {size / GB:.1f} GB"
+
+
+def _remedy(model: Model, candidate: Candidate, limit_bytes: float) -> str | None:
+    for words, plan, count in _lighter(candidate):
+        if model.held(plan, count).total_bytes <= limit_bytes:
+            return f"{words} would fit"
+    return None
+
+
+def _lighter(candidate: Candidate) -> Iterator[tuple[str, Plan, int]]:
+    """Changes of a plan that make it hold less, the cheapest first."""
+    plan, count = candidate.plan, candidate.num_micro_batches
+    if plan.tensor.x > 1 and not plan.tensor.sequence:
+        yield "tensor.sequence = true", replace(plan, tensor=replace(plan.tensor, sequence=True)), count
+    recomputes: list[Any] = ["none", "selective", "full"]
+    for recompute in recomputes[recomputes.index(plan.memory.recompute) + 1 :]:
+        yield f"recompute = {recompute}", replace(plan, memory=MemoryPolicy(recompute)), count
+    stages: list[Any] = [stage for stage in (2, 3) if stage > plan.shard.stage and plan.shard.degree > 1]
+    for stage in stages:
+        yield f"shard.stage = {stage}", replace(plan, shard=replace(plan.shard, stage=stage)), count
+    if plan.micro_batch is not None and plan.micro_batch % 2 == 0:
+        half = replace(plan, micro_batch=plan.micro_batch // 2)
+        yield f"micro_batch = {half.micro_batch}", half, 2 * count
+        full = replace(half, memory=MemoryPolicy("full"))
+        yield f"micro_batch = {half.micro_batch} with recompute = full", full, 2 * count
+    if plan.data > 1:
+        whole = replace(plan, data=1, shard=replace(plan.shard, degree=plan.data * plan.shard.degree))
+        yield f"shard = {whole.shard.degree} in place of data = {plan.data}", whole, count
+        deep = replace(whole, shard=replace(whole.shard, stage=3), memory=MemoryPolicy("full"))
+        yield f"shard = {whole.shard.degree} with stage 3 and recompute = full", deep, count
+
+
+# --- what one more would change
+
+
+def sensitivities(model: Model, question: Question, found: Found) -> list[Sensitivity]:
+    """One GB/s more inside and between nodes, one GB more memory, one node more, twice the nodes."""
+    if not found.best:
+        return []
+    node, best = model.cluster.node, found.best[0].seconds
+    told = []
+    links = {"+1 GB/s for each device inside a node": replace(node, intra=_faster(node.intra))}
+    if model.cluster.num_nodes > 1:
+        links["+1 GB/s for each node between nodes"] = replace(node, inter=_faster(node.inter))
+    for words, faster in links.items():
+        again = model.on(replace(model.cluster, node=faster))
+        told.append(_changed(words, _timed_again(again, found.best), best))
+    more = [one for one in found.too_large if one.memory.total_bytes <= node.device.memory_bytes + GB]
+    told.append(_changed("+1 GB of memory for each device", [*_timed_again(model, more), found.best[0]], best))
+    for words, num_nodes in (("one more node", 1), ("twice the nodes", model.cluster.num_nodes)):
+        larger = replace(model.cluster, num_nodes=model.cluster.num_nodes + num_nodes)
+        told.append(_changed(words, search(model.on(larger), question, keep=1).best, best))
+    return told
+
+
+def _faster(link: Link) -> Link:
+    return replace(link, bandwidth_bytes_per_second=link.bandwidth_bytes_per_second + GB)
+
+
+def _timed_again(model: Model, candidates: Sequence[Candidate]) -> list[Candidate]:
+    steps = (model.steps.step(one.plan, one.num_micro_batches) for one in candidates)
+    return [replace(one, seconds=step.seconds, step=step) for one, step in zip(candidates, steps, strict=True)]
+
+
+def _changed(change: str, candidates: Sequence[Candidate], before: float) -> Sensitivity:
+    if not candidates:
+        return Sensitivity(change, None, None, "no plan: the batch does not divide, or nothing fits")
+    now = min(candidates, key=lambda one: one.seconds)
+    if now.seconds > before:  # devices that divide badly may stay idle
+        return Sensitivity(change, before, 0.0, f"as before; all devices in use would take {now.seconds:.3g} s")
+    return Sensitivity(change, now.seconds, before - now.seconds, short(now.plan))
+
+
+# --- smaller clusters
+
+
+def smaller(cluster: Cluster) -> list[Cluster]:
+    """The cluster's own sizes from one device up to itself: parts of a node, then nodes by twos and threes."""
+    inside = [
+        replace(cluster, node=replace(cluster.node, num_devices=count), num_nodes=1)
+        for count in range(1, cluster.node.num_devices)
+        if cluster.node.num_devices % count == 0
+    ]
+    powers = {base << shift for base in (1, 3) for shift in range(cluster.num_nodes.bit_length())}
+    counts = sorted({count for count in powers if count < cluster.num_nodes} | {cluster.num_nodes})
+    return [*inside, *(replace(cluster, num_nodes=count) for count in counts)]

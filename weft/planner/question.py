@@ -1,0 +1,154 @@
+"""What is asked of the planner: a batch of sequences a step, what must hold, and what is to be best.
+
+Constraints are words: `pipe=4`, `tensor.x<=8`, `recompute!=full`, `no recompute`, `no pipe`, `exact only`. A name is a
+field of the plan; a bare table stands for its degree (`shard<=8`), and `x`, `y`, `recompute`, `schedule`, `stage`,
+`sequence` for the fields that are called so.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_type_hints
+
+from weft.errors import ConfigError
+from weft.plan import Context, Memory, Pipe, Plan, Precision, Shard, Tensor
+from weft.schema import nearest
+
+Objective = Literal["time", "cost", "devices"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "==": operator.eq,
+    "=": operator.eq,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_TABLES = {"pipe": Pipe, "shard": Shard, "tensor": Tensor, "context": Context, "memory": Memory}
+_SHORT = {
+    "x": "tensor.x",
+    "y": "tensor.y",
+    "sequence": "tensor.sequence",
+    "schedule": "pipe.schedule",
+    "chunks": "pipe.chunks",
+    "stage": "shard.stage",
+    "recompute": "memory.recompute",
+    "tensor": "tensor.x",
+    **{table: f"{table}.degree" for table in ("pipe", "shard", "context")},
+}
+# What shapes a rank's own work; the rest is laid out around it.
+INNER = ("tensor.", "context.", "micro_batch", "memory.recompute", "precision")
+_PATTERN = re.compile(r"\s*([a-z_][a-z_.]*)\s*(<=|>=|!=|==|=|<|>)\s*([\w.\-]+)\s*")
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One condition on a field of the plan, and the words it was given in."""
+
+    text: str
+    name: str
+    comparison: str
+    value: int | str | bool
+
+    def holds(self, plan: Plan) -> bool:
+        found: Any = plan
+        for step in self.name.split("."):
+            found = getattr(found, step)
+        return found is not None and COMPARISONS[self.comparison](found, self.value)
+
+    @property
+    def is_inner(self) -> bool:
+        """Whether it is settled before pipe, shard and data are laid out."""
+        return self.name.startswith(INNER)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned, on all devices of the model's cluster."""
+
+    batch: int
+    sequence: int
+    precision: Precision = "bf16"
+    constraints: tuple[Constraint, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.sequence < 1:
+            raise ConfigError(f"a batch of {self.batch} sequences of {self.sequence} tokens is empty; both at least 1")
+
+
+def parse_constraints(texts: Sequence[str]) -> tuple[Constraint, ...]:
+    """Constraints from words; several may stand in one text, separated by commas."""
+    return tuple(_parse(part.strip()) for text in texts for part in text.split(",") if part.strip())
+
+
+def _parse(text: str) -> Constraint:
+    if text == "exact only":
+        return Constraint(text, "exact", "=", True)
+    if text.startswith("no "):
+        return _none_of(text, text[3:].strip())
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"constraint '{text}' is not understood; write a field of the plan and a value (pipe=4, tensor.x<=8, "
+            f"recompute!=full), 'no recompute', 'no pipe' or 'exact only'"
+        )
+    name = _SHORT.get(match[1], match[1])
+    kind = _kind_of(text, name)
+    value = _value(text, match[3], kind)
+    if match[2] not in ("=", "==", "!=") and kind is not int:
+        raise ConfigError(f"constraint '{text}': {name} is not a number, so only = and != compare it")
+    return Constraint(text, name, match[2], value)
+
+
+def _none_of(text: str, what: str) -> Constraint:
+    name = _SHORT.get(what, what)
+    kind = _kind_of(text, name)
+    words: dict[str, int | str | bool] = {"memory.recompute": "none", "tensor.sequence": False}
+    none = words.get(name, 1 if kind is int else None)  # type: ignore[arg-type]
+    if none is None or name in ("micro_batch", "shard.stage"):
+        raise ConfigError(f"constraint '{text}' is not understood; axes, recompute and sequence can be left out")
+    return Constraint(text, name, "=", none)
+
+
+def _fields() -> dict[str, Any]:
+    """Every field of the plan that a constraint may name, with its type."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(Plan).items():
+        inner = _TABLES.get(name)
+        found |= {f"{name}.{k}": h for k, h in get_type_hints(inner).items()} if inner else {name: hint}
+    return found
+
+
+def _kind_of(text: str, name: str) -> Any:
+    fields = _fields()
+    if name not in fields:
+        raise ConfigError(f"constraint '{text}': a plan has no '{name}'{nearest(name, [*fields, *_SHORT])}")
+    hint = fields[name]
+    options = [kind for kind in get_args(hint) if kind is not type(None)]
+    if options and all(isinstance(option, type) for option in options):
+        return options[0]  # int | None
+    return int if options and all(type(option) is int for option in options) else tuple(options) or hint
+
+
+def _value(text: str, raw: str, kind: Any) -> int | str | bool:
+    if kind is bool and raw in ("true", "false"):
+        return raw == "true"
+    if kind is int and raw.isdigit() and len(raw) < 10:
+        return int(raw)
+    if isinstance(kind, tuple) and raw in kind:
+        return raw
+    expects = {bool: "true or false", int: "a whole number"}.get(kind if isinstance(kind, type) else None)  # type: ignore[arg-type]
+    known = expects or f"one of {', '.join(map(str, kind))}"
+    raise ConfigError(f"constraint '{text}': '{raw}' is not {known}")
+
+
+def parse_count(text: str, what: str) -> int:
+    """`4M` as 4 194 304, `512` as 512: a whole number, with K, M or G for powers of 1024."""
+    match = re.fullmatch(r"([0-9]{1,15})([KMGkmg]?)", text.strip())
+    if match is None or not int(match[1]):
+        raise ConfigError(f"{what} {text} is not a whole number above 0; write e.g. 4194304, 4096K or 4M")
+    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]

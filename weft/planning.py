@@ -1,0 +1,97 @@
+"""From a run, or a model of the catalog, to a question for the planner; and from its answer back to a run.
+
+A run file whose `[plan]` says nothing of the layout (no table, or only `precision`, `exact`, `hierarchical`) leaves it
+to the planner.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from weft.cluster import Cluster, load, local_cluster
+from weft.config import DataConfig, Run, TrainConfig
+from weft.errors import ConfigError
+from weft.launch import Place
+from weft.measure import is_cpu, with_assumed_rates
+from weft.models import GPT2Config
+from weft.models.catalog import load_model
+from weft.parallel import cost
+from weft.plan import Plan, Precision
+from weft.planner.answer import Answer, Progress, ask
+from weft.planner.question import Constraint, Objective, Question
+from weft.predict import micro_batch_profile
+from weft.train.loop import device_type
+
+NOT_LAYOUT = ("plan.precision", "plan.exact", "plan.hierarchical")
+MAX_SEQUENCE = 1 << 24
+
+
+def has_layout(run: Run) -> bool:
+    """Whether the run file, or an override, says how the work is split."""
+    return any(key.startswith("plan.") and key not in NOT_LAYOUT for key in run.origins)
+
+
+def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> Run:
+    """A run of a model of the catalog: what to train on is for the user to fill in."""
+    config = load_model(name)
+    own = config.n_positions if isinstance(config, GPT2Config) else config.max_position_embeddings
+    sequence = sequence or own
+    if not 0 < sequence <= MAX_SEQUENCE:
+        raise ConfigError(f"--sequence {sequence} is not between 1 and {MAX_SEQUENCE}")
+    if isinstance(config, GPT2Config):
+        config = replace(config, n_positions=max(sequence, own))
+    if tokens % sequence:
+        raise ConfigError(
+            f"--tokens-per-step {tokens} is not a multiple of the sequence of {sequence} tokens; use "
+            f"{max(1, tokens // sequence) * sequence} or another --sequence"
+        )
+    data = DataConfig(source="stdlib", sequence=sequence)
+    train = TrainConfig(steps=1000, batch=tokens // sequence)
+    return Run(
+        name=name, folder=Path("runs") / name, model=config, model_folder=None, data=data, train=train, plan=Plan(),
+        cluster=cluster,
+    )  # fmt: skip
+
+
+def planning_cluster(run: Run, place: Place | None = None) -> Cluster:
+    """All devices to plan for: of the cluster that the run names, of this machine, or those that a launcher started."""
+    if run.cluster != "local":
+        cluster = load(run.cluster)
+        if place is not None and cluster.num_devices != place.num_ranks:
+            raise ConfigError(
+                f"the launcher started {place.num_ranks} ranks, but cluster {run.cluster} has {cluster.num_devices} "
+                f"devices; name the cluster that you run on, or write a [plan]"
+            )
+        return with_assumed_rates(cluster)
+    hosts = 1 if place is None else place.num_hosts
+    ranks = None if place is None else place.num_ranks // hosts
+    return with_assumed_rates(replace(local_cluster(ranks, on_cpu=device_type(run) == "cpu"), num_nodes=hosts))
+
+
+def ask_for(
+    run: Run,
+    cluster: Cluster,
+    constraints: tuple[Constraint, ...] = (),
+    objective: Objective = "time",
+    say: Progress = lambda what: None,
+) -> Answer:
+    """The planner's answer for a run's model and batch."""
+    precision: Precision = run.plan.precision
+    if "plan.precision" not in run.origins:
+        precision = "fp32" if is_cpu(cluster) else "bf16"
+    alone = replace(run, plan=Plan(precision=precision))
+    question = Question(alone.split.batch, alone.split.sequence, precision, constraints)
+    return ask(run.name, run.model, cluster, question, objective, say)
+
+
+def with_plan(run: Run, answer: Answer) -> Run:
+    """The run under the answer's first plan."""
+    plan = replace(answer.best.plan, exact=run.plan.exact, hierarchical=run.plan.hierarchical)
+    return replace(run, plan=plan, origins={**run.origins, "plan.data": "planner"})
+
+
+def with_traffic(answer: Answer, run: Run) -> Answer:
+    """The answer with what the first plan's fullest rank says in a step, as its strategies state it, to the byte."""
+    planned = with_plan(run, answer)
+    return replace(answer, traffic=cost(micro_batch_profile(planned), planned.plan, planned.split).traffic)
