@@ -39,5 +39,8 @@ def test_every_file_loads_and_names_its_source() -> None:
 
 
 def test_an_unknown_name_gets_the_nearest_and_the_list() -> None:
-    with pytest.raises(ConfigError, match=r"unknown model 'llama3-8'; did you mean 'llama3-8b'\?; known: amoebanet-d-18-208, .*, axonn-10b"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown model 'llama3-8'; did you mean 'llama3-8b'\?; known: amoebanet-d-18-208, .*, axonn-10b",
+    ):
         load_model("llama3-8")
