@@ -228,8 +228,9 @@ def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | No
     """The model's config, which must be one for the data."""
     if isinstance(data, DataConfig):
         return _language_model(table, data)
-    known = {"num_classes": slides.NUM_CLASSES} if isinstance(data, SlidesConfig) else {}
-    config = config_from_table({**known, **table})
+    if isinstance(data, SlidesConfig) and table.get("architecture") in VISION_CONFIGS:
+        table = {"num_classes": slides.NUM_CLASSES, **table}
+    config = config_from_table(table)
     if isinstance(config, LanguageConfig):
         raise ConfigError(
             f"model.architecture = '{config.architecture}' reads text, and data.kind = '{data.kind}' gives images; use "

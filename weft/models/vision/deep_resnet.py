@@ -2,8 +2,9 @@
 
 The networks that HyPar-Flow and GEMS train, which are those of Keras' CIFAR example: three stages of n blocks of 16, 32
 and 64 channels (version 1: two 3 × 3 convolutions), or of 64, 128 and 256 (version 2: bottlenecks whose norms come
-before their convolutions). Convolutions have biases, shortcuts no norm. Version 2 is wider inside than in He et al.
-(2016): the inside of a bottleneck has the channels that the stage before gives (16, 64, 128, not 16, 32, 64).
+before their convolutions). Shortcuts have no norm. Version 2 is wider inside than in He et al. (2016): the inside of a
+bottleneck has the channels that the stage before gives (16, 64, 128, not 16, 32, 64). Keras' convolutions have biases,
+which norms behind them take away or have themselves; here they have none.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ class BlockV1(nn.Module):
 
     def __init__(self, config: DeepResNetConfig, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1)
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
         self.norm1 = make_norm(config.norm, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.norm2 = make_norm(config.norm, outputs)
-        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride) if inputs != outputs else None
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False) if inputs != outputs else None
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -98,12 +99,12 @@ class BlockV2(nn.Module):
     ) -> None:
         super().__init__()
         self.norm1 = None if is_first else make_norm(config.norm, inputs)
-        self.conv1 = nn.Conv2d(inputs, inner, 1, stride=stride)
+        self.conv1 = nn.Conv2d(inputs, inner, 1, stride=stride, bias=False)
         self.norm2 = make_norm(config.norm, inner)
-        self.conv2 = nn.Conv2d(inner, inner, 3, padding=1)
+        self.conv2 = nn.Conv2d(inner, inner, 3, padding=1, bias=False)
         self.norm3 = make_norm(config.norm, inner)
-        self.conv3 = nn.Conv2d(inner, outputs, 1)
-        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride) if inputs != outputs else None
+        self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False) if inputs != outputs else None
         self.relu = nn.ReLU()
 
     def forward(self, images: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ class DeepResNet(nn.Module):
     def __init__(self, config: DeepResNetConfig) -> None:
         super().__init__()
         self.config = config
-        self.conv = nn.Conv2d(config.in_channels, config.width, 3, padding=1)
+        self.conv = nn.Conv2d(config.in_channels, config.width, 3, padding=1, bias=False)
         self.norm = make_norm(config.norm, config.width)
         self.relu = nn.ReLU(inplace=True)
         first, second, third = (config.width * 2**index * (4 if config.version == 2 else 1) for index in range(3))
