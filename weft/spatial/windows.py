@@ -1,0 +1,357 @@
+"""Convolutions and pools on tiles: fetch what the rank's own outputs see, then compute as on an image without padding.
+
+Dims that no axis splits keep torch's own padding. A convolution keeps for backward the tile and the strips that came
+from others, not the padded copy: as much as on the whole image, and the halo. Its weight's gradient is computed while
+the halo's gradients travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from weft.cut import Interval
+from weft.spatial.halo import GiveBack, Halo, fetch
+from weft.spatial.ownership import Line, Window
+from weft.spatial.place import Grid, Place
+
+aten = torch.ops.aten
+Extra = tuple[tuple[int, int], tuple[int, int]]  # pixels to compute beside the own ones: of rows, of columns
+NO_EXTRA: Extra = ((0, 0), (0, 0))
+Result = tuple[Tensor, Place]
+
+
+class NeedsWhole(Exception):  # noqa: N818 (it leads to a hand-over)
+    """An operation cannot go on in tiles, and can on whole images."""
+
+
+class Unsupported(Exception):  # noqa: N818 (it becomes a PlanError that names the operation)
+    """Weft has no rule for an operation on tiles."""
+
+
+def per_dim(value: Any, num_dims: int) -> tuple[int, ...]:
+    """A setting of a convolution or pool for each spatial dim."""
+    if isinstance(value, int):
+        return (value,) * num_dims
+    return tuple(value) if len(value) == num_dims else tuple(value) * num_dims
+
+
+@dataclass(frozen=True)
+class Slide:
+    """Windows over an image: where the outputs lie, and what each rank needs for those that it is to compute."""
+
+    place: Place
+    rows: tuple[Interval, ...]
+    columns: tuple[Interval, ...]
+
+    @staticmethod
+    def of(grid: Grid, place: Place, windows: Sequence[Window], ceil: bool = False, extra: Extra = NO_EXTRA) -> Slide:
+        """`windows` are those of rows and columns."""
+        if place.dims != (-2, -1):
+            raise Unsupported("wants rows and columns in the last two dims")
+        lines, needs = [], []
+        for line, window, more in zip((place.rows, place.columns), windows, extra, strict=True):
+            out = outputs(line, window.num_outputs(line.size, ceil), more)
+            lines.append(out)
+            needs.append(tuple(window.needs(held) for held in out.held))
+        return Slide(Place(lines[0], lines[1]), needs[0], needs[1])
+
+    def halo(self, grid: Grid, place: Place, fill: float, native: Sequence[bool]) -> Halo:
+        """What to fetch; in a dim with `native` padding a rank works on all that it holds."""
+        rows = place.rows.held if native[0] else self.rows
+        columns = place.columns.held if native[1] else self.columns
+        return Halo.of(grid, place, rows, columns, fill)
+
+
+def outputs(line: Line, num_outputs: int, extra: tuple[int, int] = (0, 0)) -> Line:
+    """Where outputs of an operation over a line lie."""
+    if num_outputs < line.degree:
+        raise NeedsWhole(f"its result has {num_outputs} pixels along a dim that {line.degree} tiles share")
+    return Line.of(num_outputs, line.degree, extra)
+
+
+# --- convolutions
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one convolution, padding being what is left to torch."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def forward(self, value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        zeros = [0] * len(self.stride)
+        return torch.convolution(
+            value, weight, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups
+        )
+
+    def backward(self, gradient: Tensor, value: Tensor, weight: Tensor, mask: list[bool]) -> Any:
+        zeros, sizes = [0] * len(self.stride), [weight.shape[0]]
+        return aten.convolution_backward(
+            *(gradient, value, weight, sizes, self.stride, self.padding, self.dilation, False, zeros),
+            *(self.groups, mask),
+        )
+
+
+def convolution(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    extra: Extra = NO_EXTRA,
+) -> Result:
+    """torch.conv2d or conv3d."""
+    num_dims = weight.dim() - 2
+    windows = _windows(tuple(weight.shape[2:]), per_dim(stride, num_dims), padding, per_dim(dilation, num_dims))
+    slide = Slide.of(grid, place, windows[-2:], extra=extra)
+    native = [
+        *(window.before == window.after for window in windows[:-2]),
+        *(w.before == w.after and d == 1 for w, d in zip(windows[-2:], _degrees(grid), strict=True)),
+    ]
+    value = _pad_depth(value, windows, native)
+    settings = Settings(
+        per_dim(stride, num_dims),
+        tuple(window.before if own else 0 for window, own in zip(windows, native, strict=True)),
+        per_dim(dilation, num_dims),
+        groups,
+    )
+    halo = slide.halo(grid, place, 0.0, native[-2:])
+    if not halo.talks:
+        return settings.forward(halo.pad(value), weight, bias), slide.place
+    out: Tensor = _HaloConvolution.apply(value, weight, bias, halo, settings)
+    return out, slide.place
+
+
+class _HaloConvolution(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, settings: Settings
+    ) -> Tensor:
+        ctx.halo, ctx.settings = halo, settings
+        padded, of_columns, of_rows = halo.gather(value)
+        ctx.num_of_columns = len(of_columns)
+        if ctx.needs_input_grad[0]:
+            halo.note_backward(of_columns, of_rows)
+        ctx.save_for_backward(value, weight, *of_columns, *of_rows)
+        return settings.forward(padded, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        value, weight, *strips = ctx.saved_tensors
+        needs_value, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        kept = strips[: ctx.num_of_columns], strips[ctx.num_of_columns :]
+        padded = ctx.halo.gather(value, kept)[0]
+        returning = None
+        if needs_value:
+            found = ctx.settings.backward(gradient, padded, weight, [True, False, False])[0]
+            returning = GiveBack(ctx.halo, found)
+        of_weight = of_bias = None
+        if needs_weight or needs_bias:
+            mask = [False, needs_weight, needs_bias]
+            _, of_weight, of_bias = ctx.settings.backward(gradient, padded, weight, mask)
+        return None if returning is None else returning.finish(), of_weight, of_bias, None, None
+
+
+def transposed_convolution(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+    extra: Extra = NO_EXTRA,
+) -> Result:
+    """torch.conv_transpose2d or conv_transpose3d."""
+    num_dims = weight.dim() - 2
+    strides, paddings, more, dilations = (
+        per_dim(one, num_dims) for one in (stride, padding, output_padding, dilation)
+    )
+    kernels = tuple(weight.shape[2:])
+    lines, needs, cuts = [], [], []
+    for line, axis, beside, dim in zip(
+        (place.rows, place.columns), (grid.rows, grid.columns), extra, (-2, -1), strict=True
+    ):
+        reach, step, before = dilations[dim] * (kernels[dim] - 1) + 1, strides[dim], paddings[dim]
+        size = (line.size - 1) * step - 2 * before + reach + more[dim]
+        out = outputs(line, size, beside)
+        need = [_seen_by(held, reach, step, before) for held in out.held]
+        lines.append(out)
+        needs.append(line.held if axis.degree == 1 else need)
+        begin = out.held[axis.index][0]
+        cuts.append(0 if axis.degree == 1 else begin - (need[axis.index][0] * step - before))
+    is_split = [*(False for _ in kernels[:-2]), *(degree > 1 for degree in _degrees(grid))]
+    wide = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
+    whole = torch.convolution(
+        *(wide, weight, bias, strides, [0 if cut else p for p, cut in zip(paddings, is_split, strict=True)]),
+        *(dilations, True, [0 if cut else m for m, cut in zip(more, is_split, strict=True)], groups),
+    )
+    found = Place(lines[0], lines[1])
+    for dim, cut, (begin, end) in zip((-2, -1), cuts, found.held(grid), strict=True):
+        if cut or whole.shape[dim] != end - begin:
+            whole = whole.narrow(dim, cut, end - begin)
+    return whole, found
+
+
+def _seen_by(held: Interval, reach: int, stride: int, before: int) -> Interval:
+    """The inputs of a transposed convolution from the first that begins at or before the outputs to one behind."""
+    begin, end = held[0] + before, held[1] + before  # as if nothing were cut off
+    first = min(-(-(begin - reach + 1) // stride), begin // stride)
+    num_inputs = max((end - 1) // stride + 1 - first, -(-(end - first * stride - reach) // stride) + 1)
+    return first, first + num_inputs
+
+
+# --- pools
+
+
+def max_pool(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    num_dims: int,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    extra: Extra = NO_EXTRA,
+) -> Result:
+    """F.max_pool2d or max_pool3d."""
+    if return_indices:
+        raise Unsupported("gives indices into the whole image")
+    windows = _pool_windows(num_dims, kernel_size, stride, padding, dilation)
+    slide = Slide.of(grid, place, windows[-2:], ceil_mode, extra)
+    value = _pad_depth(value, windows, [False] * (num_dims - 2), ceil_mode, -math.inf)
+    halo = slide.halo(grid, place, -math.inf, [False, False])
+    shape = tuple(tuple(getattr(window, name) for window in windows) for name in ("kernel", "stride", "dilation"))
+    if not halo.talks:
+        pool = F.max_pool2d if num_dims == 2 else F.max_pool3d
+        return pool(halo.pad(value), shape[0], shape[1], 0, shape[2]), slide.place
+    out: Tensor = _HaloMaxPool.apply(value, halo, num_dims, shape)
+    return out, slide.place
+
+
+class _HaloMaxPool(Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, halo: Halo, num_dims: int, shape: Any) -> Tensor:
+        kernel, stride, dilation = shape
+        padded, of_columns, of_rows = halo.gather(value)
+        if ctx.needs_input_grad[0]:
+            halo.note_backward(of_columns, of_rows)
+        pool = aten.max_pool2d_with_indices if num_dims == 2 else aten.max_pool3d_with_indices
+        out, indices = pool(padded, kernel, stride, [0] * num_dims, dilation)
+        ctx.halo, ctx.num_dims, ctx.shape, ctx.padded = halo, num_dims, shape, padded.shape
+        ctx.save_for_backward(indices)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (indices,), (kernel, stride, dilation) = ctx.saved_tensors, ctx.shape
+        is_2d, zeros = ctx.num_dims == 2, [0] * ctx.num_dims
+        pool = aten.max_pool2d_with_indices_backward if is_2d else aten.max_pool3d_with_indices_backward
+        padded = gradient.new_empty(ctx.padded)  # of which only the shape is looked at
+        found = pool(gradient.contiguous(), padded, kernel, stride, zeros, dilation, False, indices)
+        return GiveBack(ctx.halo, found).finish(), None, None, None
+
+
+def average_pool(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    num_dims: int,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    extra: Extra = NO_EXTRA,
+) -> Result:
+    """F.avg_pool2d or avg_pool3d: sums, divided by how many pixels each output counts."""
+    windows = _pool_windows(num_dims, kernel_size, stride, padding, 1)
+    slide = Slide.of(grid, place, windows[-2:], ceil_mode, extra)
+    sizes = place.whole_shape(tuple(value.shape))[-num_dims:]
+    held = [*((0, w.num_outputs(n, ceil_mode)) for w, n in zip(windows[:-2], sizes[:-2], strict=True))]
+    held += slide.place.held(grid)
+    value = _pad_depth(value, windows, [False] * (num_dims - 2), ceil_mode)
+    wide = fetch(value, slide.halo(grid, place, 0.0, [False, False]))
+    pool = F.avg_pool2d if num_dims == 2 else F.avg_pool3d
+    kernel, step = (tuple(getattr(window, name) for window in windows) for name in ("kernel", "stride"))
+    sums = pool(wide, kernel, step, divisor_override=divisor_override or 1)
+    divisor: Tensor | int = 1
+    if divisor_override is None:
+        for dim, (window, size, own) in enumerate(zip(windows, sizes, held, strict=True), -num_dims):
+            divisor = divisor * _counts(window, size, own, count_include_pad, sums, dim)
+    return sums / divisor, slide.place
+
+
+def _counts(
+    window: Window, size: int, held: Interval, count_include_pad: bool, like: Tensor, dim: int
+) -> Tensor | int:
+    """Of how many pixels along a dim each output is the mean."""
+    counts = []
+    for index in range(*held):
+        begin = index * window.stride - window.before
+        end = min(begin + window.kernel, size + window.after)
+        counts.append(end - begin if count_include_pad else min(end, size) - max(begin, 0))
+    if len(set(counts)) == 1:
+        return counts[0]
+    return torch.tensor(counts, dtype=like.dtype, device=like.device).view(-1, *(1 for _ in range(-1 - dim)))
+
+
+# --- windows
+
+
+def _degrees(grid: Grid) -> tuple[int, int]:
+    return grid.rows.degree, grid.columns.degree
+
+
+def _windows(kernels: Sequence[int], strides: Sequence[int], padding: Any, dilations: Sequence[int]) -> list[Window]:
+    found = []
+    for dim, (kernel, stride, dilation) in enumerate(zip(kernels, strides, dilations, strict=True)):
+        if padding == "same":
+            total = dilation * (kernel - 1)
+            found.append(Window(kernel, stride, total // 2, total - total // 2, dilation))
+        else:
+            before = 0 if padding == "valid" else per_dim(padding, len(kernels))[dim]
+            found.append(Window(kernel, stride, before, before, dilation))
+    return found
+
+
+def _pool_windows(num_dims: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> list[Window]:
+    stride = kernel_size if stride is None or stride == [] else stride
+    kernels, strides, dilations = (per_dim(one, num_dims) for one in (kernel_size, stride, dilation))
+    return _windows(kernels, strides, padding, dilations)
+
+
+def _pad_depth(
+    value: Tensor, windows: Sequence[Window], native: Sequence[bool], ceil: bool = False, fill: float = 0.0
+) -> Tensor:
+    """Pad the dims before rows and columns whose padding is not left to torch."""
+    pads: list[int] = []
+    for window, own, size in zip(windows[:-2], native, value.shape[-len(windows) : -2], strict=False):
+        begin, end = window.needs((0, window.num_outputs(size, ceil)))
+        pads = [*((0, 0) if own else (-begin, max(0, end - size))), *pads]
+    return F.pad(value, [0, 0, 0, 0, *pads], value=fill) if any(pads) else value
