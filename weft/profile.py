@@ -148,15 +148,16 @@ class Profile:
     units: Mapping[str, Flops] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
-    _found: dict[str, Pairing] = field(default_factory=dict, compare=False, repr=False)  # kept by what is made of it
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what was found out about it
 
     @property
     def pairing(self) -> Pairing:
         """How the model's linears can be split; raises PlanError where they cannot."""
-        if "pairing" not in self._found:
+        if "pairing" not in self.kept:
             assert self.model is not None
-            self._found["pairing"] = pair(self.model)
-        return self._found["pairing"]
+            self.kept["pairing"] = pair(self.model)
+        found: Pairing = self.kept["pairing"]
+        return found
 
     @property
     def all(self) -> tuple[Block, ...]:
@@ -229,7 +230,7 @@ def profile(
     if example is None:
         return structure
     try:
-        return _count(model, example, finish, structure)
+        return count(model, example, finish, structure)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return structure
 
@@ -254,10 +255,15 @@ def _structure(model: nn.Module) -> Profile:
     return Profile(blocks[0], tuple(blocks[1:]), buffer_bytes, mixers, model=model)
 
 
-def _count(
-    model: nn.Module, example: Callable[[], Any], finish: Callable[[Any], Any] | None, structure: Profile
+def count(
+    model: nn.Module,
+    example: Callable[[], Any],
+    finish: Callable[[Any], Any] | None,
+    structure: Profile,
+    tally: Tally | None = None,
 ) -> Profile:
-    tally = _Tally()
+    """A profile with the counts of one forward."""
+    tally = tally or Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: _fake(parameter) for name, parameter in model.named_parameters()}
         state |= {name: _fake(buffer) for name, buffer in model.named_buffers()}
@@ -330,7 +336,7 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
     )
 
 
-class _Tally(TorchDispatchMode):
+class Tally(TorchDispatchMode):
     """Counts FLOPs and saved bytes of each operation for the block that is running. A storage is counted once."""
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ from weft.mesh import Mesh, level_degrees
 from weft.models import IGNORE, build, initialise
 from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
+from weft.parallel.tile import own_tiles
 from weft.plan import BatchSplit, Plan, split_batch
 from weft.profile import Profile, profile
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
@@ -159,9 +160,9 @@ def _run_rank(
     mesh.ledger.clear()
     losses, norms = [], []
     for step in range(steps):
-        result = train_step(
-            model, optimizer, _own_batches(batch_fn(step), split, mesh["batch"].index), mesh, objective, clip
-        )
+        batches = _own_batches(batch_fn(step), split, mesh["batch"].index)
+        batches = [own_tiles(batch, model, mesh) for batch in batches]
+        result = train_step(model, optimizer, batches, mesh, objective, clip)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     pieces = _pieces(model)
@@ -327,7 +328,7 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
 def _check_coverage(answers: list[dict[str, Any]], plan: Plan) -> Check:
     """A piece that no rank holds is not compared, so the pieces are counted: each once in every replica."""
     compared = sum(answer["num_compared"] for answer in answers)
-    expected = answers[0]["num_expected"] * plan.data * plan.context.degree
+    expected = answers[0]["num_expected"] * plan.data * plan.tile.degree * plan.context.degree
     return Check("parameters held", f"{expected:,}", f"{compared:,}", "all ranks", compared == expected)
 
 
