@@ -180,6 +180,12 @@ def _shapes(output: Any) -> tuple[torch.Size, ...]:
 def _compared(model: nn.Module, view: View, outline: _Outline) -> Iterator[None]:
     """Hold each module's results to those of the whole, and keep the name of the module that runs."""
     expected = iter(outline.calls)
+    lost = (
+        "weft follows samples along the first dim only; use tile.hand_over = 'gather'"
+        if view.tile.hand_over == "batch"
+        else "weft lost the tile's place in an operation that it does not see (an autograd.Function of the model's own, or "
+        "NumPy); hand tiles over before it (tile.until)"
+    )
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
         view.path.pop()
@@ -188,8 +194,7 @@ def _compared(model: nn.Module, view: View, outline: _Outline) -> Iterator[None]
             rows, columns = view.grid.rows.degree, view.grid.columns.degree
             raise PlanError(
                 f"tile = {rows} × {columns}: '{name}' ({type(module).__name__}) gave {_text(shapes)} where the whole model "
-                f"has {_text(told[1])} ('{told[0]}'); weft lost the tile's place in an operation that it does not see (an "
-                f"autograd.Function, .data_ptr() or NumPy); hand tiles over before it (tile.until)"
+                f"has {_text(told[1])} ('{told[0]}'); {lost}"
             )
 
     enters = [

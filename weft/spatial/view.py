@@ -21,7 +21,7 @@ from weft.plan import Tile
 from weft.spatial import norms
 from weft.spatial.hand_over import from_share, own_part, own_samples, to_share, to_whole
 from weft.spatial.place import Grid, Notes, Place, Share, place_of, put, tensors_in
-from weft.spatial.rules import DRAWS, META, RULES, draws, map_tensors, plain_name, put_all, shape_of, whole_shape
+from weft.spatial.rules import DRAWS, META, RULES, draws, map_tensors, plain_name, shape_of
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
 
@@ -174,11 +174,17 @@ class TiledModel:
 def run_block(view: View, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A block's forward, which recompute may call again in backward, outside of the view."""
     if view.is_on:
-        view.notes.take_down((args, kwargs))
+        with torch._C.DisableTorchFunction():
+            view.notes.take_down((args, kwargs))
         return forward(*args, **kwargs)
     view.notes.restore((args, kwargs))
     with view:
         return forward(*args, **kwargs)
+
+
+def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunction():
+        return view.hand_over((args, kwargs))
 
 
 def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
@@ -187,7 +193,7 @@ def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
         setattr(block, "forward", partial(run_block, view, block.forward))  # noqa: B010 (a method to mypy)
     if view.tile.until:
         until = model.get_submodule(view.tile.until)
-        until.register_forward_pre_hook(lambda _, args, kwargs: view.hand_over((args, kwargs)), with_kwargs=True)
+        until.register_forward_pre_hook(partial(_before_until, view), with_kwargs=True)
     tiled = TiledModel(model, view, sizes)
     setattr(model, "forward", tiled)  # noqa: B010
     return tiled
