@@ -14,7 +14,7 @@ dry run of the rank's own forward.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -29,7 +29,8 @@ from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
 from weft.spatial.dry import dry_run
 from weft.spatial.place import Grid
-from weft.spatial.view import View, install
+from weft.spatial.view import Position, View, install
+from weft.spatial.windows import Extra
 from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
 
 _ATTRIBUTE = "_weft_tiling"
@@ -37,10 +38,13 @@ _ATTRIBUTE = "_weft_tiling"
 
 @dataclass(frozen=True)
 class Tiling:
-    """Of a model: the sizes of its images, and how its result lies: "tile", "whole" (on every rank) or "batch"."""
+    """Of a model: the sizes of its images, how its result lies ("tile", "whole" on every rank, or "batch"), and what
+    its layers compute beside their own pixels, so that later ones need not ask.
+    """
 
     sizes: tuple[int, int]
     output: str
+    extras: Mapping[Position, Extra] = field(default_factory=dict)
 
 
 def tiling_of(model: nn.Module) -> Tiling | None:
@@ -98,7 +102,7 @@ class TileAxis(Strategy):
             mesh["tile"],
             Draws(mesh["tile"], mesh.device) if has_dropout(model) else None,
         )
-        install(model, View(grid, plan.tile), tiling.sizes)
+        install(model, View(grid, plan.tile, tiling.extras), tiling.sizes)
         return model
 
 
@@ -120,7 +124,7 @@ def prepare(model: nn.Module, whole: Profile, plan: Plan) -> None:
     """Write down how a model is to be tiled, before a plan that was not refused is applied."""
     if plan.tile.degree > 1:
         found = dry_run(whole, plan, {"rows": 0, "columns": 0})
-        model.__dict__[_ATTRIBUTE] = Tiling(found.sizes, found.output)
+        model.__dict__[_ATTRIBUTE] = Tiling(found.sizes, found.output, found.extras)
 
 
 def localise_tile(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:

@@ -23,9 +23,11 @@ from weft.comm import Axis, Ledger
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.profile import Profile, Tally, count
-from weft.spatial.place import Call, Grid, Place, tensors_in
+from weft.spatial.fuse import Layer, fuse
+from weft.spatial.place import Call, Grid, Needs, Place, tensors_in
 from weft.spatial.rules import map_tensors
-from weft.spatial.view import View, install
+from weft.spatial.view import Position, View, install
+from weft.spatial.windows import Extra
 
 Sizes = tuple[int, int]
 
@@ -47,6 +49,7 @@ class Dry:
     said: tuple[Said, ...]
     sizes: Sizes
     output: str
+    extras: Mapping[Position, Extra]
     profile: Profile
 
 
@@ -107,26 +110,48 @@ def dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
 
 def _dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
     assert whole.model is not None and whole.example is not None  # noqa: PT018
-    model, example, recorder = whole.model, whole.example, _Recorder()
-    tile, (row, column) = plan.tile, (coordinates["rows"], coordinates["columns"])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sizes = image_sizes(whole.example())
+    check_sizes(sizes, plan)
+    if plan.tile.fused == 1:
+        return _run(whole, plan, coordinates, sizes, {})
+    layers: list[Layer] = []
+    _run(whole, plan, coordinates, sizes, {}, layers)
+    return _run(whole, plan, coordinates, sizes, fuse(layers, plan.tile.fused))
+
+
+def _run(
+    whole: Profile,
+    plan: Plan,
+    coordinates: Mapping[str, int],
+    sizes: Sizes,
+    extras: Mapping[Position, Extra],
+    layers: list[Layer] | None = None,
+) -> Dry:
+    """One forward; `layers` takes those that look at neighbours."""
+    assert whole.model is not None and whole.example is not None  # noqa: PT018
+    recorder, tile, (row, column) = _Recorder(), plan.tile, (coordinates["rows"], coordinates["columns"])
     axis = partial(Axis, group=None, ledger=recorder, dry=True)
+
+    def take(taken: Place, given: Place, needs: tuple[Needs, Needs]) -> None:
+        if layers is not None:
+            block, number = view.position  # which has gone on to the next
+            layers.append(Layer((block, number - 1), taken, given, needs))
+
     grid = Grid(
         axis("rows", tile.rows, row),
         axis("columns", tile.columns, column),
         axis("tile", tile.degree, row * tile.columns + column),
         note=recorder.note,
+        layer=take,
     )
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        sizes = image_sizes(example())
-    check_sizes(sizes, plan)
-    outline = _outline(whole)
-    view = View(grid, tile)
-    with _restored(model), _compared(model, view, outline):
-        tiled = install(model, view, sizes)
-        tally = _Tally(recorder)
-        counted = count(model, partial(_cut, example, grid, sizes), None, whole, tally)
+    view = View(grid, tile, extras)
+    with _restored(whole.model), _compared(whole.model, view, _outline(whole)):
+        tiled = install(whole.model, view, sizes)
+        example = partial(_cut, whole.example, grid, sizes)
+        counted = count(whole.model, example, None, whole, _Tally(recorder))
     kept = {name: getattr(counted, name) for name in ("root", "blocks", "units", "stream_numel")}
-    return Dry(tuple(recorder.said), sizes, tiled.output, replace(whole, **kept))
+    return Dry(tuple(recorder.said), sizes, tiled.output, extras, replace(whole, **kept))
 
 
 def check_sizes(sizes: Sizes, plan: Plan) -> None:

@@ -21,17 +21,23 @@ from weft.spatial.ownership import Line
 _ATTRIBUTE = "_weft_place"
 Shape = tuple[int, ...]
 Call = tuple[str, str, int]  # axis, operation, bytes
+Needs = Callable[[Interval], Interval]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The axes of the tiles as one rank sees them. A dry run's `note` takes what backward will say."""
+    """The axes of the tiles as one rank sees them.
+
+    A dry run's `note` takes what backward will say, and its `layer` each operation that looks at neighbours: where its
+    input and output lie, and what outputs need along rows and columns.
+    """
 
     rows: Axis
     columns: Axis
     tile: Axis
     draws: Draws | None = None
     note: Callable[[list[Call]], None] | None = None
+    layer: Callable[[Place, Place, tuple[Needs, Needs]], None] | None = None
 
     def line(self, axis: Axis, size: int) -> Line:
         """A dim of which every rank holds what it owns."""

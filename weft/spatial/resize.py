@@ -58,6 +58,8 @@ def interpolate(
     samples = [_Samples(mode, *one, bool(align_corners)) for one in zip(whole, sizes, ratios, strict=True)]
     needs = [[sample.needs(held) for held in line.held] for sample, line in zip(samples[-2:], lines, strict=True)]
     found = Place(*lines)
+    if grid.layer is not None:
+        grid.layer(place, found, (samples[-2].needs, samples[-1].needs))
     value = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
     for dim, held, need in zip((-2, -1), found.held(grid), _own(grid, needs), strict=True):
         value = samples[dim].take(value, dim, held, need[0])

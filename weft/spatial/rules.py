@@ -127,7 +127,12 @@ def pointwise(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> An
 
 def draws(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """Pixels of other tiles are drawn apart; what all ranks draw later they draw alike."""
-    target = place_of(args[0])
+    value = args[0] if args else kwargs.pop("input")
+    target = place_of(value)
+    if isinstance(target, Place):  # pixels held beside the own ones are drawn by who owns them
+        value = own_part(value, target, looks.grid)
+        target = Place.of(looks.grid, target.sizes, target.dims)
+    args = (value, *args[1:])
     if looks.grid.draws is not None:
         looks.grid.draws.apart()
     try:

@@ -7,7 +7,8 @@ needs whole images is where tiles are handed over (unless the plan says where).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,15 +25,22 @@ from weft.spatial.place import Grid, Notes, Place, Share, place_of, put, tensors
 from weft.spatial.rules import DRAWS, META, RULES, draws, map_tensors, plain_name, shape_of
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
+Position = tuple[str, int]  # a block ("" for the root), and the number of a layer in it
+
 
 class View(TorchFunctionMode):
-    """How one rank sees its tiles. `path` names the module that runs, where someone keeps it."""
+    """How one rank sees its tiles. `path` names the module that runs, where someone keeps it.
 
-    def __init__(self, grid: Grid, tile: Tile) -> None:
+    `extras` says how many pixels beside its own a rank computes in some layers, which are known by the block that they
+    are in and their number there. It saves exchanges and changes no result: what is missing is fetched anyway.
+    """
+
+    def __init__(self, grid: Grid, tile: Tile, extras: Mapping[Position, Extra] | None = None) -> None:
         super().__init__()
-        self.grid, self.tile = grid, tile
+        self.grid, self.tile, self.extras = grid, tile, extras or {}
         self.notes = Notes()
         self.path: list[str] = []
+        self.position: Position = ("", 0)
 
     @property
     def is_on(self) -> bool:
@@ -40,7 +48,19 @@ class View(TorchFunctionMode):
         return self in _get_current_function_mode_stack()
 
     def extra(self) -> Extra:
-        return NO_EXTRA
+        """What the next layer is to compute beside its own."""
+        block, number = self.position
+        self.position = block, number + 1
+        return self.extras.get((block, number), NO_EXTRA)
+
+    @contextmanager
+    def inside(self, block: str) -> Iterator[None]:
+        """While a block runs."""
+        before, self.position = self.position, (block, 0)
+        try:
+            yield
+        finally:
+            self.position = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -145,7 +165,7 @@ class TiledModel:
                 f"cut them with weft.tile(image, mesh)"
             )
         self.view.notes.forget()
-        with self.view:
+        with self.view, self.view.inside(""):
             for image in images:
                 put(image, place)
             try:
@@ -171,14 +191,15 @@ class TiledModel:
         return map_tensors(finish, output)
 
 
-def run_block(view: View, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_block(view: View, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A block's forward, which recompute may call again in backward, outside of the view."""
     if view.is_on:
         with torch._C.DisableTorchFunction():
             view.notes.take_down((args, kwargs))
-        return forward(*args, **kwargs)
+        with view.inside(name):
+            return forward(*args, **kwargs)
     view.notes.restore((args, kwargs))
-    with view:
+    with view, view.inside(name):
         return forward(*args, **kwargs)
 
 
@@ -189,8 +210,8 @@ def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
     """Let a model run on tiles of images of these sizes, from now on."""
-    for block in find_blocks(model).values():
-        setattr(block, "forward", partial(run_block, view, block.forward))  # noqa: B010 (a method to mypy)
+    for name, block in find_blocks(model).items():
+        setattr(block, "forward", partial(run_block, view, name, block.forward))  # noqa: B010 (a method to mypy)
     if view.tile.until:
         until = model.get_submodule(view.tile.until)
         until.register_forward_pre_hook(partial(_before_until, view), with_kwargs=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,10 @@ class Slide:
             out = outputs(line, window.num_outputs(line.size, ceil), more)
             lines.append(out)
             needs.append(tuple(window.needs(held) for held in out.held))
-        return Slide(Place(lines[0], lines[1]), needs[0], needs[1])
+        found = Place(lines[0], lines[1])
+        if grid.layer is not None:
+            grid.layer(place, found, (windows[0].needs, windows[1].needs))
+        return Slide(found, needs[0], needs[1])
 
     def halo(self, grid: Grid, place: Place, fill: float, native: Sequence[bool]) -> Halo:
         """What to fetch; in a dim with `native` padding a rank works on all that it holds."""
@@ -188,14 +192,15 @@ def transposed_convolution(
         per_dim(one, num_dims) for one in (stride, padding, output_padding, dilation)
     )
     kernels = tuple(weight.shape[2:])
-    lines, needs, cuts = [], [], []
+    lines, needs, cuts, seen = [], [], [], []
     for line, axis, beside, dim in zip(
         (place.rows, place.columns), (grid.rows, grid.columns), extra, (-2, -1), strict=True
     ):
         reach, step, before = dilations[dim] * (kernels[dim] - 1) + 1, strides[dim], paddings[dim]
         size = (line.size - 1) * step - 2 * before + reach + more[dim]
         out = outputs(line, size, beside)
-        need = [_seen_by(held, reach, step, before) for held in out.held]
+        seen.append(partial(_seen_by, reach, step, before))
+        need = [seen[-1](held) for held in out.held]
         lines.append(out)
         needs.append(line.held if axis.degree == 1 else need)
         begin = out.held[axis.index][0]
@@ -207,13 +212,15 @@ def transposed_convolution(
         *(dilations, True, [0 if cut else m for m, cut in zip(more, is_split, strict=True)], groups),
     )
     found = Place(lines[0], lines[1])
+    if grid.layer is not None:
+        grid.layer(place, found, (seen[0], seen[1]))
     for dim, cut, (begin, end) in zip((-2, -1), cuts, found.held(grid), strict=True):
         if cut or whole.shape[dim] != end - begin:
             whole = whole.narrow(dim, cut, end - begin)
     return whole, found
 
 
-def _seen_by(held: Interval, reach: int, stride: int, before: int) -> Interval:
+def _seen_by(reach: int, stride: int, before: int, held: Interval) -> Interval:
     """The inputs of a transposed convolution from the first that begins at or before the outputs to one behind."""
     begin, end = held[0] + before, held[1] + before  # as if nothing were cut off
     first = min(-(-(begin - reach + 1) // stride), begin // stride)
