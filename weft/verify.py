@@ -174,6 +174,7 @@ def _run_rank(
         "grad_norm": _worst_number(norms, expected.norms),
         "gradient": _worst_tensor(watch.gradients, expected.gradients),
         "parameter": _worst_tensor(pieces, expected.parameters),
+        "buffer": _worst_buffer(model, expected.buffers) if plan.tile.degree > 1 else None,
         "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
@@ -189,6 +190,7 @@ class _Sequential:
     norms: list[float]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 def _run_sequential(
@@ -212,7 +214,7 @@ def _run_sequential(
         losses.append(loss.item())
         norms.append(norm.item())
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return _Sequential(losses, norms, gradients, parameters)
+    return _Sequential(losses, norms, gradients, parameters, dict(model.named_buffers()))
 
 
 class _Watch:
@@ -289,6 +291,16 @@ def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor])
     return worst
 
 
+def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Running statistics, of those that norms take over several ranks."""
+    worst = (0.0, "-")
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and buffer.numel():
+            error = float((buffer - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-300))
+            worst = max(worst, (error, name), key=lambda pair: _badness(pair[0]))
+    return worst
+
+
 def _is_first(part: Part) -> bool:
     """Whether this rank counts for a part that several ranks of x × y, or of pipe, hold alike."""
     return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
@@ -312,7 +324,10 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
         ("grad_norm", "gradient norm"),
         ("gradient", "worst gradient"),
         ("parameter", "worst parameter after the steps"),
+        ("buffer", "worst buffer after the steps"),
     ):
+        if answers[0][key] is None:
+            continue
         errors = [(answer[key][0], f"rank {rank}, {answer[key][1]}") for rank, answer in enumerate(answers)]
         error, where = max(errors, key=lambda pair: _badness(pair[0]))
         checks.append(Check(what, f"≤ {tolerance:.0e}", f"{error:.1e}", where, error <= tolerance))

@@ -2,9 +2,9 @@
 
 Each rank runs the user's own model on its tile, under a view in which code sees whole images (`weft.spatial`). Borders
 are exchanged before each convolution and pool, forward and backward; norms take statistics over all tiles; where an
-operation needs whole images, tiles are handed over. Weights are whole on every rank, and their gradients are summed over
-the tiles: one all-reduce of each trained slice a step. The loss is the sum of what the ranks compute, divided by the
-targets that all of them count, so that what several compute alike counts once.
+operation needs whole images, tiles are handed over. Weights are whole on every rank, and their gradients are summed
+over the tiles: one all-reduce of each trained slice a step. The loss is the sum of what the ranks compute, divided by
+the targets that all of them count, so that what several compute alike counts once.
 
 Bytes of a halo: for an inner tile of h × w with a kernel's halo of a rows and b columns each way and c channels,
 2·b·h·c along columns and 2·a·(w + 2·b)·c along rows, forward and backward. The cost is counted, not estimated: by a

@@ -24,8 +24,8 @@ from weft.errors import PlanError
 from weft.plan import Plan
 from weft.profile import Profile, Tally, count
 from weft.spatial.fuse import Layer, fuse
+from weft.spatial.operands import map_tensors
 from weft.spatial.place import Call, Grid, Needs, Place, tensors_in
-from weft.spatial.rules import map_tensors
 from weft.spatial.view import Position, View, install
 from weft.spatial.windows import Extra
 
@@ -208,8 +208,8 @@ def _compared(model: nn.Module, view: View, outline: _Outline) -> Iterator[None]
     lost = (
         "weft follows samples along the first dim only; use tile.hand_over = 'gather'"
         if view.tile.hand_over == "batch"
-        else "weft lost the tile's place in an operation that it does not see (an autograd.Function of the model's own, or "
-        "NumPy); hand tiles over before it (tile.until)"
+        else "weft lost the tile's place in an operation that it does not see (an autograd.Function of the model's "
+        "own, or NumPy); hand tiles over before it (tile.until)"
     )
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
@@ -218,8 +218,8 @@ def _compared(model: nn.Module, view: View, outline: _Outline) -> Iterator[None]
         if told != (name, shapes):
             rows, columns = view.grid.rows.degree, view.grid.columns.degree
             raise PlanError(
-                f"tile = {rows} × {columns}: '{name}' ({type(module).__name__}) gave {_text(shapes)} where the whole model "
-                f"has {_text(told[1])} ('{told[0]}'); {lost}"
+                f"tile = {rows} × {columns}: '{name}' ({type(module).__name__}) gave {_text(shapes)} where the whole "
+                f"model has {_text(told[1])} ('{told[0]}'); {lost}"
             )
 
     enters = [
@@ -244,9 +244,7 @@ def _watched(model: nn.Module, leave: Callable[[str, nn.Module, Any], None]) -> 
     def hook(name: str, module: nn.Module, _: Any, output: Any) -> None:
         leave(name, module, output)
 
-    handles = [
-        module.register_forward_hook(partial(hook, name)) for name, module in model.named_modules() if name
-    ]
+    handles = [module.register_forward_hook(partial(hook, name)) for name, module in model.named_modules() if name]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""One exchange for several layers: how many pixels beside its own a rank has to compute of each, so that none is missing.
+"""One exchange for several layers: how many pixels beside its own a rank computes of each, so that none is missing.
 
 Layers that follow one another form groups in which `fused` of them look at neighbours. From the last layer of a group
 backwards, what its outputs need of its input is what the layer before has to compute: h(l-1) = s·h(l) + lo (and hi).

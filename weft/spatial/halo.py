@@ -115,9 +115,7 @@ class Halo:
     fill: float = 0.0
 
     @staticmethod
-    def of(
-        grid: Grid, place: Place, rows: Sequence[Interval], columns: Sequence[Interval], fill: float = 0.0
-    ) -> Halo:
+    def of(grid: Grid, place: Place, rows: Sequence[Interval], columns: Sequence[Interval], fill: float = 0.0) -> Halo:
         return Halo(
             grid,
             Side.of(place.rows, rows, grid.rows, place.dims[0]),
@@ -129,6 +127,11 @@ class Halo:
     def talks(self) -> bool:
         """Whether any rank of this line of tiles has to say something."""
         return self.rows.talks or self.columns.talks
+
+    @property
+    def is_view(self) -> bool:
+        """Whether all that is needed is a part of what this rank holds, and nobody says anything."""
+        return not self.talks and self.rows.is_view and self.columns.is_view
 
     def gather(self, value: Tensor, strips: tuple[Strips, Strips] | None = None) -> tuple[Tensor, Strips, Strips]:
         """The needed pixels, and what came from others: of columns, of rows. With `strips`, nothing is said again."""

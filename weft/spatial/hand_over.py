@@ -102,8 +102,8 @@ def _samples(grid: Grid, num_samples: int) -> list[Interval]:
     degree = grid.tile.degree
     if num_samples % degree:
         raise PlanError(
-            f"tile.hand_over = 'batch' does not divide {num_samples} samples over {degree} tiles; use a micro-batch that "
-            f"is a multiple of {degree}, or hand_over = 'gather'"
+            f"tile.hand_over = 'batch' does not divide {num_samples} samples over {degree} tiles; use a micro-batch "
+            f"that is a multiple of {degree}, or hand_over = 'gather'"
         )
     return [share(num_samples, degree, index) for index in range(degree)]
 

@@ -1,4 +1,4 @@
-"""Where in the whole a tensor of the tiled part lies: which dims are rows and columns, and which pixels each rank holds.
+"""Where in the whole image a tensor lies: which dims are rows and columns, and which pixels each rank holds.
 
 A tensor carries its place as an attribute. One without is the same whole tensor on every rank. What a checkpointed
 block is given again in backward has lost its attributes: `Notes` knows it by its memory.

@@ -20,7 +20,8 @@ from weft.spatial.halo import Halo, fetch
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.ownership import Line, Window
 from weft.spatial.place import Grid, Place
-from weft.spatial.windows import NO_EXTRA, Extra, Result, Slide, Unsupported, average_pool, max_pool, outputs, per_dim
+from weft.spatial.pools import average_pool, max_pool
+from weft.spatial.windows import NO_EXTRA, Extra, Result, Slide, Unsupported, outputs, per_dim
 
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
 
@@ -36,7 +37,7 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
     extra: Extra = NO_EXTRA,
-) -> Result:
+) -> tuple[Tensor, Place | None]:
     """F.interpolate."""
     if mode not in MODES or antialias or place.dims != (-2, -1):
         raise Unsupported(f"has mode = '{mode}'{', antialias' if antialias else ''}, not one of {', '.join(MODES)}")
@@ -98,8 +99,7 @@ class _Samples:
 
     def _pixel(self, index: int) -> float:
         if self.is_nearest:  # in torch's own precision, so that roundings fall alike
-            at = np.float32(index + 0.5 * self.is_exact) * np.float32(self.ratio)
-            return min(math.floor(at), self.size - 1)
+            return min(math.floor(np.float32(index + 0.5 * self.is_exact) * np.float32(self.ratio)), self.size - 1)
         at = index * self.ratio if self.is_aligned else max((index + 0.5) * self.ratio - 0.5, 0.0)
         return min(at, self.size - 1)
 
@@ -134,7 +134,9 @@ def adaptive_average_pool(grid: Grid, value: Tensor, place: Place, output_size: 
     return value, found
 
 
-def adaptive_max_pool(grid: Grid, value: Tensor, place: Place, output_size: Any, return_indices: bool = False) -> Result:
+def adaptive_max_pool(
+    grid: Grid, value: Tensor, place: Place, output_size: Any, return_indices: bool = False
+) -> Result:
     """F.adaptive_max_pool2d or 3d, where its windows are all alike."""
     num_dims = value.dim() - 2
     whole = place.whole_shape(tuple(value.shape))[2:]
@@ -187,11 +189,13 @@ def crop(grid: Grid, value: Tensor, place: Place, parts: Sequence[slice | None])
     value = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
     for dim, part in zip(place.dims, parts, strict=True):
         if part is not None and (part.step or 1) > 1:
-            value = value[(..., slice(None, None, part.step), *(slice(None) for _ in range(-1 - dim)))]
+            value = value.movedim(dim, 0)[:: part.step].movedim(0, dim)
     return value, Place(lines[0], lines[1], place.dims)
 
 
-def pad(grid: Grid, value: Tensor, place: Place, pads: Sequence[int], mode: str = "constant", fill: Any = None) -> Result:
+def pad(
+    grid: Grid, value: Tensor, place: Place, pads: Sequence[int], mode: str = "constant", fill: Any = None
+) -> Result:
     """F.pad with a constant; negative ones cut."""
     if mode != "constant":
         raise Unsupported(f"pads with mode = '{mode}'")
@@ -211,7 +215,7 @@ def pad(grid: Grid, value: Tensor, place: Place, pads: Sequence[int], mode: str 
 
 def pixel_shuffle(grid: Grid, value: Tensor, place: Place, factor: int) -> Result:
     """torch.pixel_shuffle: blocks of channels become blocks of pixels."""
-    lines = [outputs(line, line.size * factor) for line in (place.rows, place.columns)]
+    lines = (outputs(place.rows, place.rows.size * factor), outputs(place.columns, place.columns.size * factor))
     needs = [[(begin // factor, -(-end // factor)) for begin, end in line.held] for line in lines]
     value = F.pixel_shuffle(fetch(value, Halo.of(grid, place, needs[0], needs[1])), factor)
     found = Place(*lines)

@@ -21,8 +21,11 @@ from weft.errors import PlanError
 from weft.plan import Tile
 from weft.spatial import norms
 from weft.spatial.hand_over import from_share, own_part, own_samples, to_share, to_whole
+from weft.spatial.names import DRAWS, META, plain_name
+from weft.spatial.operands import draws, map_tensors
 from weft.spatial.place import Grid, Notes, Place, Share, place_of, put, tensors_in
-from weft.spatial.rules import DRAWS, META, RULES, draws, map_tensors, plain_name, shape_of
+from weft.spatial.rules import RULES
+from weft.spatial.shapes import shape_of
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
 Position = tuple[str, int]  # a block ("" for the root), and the number of a layer in it
@@ -67,8 +70,12 @@ class View(TorchFunctionMode):
         places = [place for tensor in tensors_in((args, kwargs)) if (place := place_of(tensor)) is not None]
         if not places:
             return func(*args, **kwargs)
-        name = _name(func)
-        if plain_name(name) in META and name not in ("requires_grad_",):
+        name = str(getattr(func, "__name__", type(func).__name__))
+        if name in ("__get__", "__set__"):
+            name = str(func.__self__.__name__)
+            if name != "shape" and not isinstance(result := func(*args, **kwargs), Tensor):
+                return result
+        if plain_name(name) in META:
             return func(*args, **kwargs)
         try:
             if not any(isinstance(place, Place) for place in places):
@@ -134,14 +141,9 @@ class View(TorchFunctionMode):
         rows, columns = self.grid.rows.degree, self.grid.columns.degree
         at = f" in '{self.path[-1]}'" if self.path and self.path[-1] else ""
         return PlanError(
-            f"tile = {rows} × {columns}: the operation '{plain_name(name)}'{at} {reason}; hand tiles over{where} before it "
-            f"(tile.until = the name of a module), or use rows = columns = 1"
+            f"tile = {rows} × {columns}: the operation '{plain_name(name)}'{at} {reason}; hand tiles over{where} "
+            f"before it (tile.until = the name of a module), or use rows = columns = 1"
         )
-
-
-def _name(func: Any) -> str:
-    name = str(getattr(func, "__name__", type(func).__name__))
-    return str(func.__self__.__name__) if name in ("__get__", "__set__", "__delete__") else name
 
 
 # --- a model under the view
@@ -161,8 +163,8 @@ class TiledModel:
         if not images:
             raise PlanError(
                 f"{self._name} was given no tile of {own[0]} × {own[1]} pixels, which is what the rank at row "
-                f"{grid.rows.index} and column {grid.columns.index} holds of images of {self.sizes[0]} × {self.sizes[1]}; "
-                f"cut them with weft.tile(image, mesh)"
+                f"{grid.rows.index} and column {grid.columns.index} holds of images of {self.sizes[0]} × "
+                f"{self.sizes[1]}; cut them with weft.tile(image, mesh)"
             )
         self.view.notes.forget()
         with self.view, self.view.inside(""):
@@ -179,8 +181,8 @@ class TiledModel:
         found = {type(place_of(tensor)) for tensor in tensors_in(output) if tensor.dim()}
         if len(found) > 1:
             raise PlanError(
-                f"{self._name} returns tensors in tiles beside others that are whole; return one kind, or hand tiles over "
-                f"before them (tile.until)"
+                f"{self._name} returns tensors in tiles beside others that are whole; return one kind, or hand tiles "
+                f"over before them (tile.until)"
             )
         self.output = {Place: "tile", Share: "batch"}.get(found.pop() if found else type(None), "whole")
 
@@ -218,5 +220,3 @@ def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
     tiled = TiledModel(model, view, sizes)
     setattr(model, "forward", tiled)  # noqa: B010
     return tiled
-
-
