@@ -115,36 +115,95 @@ KINDS: dict[str, Case] = {
     ),
     "conv 1×7, 7×1": (lambda: S(nn.Conv2d(3, 4, (1, 7), padding=(0, 3)), nn.Conv2d(4, 2, (7, 1))), (2, 3, 12, 13)),
     "conv same, even": (lambda: nn.Conv2d(3, 4, (4, 2), padding="same", dilation=(1, 3)), (2, 3, 9, 10)),
-    "conv 3-D": (lambda: S(nn.Conv3d(3, 4, 3, stride=(1, 2, 1), padding=1), nn.Conv3d(4, 2, 2, padding="same")), (2, 3, 4, 9, 8)),
-    "pools 3-D": (lambda: S(nn.Conv3d(3, 4, 1), nn.MaxPool3d(3, 2, 1, ceil_mode=True), nn.AvgPool3d(2, 1, 1)), (1, 3, 5, 11, 12)),
+    "conv 3-D": (
+        lambda: S(nn.Conv3d(3, 4, 3, stride=(1, 2, 1), padding=1), nn.Conv3d(4, 2, 2, padding="same")),
+        (2, 3, 4, 9, 8),
+    ),
+    "pools 3-D": (
+        lambda: S(nn.Conv3d(3, 4, 1), nn.MaxPool3d(3, 2, 1, ceil_mode=True), nn.AvgPool3d(2, 1, 1)),
+        (1, 3, 5, 11, 12),
+    ),
     "transposed 3-D": (lambda: nn.ConvTranspose3d(3, 2, 3, stride=2, padding=1, output_padding=1), (1, 3, 3, 5, 6)),
     "max of negatives": (Draw, (2, 3, 9, 11)),
-    "pools, ceil": (lambda: Call(lambda v: F.avg_pool2d(F.max_pool2d(v, 3, 2, 1, ceil_mode=True), 2, 2, 1, True, False)), (2, 3, 13, 14)),
-    "avg, counted pad": (lambda: S(nn.AvgPool2d(3, 2, 1, count_include_pad=True, ceil_mode=True), nn.Conv2d(3, 2, 1)), (2, 3, 12, 14)),
+    "pools, ceil": (
+        lambda: Call(lambda v: F.avg_pool2d(F.max_pool2d(v, 3, 2, 1, ceil_mode=True), 2, 2, 1, True, False)),
+        (2, 3, 13, 14),
+    ),
+    "avg, counted pad": (
+        lambda: S(nn.AvgPool2d(3, 2, 1, count_include_pad=True, ceil_mode=True), nn.Conv2d(3, 2, 1)),
+        (2, 3, 12, 14),
+    ),
     "avg, divisor": (lambda: Call(lambda v: F.avg_pool2d(v, 3, 1, 1, divisor_override=4)), (2, 3, 8, 9)),
     "BatchNorm": (lambda: S(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)), (3, 3, 11, 13)),
-    "BatchNorm, cumulative": (lambda: S(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None, affine=False)), (3, 3, 11, 13)),
+    "BatchNorm, cumulative": (
+        lambda: S(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None, affine=False)),
+        (3, 3, 11, 13),
+    ),
     "BatchNorm 3-D": (lambda: S(nn.Conv3d(3, 4, 1), nn.BatchNorm3d(4)), (2, 3, 3, 6, 5)),
     "GroupNorm": (lambda: S(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True)), (3, 3, 10, 9)),
-    "InstanceNorm": (lambda: S(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), (3, 3, 10, 9)),
+    "InstanceNorm": (
+        lambda: S(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True)),
+        (3, 3, 10, 9),
+    ),
     "LayerNorm over space": (lambda: S(nn.Conv2d(3, 4, 3), nn.LayerNorm([4, 8, 7])), (3, 3, 10, 9)),
-    "norms, evaluated": (lambda: S(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True)).eval(), (3, 3, 10, 9)),
-    "global pool": (lambda: S(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)), (2, 3, 9, 8)),
-    "adaptive, even": (lambda: S(nn.Conv2d(3, 4, 1), nn.AdaptiveMaxPool2d((6, 4)), nn.AdaptiveAvgPool2d((6, None))), (2, 3, 12, 8)),
+    "norms, evaluated": (
+        lambda: S(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.InstanceNorm2d(4, track_running_stats=True)).eval(),
+        (3, 3, 10, 9),
+    ),
+    "global pool": (
+        lambda: S(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)),
+        (2, 3, 9, 8),
+    ),
+    "adaptive, even": (
+        lambda: S(nn.Conv2d(3, 4, 1), nn.AdaptiveMaxPool2d((6, 4)), nn.AdaptiveAvgPool2d((6, None))),
+        (2, 3, 12, 8),
+    ),
     "adaptive, uneven": (lambda: S(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d((7, 5))), (2, 3, 11, 13)),
     "few outputs": (lambda: S(nn.Conv2d(3, 4, 1), nn.AdaptiveMaxPool2d(1), nn.Conv2d(4, 2, 1)), (2, 3, 9, 8)),
-    "nearest": (lambda: S(nn.Conv2d(3, 4, 1), nn.Upsample(scale_factor=(1.7, 2.3)), nn.Upsample(size=(9, 31))), (2, 3, 8, 9)),
+    "nearest": (
+        lambda: S(nn.Conv2d(3, 4, 1), nn.Upsample(scale_factor=(1.7, 2.3)), nn.Upsample(size=(9, 31))),
+        (2, 3, 8, 9),
+    ),
     "nearest-exact": (lambda: S(nn.Conv2d(3, 4, 1), nn.Upsample(size=(13, 11), mode="nearest-exact")), (2, 3, 8, 9)),
-    "bilinear": (lambda: S(nn.Conv2d(3, 4, 1), nn.Upsample(scale_factor=1.6, mode="bilinear"), nn.UpsamplingBilinear2d(size=(7, 9))), (2, 3, 8, 9)),
-    "trilinear": (lambda: S(nn.Conv3d(3, 2, 1), nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True)), (1, 3, 2, 5, 6)),
+    "bilinear": (
+        lambda: S(
+            nn.Conv2d(3, 4, 1), nn.Upsample(scale_factor=1.6, mode="bilinear"), nn.UpsamplingBilinear2d(size=(7, 9))
+        ),
+        (2, 3, 8, 9),
+    ),
+    "trilinear": (
+        lambda: S(nn.Conv3d(3, 2, 1), nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True)),
+        (1, 3, 2, 5, 6),
+    ),
     "area": (lambda: Call(lambda v: F.interpolate(v, size=(5, 4), mode="area")), (2, 3, 10, 9)),
-    "pad, crop": (lambda: Call(lambda v: F.pad(v, (1, -2, 3, 0, 1, 1), value=0.5)[:, 1:, ::2, 2:-1] * 2), (2, 3, 9, 12)),
-    "shuffles": (lambda: S(nn.Conv2d(3, 8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 2, 3, padding=1), nn.PixelUnshuffle(3)), (2, 3, 12, 9)),
+    "pad, crop": (
+        lambda: Call(lambda v: F.pad(v, (1, -2, 3, 0, 1, 1), value=0.5)[:, 1:, ::2, 2:-1] * 2),
+        (2, 3, 9, 12),
+    ),
+    "shuffles": (
+        lambda: S(nn.Conv2d(3, 8, 1), nn.PixelShuffle(2), nn.Conv2d(2, 2, 3, padding=1), nn.PixelUnshuffle(3)),
+        (2, 3, 12, 9),
+    ),
     "flatten": (lambda: S(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 3)), (2, 3, 10, 10)),
-    "reductions": (lambda: Call(lambda v: v.sum((0, 2, 3), keepdim=True) * v.mean((-1, -2))[..., None, None] + v.amax(1, True)), (2, 3, 7, 6)),
-    "dims": (lambda: Call(lambda v: torch.stack(v.unbind(1), -1).movedim(-1, 0).transpose(0, 1).unsqueeze(0).squeeze(0).softmax(1).flip(1)), (2, 3, 6, 7)),
-    "operands": (lambda: Call(lambda v: torch.where(v > 0, v * torch.ones_like(v), v * torch.arange(6.0)[:, None]) + torch.arange(7.0)), (2, 3, 6, 7)),
-}  # fmt: skip
+    "reductions": (
+        lambda: Call(lambda v: v.sum((0, 2, 3), keepdim=True) * v.mean((-1, -2))[..., None, None] + v.amax(1, True)),
+        (2, 3, 7, 6),
+    ),
+    "dims": (
+        lambda: Call(
+            lambda v: (
+                torch.stack(v.unbind(1), -1).movedim(-1, 0).transpose(0, 1).unsqueeze(0).squeeze(0).softmax(1).flip(1)
+            )
+        ),
+        (2, 3, 6, 7),
+    ),
+    "operands": (
+        lambda: Call(
+            lambda v: torch.where(v > 0, v * torch.ones_like(v), v * torch.arange(6.0)[:, None]) + torch.arange(7.0)
+        ),
+        (2, 3, 6, 7),
+    ),
+}
 
 
 @pytest.mark.parametrize("grid", [(1, 2), (2, 1), (2, 2)])

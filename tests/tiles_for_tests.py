@@ -29,7 +29,7 @@ GRIDS = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]
 
 
 class UNet(nn.Module):
-    """Down and up again, with skips; sizes that do not fit are padded, as people do. Logits [batch, rows, columns, n]."""
+    """Down and up again, with skips; what does not fit is padded, as people do. Logits [batch, rows, columns, n]."""
 
     def __init__(self, up: str = "transposed", norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class UNet(nn.Module):
         def double(inputs: int, outputs: int) -> nn.Sequential:
             layers: list[nn.Module] = []
             for width in (inputs, outputs):
-                layers += [nn.Conv2d(width, outputs, 3, padding=1), norm(outputs), nn.ReLU(inplace=True)]
+                layers += [nn.Conv2d(width, outputs, 3, padding=1, bias=False), norm(outputs), nn.ReLU(inplace=True)]
             return nn.Sequential(*layers)
 
         self.down1, self.down2, self.bottom = double(3, 4), double(4, 8), double(8, 8)

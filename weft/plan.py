@@ -237,6 +237,12 @@ class Plan:
         """`data 2 × shard 4 (stage 3)`, or `1 process`."""
         notes = {"pipe": f" ({self.pipe.schedule})", "shard": f" (stage {self.shard.stage})"}
         notes["context"] = f" ({self.context.kind})"
+        if words := [
+            *([f"until {self.tile.until}"] * bool(self.tile.until)),
+            *([self.tile.hand_over] * (self.tile.hand_over != "gather")),
+            *([f"fused {self.tile.fused}"] * (self.tile.fused > 1)),
+        ]:
+            notes["columns" if self.tile.columns > 1 else "rows"] = f" ({', '.join(words)})"
         if self.tensor.sequence:
             words = [
                 *(["regather"] * self.tensor.regather),

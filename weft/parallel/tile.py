@@ -69,6 +69,10 @@ class TileAxis(Strategy):
         if profile.example is None:
             return f"{size} needs an example of the whole images; pass example=, the arguments of one forward"
         assert profile.model is not None
+        if not profile.counted:
+            return (
+                f"{size}, but the model's forward depends on the values of its inputs, which no plan of tiles can know"
+            )
         if plan.tile.until and plan.tile.until not in dict(profile.model.named_modules()):
             return f"tile.until = '{plan.tile.until}' is no module of {type(profile.model).__name__}"
         try:

@@ -23,8 +23,8 @@ DRAWS = _set("dropout alpha_dropout rand_like randn_like bernoulli normal unifor
 # Methods that look at a tensor, or make another of its kind, and compute nothing.
 META = _set(
     """dim ndimension stride is_contiguous element_size storage_offset untyped_storage data_ptr register_hook
-    retain_grad is_floating_point is_complex is_signed get_device new_empty new_zeros new_ones new_full new_tensor hash repr
-    format result_type is_tensor is_same_size"""
+    retain_grad is_floating_point is_complex is_signed get_device new_empty new_zeros new_ones new_full new_tensor
+    hash repr format result_type is_tensor is_same_size"""
 )
 
 

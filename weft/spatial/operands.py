@@ -30,7 +30,9 @@ def common_place(tensors: Sequence[Tensor], name: str) -> Place:
     places = [place for tensor in tensors if isinstance(place := place_of(tensor), Place)]
     first = places[0]
     for other in places[1:]:
-        if other.sizes != first.sizes or other.dims != first.dims:
+        if other.sizes == first.sizes and other.dims != first.dims:
+            raise Unsupported("takes images together whose rows and columns are in different dims")
+        if other.sizes != first.sizes:
             raise Unsupported(f"takes images of {_size(first)} and of {_size(other)} pixels together")
         first = Place(first.rows.common(other.rows), first.columns.common(other.columns), first.dims)
     return first

@@ -18,7 +18,9 @@ from weft.spatial.place import Place, place_of, put, tensors_in
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 
-def _layer(operation: Callable[..., tuple[Tensor, Place | None]], *settings: Any, has_extra: bool = False) -> Rule:
+def _layer(
+    operation: Callable[..., tuple[Tensor, Place | None]], *settings: Any, has_extra: bool = False, **fixed: Any
+) -> Rule:
     """A rule of an operation in this room: the tile, its place, and the function's other arguments."""
 
     def rule(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
@@ -27,7 +29,7 @@ def _layer(operation: Callable[..., tuple[Tensor, Place | None]], *settings: Any
         if not isinstance(place, Place):
             raise Unsupported("has weights in tiles")
         more = {"extra": looks.extra()} if has_extra else {}
-        return put(*operation(looks.grid, value, place, *settings, *args[1:], **kwargs, **more))
+        return put(*operation(looks.grid, value, place, *settings, *args[1:], **{**kwargs, **more, **fixed}))
 
     return rule
 
@@ -86,6 +88,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("conv2d", "conv3d"), _layer(windows.convolution, has_extra=True)),
     **dict.fromkeys(("conv_transpose2d", "conv_transpose3d"), _layer(windows.transposed_convolution, has_extra=True)),
     **{f"max_pool{n}d": _layer(pools.max_pool, n, has_extra=True) for n in (2, 3)},
+    **{f"max_pool{n}d_with_indices": _layer(pools.max_pool, n, return_indices=True) for n in (2, 3)},
     **{f"avg_pool{n}d": _layer(pools.average_pool, n, has_extra=True) for n in (2, 3)},
     **{f"adaptive_avg_pool{n}d": _layer(resize.adaptive_average_pool) for n in (2, 3)},
     **{f"adaptive_max_pool{n}d": _layer(resize.adaptive_max_pool) for n in (2, 3)},

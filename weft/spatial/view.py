@@ -71,6 +71,10 @@ class View(TorchFunctionMode):
         if not places:
             return func(*args, **kwargs)
         name = str(getattr(func, "__name__", type(func).__name__))
+        if isinstance(func, torch._ops.OpOverload):  # as fake tensors ask for their device
+            if func.namespace == "prim":
+                return func(*args, **kwargs)
+            name = func._schema.name.rpartition("::")[2] if func.namespace == "aten" else func._schema.name
         if name in ("__get__", "__set__"):
             name = str(func.__self__.__name__)
             if name != "shape" and not isinstance(result := func(*args, **kwargs), Tensor):
