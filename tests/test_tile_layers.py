@@ -14,6 +14,7 @@ from tiles_for_tests import GRIDS, Case, compare_all
 from torch import Tensor, nn
 
 from weft.cut import Interval, share
+from weft.spatial import overlap
 from weft.spatial.ownership import Line, Window, inside, length, meet, moves
 
 TOLERANCE = 1e-12
@@ -217,6 +218,51 @@ def test_each_kind_of_layer(grid: tuple[int, int]) -> None:
 def test_a_plain_convolution_is_the_same_to_the_bit() -> None:
     cases = [KINDS[name] for name in ("chain", "conv 1×7, 7×1", "conv same, even", "max of negatives")]
     assert [found["forward"] for found in compare_all(cases, (2, 2))] == [0.0] * len(cases)
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 2), (4, 1)])
+def test_inner_outputs_while_halos_travel(monkeypatch: pytest.MonkeyPatch, grid: tuple[int, int]) -> None:
+    monkeypatch.setattr(overlap, "WORTH_FLOPS", 0)
+    monkeypatch.setattr(overlap, "WORTH_SHARE", 0.01)
+    geometries: list[dict[str, Any]] = [
+        {"kernel_size": 3, "padding": 1},
+        {"kernel_size": (5, 4), "padding": (1, 3), "stride": (2, 1), "groups": 2},
+        {"kernel_size": (3, 2), "padding": (4, 2), "dilation": (2, 2), "bias": False},
+        {"kernel_size": 4, "padding": "same", "dilation": (1, 2)},
+    ]
+    cases: list[Case] = [(partial(build, "conv", options), (2, 4, 33, 29)) for options in geometries]
+    cases.append((lambda: nn.Conv3d(3, 2, 3, padding=1), (1, 3, 3, 17, 19)))
+    for case, found in zip(cases, compare_all(cases, grid), strict=True):
+        assert found["forward"] <= 1e-14, (case, found)
+        assert found["gradient"] <= TOLERANCE, (case, found)
+
+
+@given(
+    st.integers(1, 5), st.integers(1, 3), st.integers(0, 4), st.integers(1, 2), st.integers(20, 60), st.integers(0, 3)
+)
+def test_inner_outputs_and_strips_are_all(k: int, stride: int, pad: int, dilation: int, size: int, index: int) -> None:
+    window, line = Window(k, stride, pad, pad, dilation), Line.of(size, 4)
+    outputs, held = share(window.num_outputs(size), 4, index), line.held[index]
+    need = window.needs(outputs)
+    plan = overlap.plan_overlap([window] * 2, [False] * 2, (outputs,) * 2, (held,) * 2, (need,) * 2, 10**15)
+    if plan is None:
+        return
+    assert inside(window.needs(plan.inner[0]), held)
+    regions = [plan.inner, *plan.strips]
+    pixels = [(row, column) for rows, columns in regions for row in range(*rows) for column in range(*columns)]
+    assert len(set(pixels)) == len(pixels) == length(outputs) ** 2
+
+
+def test_small_convolutions_do_not_overlap() -> None:
+    around = ((4, 8), (4, 8)), ((4, 8), (4, 8)), ((3, 9), (3, 9))
+    windows = [Window(3, 1, 1, 1)] * 2
+    assert overlap.plan_overlap(windows, [False] * 2, *around, 10**15) is None  # a quarter is inner
+    wide = ((40, 80), (40, 80)), ((40, 80), (40, 80)), ((39, 81), (39, 81))
+    assert overlap.plan_overlap(windows, [False] * 2, *wide, 10**9) is None
+    found = overlap.plan_overlap(windows, [False] * 2, *wide, 10**11)
+    assert found is not None
+    assert found.inner == ((41, 79), (41, 79))
+    assert len(found.strips) == 4
 
 
 def test_hand_over_of_layers() -> None:

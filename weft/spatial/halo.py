@@ -11,7 +11,7 @@ the same operation: every rank needs everything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +66,17 @@ class Side:
         """These pixels of a tensor that has the held ones."""
         return tensor.narrow(self.dim, pixels[0] - self.held[0], length(pixels))
 
-    def trade(self, value: Tensor) -> Strips:
-        """Send what others need of a tensor of the held pixels; what was received, in the order of the moves."""
+    def trade(self, value: Tensor, meanwhile: Callable[[], None] | None = None) -> Strips:
+        """Send what others need of a tensor of the held pixels; what was received, in the order of the moves.
+
+        `meanwhile` is done while it travels.
+        """
         received = [(peer, value.new_empty(self._shape(value, pixels))) for peer, pixels in self.moves.receives]
         sent = [(peer, self.of_held(value, pixels).contiguous()) for peer, pixels in self.moves.sends]
-        exchange(received, sent, self.axis).wait()
+        pending = exchange(received, sent, self.axis)
+        if meanwhile is not None:
+            meanwhile()
+        pending.wait()
         return [tensor for _, tensor in received]
 
     def trade_back(self, gradient: Tensor) -> tuple[Pending, list[tuple[int, Tensor]], Any]:
@@ -133,13 +139,21 @@ class Halo:
         """Whether all that is needed is a part of what this rank holds, and nobody says anything."""
         return not self.talks and self.rows.is_view and self.columns.is_view
 
-    def gather(self, value: Tensor, strips: tuple[Strips, Strips] | None = None) -> tuple[Tensor, Strips, Strips]:
-        """The needed pixels, and what came from others: of columns, of rows. With `strips`, nothing is said again."""
+    def gather(
+        self,
+        value: Tensor,
+        strips: tuple[Strips, Strips] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[Tensor, Strips, Strips]:
+        """The needed pixels, and what came from others: of columns, of rows. With `strips`, nothing is said again.
+
+        `meanwhile` is done while strips travel, those of columns if there are any.
+        """
         rows, columns = self.rows, self.columns
         shape = _with_size(value.shape, columns.dim, length(columns.need))
         out = None if rows.is_view else _empty_like(value, _with_size(shape, rows.dim, length(rows.need)))
         is_in_place = False
-        of_columns = strips[0] if strips else columns.trade(value)
+        of_columns = strips[0] if strips else columns.trade(value, meanwhile if columns.talks else None)
         if columns.is_view:
             wide = columns.of_held(value, columns.need)
         elif out is not None and inside(rows.held, rows.need):
@@ -148,7 +162,7 @@ class Halo:
             wide = _empty_like(value, shape)
         if not columns.is_view:
             columns.assemble(wide, value, of_columns, self.fill)
-        of_rows = strips[1] if strips else rows.trade(wide)
+        of_rows = strips[1] if strips else rows.trade(wide, None if columns.talks else meanwhile)
         if out is None:
             return rows.of_held(wide, rows.need), of_columns, of_rows
         return rows.assemble(out, None if is_in_place else wide, of_rows, self.fill), of_columns, of_rows

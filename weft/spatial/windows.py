@@ -7,6 +7,7 @@ the halo's gradients travel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from weft.cut import Interval
 from weft.spatial.halo import GiveBack, Halo, fetch
-from weft.spatial.ownership import Line, Window
+from weft.spatial.overlap import Overlap, plan_overlap
+from weft.spatial.ownership import Line, Window, length
 from weft.spatial.place import Grid, Place
 
 aten = torch.ops.aten
@@ -137,20 +139,47 @@ def convolution(
     halo = slide.halo(grid, place, 0.0, native[-2:])
     if halo.is_view:
         return settings.forward(halo.pad(value), weight, bias), slide.place
-    out: Tensor = _HaloConvolution.apply(value, weight, bias, halo, settings)
+    overlap = None
+    if halo.talks:
+        held, need = (halo.rows.held, halo.columns.held), (halo.rows.need, halo.columns.need)
+        own = slide.place.held(grid)
+        pixels = math.prod(value.shape[2:-2]) * value.shape[0] * length(own[0]) * length(own[1])
+        overlap = plan_overlap(windows[-2:], native[-2:], own, held, need, 2 * pixels * weight.numel())
+    out: Tensor = _HaloConvolution.apply(value, weight, bias, halo, settings, overlap)
     return out, slide.place
 
 
 class _HaloConvolution(Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, weight: Tensor, bias: Tensor | None, halo: Halo, settings: Settings) -> Tensor:
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        halo: Halo,
+        settings: Settings,
+        overlap: Overlap | None,
+    ) -> Tensor:
         ctx.halo, ctx.settings = halo, settings
-        padded, of_columns, of_rows = halo.gather(value)
+        inner: list[Tensor] = []
+
+        def compute_inner() -> None:
+            if overlap is not None:
+                inner.append(settings.forward(overlap.seen(value, overlap.inner, overlap.held), weight, bias))
+
+        padded, of_columns, of_rows = halo.gather(value, meanwhile=compute_inner)
         ctx.num_of_columns = len(of_columns)
         if ctx.needs_input_grad[0]:
             halo.note_backward(of_columns, of_rows)
         ctx.save_for_backward(value, weight, *of_columns, *of_rows)
-        return settings.forward(padded, weight, bias)
+        if overlap is None:
+            return settings.forward(padded, weight, bias)
+        rows, columns = (length(part) for part in overlap.outputs)
+        out = inner[0].new_empty(*inner[0].shape[:-2], rows, columns)
+        overlap.put(out, overlap.inner, inner.pop())
+        for strip in overlap.strips:
+            overlap.put(out, strip, settings.forward(overlap.seen(padded, strip, overlap.need), weight, bias))
+        return out
 
     @staticmethod
     @once_differentiable
@@ -167,7 +196,7 @@ class _HaloConvolution(Function):
         if needs_weight or needs_bias:
             mask = [False, needs_weight, needs_bias]
             _, of_weight, of_bias = ctx.settings.backward(gradient, padded, weight, mask)
-        return None if returning is None else returning.finish(), of_weight, of_bias, None, None
+        return None if returning is None else returning.finish(), of_weight, of_bias, None, None, None
 
 
 def transposed_convolution(
