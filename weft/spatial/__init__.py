@@ -10,7 +10,7 @@ norms.py       statistics over all tiles
 hand_over.py   from tiles to whole images, shares of the batch or sums, and back
 rules.py       what each of torch's functions means on a tile; with names.py, operands.py and shapes.py
 overlap.py     inner outputs while halos travel
-fuse.py        one exchange for several layers
+fuse.py, wide.py   one exchange for several layers
 view.py        the mode under which the model runs, and its forward in it
 dry.py         the same forward on shapes: what it says, and where its result lies
 """

@@ -11,6 +11,7 @@ from weft.spatial.halo import Halo, fetch
 from weft.spatial.hand_over import own_part, to_tile
 from weft.spatial.names import plain_name
 from weft.spatial.place import Grid, Place, Share, place_of, put, tensors_in
+from weft.spatial.wide import widest
 from weft.spatial.windows import Extra, Unsupported
 
 Rule = Callable[..., Any]
@@ -44,6 +45,7 @@ def _size(place: Place) -> str:
 
 def bring(grid: Grid, tensor: Tensor, target: Place) -> Tensor:
     """The pixels of a target place of a tile, or of a whole tensor."""
+    tensor = widest(tensor)
     place = place_of(tensor)
     if place is None:
         return to_tile(tensor, target, grid)
@@ -81,7 +83,7 @@ def pointwise(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> An
         if not isinstance(target, Place):
             raise Unsupported("changes a tensor that is not in tiles")
     else:
-        target = common_place(tensors, name)
+        target = common_place([widest(tensor) for tensor in tensors], name)
     if plain_name(name) == "prelu":  # its weight is one for each channel
         args = (bring(looks.grid, args[0], target), *args[1:])
     else:

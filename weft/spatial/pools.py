@@ -15,6 +15,7 @@ from weft.cut import Interval
 from weft.spatial.halo import GiveBack, Halo, fetch
 from weft.spatial.ownership import Window
 from weft.spatial.place import Grid, Place
+from weft.spatial.wide import widen
 from weft.spatial.windows import NO_EXTRA, Extra, Result, Slide, Unsupported, make_windows, pad_depth, per_dim
 
 aten = torch.ops.aten
@@ -38,6 +39,8 @@ def max_pool(
         raise Unsupported("gives indices into the whole image")
     windows = _pool_windows(num_dims, kernel_size, stride, padding, dilation)
     slide = Slide.of(grid, place, windows[-2:], ceil_mode, extra)
+    if extra != NO_EXTRA:
+        value, place = widen(grid, value, place, slide.rows, slide.columns)
     value = pad_depth(value, windows, [False] * (num_dims - 2), ceil_mode, -math.inf)
     halo = slide.halo(grid, place, -math.inf, [False, False])
     shape = tuple(tuple(getattr(window, name) for window in windows) for name in ("kernel", "stride", "dilation"))
@@ -88,6 +91,8 @@ def average_pool(
     """F.avg_pool2d or avg_pool3d: sums, divided by how many pixels each output counts."""
     windows = _pool_windows(num_dims, kernel_size, stride, padding, 1)
     slide = Slide.of(grid, place, windows[-2:], ceil_mode, extra)
+    if extra != NO_EXTRA:
+        value, place = widen(grid, value, place, slide.rows, slide.columns)
     sizes = place.whole_shape(tuple(value.shape))[-num_dims:]
     held = [*((0, w.num_outputs(n, ceil_mode)) for w, n in zip(windows[:-2], sizes[:-2], strict=True))]
     held += slide.place.held(grid)

@@ -21,6 +21,7 @@ from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.ownership import Line, Window
 from weft.spatial.place import Grid, Place
 from weft.spatial.pools import average_pool, max_pool
+from weft.spatial.wide import widen
 from weft.spatial.windows import NO_EXTRA, Extra, Result, Slide, Unsupported, outputs, per_dim
 
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
@@ -61,6 +62,8 @@ def interpolate(
     found = Place(*lines)
     if grid.layer is not None:
         grid.layer(place, found, (samples[-2].needs, samples[-1].needs))
+    if extra != NO_EXTRA:
+        value, place = widen(grid, value, place, needs[0], needs[1])
     value = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
     for dim, held, need in zip((-2, -1), found.held(grid), _own(grid, needs), strict=True):
         value = samples[dim].take(value, dim, held, need[0])

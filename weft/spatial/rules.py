@@ -15,6 +15,7 @@ from weft.spatial import norms, pools, resize, shapes, windows
 from weft.spatial.names import DRAWS, POINTWISE
 from weft.spatial.operands import Looks, Rule, common_place, draws, pointwise
 from weft.spatial.place import Place, place_of, put, tensors_in
+from weft.spatial.wide import widest
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 
@@ -24,7 +25,7 @@ def _layer(
     """A rule of an operation in this room: the tile, its place, and the function's other arguments."""
 
     def rule(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-        value = args[0] if args else kwargs.pop("input")
+        value = widest(args[0] if args else kwargs.pop("input"))
         place = place_of(value)
         if not isinstance(place, Place):
             raise Unsupported("has weights in tiles")

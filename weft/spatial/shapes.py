@@ -14,6 +14,7 @@ from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.names import plain_name
 from weft.spatial.operands import Looks, Rule, bring, common_place, pointwise, put_all
 from weft.spatial.place import Place, place_of, put
+from weft.spatial.wide import widest
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 
@@ -92,7 +93,7 @@ def joined(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """torch.cat and torch.stack, along dims that are not rows or columns."""
     tensors = args[0] if args else kwargs["tensors"]
     given = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    place, is_stack = common_place(tensors, name), plain_name(name) == "stack"
+    place, is_stack = common_place([widest(tensor) for tensor in tensors], name), plain_name(name) == "stack"
     num_dims = next(tensor.dim() for tensor in tensors if place_of(tensor) is not None)
     (dim,) = dims_of(given, num_dims + is_stack)
     if is_stack:

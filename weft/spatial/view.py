@@ -26,6 +26,7 @@ from weft.spatial.operands import draws, map_tensors
 from weft.spatial.place import Grid, Notes, Place, Share, place_of, put, tensors_in
 from weft.spatial.rules import RULES
 from weft.spatial.shapes import shape_of
+from weft.spatial.wide import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
 Position = tuple[str, int]  # a block ("" for the root), and the number of a layer in it
@@ -177,6 +178,7 @@ class TiledModel:
             try:
                 output = self._forward(*args, **kwargs)
             finally:
+                forget(images)
                 for image in images:
                     put(image, None)
         return self._finish(output)
@@ -199,14 +201,17 @@ class TiledModel:
 
 def run_block(view: View, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A block's forward, which recompute may call again in backward, outside of the view."""
-    if view.is_on:
-        with torch._C.DisableTorchFunction():
-            view.notes.take_down((args, kwargs))
-        with view.inside(name):
+    try:
+        if view.is_on:
+            with torch._C.DisableTorchFunction():
+                view.notes.take_down((args, kwargs))
+            with view.inside(name):
+                return forward(*args, **kwargs)
+        view.notes.restore((args, kwargs))
+        with view, view.inside(name):
             return forward(*args, **kwargs)
-    view.notes.restore((args, kwargs))
-    with view, view.inside(name):
-        return forward(*args, **kwargs)
+    finally:
+        forget(tensors_in((args, kwargs)))
 
 
 def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ from weft.spatial.halo import GiveBack, Halo, fetch
 from weft.spatial.overlap import Overlap, plan_overlap
 from weft.spatial.ownership import Line, Window, length
 from weft.spatial.place import Grid, Place
+from weft.spatial.wide import widen
 
 aten = torch.ops.aten
 Extra = tuple[tuple[int, int], tuple[int, int]]  # pixels to compute beside the own ones: of rows, of columns
@@ -125,6 +126,8 @@ def convolution(
     num_dims = weight.dim() - 2
     windows = make_windows(tuple(weight.shape[2:]), per_dim(stride, num_dims), padding, per_dim(dilation, num_dims))
     slide = Slide.of(grid, place, windows[-2:], extra=extra)
+    if extra != NO_EXTRA:
+        value, place = widen(grid, value, place, slide.rows, slide.columns)
     native = [
         *(window.before == window.after for window in windows[:-2]),
         *(w.before == w.after and d == 1 for w, d in zip(windows[-2:], _degrees(grid), strict=True)),
@@ -229,6 +232,8 @@ def transposed_convolution(
         needs.append(line.held if axis.degree == 1 else need)
         begin = out.held[axis.index][0]
         cuts.append(0 if axis.degree == 1 else begin - (need[axis.index][0] * step - before))
+    if extra != NO_EXTRA:
+        value, place = widen(grid, value, place, needs[0], needs[1])
     is_split = [*(False for _ in kernels[:-2]), *(degree > 1 for degree in _degrees(grid))]
     wide = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
     whole = torch.convolution(
