@@ -108,6 +108,37 @@ def test_more_equal_the_unsplit_model(name: str, plan: Plan) -> None:
     check(name, plan).require()
 
 
+def test_two_levels() -> None:
+    make, batch = MODELS["BatchNorm"]
+    report = verify(make, batch, over(2, 2, hierarchical=True), ranks_per_node=2).require()
+    assert "traffic: tile/node all_reduce" in {line.what for line in report.checks}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_other_precisions_and_layouts_in_memory(layout: torch.memory_format) -> None:
+    def losses(plan: Plan) -> list[float]:
+        def rank(_: int) -> list[float]:
+            mesh = Mesh(plan)
+            torch.manual_seed(0)
+            model = images_for_tests.batch_resnet().to(memory_format=layout)
+            model = parallelize(model, plan, mesh, example=lambda: (torch.zeros(4, 3, 32, 32),))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            found = []
+            for step in range(3):
+                pixels, labels = images(32, 32)(step)
+                batch = tile(pixels, mesh).to(memory_format=layout), labels
+                found.append(train_step(model, optimizer, [batch], mesh).loss.item())
+            return found
+
+        answers: list[list[float]] = run_local(rank, plan.num_ranks)
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
+
+    alone = losses(Plan())
+    assert losses(over(2, 2)) == pytest.approx(alone, rel=1e-6)
+    assert losses(over(2, 2, precision="bf16")) == pytest.approx(alone, rel=1e-2)
+
+
 def test_statistics_over_tiles_and_data_need_a_word() -> None:
     with pytest.raises(PlanError, match=r"'down1.1' takes statistics over the batch, which data = 2 splits"):
         check("unet", over(1, 2, data=2))

@@ -22,7 +22,7 @@ from weft.comm.ledger import Key
 from weft.cut import share
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.parallel.draws import Draws, has_dropout
+from weft.parallel.draws import Draws
 from weft.parallel.layout import master_bytes, trained_layouts
 from weft.parallel.unit import units_of
 from weft.plan import BatchSplit, Plan
@@ -104,7 +104,7 @@ class TileAxis(Strategy):
             mesh["rows"],
             mesh["columns"],
             mesh["tile"],
-            Draws(mesh["tile"], mesh.device) if has_dropout(model) else None,
+            Draws(mesh["tile"], mesh.device),
         )
         install(model, View(grid, plan.tile, tiling.extras), tiling.sizes)
         return model
