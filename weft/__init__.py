@@ -8,8 +8,9 @@ model = weft.parallelize(model, plan)             # the same module, its state s
 from weft.errors import WeftError
 from weft.mesh import Mesh
 from weft.parallel import clip_grad_norm, parallelize, sync_gradients
+from weft.parallel.tile import tile
 from weft.parallel.vocabulary import cross_entropy, vocabulary_of
-from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor, load_plan
+from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor, Tile, load_plan
 from weft.profile import profile
 from weft.train.step import CROSS_ENTROPY, Objective, evaluate, train_step
 from weft.verify import verify
@@ -26,6 +27,7 @@ __all__ = [
     "Plan",
     "Shard",
     "Tensor",
+    "Tile",
     "WeftError",
     "clip_grad_norm",
     "cross_entropy",
@@ -34,6 +36,7 @@ __all__ = [
     "parallelize",
     "profile",
     "sync_gradients",
+    "tile",
     "train_step",
     "verify",
     "vocabulary_of",

@@ -15,7 +15,7 @@ from weft.errors import ConfigError, PlanError
 from weft.pipeline.schedules import make_schedule
 from weft.schema import convert, dump_toml, read_toml, to_table
 
-AXES = ("data", "pipe", "shard", "context", "x", "y")
+AXES = ("data", "pipe", "shard", "rows", "columns", "context", "x", "y")
 MAX_RANKS = 1 << 20
 
 Precision = Literal["fp64", "fp32", "bf16"]
@@ -111,6 +111,27 @@ class Context:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """The axes `rows` and `columns`: each image in tiles over ranks.
+
+    `until` names the module before which tiles are handed over; "" is the first operation that needs whole images.
+    `hand_over`: "gather" gives every rank the whole, of which all compute the same; "batch" gives each its share of the
+    samples. `fused` layers share one exchange of a wider halo.
+    """
+
+    rows: int = 1
+    columns: int = 1
+    until: str = ""
+    hand_over: Literal["gather", "batch"] = "gather"
+    fused: int = 1
+
+    @property
+    def degree(self) -> int:
+        """How many tiles an image has."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
 class Memory:
     """`recompute`: which activations are computed again in backward instead of kept.
 
@@ -135,6 +156,7 @@ class Plan:
     shard: Shard = field(default_factory=Shard)
     tensor: Tensor = field(default_factory=Tensor)
     context: Context = field(default_factory=Context)
+    tile: Tile = field(default_factory=Tile)
     micro_batch: int | None = None
     memory: Memory = field(default_factory=Memory)
     precision: Precision = "fp32"
@@ -155,6 +177,8 @@ class Plan:
                 f"{self.shard.stage}, degree {self.shard.degree}; use 'whole' or raise the stage"
             )
 
+        if self.tile.fused < 1:
+            raise PlanError(f"plan.tile.fused = {self.tile.fused}; an exchange serves at least 1 layer")
         self._check_sequence()
 
     def _check_sequence(self) -> None:
@@ -182,6 +206,8 @@ class Plan:
             "data": self.data,
             "pipe": self.pipe.degree,
             "shard": self.shard.degree,
+            "rows": self.tile.rows,
+            "columns": self.tile.columns,
             "context": self.context.degree,
             "x": self.tensor.x,
             "y": self.tensor.y,
@@ -211,6 +237,12 @@ class Plan:
         """`data 2 × shard 4 (stage 3)`, or `1 process`."""
         notes = {"pipe": f" ({self.pipe.schedule})", "shard": f" (stage {self.shard.stage})"}
         notes["context"] = f" ({self.context.kind})"
+        if words := [
+            *([f"until {self.tile.until}"] * bool(self.tile.until)),
+            *([self.tile.hand_over] * (self.tile.hand_over != "gather")),
+            *([f"fused {self.tile.fused}"] * (self.tile.fused > 1)),
+        ]:
+            notes["columns" if self.tile.columns > 1 else "rows"] = f" ({', '.join(words)})"
         if self.tensor.sequence:
             words = [
                 *(["regather"] * self.tensor.regather),

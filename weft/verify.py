@@ -26,6 +26,7 @@ from weft.mesh import Mesh, level_degrees
 from weft.models import build, initialise
 from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
+from weft.parallel.tile import own_tiles
 from weft.plan import BatchSplit, Plan, split_batch
 from weft.profile import Profile, profile
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
@@ -156,9 +157,9 @@ def _run_rank(
     mesh.ledger.clear()
     losses, norms = [], []
     for step in range(steps):
-        result = train_step(
-            model, optimizer, _own_batches(batch_fn(step), split, mesh["batch"].index), mesh, objective, clip
-        )
+        batches = _own_batches(batch_fn(step), split, mesh["batch"].index)
+        batches = [own_tiles(batch, model, mesh) for batch in batches]
+        result = train_step(model, optimizer, batches, mesh, objective, clip)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     pieces = _pieces(model)
@@ -170,6 +171,7 @@ def _run_rank(
         "grad_norm": _worst_number(norms, expected.norms),
         "gradient": _worst_tensor(watch.gradients, expected.gradients),
         "parameter": _worst_tensor(pieces, expected.parameters),
+        "buffer": _worst_buffer(model, expected.buffers) if plan.tile.degree > 1 else None,
         "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
@@ -185,6 +187,7 @@ class _Sequential:
     norms: list[float]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 def _run_sequential(
@@ -208,7 +211,7 @@ def _run_sequential(
         losses.append(loss.item())
         norms.append(norm.item())
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return _Sequential(losses, norms, gradients, parameters)
+    return _Sequential(losses, norms, gradients, parameters, dict(model.named_buffers()))
 
 
 class _Watch:
@@ -285,6 +288,16 @@ def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor])
     return worst
 
 
+def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Running statistics, of those that norms take over several ranks."""
+    worst = (0.0, "-")
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and buffer.numel():
+            error = float((buffer - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-300))
+            worst = max(worst, (error, name), key=lambda pair: _badness(pair[0]))
+    return worst
+
+
 def _is_first(part: Part) -> bool:
     """Whether this rank counts for a part that several ranks of x × y, or of pipe, hold alike."""
     return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
@@ -308,7 +321,10 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
         ("grad_norm", "gradient norm"),
         ("gradient", "worst gradient"),
         ("parameter", "worst parameter after the steps"),
+        ("buffer", "worst buffer after the steps"),
     ):
+        if answers[0][key] is None:
+            continue
         errors = [(answer[key][0], f"rank {rank}, {answer[key][1]}") for rank, answer in enumerate(answers)]
         error, where = max(errors, key=lambda pair: _badness(pair[0]))
         checks.append(Check(what, f"≤ {tolerance:.0e}", f"{error:.1e}", where, error <= tolerance))
@@ -324,7 +340,7 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
 def _check_coverage(answers: list[dict[str, Any]], plan: Plan) -> Check:
     """A piece that no rank holds is not compared, so the pieces are counted: each once in every replica."""
     compared = sum(answer["num_compared"] for answer in answers)
-    expected = answers[0]["num_expected"] * plan.data * plan.context.degree
+    expected = answers[0]["num_expected"] * plan.data * plan.tile.degree * plan.context.degree
     return Check("parameters held", f"{expected:,}", f"{compared:,}", "all ranks", compared == expected)
 
 

@@ -28,6 +28,7 @@ class Axis:
     """A named axis of the mesh as one rank sees it: its degree, the rank's index on it, and the group that talks.
 
     `levels`, where the axis crosses nodes in two levels: between nodes among equal local indices, and inside the node.
+    On a `dry` axis nothing is said: calls enter the ledger, and what they would receive is left as it is.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Axis:
     group: dist.ProcessGroup | None
     ledger: Ledger
     levels: tuple[Axis, Axis] | None = None
+    dry: bool = False
 
 
 class Pending:
@@ -76,6 +78,8 @@ def all_reduce(tensor: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pend
     if axis.degree == 1:
         return Pending(None, axis, "all_reduce")
     _enter(axis, "all_reduce", tensor)
+    if axis.dry:
+        return Pending(None, axis, "all_reduce")
     work = dist.all_reduce(tensor, _REDUCTIONS[reduction], group=axis.group, async_op=True)
     return Pending(work, axis, "all_reduce")
 
@@ -88,6 +92,8 @@ def all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
             whole.copy_(part)
         return Pending(None, axis, "all_gather")
     _enter(axis, "all_gather", whole)
+    if axis.dry:
+        return Pending(None, axis, "all_gather")
     work = _ALL_GATHER(whole, part, group=axis.group, async_op=True)
     return Pending(work, axis, "all_gather")
 
@@ -129,6 +135,17 @@ def shift(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis, by: in
     for tensor in sent:
         _enter(axis, "send", tensor)
     return Pending(dist.batch_isend_irecv(operations), axis, "send")
+
+
+def exchange(received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, Tensor]], axis: Axis) -> Pending:
+    """Send tensors to ranks of the axis, and receive others, all at once: (index of the peer, tensor), one a peer."""
+    for _, tensor in sent:
+        _enter(axis, "send", tensor)
+    if axis.dry or not (received or sent):
+        return Pending(None, axis, "exchange")
+    operations = [dist.P2POp(dist.isend, tensor, group=axis.group, group_peer=peer) for peer, tensor in sent]
+    operations += [dist.P2POp(dist.irecv, tensor, group=axis.group, group_peer=peer) for peer, tensor in received]
+    return Pending(dist.batch_isend_irecv(operations), axis, "exchange")
 
 
 def send(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:

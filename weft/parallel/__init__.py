@@ -24,6 +24,7 @@ from weft.parallel.flat import Flat
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
+from weft.parallel.tile import TileAxis, TileGradients, localise_tile, prepare
 from weft.parallel.unit import Units, units_of
 from weft.pipeline.build import Staging, build, stage
 from weft.pipeline.build import refuse as refuse_pipeline
@@ -33,8 +34,16 @@ from weft.plan import BatchSplit, Plan
 from weft.profile import CUTS_ATTRIBUTE, Parameter, Profile, profile
 from weft.strategy import Cost, Strategy, Values
 
-# Recompute wraps the forwards that the tensor axes leave: a block may be a linear or a convolution itself.
-STRATEGIES: tuple[Strategy, ...] = (TensorAxes(), RecomputePolicy(), ShardAxis(), DataAxis(), ContextAxis())
+# Recompute wraps the forwards that the tensor axes and tiles leave: a block may be a linear or a convolution itself.
+STRATEGIES: tuple[Strategy, ...] = (
+    TensorAxes(),
+    TileAxis(),
+    RecomputePolicy(),
+    ShardAxis(),
+    DataAxis(),
+    ContextAxis(),
+    TileGradients(),
+)
 
 
 def parallelize(
@@ -51,13 +60,16 @@ def parallelize(
     meta device takes its parameters from `values(name)`, one at a time; otherwise from itself, and every rank must
     hold the same values. Afterwards `model.parameters()` are this rank's pieces, for any element-wise optimizer.
 
-    A plan with `pipe` also needs `example()`, the arguments of one forward of a micro-batch (whole sequences, whatever
-    `context` is); what comes back is this rank's stages, a `Pipeline` that `train_step` runs. `finish(output)` computes
-    the loss, whose memory then counts where stages are balanced by it; as in `weft.profile`.
+    A plan with `pipe` or `tile` also needs `example()`, the arguments of one forward of a micro-batch (whole sequences
+    and images, whatever the plan; called for shapes alone). With `pipe`, what comes back is this rank's stages, a
+    `Pipeline` that `train_step` runs. `finish(output)` computes the loss, whose memory then counts where stages are
+    balanced by it; as in `weft.profile`.
     """
     mesh = mesh or Mesh(plan)
-    whole = profile(model, example if plan.pipe.degree > 1 else None, finish, COMPUTE_DTYPE[plan.precision])
+    is_traced = plan.pipe.degree * plan.tile.degree > 1
+    whole = profile(model, example if is_traced else None, finish, COMPUTE_DTYPE[plan.precision])
     refuse(whole, plan)
+    prepare(model, whole, plan)
     if values is None:
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError("the model is on the meta device; pass values=, which gives a parameter's tensor by name")
@@ -107,6 +119,8 @@ def cost(
     Whoever asks for many ranks of a plan with `pipe` gives its `staging`, so that the model is cut once.
     """
     at = coordinates or dict.fromkeys(plan.degrees, 0)
+    if plan.tile.degree > 1:
+        model_profile = localise_tile(model_profile, plan, at)
     here = partial(localise, plan=plan, coordinates=at)
     own = partial(local_cost, plan=plan, coordinates=at)
     if plan.pipe.degree > 1:

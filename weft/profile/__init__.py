@@ -38,7 +38,7 @@ from weft.profile.structure import (
     stage_profile,
     structure,
 )
-from weft.profile.tally import cast, count, fake
+from weft.profile.tally import Tally, cast, count, fake
 
 
 def profile(
@@ -52,7 +52,7 @@ def profile(
     values of its inputs (experts that are called one by one), only the structure is known (`counted` is false).
     With `dtype`, floating-point parameters and arguments count as of that one, in which a parallel model computes.
     """
-    found = replace(structure(model), example=example)
+    found = replace(structure(model), example=example, dtype=dtype)
     if example is None:
         return found
     try:
@@ -81,7 +81,9 @@ __all__ = [
     "Profile",
     "Shares",
     "Source",
+    "Tally",
     "cast",
+    "count",
     "fake",
     "find_parameters",
     "profile",

@@ -205,16 +205,18 @@ class Profile:
     source: Source | None = field(default=None, compare=False, repr=False)
     has_loss: bool = False  # whether `finish` was given, and for a stage whether it is the last
     shares: Shares = WHOLE
-    _found: dict[str, Pairing] = field(default_factory=dict, compare=False, repr=False)  # kept by what is made of it
+    dtype: torch.dtype | None = None  # that it computes in, if not the model's own
+    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what was found out about it
     _proofs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # of its pairs; stages share them
 
     @property
     def pairing(self) -> Pairing:
         """How the model's linears can be split; raises PlanError where they cannot."""
-        if "pairing" not in self._found:
+        if "pairing" not in self.kept:
             assert self.model is not None
-            self._found["pairing"] = pair(self.model, self._proofs)
-        return self._found["pairing"]
+            self.kept["pairing"] = pair(self.model, self._proofs)
+        found: Pairing = self.kept["pairing"]
+        return found
 
     @property
     def all(self) -> tuple[Block, ...]:

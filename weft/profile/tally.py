@@ -43,9 +43,10 @@ def count(
     finish: Callable[[Any], Any] | None,
     dtype: torch.dtype | None,
     structure: Profile,
+    tally: Tally | None = None,
 ) -> Profile:
     """A model's structure with the counts of one forward."""
-    tally = _Tally()
+    tally = tally or Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
         state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
@@ -84,7 +85,7 @@ class _Counts:
     convolutions: list[Convolution] = field(default_factory=list)
 
 
-class _Tally(TorchDispatchMode):
+class Tally(TorchDispatchMode):
     """Counts each operation for the block that is running ("" is the root)."""
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
     for number, (part, piece) in enumerate(named_pieces(model)):
         cut = part.parameter.cut
         is_first = not part.parameter.copy and (cut is None or cut.is_first)
-        if number % data.degree != data.index or mesh["context"].index or not is_first:
+        if number % data.degree != data.index or mesh["tile"].index or mesh["context"].index or not is_first:
             continue
         name, region = part.parameter.name, _region(part)
         yield Piece(name, "parameter", region, piece.detach())

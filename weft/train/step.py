@@ -20,6 +20,7 @@ from weft.mesh import Mesh
 from weft.models.loss import IGNORE
 from weft.parallel import clip_grad_norm, sync_gradients
 from weft.parallel.context import own_tokens
+from weft.parallel.tile import own_targets, repeats
 from weft.parallel.vocabulary import cross_entropy, num_right, vocabulary_of
 from weft.pipeline.runtime import Pipeline, Work
 from weft.plan import Plan
@@ -87,8 +88,10 @@ def train_step(
     clip: float | None = 1.0,
     before_micro_batch: Before = lambda index: None,
 ) -> StepResult:
-    """Forward, backward and update over this rank's micro-batches of one step (whole sequences, whatever the plan)."""
-    micro_batches = [own_tokens(batch, mesh["context"]) for batch in micro_batches]
+    """Forward, backward and update over this rank's micro-batches of one step: whole sequences, whatever the plan, but
+    this rank's tiles of images (`weft.tile`), with labels of their pixels or of all samples.
+    """
+    micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
     num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
     all_reduce(num_targets, mesh["tokens"]).wait()
     # Gradients become the mean over the ranks of `batch`, so each rank's loss is scaled up by their number.
@@ -101,7 +104,7 @@ def train_step(
     grad_norm = clip_grad_norm(model, clip, mesh)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss / num_targets.clamp(min=1), grad_norm, num_targets)
+    return StepResult(loss / num_targets.clamp(min=1), grad_norm, num_targets / repeats(model, mesh.plan))
 
 
 def _run_in_turn(
@@ -126,7 +129,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
     """
     measure = objective.measure or objective.total
     shape = (len(objective.measures),) if objective.measure else ()
-    batches = [own_tokens(batch, mesh["context"]) for batch in batches]
+    batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in batches]
     was_training = model.training
     model.eval()
     with torch.no_grad():
@@ -144,9 +147,10 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:
     """What a step says beside the strategies: the count of targets, the loss, and the gradient norm."""
     traffic: dict[Key, Traffic] = {}
-    if plan.num_batch_ranks * plan.context.degree > 1:
+    num_token_ranks = plan.num_batch_ranks * plan.tile.degree * plan.context.degree
+    if num_token_ranks > 1:
         traffic["tokens", "all_reduce"] = Traffic(1, 8)
-    if plan.num_batch_ranks * plan.context.degree * plan.pipe.degree > 1:
+    if num_token_ranks * plan.pipe.degree > 1:
         traffic["losses", "all_reduce"] = Traffic(1, 8)
     if plan.pipe.degree * plan.shard.degree * plan.tensor.x * plan.tensor.y > 1:
         traffic["state", "all_reduce"] = Traffic(1, 8)

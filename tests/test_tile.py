@@ -1,0 +1,586 @@
+"""Axis tile: models on tiles against the unsplit model in float64; bytes, memory, hand-overs, fusing, refusals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import images_for_tests
+import pytest
+import tiles_for_tests as shared
+import torch
+import torch.nn.functional as F
+from tensor_for_tests import failures
+from tiles_for_tests import Mixed, UNet, dry, images
+from torch import Tensor, nn
+
+import weft
+from weft.comm import Axis
+from weft.errors import PlanError
+from weft.local import run_local
+from weft.mesh import Mesh
+from weft.parallel import cost, parallelize, refuse
+from weft.parallel.flat import Flat
+from weft.parallel.tile import TileGradients, tile, tiling_of
+from weft.parallel.unit import units_of
+from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
+from weft.plan import Tensor as TensorPlan
+from weft.profile import profile
+from weft.spatial import halo, norms
+from weft.spatial.halo import Side
+from weft.train.state import pieces_to_save
+from weft.train.step import evaluate, train_step
+from weft.verify import Report, verify
+
+Patch = pytest.MonkeyPatch
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "plain": (images_for_tests.plain, images_for_tests.image_batch),
+    "classic": (images_for_tests.Classic, images_for_tests.image_batch),
+    "GroupNorm": (images_for_tests.group_resnet, images(11, 14)),
+    "BatchNorm": (images_for_tests.batch_resnet, images(11, 14)),
+    "unet": (UNet, images(13, 18, 2, dense=True)),
+    "unet, upsampled": (lambda: UNet("bilinear", lambda width: nn.GroupNorm(2, width)), images(13, 18, 4, dense=True)),
+    "unet, thin": (UNet, images(12, 16, 4, dense=True)),
+    "mixed": (Mixed, images(16, 18)),
+    "vit": (images_for_tests.ViT, images_for_tests.image_batch),
+}
+
+
+def over(rows: int, columns: int, recompute: Any = "none", **others: Any) -> Plan:
+    """A plan of tiles."""
+    names = ("until", "hand_over", "fused")
+    options = {name: others.pop(name) for name in names if name in others}
+    return Plan(tile=Tile(rows, columns, **options), memory=Memory(recompute), **others)
+
+
+def check(name: str, plan: Plan) -> Report:
+    make, batch = MODELS[name]
+    return verify(make, batch, plan, timeout_seconds=120)
+
+
+# --- the oracle
+
+CASES: dict[str, tuple[str, Plan]] = {
+    "1 × 2": ("plain", over(1, 2)),
+    "2 × 1": ("classic", over(2, 1)),
+    "2 × 2": ("BatchNorm", over(2, 2)),
+    "1 × 4": ("mixed", over(1, 4)),
+    "4 × 1": ("classic", over(4, 1, micro_batch=2)),
+    "unet": ("unet", over(2, 1)),
+    "unet, whole in the middle": ("unet, thin", over(4, 1)),
+    "patches": ("vit", over(2, 1)),
+    "full": ("BatchNorm", over(1, 2, "full")),
+    "selective": ("GroupNorm", over(2, 1, "selective")),
+    "shard 3": ("plain", over(1, 2, shard=Shard(2, 3), micro_batch=1)),
+    "data, full": ("plain", over(2, 1, "full", data=2)),
+    "batch": ("plain", over(2, 2, hand_over="batch")),
+    "batch, until": ("BatchNorm", over(1, 2, hand_over="batch", until="layer2")),
+    "until": ("classic", over(2, 2, until="conv2")),
+    "fused 2": ("BatchNorm", over(2, 1, fused=2)),
+    "fused 5, full": ("plain", over(2, 2, "full", fused=5)),
+}
+MORE: dict[str, tuple[str, Plan]] = {
+    "mixed": ("mixed", over(2, 2)),
+    "BatchNorm": ("BatchNorm", over(4, 1, micro_batch=2)),
+    "unet, upsampled": ("unet, upsampled", over(1, 4)),
+    "unet, shares in the middle": ("unet, thin", over(4, 1, hand_over="batch")),
+    "unet, full": ("unet", over(1, 2, "full")),
+    "shard 2, full": ("plain", over(2, 1, "full", shard=Shard(2, 2), micro_batch=2)),
+    "data": ("unet, upsampled", over(1, 2, data=2)),
+    "data × shard, selective": ("GroupNorm", over(2, 1, "selective", data=2, shard=Shard(2, 1))),
+    "batch, until a block, full": ("BatchNorm", over(2, 2, "full", hand_over="batch", until="layer1.1")),
+    "batch, until behind the mean": ("BatchNorm", over(1, 2, hand_over="batch", until="fc")),
+    "until": ("GroupNorm", over(2, 2, until="layer2")),
+    "fused 3": ("unet", over(1, 2, fused=3)),
+    "fused 2, mixed": ("mixed", over(2, 2, fused=2)),
+}
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES.values(), ids=CASES.keys())
+def test_equals_the_unsplit_model(name: str, plan: Plan) -> None:
+    check(name, plan).require()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "plan"), MORE.values(), ids=MORE.keys())
+def test_more_equal_the_unsplit_model(name: str, plan: Plan) -> None:
+    check(name, plan).require()
+
+
+def test_two_levels() -> None:
+    make, batch = MODELS["BatchNorm"]
+    report = verify(make, batch, over(2, 2, hierarchical=True), ranks_per_node=2).require()
+    assert "traffic: tile/node all_reduce" in {line.what for line in report.checks}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_other_precisions_and_layouts_in_memory(layout: torch.memory_format) -> None:
+    def losses(plan: Plan) -> list[float]:
+        def rank(_: int) -> list[float]:
+            mesh = Mesh(plan)
+            torch.manual_seed(0)
+            model = images_for_tests.batch_resnet().to(memory_format=layout)
+            model = parallelize(model, plan, mesh, example=lambda: (torch.zeros(4, 3, 32, 32),))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            found = []
+            for step in range(3):
+                pixels, labels = images(32, 32)(step)
+                batch = tile(pixels, mesh).to(memory_format=layout), labels
+                found.append(train_step(model, optimizer, [batch], mesh).loss.item())
+            return found
+
+        answers: list[list[float]] = run_local(rank, plan.num_ranks)
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
+
+    alone = losses(Plan())
+    assert losses(over(2, 2)) == pytest.approx(alone, rel=1e-6)
+    assert losses(over(2, 2, precision="bf16")) == pytest.approx(alone, rel=1e-2)
+
+
+def test_statistics_over_tiles_and_data_need_a_word() -> None:
+    with pytest.raises(PlanError, match=r"'down1.1' takes statistics over the batch, which data = 2 splits"):
+        check("unet", over(1, 2, data=2))
+
+
+# --- negative controls
+
+
+def broken(name: str, plan: Plan) -> set[str]:
+    """What the report found wrong, traffic aside; something must be."""
+    found = failures(check(name, plan))
+    assert found
+    assert not any(what.startswith("traffic") for what in found)
+    return found
+
+
+def test_finds_a_halo_that_has_no_backward(monkeypatch: Patch) -> None:
+    original = Side.add_up
+
+    def forgetful(self: Side, gradient: Tensor, received: Any) -> Tensor:
+        return original(self, gradient, [(peer, torch.zeros_like(more)) for peer, more in received])
+
+    monkeypatch.setattr(Side, "add_up", forgetful)
+    found = broken("classic", over(1, 2))
+    assert "worst gradient" in found
+
+
+def test_finds_a_halo_that_does_not_arrive(monkeypatch: Patch) -> None:
+    original = Side.assemble
+
+    def forgetful(self: Side, out: Tensor, value: Any, strips: list[Tensor], fill: float) -> Tensor:
+        return original(self, out, value, [torch.zeros_like(strip) for strip in strips], fill)
+
+    monkeypatch.setattr(Side, "assemble", forgetful)
+    assert "loss" in broken("classic", over(2, 1))
+
+
+def test_finds_gradients_that_are_averaged_over_tiles(monkeypatch: Patch) -> None:
+    finish = Flat.finish_reduce
+
+    def mean(self: Flat) -> None:
+        finish(self)
+        assert self.slice_gradient is not None
+        self.slice_gradient.div_(2)
+
+    monkeypatch.setattr(Flat, "finish_reduce", mean)
+    assert "worst gradient" in broken("classic", over(1, 2))
+
+
+def test_finds_gradients_that_are_not_summed(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(TileGradients, "apply", lambda self, model, plan, mesh, values: model)
+    assert "worst gradient" in failures(check("classic", over(1, 2)))
+
+
+def test_finds_statistics_of_single_tiles(monkeypatch: Patch) -> None:
+    original = norms._whole_moments
+
+    def local(own: Tensor, counts: Tensor, grid: Any) -> Any:
+        original(own, counts, grid)
+        return torch.var_mean(own, [dim for dim in range(own.dim()) if dim != 1], correction=0)[::-1]
+
+    monkeypatch.setattr(norms, "_whole_moments", local)
+    found = broken("BatchNorm", over(2, 1))
+    assert "loss" in found
+    assert "worst buffer after the steps" in found
+
+
+def test_finds_a_loss_that_counts_a_sample_for_each_tile(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sys.modules["weft.train.step"], "all_reduce", lambda tensor, axis: halo.exchange([], [], axis))
+    assert {"loss", "worst gradient"} <= failures(check("classic", over(1, 2)))
+
+
+# --- bytes by hand
+
+
+def sent(plan: Plan, shape: tuple[int, ...], make: Callable[[], nn.Module], row: int, column: int) -> list[Any]:
+    return [(one.call, one.is_backward) for one in dry(make(), shape, plan.tile, row, column).said]
+
+
+def test_bytes_of_an_inner_tile_by_hand() -> None:
+    batch, channels, rows, columns, size = 2, 5, 24, 12, 4
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, channels, 1), nn.Conv2d(channels, 1, (5, 3), padding=(2, 1)))
+
+    h, w, a, b = rows // 3, columns // 3, 2, 1
+    strip, wide = batch * channels * b * h * size, batch * channels * a * (w + 2 * b) * size
+    expected = [(("columns", "send", strip), False)] * 2 + [(("rows", "send", wide), False)] * 2
+    expected += [(("rows", "send", wide), True)] * 2 + [(("columns", "send", strip), True)] * 2
+    assert sent(over(3, 3), (batch, 3, rows, columns), make, 1, 1) == expected
+
+
+def test_bytes_of_a_stride_and_of_one_axis_by_hand() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 1, 3, stride=2, padding=1))
+
+    strip = 2 * 4 * 16 * 4  # a column of the left neighbour; nothing of the right one
+    assert sent(over(1, 4), (2, 3, 16, 32), make, 0, 1) == [
+        (("columns", "send", strip), False),
+        (("columns", "send", strip), True),
+    ]
+    assert sent(over(1, 4), (2, 3, 16, 32), make, 0, 3) == [(("columns", "send", strip), True)]
+
+
+def test_statistics_and_hand_overs_by_hand() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.AdaptiveAvgPool2d(1))
+
+    assert sent(over(2, 2), (4, 3, 8, 8), make, 0, 0) == [
+        (("tile", "all_gather", 2 * 8 * 4 * 4), False),
+        (("tile", "all_reduce", 2 * 8 * 4), True),
+        (("tile", "all_reduce", 4 * 8 * 4), True),
+        (("tile", "all_reduce", 4 * 8 * 4), False),
+    ]
+
+    def flat() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 2, 1), nn.Flatten())
+
+    quarter = 4 * 2 * 4 * 4 * 4
+    # The own tile to the other column, and both to the other row; backward what was got goes back.
+    whole = [(("columns", "send", quarter), False), (("rows", "send", 2 * quarter), False)]
+    whole += [(("rows", "send", 2 * quarter), True), (("columns", "send", quarter), True)]
+    assert sent(over(2, 2), (4, 3, 8, 8), flat, 0, 0) == whole
+    shares = [(("tile", "send", quarter // 4), False)] * 3 + [(("tile", "send", quarter // 4), True)] * 3
+    assert sent(over(2, 2, hand_over="batch"), (4, 3, 8, 8), flat, 0, 0) == shares
+
+
+def messages(fused: int, make: Callable[[], nn.Module], shape: tuple[int, ...]) -> tuple[int, float]:
+    """How many there are in a forward, and the share of the whole model's FLOPs."""
+    found = dry(make(), shape, Tile(1, 4, fused=fused), 0, 1)
+    whole = profile(make(), lambda: (torch.zeros(shape),))
+    calls = [one for one in found.said if one.call[1] == "send" and not one.is_backward]
+    return len(calls), found.profile.flops / whole.flops
+
+
+def test_fused_halos_send_fewer_messages() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(6)))
+
+    found = {fused: messages(fused, make, (1, 3, 16, 64)) for fused in (1, 2, 3, 6)}
+    assert {fused: calls for fused, (calls, _) in found.items()} == {1: 12, 2: 6, 3: 4, 6: 2}
+    # Of 16 columns, layers of a group of f compute 2 (f - 1), 2 (f - 2), ... more.
+    for fused, (_, flops) in found.items():
+        assert flops == pytest.approx((16 + sum(2 * i for i in range(fused)) / fused) / 64)
+
+
+def test_fused_halos_over_strides() -> None:
+    layers = [nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, stride=2, padding=1), nn.Conv2d(1, 1, 5, padding=2)]
+    found = dry(nn.Sequential(*layers), (1, 1, 8, 64), Tile(1, 2, fused=3))
+    # h = s h + lo: 2 for the last, 2·2 + 1 and 2·2 + 0 before the second, and one more each before the first.
+    assert list(found.extras.values()) == [((0, 0), (2, 2)), ((0, 0), (5, 4))]
+    assert [one.call for one in found.said if not one.is_backward] == [("columns", "send", 6 * 8 * 4)]
+
+
+# --- memory
+
+
+def saved_bytes(make: Callable[[], nn.Module], shape: tuple[int, ...], plan: Plan) -> list[int]:
+    """What autograd saves on each rank, parameters and buffers aside."""
+
+    def rank(_: int) -> int:
+        mesh = Mesh(plan)
+        model = parallelize(make(), plan, mesh, example=lambda: (torch.zeros(shape),))
+        units = units_of(model)
+        assert units is not None
+        ignored = {t.untyped_storage()._cdata for t in (*(flat.whole for flat in units.flats), *model.buffers())}
+        saved: dict[int, Tensor] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage()._cdata not in ignored:
+                saved[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tile(torch.zeros(shape), mesh))
+        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+    found: list[int] = run_local(rank, plan.num_ranks)
+    return found
+
+
+@pytest.mark.parametrize("plan", [over(2, 2), over(2, 2, fused=2)], ids=Plan.describe_axes)
+@pytest.mark.parametrize("make", [images_for_tests.batch_resnet, UNet])
+def test_each_rank_saves_its_part_and_the_halo(make: Callable[[], nn.Module], plan: Plan) -> None:
+    shape = (2, 3, 64, 64)
+    whole = profile(make(), lambda: (torch.zeros(shape),))
+    split = split_batch(plan, 2, 1)
+    alone = cost(whole, Plan(), split).saved_bytes
+    for index, measured in enumerate(saved_bytes(make, shape, plan)):
+        row, column = divmod(index, plan.tile.columns)
+        at = {**dict.fromkeys(plan.degrees, 0), "rows": row, "columns": column}
+        assert cost(whole, plan, split, at).saved_bytes == pytest.approx(measured, rel=0.02)
+        assert 1 / plan.tile.degree <= measured / alone < 1 / plan.tile.degree + 0.1
+
+
+def test_flops_go_over_tiles() -> None:
+    whole = profile(images_for_tests.batch_resnet(), lambda: (torch.zeros(2, 3, 64, 64),))
+    alone, parts = (cost(whole, plan, split_batch(plan, 2, 1)) for plan in (Plan(), over(2, 2)))
+    assert parts.flops == pytest.approx(alone.flops / 4, rel=1e-3)
+
+
+# --- what a rank is given, and gives
+
+
+def test_tiles_of_an_image() -> None:
+    plan = over(2, 3)
+    image = torch.arange(2 * 5 * 7).view(2, 5, 7)
+
+    def rank(_: int) -> list[Any]:
+        mesh = Mesh(plan)
+        return [list(tile(image, mesh).shape), tile(image, mesh).flatten().tolist()]
+
+    found = run_local(rank, 6)
+    assert [shape for shape, _ in found] == [[2, 3, 3], [2, 3, 2], [2, 3, 2], [2, 2, 3], [2, 2, 2], [2, 2, 2]]
+    assert sorted(pixel for _, pixels in found for pixel in pixels) == list(range(2 * 5 * 7))
+
+
+@pytest.mark.parametrize(("hand_over", "output"), [("gather", "whole"), ("batch", "batch")])
+def test_a_step_counts_every_sample_once(hand_over: Any, output: str) -> None:
+    plan = over(1, 2, hand_over=hand_over)
+
+    def rank(_: int) -> list[Any]:
+        mesh = Mesh(plan)
+        pixels, labels = images_for_tests.image_batch(0)
+        model = parallelize(images_for_tests.Classic(), plan, mesh, example=lambda: (pixels,))
+        batch = tile(pixels, mesh), labels
+        before = evaluate(model, [batch], mesh).item()
+        result = train_step(model, torch.optim.SGD(model.parameters(), 0.1), [batch], mesh)
+        tiling = tiling_of(model)
+        assert tiling is not None
+        return [tiling.output, result.num_targets.item(), abs(before - result.loss.item()) < 1e-6]
+
+    assert run_local(rank, 2) == [[output, 8, True]] * 2
+
+
+def test_names_stay_and_one_rank_saves() -> None:
+    plan = over(1, 2)
+
+    def rank(_: int) -> list[Any]:
+        mesh = Mesh(plan)
+        names = list(images_for_tests.batch_resnet().state_dict())
+        model = parallelize(images_for_tests.batch_resnet(), plan, mesh, example=lambda: (torch.zeros(2, 3, 8, 8),))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return [list(model.state_dict()) == names, len(list(pieces_to_save(model, optimizer, mesh)))]
+
+    first, second = run_local(rank, 2)
+    assert first[0]
+    assert second[0]
+    assert first[1] > 20
+    assert second[1] == 0
+
+
+def test_tiles_drop_pixels_apart_and_channels_alike() -> None:
+    plan = over(1, 2, fused=2)
+
+    def rank(_: int) -> dict[str, Any]:
+        mesh = Mesh(plan)
+        layers = [nn.Conv2d(3, 8, 1), nn.Dropout2d(0.5), nn.Dropout(0.5), nn.Conv2d(8, 8, 3, padding=1), nn.Flatten()]
+        chain = nn.Sequential(*layers, nn.Linear(512, 8), nn.Dropout(0.5))
+        model = parallelize(chain, plan, mesh, example=lambda: (torch.zeros(2, 3, 8, 8),))
+        masks: dict[str, Any] = {}
+
+        def watch(name: str) -> None:
+            def take(module: Any, args: Any, out: Tensor) -> None:
+                with torch._C.DisableTorchFunction():
+                    masks[name] = (out.flatten(2).sum(-1) if name == "1" else out).eq(0).flatten().tolist()
+
+            model.get_submodule(name).register_forward_hook(take)
+
+        for name in ("1", "2", "6"):
+            watch(name)
+        torch.manual_seed(7)
+        model(tile(torch.ones(2, 3, 8, 8), mesh))
+        return {**masks, "after": torch.rand(()).item()}
+
+    left, right = run_local(rank, 2)
+    assert left["1"] == right["1"]
+    assert left["2"] != right["2"]
+    assert left["6"] == right["6"]
+    assert left["after"] == right["after"]
+
+
+# --- bad input
+
+
+def reason(make: Callable[[], nn.Module], plan: Plan, shape: tuple[int, ...] | None = (2, 3, 16, 16)) -> str:
+    """Why a plan is refused."""
+    found = profile(make()) if shape is None else profile(make(), lambda: (torch.zeros(shape),))
+    with pytest.raises(PlanError) as error:
+        refuse(found, plan)
+    return str(error.value)
+
+
+class Calls(nn.Module):
+    """A function behind a convolution."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.stem, self.head, self.function = nn.Conv2d(3, 4, 3, padding=1), nn.Identity(), function
+
+    def forward(self, value: Tensor) -> Any:
+        return self.head(self.function(self.stem(value)))
+
+
+class Twice(torch.autograd.Function):
+    """A function of the model's own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+REMEDY = "; hand tiles over before it (tile.until = the name of a module), or use rows = columns = 1"
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda v: v.cumsum(-1), "the operation 'cumsum' works along rows or columns"),
+        (lambda v: v.mean(-1), "the operation 'mean' works along rows or columns"),
+        (lambda v: v.std((2, 3)), "the operation 'std' works along rows and columns"),
+        (lambda v: torch.fft.fft2(v), "the operation 'fft_fft2' has no rule for tiles"),
+        (lambda v: F.unfold(v, 3), "the operation 'unfold' has no rule for tiles"),
+        (lambda v: F.grid_sample(v, torch.zeros(2, 8, 8, 2)), "the operation 'grid_sample' has no rule for tiles"),
+        (lambda v: v[:, :, 3], "the operation 'getitem' takes a single row or column"),
+        (lambda v: v[torch.arange(2)], "the operation 'getitem' takes pixels by an index that is no number or slice"),
+        (lambda v: torch.cat([v, v], -1), "the operation 'cat' joins images along rows or columns"),
+        (lambda v: F.pad(v, (1, 1, 1, 1), mode="reflect"), "the operation 'pad' pads with mode = 'reflect'"),
+        (lambda v: F.max_pool2d(v, 2, return_indices=True)[0], "the operation 'max_pool2d_with_indices' gives indices"),
+        (
+            lambda v: F.interpolate(v, scale_factor=2, mode="bicubic"),
+            "the operation 'interpolate' has mode = 'bicubic'",
+        ),
+        (lambda v: v @ v.transpose(2, 3), "the operation 'matmul' multiplies images by images"),
+        (lambda v: torch.zeros(2, 4, 16, 16).add_(v), "the operation 'add' changes a tensor that is not in tiles"),
+        (lambda v: v + v.mT, "the operation 'mT' has no rule for tiles"),
+        (lambda v: v + v.transpose(2, 3), "the operation 'add' takes images together whose rows and columns are in"),
+    ],
+)
+def test_an_operation_without_a_rule_is_named(function: Any, words: str) -> None:
+    assert f"tile = 1 × 2: {words}" in reason(lambda: Calls(function), over(1, 2))
+
+
+def test_the_module_around_it_is_named_too() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"))
+
+    assert reason(make, over(2, 1)) == f"tile = 2 × 1: the operation 'pad' in '1' pads with mode = 'circular'{REMEDY}"
+
+
+def test_a_place_that_is_lost_is_noticed() -> None:
+    model = Calls(lambda v: v.flatten(2).transpose(0, 1))
+    assert reason(lambda: model, over(1, 2, hand_over="batch")) == (
+        "tile = 1 × 2: 'head' (Identity) gave [4, 1, 256] where the whole model has [4, 2, 256] ('head'); weft "
+        "follows samples along the first dim only; use tile.hand_over = 'gather'"
+    )
+
+
+def test_a_forward_that_looks_at_values() -> None:
+    assert reason(lambda: Calls(lambda v: v[v > 0]), over(1, 2)) == (
+        "tile = 1 × 2, but the model's forward depends on the values of its inputs, which no plan of tiles can know"
+    )
+
+
+def test_functions_of_the_models_own_are_followed() -> None:
+    assert dry(Calls(Twice.apply), (2, 3, 8, 8), Tile(1, 2)).output == "tile"
+
+
+def test_images_and_grids_that_do_not_fit() -> None:
+    make = images_for_tests.batch_resnet
+    assert reason(make, over(1, 16), (2, 3, 8, 8)) == (
+        "tile.columns = 16, but the images have 8 columns; use at most 8, or larger images"
+    )
+    assert reason(lambda: nn.Linear(3, 4), over(1, 2), (2, 3)) == (
+        "tile splits images [batch, channels, rows, columns], and none is among the model's arguments"
+    )
+    assert reason(make, over(1, 2, hand_over="batch", until="fc"), (3, 3, 8, 8)) == (
+        "tile.hand_over = 'batch' does not divide 3 samples over 2 tiles; use a micro-batch that is a multiple of 2, "
+        "or hand_over = 'gather'"
+    )
+    assert reason(make, over(1, 2), None) == (
+        "tile = 1 × 2 needs an example of the whole images; pass example=, the arguments of one forward"
+    )
+    assert reason(make, over(1, 2, until="layer9")) == "tile.until = 'layer9' is no module of ResNet"
+    words = "the operation 'flatten' in '3' cannot go on in tiles (it folds rows or columns into other dims)"
+    chain = [nn.Conv2d(3, 4, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(256, 8), nn.Linear(8, 5)]
+    assert words in reason(lambda: nn.Sequential(*chain), over(1, 2, until="5"))
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (
+            {"tensor": TensorPlan(2)},
+            "tile = 1 × 2 beside tensor axes, which weft does not do; use tensor.x = tensor.y = 1",
+        ),
+        ({"context": Context(2)}, "tile = 1 × 2 beside context = 2, which weft does not do yet; use context = 1"),
+        ({"pipe": Pipe(2)}, "tile = 1 × 2 beside pipe = 2, which weft does not do yet; use pipe = 1"),
+    ],
+)
+def test_axes_that_do_not_go_together(others: dict[str, Any], words: str) -> None:
+    assert reason(images_for_tests.batch_resnet, over(1, 2, **others)) == words
+
+
+def test_plans_of_tiles() -> None:
+    with pytest.raises(PlanError, match=r"plan.rows = 0; a degree is at least 1"):
+        over(0, 2)
+    with pytest.raises(PlanError, match=r"plan.tile.fused = 0; an exchange serves at least 1 layer"):
+        over(1, 2, fused=0)
+    assert over(2, 2, fused=3, hand_over="batch").describe_axes() == "rows 2 × columns 2 (batch, fused 3)"
+    assert weft.Tile(2, 3).degree == 6
+
+
+def test_a_tile_of_another_size() -> None:
+    plan = over(1, 2)
+
+    def rank(_: int) -> str:
+        model = parallelize(images_for_tests.Classic(), plan, Mesh(plan), example=lambda: (torch.zeros(2, 3, 8, 8),))
+        with pytest.raises(PlanError) as error:
+            model(torch.zeros(2, 3, 8, 8))
+        return str(error.value)
+
+    assert run_local(rank, 2)[1] == (
+        "Classic was given no tile of 8 × 4 pixels, which is what the rank at row 0 and column 1 holds of images of "
+        "8 × 8; cut them with weft.tile(image, mesh)"
+    )
+    run_rows = Axis("rows", 3, 0, None, None)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"tile.rows = 3, but the image has 2 rows"):
+        tile(torch.zeros(1, 1, 2, 9), {"rows": run_rows, "columns": run_rows})  # type: ignore[arg-type]
+
+
+# --- the full product
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("fused", [1, 3])
+@pytest.mark.parametrize("grid", [*shared.GRIDS, (2, 4)])
+@pytest.mark.parametrize("name", ["GroupNorm", "BatchNorm", "unet", "unet, upsampled"])
+def test_full_product(name: str, grid: tuple[int, int], fused: int, recompute: Any) -> None:
+    check(name, over(*grid, recompute, fused=fused)).require()

@@ -1,0 +1,180 @@
+"""Axes `rows` and `columns`: images in tiles over ranks, for images that one device cannot hold (Hy-Fi, GEMS).
+
+Each rank runs the user's own model on its tile, under a view in which code sees whole images (`weft.spatial`). Borders
+are exchanged before each convolution and pool, forward and backward; norms take statistics over all tiles; where an
+operation needs whole images, tiles are handed over. Weights are whole on every rank, and their gradients are summed
+over the tiles: one all-reduce of each trained slice a step. The loss is the sum of what the ranks compute, divided by
+the targets that all of them count, so that what several compute alike counts once.
+
+Bytes of a halo: for an inner tile of h × w with a kernel's halo of a rows and b columns each way and c channels,
+2·b·h·c along columns and 2·a·(w + 2·b)·c along rows, forward and backward. The cost is counted, not estimated: by a
+dry run of the rank's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from weft.comm.ledger import Key
+from weft.cut import share
+from weft.errors import PlanError
+from weft.mesh import Mesh
+from weft.parallel.draws import Draws
+from weft.parallel.layout import master_bytes, trained_layouts
+from weft.parallel.unit import units_of
+from weft.plan import BatchSplit, Plan
+from weft.profile import Profile
+from weft.spatial.dry import dry_run
+from weft.spatial.place import Grid
+from weft.spatial.view import Position, View, install
+from weft.spatial.windows import Extra
+from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
+
+_ATTRIBUTE = "_weft_tiling"
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Of a model: the sizes of its images, how its result lies ("tile", "whole" on every rank, or "batch"), and what
+    its layers compute beside their own pixels, so that later ones need not ask.
+    """
+
+    sizes: tuple[int, int]
+    output: str
+    extras: Mapping[Position, Extra] = field(default_factory=dict)
+
+
+def tiling_of(model: nn.Module) -> Tiling | None:
+    """How a model is tiled, or None for one that is not."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+class TileAxis(Strategy):
+    """Images over `rows` and `columns`."""
+
+    name = "tile"
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        if plan.tile.degree == 1:
+            return None
+        size = f"tile = {plan.tile.rows} × {plan.tile.columns}"
+        for axis, degree in (("pipe", plan.pipe.degree), ("context", plan.context.degree)):
+            if degree > 1:
+                return f"{size} beside {axis} = {degree}, which weft does not do yet; use {axis} = 1"
+        if plan.tensor.x * plan.tensor.y > 1:
+            return f"{size} beside tensor axes, which weft does not do; use tensor.x = tensor.y = 1"
+        if profile.example is None:
+            return f"{size} needs an example of the whole images; pass example=, the arguments of one forward"
+        assert profile.model is not None
+        if not profile.counted:
+            return (
+                f"{size}, but the model's forward depends on the values of its inputs, which no plan of tiles can know"
+            )
+        if plan.tile.until and plan.tile.until not in dict(profile.model.named_modules()):
+            return f"tile.until = '{plan.tile.until}' is no module of {type(profile.model).__name__}"
+        try:
+            dry_run(profile, plan, {"rows": 0, "columns": 0})
+        except PlanError as error:
+            return str(error)
+        return None
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        if plan.tile.degree == 1:
+            return Cost()
+        pairs: list[tuple[Key, int]] = []
+        for layout in trained_layouts(profile, plan):
+            one = (("tile", "all_reduce"), layout.slice_numel * master_bytes(plan))
+            pairs += [one] * reductions_per_step(plan, split)
+        in_backward = {block.name for block in profile.blocks if block.in_backward}
+        is_again = plan.memory.recompute != "none"
+        for said in dry_run(profile, plan, coordinates).said:
+            axis, operation, num_bytes = said.call
+            times = 1 + (is_again and said.again and said.block in in_backward)
+            pairs += [((axis, operation), num_bytes)] * (times * split.accumulation)
+        return Cost(tally(pairs))
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        tiling = tiling_of(model)
+        if tiling is None:
+            return model
+        grid = Grid(
+            mesh["rows"],
+            mesh["columns"],
+            mesh["tile"],
+            Draws(mesh["tile"], mesh.device),
+        )
+        install(model, View(grid, plan.tile, tiling.extras), tiling.sizes)
+        return model
+
+
+class TileGradients(Strategy):
+    """Sums gradients over the tiles; `TileAxis` states what it costs. Applied when parameters lie in flat buffers."""
+
+    name = "tile gradients"
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        units = units_of(model)
+        if plan.tile.degree > 1:
+            assert units is not None
+            for flat in units.flats:
+                flat.sum_over.append(mesh["tile"])
+        return model
+
+
+def prepare(model: nn.Module, whole: Profile, plan: Plan) -> None:
+    """Write down how a model is to be tiled, before a plan that was not refused is applied."""
+    if plan.tile.degree > 1:
+        found = dry_run(whole, plan, {"rows": 0, "columns": 0})
+        model.__dict__[_ATTRIBUTE] = Tiling(found.sizes, found.output, found.extras)
+
+
+def localise_tile(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+    """What the rank at these coordinates computes and keeps of a forward."""
+    if plan.tile.degree == 1 or not profile.counted:
+        return profile
+    return dry_run(profile, plan, coordinates).profile
+
+
+def tile(image: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's tile of whole images, or of labels of their pixels: the last two dims are rows and columns."""
+    for dim, name in ((-2, "rows"), (-1, "columns")):
+        axis = mesh[name]
+        if image.shape[dim] < axis.degree:
+            raise PlanError(
+                f"tile.{name} = {axis.degree}, but the image has {image.shape[dim]} {name}; use at most "
+                f"{image.shape[dim]}, or larger images"
+            )
+        begin, end = share(image.shape[dim], axis.degree, axis.index)
+        image = image.narrow(dim, begin, end - begin)
+    return image.contiguous()
+
+
+def own_targets(batch: tuple[Tensor, ...], model: nn.Module, mesh: Mesh) -> tuple[Tensor, ...]:
+    """A micro-batch with the targets of this rank's samples, where a model's result is of those alone."""
+    tiling = tiling_of(model)
+    if tiling is None or tiling.output != "batch":
+        return batch
+    return batch[0], *(_own_samples(one, mesh) for one in batch[1:])
+
+
+def _own_samples(targets: Tensor, mesh: Mesh) -> Tensor:
+    begin, end = share(len(targets), mesh["tile"].degree, mesh["tile"].index)
+    return targets[begin:end]
+
+
+def own_tiles(batch: tuple[Tensor, ...], model: nn.Module, mesh: Mesh) -> tuple[Tensor, ...]:
+    """A rank's part of a batch of whole images, as its loader would give it: targets in tiles if the result is."""
+    tiling = tiling_of(model)
+    if tiling is None:
+        return batch
+    targets = [tile(one, mesh) if tiling.output == "tile" else one for one in batch[1:]]
+    return tile(batch[0], mesh), *targets
+
+
+def repeats(model: nn.Module, plan: Plan) -> int:
+    """How many ranks count the same targets."""
+    tiling = tiling_of(model)
+    return plan.tile.degree if tiling is not None and tiling.output == "whole" else 1

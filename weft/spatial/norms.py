@@ -1,0 +1,192 @@
+"""Norms whose statistics go over the pixels of all tiles: batch, instance, group and layer norm.
+
+Each rank takes mean and variance of the pixels it owns; one all-gather brings those of all ranks, which every rank
+combines alike (Chan et al. 1979: no difference of large squares). Pixels held beside the own ones are normalised and
+not counted. Backward sums two numbers for each channel over the tiles. Bytes for c channels of s bytes an element:
+all-gather of 2·c·s·tiles forward, all-reduce of 2·c·s backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from weft.comm import all_gather, all_reduce
+from weft.spatial.hand_over import own_part, to_tile
+from weft.spatial.place import Grid, Place, Share
+
+aten = torch.ops.aten
+
+
+class _Normalise(Function):
+    """Channels [samples, channels, ...] to mean 0 and variance 1 over samples and all tiles, then weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        counts: Tensor,
+        place: Place | None,
+        grid: Grid,
+        eps: float,
+    ) -> Any:
+        own = value if place is None else own_part(value, place, grid)
+        mean, variance = _whole_moments(own, counts, grid)
+        if grid.note is not None and ctx.needs_input_grad[0]:
+            grid.note([(grid.tile.name, "all_reduce", 2 * mean.numel() * mean.element_size())])
+        ctx.save_for_backward(value, weight, mean, variance)
+        ctx.place, ctx.grid, ctx.eps, ctx.num_pixels = place, grid, eps, counts.sum()
+        ctx.mark_non_differentiable(mean, variance)
+        wide = [None if one is None else one.to(mean.dtype) for one in (weight, bias)]
+        out = F.batch_norm(value, mean, variance, wide[0], wide[1], False, 0.0, eps)
+        return out, mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
+        value, weight, mean, variance = ctx.saved_tensors
+        wide = None if weight is None else weight.to(mean.dtype)
+        # As if mean and variance were constants; then what they add to the gradient of the pixels they were taken of.
+        found, of_weight, of_bias = aten.native_batch_norm_backward(
+            *(gradient, value, wide if wide is not None else torch.ones_like(mean), mean, variance, None, None),
+            *(False, ctx.eps, [True, True, True]),
+        )
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([of_bias, of_weight])
+            all_reduce(sums, ctx.grid.tile).wait()
+            scale = (variance + ctx.eps).rsqrt() * (1 if wide is None else wide) / ctx.num_pixels
+            slope = scale * sums[1] * (variance + ctx.eps).rsqrt()
+            shape = [1, -1, *(1 for _ in range(value.dim() - 2))]
+            own, pixels = found, value
+            if ctx.place is not None:
+                own, pixels = (own_part(one, ctx.place, ctx.grid) for one in (found, value))
+            shift = scale * sums[0] - slope * mean
+            own.sub_(pixels * slope.view(shape).to(value.dtype)).sub_(shift.view(shape).to(value.dtype))
+        of_weight = of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = of_bias.to(value.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+        return found, of_weight, of_bias, None, None, None, None
+
+
+def _whole_moments(own: Tensor, counts: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of each channel over the samples and tiles."""
+    dims = [dim for dim in range(own.dim()) if dim != 1]
+    wide = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
+    variance, mean = torch.var_mean(wide, dims, correction=0)
+    parts = mean.new_empty(grid.tile.degree, 2, mean.numel())
+    all_gather(parts.view(-1), torch.stack([mean, variance]).view(-1), grid.tile).wait()
+    shares = (counts / counts.sum()).to(mean.dtype).view(-1, 1)
+    mean = (parts[:, 0] * shares).sum(0)
+    variance = ((parts[:, 1] + (parts[:, 0] - mean).square()) * shares).sum(0)
+    return mean, variance
+
+
+def _counts(grid: Grid, value: Tensor, place: Place | Share) -> Tensor:
+    """How many pixels (of one channel and all its samples) each rank of the tiles owns."""
+    if isinstance(place, Share):
+        counts = [value.numel() // value.shape[1]] * grid.tile.degree
+    else:
+        others = value.numel() // value.shape[1] // (value.shape[-1] * value.shape[-2])
+        counts = [
+            others * (row[1] - row[0]) * (column[1] - column[0])
+            for row in place.rows.owned
+            for column in place.columns.owned
+        ]
+    return torch.tensor(counts, dtype=torch.float64, device=value.device)
+
+
+def batch_norm(
+    grid: Grid,
+    value: Tensor,
+    place: Place | Share,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """F.batch_norm."""
+    if not training:
+        return F.batch_norm(value, running_mean, running_var, weight, bias, False, momentum, eps)
+    counts = _counts(grid, value, place)
+    tiles = None if isinstance(place, Share) else place
+    out, mean, variance = _Normalise.apply(value, weight, bias, counts, tiles, grid, eps)
+    # A checkpointed block computes again in backward: its statistics have been counted.
+    if running_mean is not None and running_var is not None and torch._C._current_graph_task_id() == -1:
+        num_pixels = counts.sum().to(variance.dtype)
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            unbiased = variance * (num_pixels / (num_pixels - 1))
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    return out  # type: ignore[no-any-return]
+
+
+def group_norm(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """F.group_norm: the groups of each sample as channels of one."""
+    shape = value.shape
+    grouped = value.reshape(1, shape[0] * num_groups, -1, *shape[-2:])  # [1, groups of all, channels.., rows, columns]
+    counts = _counts(grid, grouped, place)
+    out = _Normalise.apply(grouped, None, None, counts, place, grid, eps)[0].reshape(shape)
+    return _affine(out, weight, bias, [-1, *(1 for _ in shape[2:])])
+
+
+def instance_norm(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """F.instance_norm; its running statistics are means over the samples."""
+    if not use_input_stats:
+        return F.instance_norm(value, running_mean, running_var, weight, bias, False, momentum, eps)
+    shape = value.shape
+    flat = value.reshape(1, shape[0] * shape[1], *shape[2:])
+    counts = _counts(grid, flat, place)
+    out, mean, variance = _Normalise.apply(flat, None, None, counts, place, grid, eps)
+    if running_mean is not None and running_var is not None and torch._C._current_graph_task_id() == -1:
+        num_pixels = counts.sum().to(variance.dtype)
+        unbiased = variance * (num_pixels / (num_pixels - 1))
+        with torch.no_grad():
+            running_mean.lerp_(mean.view(shape[:2]).mean(0).to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.view(shape[:2]).mean(0).to(running_var.dtype), momentum)
+    return _affine(out.reshape(shape), weight, bias, [-1, *(1 for _ in shape[2:])])
+
+
+def layer_norm(
+    grid: Grid, value: Tensor, place: Place, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """F.layer_norm over the last `num_dims` dims, rows and columns among them."""
+    shape = value.shape
+    flat = value.reshape(1, -1, *shape[len(shape) - num_dims :])  # [1, samples, ..., rows, columns]
+    counts = _counts(grid, flat, place)
+    out = _Normalise.apply(flat, None, None, counts, place, grid, eps)[0].reshape(shape)
+    weight, bias = (None if one is None else to_tile(one, place, grid) for one in (weight, bias))
+    return _affine(out, weight, bias, None)
+
+
+def _affine(value: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int] | None) -> Tensor:
+    if weight is not None:
+        value = value * (weight if shape is None else weight.view(shape))
+    return value if bias is None else value + (bias if shape is None else bias.view(shape))

@@ -1,0 +1,126 @@
+"""Pools on tiles: maxima with -inf outside of the image, means by the pixels that each output counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from weft.cut import Interval
+from weft.spatial.halo import GiveBack, Halo, fetch
+from weft.spatial.ownership import Window
+from weft.spatial.place import Grid, Place
+from weft.spatial.wide import widen
+from weft.spatial.windows import NO_EXTRA, Extra, Result, Slide, Unsupported, make_windows, pad_depth, per_dim
+
+aten = torch.ops.aten
+
+
+def max_pool(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    num_dims: int,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+    extra: Extra = NO_EXTRA,
+) -> Result:
+    """F.max_pool2d or max_pool3d."""
+    if return_indices:
+        raise Unsupported("gives indices into the whole image")
+    windows = _pool_windows(num_dims, kernel_size, stride, padding, dilation)
+    slide = Slide.of(grid, place, windows[-2:], ceil_mode, extra)
+    if extra != NO_EXTRA:
+        value, place = widen(grid, value, place, slide.rows, slide.columns)
+    value = pad_depth(value, windows, [False] * (num_dims - 2), ceil_mode, -math.inf)
+    halo = slide.halo(grid, place, -math.inf, [False, False])
+    shape = tuple(tuple(getattr(window, name) for window in windows) for name in ("kernel", "stride", "dilation"))
+    if halo.is_view:
+        pool = F.max_pool2d if num_dims == 2 else F.max_pool3d
+        return pool(halo.pad(value), shape[0], shape[1], 0, shape[2]), slide.place
+    out: Tensor = _HaloMaxPool.apply(value, halo, num_dims, shape)
+    return out, slide.place
+
+
+class _HaloMaxPool(Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, halo: Halo, num_dims: int, shape: Any) -> Tensor:
+        kernel, stride, dilation = shape
+        padded, of_columns, of_rows = halo.gather(value)
+        if ctx.needs_input_grad[0]:
+            halo.note_backward(of_columns, of_rows)
+        pool = aten.max_pool2d_with_indices if num_dims == 2 else aten.max_pool3d_with_indices
+        out, indices = pool(padded, kernel, stride, [0] * num_dims, dilation)
+        ctx.halo, ctx.num_dims, ctx.shape, ctx.padded = halo, num_dims, shape, padded.shape
+        ctx.save_for_backward(indices)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (indices,), (kernel, stride, dilation) = ctx.saved_tensors, ctx.shape
+        is_2d, zeros = ctx.num_dims == 2, [0] * ctx.num_dims
+        pool = aten.max_pool2d_with_indices_backward if is_2d else aten.max_pool3d_with_indices_backward
+        padded = gradient.new_empty(ctx.padded)  # of which only the shape is looked at
+        found = pool(gradient.contiguous(), padded, kernel, stride, zeros, dilation, False, indices)
+        return GiveBack(ctx.halo, found).finish(), None, None, None
+
+
+def average_pool(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    num_dims: int,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+    extra: Extra = NO_EXTRA,
+) -> Result:
+    """F.avg_pool2d or avg_pool3d: sums, divided by how many pixels each output counts."""
+    windows = _pool_windows(num_dims, kernel_size, stride, padding, 1)
+    slide = Slide.of(grid, place, windows[-2:], ceil_mode, extra)
+    if extra != NO_EXTRA:
+        value, place = widen(grid, value, place, slide.rows, slide.columns)
+    sizes = place.whole_shape(tuple(value.shape))[-num_dims:]
+    held = [*((0, w.num_outputs(n, ceil_mode)) for w, n in zip(windows[:-2], sizes[:-2], strict=True))]
+    held += slide.place.held(grid)
+    value = pad_depth(value, windows, [False] * (num_dims - 2), ceil_mode)
+    wide = fetch(value, slide.halo(grid, place, 0.0, [False, False]))
+    pool = F.avg_pool2d if num_dims == 2 else F.avg_pool3d
+    kernel, step = (tuple(getattr(window, name) for window in windows) for name in ("kernel", "stride"))
+    sums = pool(wide, kernel, step, divisor_override=divisor_override or 1)
+    divisor: Tensor | int = 1
+    if divisor_override is None:
+        for dim, (window, size, own) in enumerate(zip(windows, sizes, held, strict=True), -num_dims):
+            divisor = divisor * _counts(window, size, own, count_include_pad, sums, dim)
+    return sums / divisor, slide.place
+
+
+def _counts(window: Window, size: int, held: Interval, count_include_pad: bool, like: Tensor, dim: int) -> Tensor | int:
+    """Of how many pixels along a dim each output is the mean."""
+    counts = []
+    for index in range(*held):
+        begin = index * window.stride - window.before
+        end = min(begin + window.kernel, size + window.after)
+        counts.append(end - begin if count_include_pad else min(end, size) - max(begin, 0))
+    if len(set(counts)) == 1:
+        return counts[0]
+    return torch.tensor(counts, dtype=like.dtype, device=like.device).view(-1, *(1 for _ in range(-1 - dim)))
+
+
+def _pool_windows(num_dims: int, kernel_size: Any, stride: Any, padding: Any, dilation: Any) -> list[Window]:
+    stride = kernel_size if stride is None or stride == [] else stride
+    kernels, strides, dilations = (per_dim(one, num_dims) for one in (kernel_size, stride, dilation))
+    return make_windows(kernels, strides, padding, dilations)

@@ -1,0 +1,237 @@
+"""Operations whose outputs look at inputs at a ratio: interpolation, adaptive pools, pixel shuffles, crops and pads.
+
+Interpolation works dim by dim: an output is the mean of one or two pixels, whose indices in the whole image follow
+from its own; the tile fetches those of its outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.cut import Interval
+from weft.spatial.halo import Halo, fetch
+from weft.spatial.hand_over import own_part, sum_over
+from weft.spatial.ownership import Line, Window
+from weft.spatial.place import Grid, Place
+from weft.spatial.pools import average_pool, max_pool
+from weft.spatial.wide import widen
+from weft.spatial.windows import NO_EXTRA, Extra, Result, Slide, Unsupported, outputs, per_dim
+
+MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")
+
+
+def interpolate(
+    grid: Grid,
+    value: Tensor,
+    place: Place,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+    extra: Extra = NO_EXTRA,
+) -> tuple[Tensor, Place | None]:
+    """F.interpolate."""
+    if mode not in MODES or antialias or place.dims != (-2, -1):
+        raise Unsupported(f"has mode = '{mode}'{', antialias' if antialias else ''}, not one of {', '.join(MODES)}")
+    num_dims = value.dim() - 2
+    whole = place.whole_shape(tuple(value.shape))[2:]
+    if size is None:
+        factors = [float(one) for one in (scale_factor if isinstance(scale_factor, (tuple, list)) else [scale_factor])]
+        factors = factors * (num_dims // len(factors))
+        sizes = [math.floor(n * factor) for n, factor in zip(whole, factors, strict=True)]
+        ratios = [n / out for n, out in zip(whole, sizes, strict=True)]
+        if not recompute_scale_factor:
+            ratios = [1 / factor for factor in factors]
+    else:
+        sizes = list(per_dim(size, num_dims))
+        ratios = [n / out for n, out in zip(whole, sizes, strict=True)]
+    if mode == "area":
+        return adaptive_average_pool(grid, value, place, sizes)
+    lines = (outputs(place.rows, sizes[-2], extra[0]), outputs(place.columns, sizes[-1], extra[1]))
+    samples = [_Samples(mode, *one, bool(align_corners)) for one in zip(whole, sizes, ratios, strict=True)]
+    needs = [[sample.needs(held) for held in line.held] for sample, line in zip(samples[-2:], lines, strict=True)]
+    found = Place(*lines)
+    if grid.layer is not None:
+        grid.layer(place, found, (samples[-2].needs, samples[-1].needs))
+    if extra != NO_EXTRA:
+        value, place = widen(grid, value, place, needs[0], needs[1])
+    value = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
+    for dim, held, need in zip((-2, -1), found.held(grid), _own(grid, needs), strict=True):
+        value = samples[dim].take(value, dim, held, need[0])
+    for dim in range(-num_dims, -2):
+        value = samples[dim].take(value, dim, (0, sizes[dim]), 0)
+    return value, found
+
+
+class _Samples:
+    """Which pixels of a dim each output is made of."""
+
+    def __init__(self, mode: str, size: int, num_outputs: int, ratio: float, align_corners: bool) -> None:
+        self.size, self.is_nearest, self.is_exact = size, mode.startswith("nearest"), mode == "nearest-exact"
+        self.is_aligned = align_corners
+        if align_corners:
+            self.ratio = (size - 1) / (num_outputs - 1) if num_outputs > 1 else 0.0
+        else:
+            self.ratio = ratio
+
+    def needs(self, held: Interval) -> Interval:
+        """The pixels from the first to the last that outputs are made of."""
+        first, last = self._pixel(held[0]), self._pixel(held[1] - 1)
+        return int(first), min(int(last) + (1 if self.is_nearest else 2), self.size)
+
+    def take(self, value: Tensor, dim: int, held: Interval, start: int) -> Tensor:
+        """These outputs of a tensor that begins with pixel `start`."""
+        at = [self._pixel(index) for index in range(*held)]
+        below = torch.tensor([int(one) for one in at], device=value.device)
+        first = value.index_select(dim, below - start)
+        if self.is_nearest:
+            return first
+        above = (below + 1).clamp(max=self.size - 1)
+        weights = torch.tensor([one - int(one) for one in at], dtype=torch.float64, device=value.device)
+        weights = weights.to(value.dtype).view(-1, *(1 for _ in range(-1 - dim)))
+        return first * (1 - weights) + value.index_select(dim, above - start) * weights
+
+    def _pixel(self, index: int) -> float:
+        if self.is_nearest:  # in torch's own precision, so that roundings fall alike
+            return min(math.floor(np.float32(index + 0.5 * self.is_exact) * np.float32(self.ratio)), self.size - 1)
+        at = index * self.ratio if self.is_aligned else max((index + 0.5) * self.ratio - 0.5, 0.0)
+        return min(at, self.size - 1)
+
+
+# --- adaptive pools
+
+
+def adaptive_average_pool(grid: Grid, value: Tensor, place: Place, output_size: Any) -> tuple[Tensor, Place | None]:
+    """F.adaptive_avg_pool2d or 3d; of one output for all pixels, the sum over tiles, which every rank has."""
+    if place.dims != (-2, -1):
+        raise Unsupported("wants rows and columns in the last two dims")
+    num_dims = value.dim() - 2
+    whole = place.whole_shape(tuple(value.shape))[2:]
+    given = per_dim(output_size, num_dims) if not isinstance(output_size, (tuple, list)) else output_size
+    sizes = [n if out is None else out for n, out in zip(whole, given, strict=True)]
+    if sizes[-2:] == [1, 1]:
+        depth = F.adaptive_avg_pool3d(value, (sizes[0], None, None)) if num_dims == 3 else value
+        return mean_over(grid, depth, place, keepdim=True), None
+    windows = _even_windows(whole, sizes)
+    if windows is not None:
+        kernel = [window.kernel for window in windows]
+        return average_pool(grid, value, place, num_dims, kernel, kernel)
+    lines = outputs(place.rows, sizes[-2]), outputs(place.columns, sizes[-1])
+    needs = [[_adapted(line, n, held) for held in line.held] for line, n in zip(lines, whole[-2:], strict=True)]
+    value = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
+    found = Place(*lines)
+    for dim, held, need in zip((-2, -1), found.held(grid), _own(grid, needs), strict=True):
+        means = _means(found.sizes[dim], whole[dim], held, need, value)  # [outputs, pixels]
+        value = torch.tensordot(value.movedim(dim, -1), means, ([-1], [1])).movedim(-1, dim)
+    if num_dims == 3:
+        value = F.adaptive_avg_pool3d(value, (sizes[0], None, None))
+    return value, found
+
+
+def adaptive_max_pool(
+    grid: Grid, value: Tensor, place: Place, output_size: Any, return_indices: bool = False
+) -> Result:
+    """F.adaptive_max_pool2d or 3d, where its windows are all alike."""
+    num_dims = value.dim() - 2
+    whole = place.whole_shape(tuple(value.shape))[2:]
+    given = per_dim(output_size, num_dims) if not isinstance(output_size, (tuple, list)) else output_size
+    sizes = [n if out is None else out for n, out in zip(whole, given, strict=True)]
+    windows = _even_windows(whole, sizes)
+    if windows is None:
+        raise Unsupported(f"has uneven windows: {sizes[-2]} × {sizes[-1]} outputs of {whole[-2]} × {whole[-1]} pixels")
+    kernel = [window.kernel for window in windows]
+    return max_pool(grid, value, place, num_dims, kernel, kernel, return_indices=return_indices)
+
+
+def _even_windows(whole: Sequence[int], sizes: Sequence[int]) -> list[Window] | None:
+    if any(n % out for n, out in zip(whole, sizes, strict=True)):
+        return None
+    return [Window(n // out, n // out) for n, out in zip(whole, sizes, strict=True)]
+
+
+def _adapted(line: Line, size: int, held: Interval) -> Interval:
+    """The pixels of adaptive outputs: output i of o sees [floor(i·n / o), ceil((i + 1)·n / o))."""
+    return held[0] * size // line.size, -(-held[1] * size // line.size)
+
+
+def _means(num_outputs: int, size: int, held: Interval, need: Interval, like: Tensor) -> Tensor:
+    rows = torch.zeros(held[1] - held[0], need[1] - need[0], dtype=like.dtype, device=like.device)
+    for row, index in enumerate(range(*held)):
+        begin, end = index * size // num_outputs, -(-(index + 1) * size // num_outputs)
+        rows[row, begin - need[0] : end - need[0]] = 1 / (end - begin)
+    return rows
+
+
+def mean_over(grid: Grid, value: Tensor, place: Place, keepdim: bool) -> Tensor:
+    """The mean over rows and columns, on every rank."""
+    total = own_part(value, place, grid).sum(place.dims, keepdim=keepdim)
+    return sum_over(total, grid.tile, grid) / (place.sizes[0] * place.sizes[1])
+
+
+# --- crops, pads and shuffles
+
+
+def crop(grid: Grid, value: Tensor, place: Place, parts: Sequence[slice | None]) -> Result:
+    """value[..., rows, columns] with slices of the whole image; None leaves a dim as it is."""
+    lines, needs = [], []
+    for line, part in zip((place.rows, place.columns), parts, strict=True):
+        begin, end, step = (part or slice(None)).indices(line.size)
+        out = outputs(line, len(range(begin, end, step)))
+        window = Window(1, step, -begin)
+        lines.append(out)
+        needs.append([window.needs(held) for held in out.held])
+    value = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
+    for dim, part in zip(place.dims, parts, strict=True):
+        if part is not None and (part.step or 1) > 1:
+            value = value.movedim(dim, 0)[:: part.step].movedim(0, dim)
+    return value, Place(lines[0], lines[1], place.dims)
+
+
+def pad(
+    grid: Grid, value: Tensor, place: Place, pads: Sequence[int], mode: str = "constant", fill: Any = None
+) -> Result:
+    """F.pad with a constant; negative ones cut."""
+    if mode != "constant":
+        raise Unsupported(f"pads with mode = '{mode}'")
+    around = {-1 - i // 2: (pads[i], pads[i + 1]) for i in range(0, len(pads), 2)}
+    lines, needs = [], []
+    for dim, line in zip(place.dims, (place.rows, place.columns), strict=True):
+        before, after = around.pop(dim, (0, 0))
+        out = outputs(line, line.size + before + after)
+        lines.append(out)
+        needs.append([(begin - before, end - before) for begin, end in out.held])
+    value = fetch(value, Halo.of(grid, place, needs[0], needs[1], float(fill or 0)))
+    if around:
+        others = [one for dim in range(-1, min(around) - 1, -1) for one in around.get(dim, (0, 0))]
+        value = F.pad(value, others, value=fill)
+    return value, Place(lines[0], lines[1], place.dims)
+
+
+def pixel_shuffle(grid: Grid, value: Tensor, place: Place, factor: int) -> Result:
+    """torch.pixel_shuffle: blocks of channels become blocks of pixels."""
+    lines = (outputs(place.rows, place.rows.size * factor), outputs(place.columns, place.columns.size * factor))
+    needs = [[(begin // factor, -(-end // factor)) for begin, end in line.held] for line in lines]
+    value = F.pixel_shuffle(fetch(value, Halo.of(grid, place, needs[0], needs[1])), factor)
+    found = Place(*lines)
+    for dim, held, need in zip((-2, -1), found.held(grid), _own(grid, needs), strict=True):
+        value = value.narrow(dim, held[0] - need[0] * factor, held[1] - held[0])
+    return value, found
+
+
+def pixel_unshuffle(grid: Grid, value: Tensor, place: Place, factor: int) -> Result:
+    """torch.pixel_unshuffle: blocks of pixels become blocks of channels."""
+    slide = Slide.of(grid, place, [Window(factor, factor)] * 2)
+    return F.pixel_unshuffle(fetch(value, slide.halo(grid, place, 0.0, [False, False])), factor), slide.place
+
+
+def _own(grid: Grid, needs: Sequence[Sequence[Interval]]) -> tuple[Interval, Interval]:
+    return needs[0][grid.rows.index], needs[1][grid.columns.index]

@@ -1,0 +1,243 @@
+"""Rules for operations along dims and on shapes: what they do to dims beside rows and columns is done to the tile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.spatial import resize
+from weft.spatial.hand_over import own_part, sum_over
+from weft.spatial.names import plain_name
+from weft.spatial.operands import Looks, Rule, bring, common_place, pointwise, put_all
+from weft.spatial.place import Place, place_of, put
+from weft.spatial.wide import widest
+from weft.spatial.windows import NeedsWhole, Unsupported
+
+
+def tiled_dims(place: Place, num_dims: int) -> list[int]:
+    """The dims of rows and columns, counted from the front."""
+    return [dim + num_dims for dim in place.dims]
+
+
+def dims_of(value: Any, num_dims: int) -> list[int]:
+    """A dim, or several, counted from the front."""
+    values = [value] if isinstance(value, int) else list(value)
+    return [dim + num_dims if dim < 0 else dim for dim in values]
+
+
+def moved(place: Place, num_dims: int, order: Sequence[int | None]) -> Place:
+    """A place whose old dims stand in this order; None is a new dim."""
+    found = [order.index(dim) - len(order) for dim in tiled_dims(place, num_dims)]
+    return place.at((found[0], found[1]))
+
+
+# name -> (position of the dim among the arguments, its keyword, what it is if not given)
+ALONG: dict[str, tuple[int, str, Any]] = {
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp"), (1, "dim", None)),
+    **dict.fromkeys(("narrow", "index_select", "select"), (1, "dim", None)),
+    **dict.fromkeys(("chunk", "split", "tensor_split"), (2, "dim", 0)),
+    "glu": (1, "dim", -1),
+    "normalize": (2, "dim", 1),
+    "flip": (1, "dims", None),
+    "roll": (2, "dims", None),
+    "sort": (1, "dim", -1),
+    "topk": (2, "dim", -1),
+    "unbind": (1, "dim", 0),
+}
+REDUCTIONS = frozenset(
+    ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "logsumexp", "prod", "all", "any")
+)
+REMOVES = frozenset(["unbind", "select"])
+
+
+def along(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Work along dims that are not rows or columns."""
+    position, keyword, default = ALONG[plain_name(name)]
+    place, num_dims = common_place([args[0]], name), args[0].dim()
+    given = args[position] if len(args) > position else kwargs.get(keyword, default)
+    dims = dims_of(given, num_dims) if given is not None else []
+    if not dims or set(dims) & set(tiled_dims(place, num_dims)):
+        raise Unsupported("works along rows or columns")
+    if plain_name(name) in REMOVES:
+        place = moved(place, num_dims, [dim for dim in range(num_dims) if dim not in dims])
+    return put_all(func(*args, **kwargs), place)
+
+
+def reduction(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Over dims that are not rows or columns; or, of sums and means, over both."""
+    value, name = args[0], plain_name(name)
+    if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
+        return pointwise(looks, func, name, args, kwargs)
+    place, num_dims = common_place([value], name), value.dim()
+    given = args[1] if len(args) > 1 else kwargs.get("dim")
+    keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
+    dims = list(range(num_dims)) if given is None or given == () else dims_of(given, num_dims)
+    tiled = tiled_dims(place, num_dims)
+    if not set(dims) & set(tiled):
+        kept = [dim for dim in range(num_dims) if dim not in dims or keepdim]
+        return put_all(func(*args, **kwargs), moved(place, num_dims, kept))
+    if name not in ("sum", "mean") or not set(tiled) <= set(dims):
+        raise Unsupported(f"works along {'rows and columns' if set(tiled) <= set(dims) else 'rows or columns'}")
+    dtype = kwargs.get("dtype")
+    total = own_part(value, place, looks.grid).sum(dims, keepdim=keepdim, dtype=dtype)
+    total = sum_over(total, looks.grid.tile, looks.grid)
+    shape = place.whole_shape(tuple(value.shape))
+    return total if name == "sum" else total / math.prod(shape[dim] for dim in dims)
+
+
+def joined(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """torch.cat and torch.stack, along dims that are not rows or columns."""
+    tensors = args[0] if args else kwargs["tensors"]
+    given = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    place, is_stack = common_place([widest(tensor) for tensor in tensors], name), plain_name(name) == "stack"
+    num_dims = next(tensor.dim() for tensor in tensors if place_of(tensor) is not None)
+    (dim,) = dims_of(given, num_dims + is_stack)
+    if is_stack:
+        found = moved(place, num_dims, [*range(dim), None, *range(dim, num_dims)])
+    elif dim in tiled_dims(place, num_dims):
+        raise Unsupported("joins images along rows or columns")
+    else:
+        found = place
+    return put_all(func([bring(looks.grid, tensor, place) for tensor in tensors], dim), found)
+
+
+def unsqueezed(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    value, given = args[0], args[1] if len(args) > 1 else kwargs["dim"]
+    place, num_dims = common_place([value], name), value.dim()
+    (dim,) = dims_of(given, num_dims + 1)
+    return put(func(*args, **kwargs), moved(place, num_dims, [*range(dim), None, *range(dim, num_dims)]))
+
+
+def squeezed(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    value, given = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    place, num_dims = common_place([value], name), value.dim()
+    whole = place.whole_shape(tuple(value.shape))
+    dims = range(num_dims) if given is None else dims_of(given, num_dims)
+    gone = [dim for dim in dims if whole[dim] == 1]
+    kept = [dim for dim in range(num_dims) if dim not in gone]
+    return put(value.view([value.shape[dim] for dim in kept]), moved(place, num_dims, kept))
+
+
+def permuted(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    value, rest = args[0], [*args[1:], *kwargs.values()]
+    place, num_dims = common_place([value], name), value.dim()
+    if plain_name(name) == "permute":
+        order = dims_of(rest[0] if isinstance(rest[0], (tuple, list)) else rest, num_dims)
+    elif plain_name(name) == "movedim":
+        order = _movedim(num_dims, dims_of(rest[0], num_dims), dims_of(rest[1], num_dims))
+    else:
+        order = list(range(num_dims))
+        first, second = dims_of(rest[:2], num_dims)
+        order[first], order[second] = order[second], order[first]
+    return put(func(*args, **kwargs), moved(place, num_dims, order))
+
+
+def _movedim(num_dims: int, sources: list[int], targets: list[int]) -> list[int]:
+    rest = iter([dim for dim in range(num_dims) if dim not in sources])
+    at = dict(zip(targets, sources, strict=True))
+    return [at[dim] if dim in at else next(rest) for dim in range(num_dims)]
+
+
+# --- shapes
+
+
+def whole_shape(value: Tensor) -> torch.Size:
+    """The shape of the whole of which a tensor is a part."""
+    place = place_of(value)
+    shape = tuple(value.shape)
+    return torch.Size(shape if place is None else place.whole_shape(shape))
+
+
+def shape_of(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """The model's code sees whole images."""
+    shape = whole_shape(args[0])
+    if name in ("numel", "nelement"):
+        return shape.numel()
+    if name == "__len__":
+        return shape[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return shape if dim is None else shape[dim]
+
+
+def reshaped(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """view, reshape, flatten and unflatten that leave rows and columns as they are; others need whole images."""
+    value = args[0]
+    place, num_dims = common_place([value], name), value.dim()
+    if plain_name(name) in ("view", "reshape") and len(args) > 1 and isinstance(args[1], torch.dtype):
+        raise Unsupported("looks at pixels as another dtype")
+    whole = whole_shape(value)
+    with torch.device("meta"):  # let torch say what it means
+        target = tuple(func(torch.empty(whole), *args[1:], **kwargs).shape)
+    local, found = list(target), []
+    for dim, size in zip(tiled_dims(place, num_dims), place.sizes, strict=True):
+        before = math.prod(whole[:dim])
+        at = [i for i in range(len(target)) if math.prod(target[:i]) == before and target[i] == size]
+        if not at:
+            raise NeedsWhole("it folds rows or columns into other dims")
+        local[at[-1]] = value.shape[dim]
+        found.append(at[-1] - len(target))
+    out = value.view(local) if plain_name(name) == "view" else value.reshape(local)
+    return put(out, place.at((found[0], found[1])))
+
+
+def expanded(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    value = args[0]
+    place = common_place([value], name)
+    if name == "expand_as":
+        sizes = list(whole_shape(args[1]))
+    else:
+        sizes = list(args[1] if isinstance(args[1], (tuple, list)) else args[1:])
+    for dim in place.dims:
+        sizes[dim] = -1
+    return put(value.expand(sizes), place)
+
+
+def taken(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """value[...]: whole dims, single indices and slices; slices of rows and columns cut the image."""
+    value, given = args
+    place, num_dims = common_place([value], name), value.dim()
+    items = list(given) if isinstance(given, tuple) else [given]
+    if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
+        raise Unsupported("takes pixels by an index that is no number or slice")
+    num_given = sum(item is not None and item is not Ellipsis for item in items)
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    at = items.index(Ellipsis)
+    items[at : at + 1] = [slice(None)] * (num_dims - num_given)
+    order: list[int | None] = []
+    parts: list[slice | None] = [None, None]
+    dim, tiled = 0, tiled_dims(place, num_dims)
+    for position, item in enumerate(items):
+        if item is None:
+            order.append(None)
+            continue
+        if dim in tiled:
+            if isinstance(item, int):
+                raise Unsupported("takes a single row or column")
+            if item != slice(None):
+                parts[tiled.index(dim)] = item
+            items[position] = slice(None)
+        if not isinstance(item, int):
+            order.append(dim)
+        dim += 1
+    if any(parts):
+        value, place = resize.crop(looks.grid, value, place, parts)
+    return put(value[tuple(items)], moved(place, num_dims, order))
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ALONG, along),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), joined),
+    **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), permuted),
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), reshaped),
+    **dict.fromkeys(("shape", "size", "numel", "nelement", "len"), shape_of),
+    **dict.fromkeys(("expand", "expand_as"), expanded),
+    "unsqueeze": unsqueezed,
+    "squeeze": squeezed,
+    "getitem": taken,
+}

@@ -1,0 +1,231 @@
+"""The view under which a model runs on a rank's tile: its code sees whole images, and each function works on tiles.
+
+A TorchFunctionMode sees every call of torch that the model's code makes, be it by a module or by itself. So the model
+is not edited, no module is swapped, and parameters stay where they are. What has no rule is refused by name; what
+needs whole images is where tiles are handed over (unless the plan says where).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from weft.blocks import find_blocks
+from weft.errors import PlanError
+from weft.plan import Tile
+from weft.spatial import norms
+from weft.spatial.hand_over import from_share, own_part, own_samples, to_share, to_whole
+from weft.spatial.names import DRAWS, META, plain_name
+from weft.spatial.operands import draws, map_tensors
+from weft.spatial.place import Grid, Notes, Place, Share, place_of, put, tensors_in
+from weft.spatial.rules import RULES
+from weft.spatial.shapes import shape_of
+from weft.spatial.wide import forget
+from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
+
+Position = tuple[str, int]  # a block ("" for the root), and the number of a layer in it
+
+
+class View(TorchFunctionMode):
+    """How one rank sees its tiles. `path` names the module that runs, where someone keeps it.
+
+    `extras` says how many pixels beside its own a rank computes in some layers, which are known by the block that they
+    are in and their number there. It saves exchanges and changes no result: what is missing is fetched anyway.
+    """
+
+    def __init__(self, grid: Grid, tile: Tile, extras: Mapping[Position, Extra] | None = None) -> None:
+        super().__init__()
+        self.grid, self.tile, self.extras = grid, tile, extras or {}
+        self.notes = Notes()
+        self.path: list[str] = []
+        self.position: Position = ("", 0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the model's code runs under it now, in this thread."""
+        return self in _get_current_function_mode_stack()
+
+    def extra(self) -> Extra:
+        """What the next layer is to compute beside its own."""
+        block, number = self.position
+        self.position = block, number + 1
+        return self.extras.get((block, number), NO_EXTRA)
+
+    @contextmanager
+    def inside(self, block: str) -> Iterator[None]:
+        """While a block runs."""
+        before, self.position = self.position, (block, 0)
+        try:
+            yield
+        finally:
+            self.position = before
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        places = [place for tensor in tensors_in((args, kwargs)) if (place := place_of(tensor)) is not None]
+        if not places:
+            return func(*args, **kwargs)
+        name = str(getattr(func, "__name__", type(func).__name__))
+        if isinstance(func, torch._ops.OpOverload):  # as fake tensors ask for their device
+            if func.namespace == "prim":
+                return func(*args, **kwargs)
+            name = func._schema.name.rpartition("::")[2] if func.namespace == "aten" else func._schema.name
+        if name in ("__get__", "__set__"):
+            name = str(func.__self__.__name__)
+            if name != "shape" and not isinstance(result := func(*args, **kwargs), Tensor):
+                return result
+        if plain_name(name) in META:
+            return func(*args, **kwargs)
+        try:
+            if not any(isinstance(place, Place) for place in places):
+                return self._on_shares(func, name, args, kwargs)
+            if any(isinstance(place, Share) for place in places):
+                target = next(place for place in places if isinstance(place, Place))
+                args, kwargs = map_tensors(partial(self._to_tiles, target), (args, kwargs))
+            rule = RULES.get(plain_name(name))
+            if rule is None:
+                raise Unsupported("has no rule for tiles")
+            return rule(self, func, name, args, kwargs)
+        except Unsupported as reason:
+            raise self._refusal(name, str(reason), "") from None
+        except NeedsWhole as reason:
+            if self.tile.until:
+                raise self._refusal(name, f"cannot go on in tiles ({reason})", " earlier") from None
+            args, kwargs = self.hand_over((args, kwargs))
+            return self.__torch_function__(func, types, args, kwargs)
+
+    def hand_over(self, value: Any) -> Any:
+        """Tiles to whole images, or to shares of the batch; what is whole becomes a share where the plan names both."""
+
+        def change(tensor: Tensor) -> Tensor:
+            place = place_of(tensor)
+            if self.tile.hand_over == "batch":
+                if isinstance(place, Place):
+                    return put(*to_share(self.grid, tensor, place))
+                is_whole = place is None and self.tile.until and tensor.dim() > 1
+                return put(*own_samples(self.grid, tensor)) if is_whole else tensor
+            return put(to_whole(self.grid, tensor, place), None) if isinstance(place, Place) else tensor
+
+        return map_tensors(change, value)
+
+    def _to_tiles(self, target: Place, tensor: Tensor) -> Tensor:
+        place = place_of(tensor)
+        if not isinstance(place, Share):
+            return tensor
+        sizes = target.sizes
+        if tensor.dim() < 4 or tuple(tensor.shape[dim] for dim in target.dims) != sizes:
+            raise Unsupported(f"takes images of {sizes[0]} × {sizes[1]} pixels together with a share of the batch")
+        own = Place.of(self.grid, sizes, target.dims)
+        return put(from_share(self.grid, tensor, place, own), own)
+
+    def _on_shares(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Whole images of a rank's samples: what is done to each sample is done as it stands."""
+        plain = plain_name(name)
+        share = next(place for t in tensors_in((args, kwargs)) if isinstance(place := place_of(t), Share))
+        if plain in ("shape", "size", "numel", "nelement", "len"):
+            return shape_of(self, func, name, args, kwargs)
+        if plain == "batch_norm":
+            return put(norms.batch_norm(self.grid, args[0], share, *args[1:], **kwargs), share)
+        local = share.num_samples // self.grid.tile.degree
+        if plain in ("view", "reshape", "expand"):
+            sizes = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
+            args = (args[0], [local if sizes[0] == share.num_samples else sizes[0], *sizes[1:]])
+        result = draws(self, func, name, args, kwargs) if plain in DRAWS else func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            if tensor.dim() and tensor.shape[0] == local:
+                put(tensor, share)
+        return result
+
+    def _refusal(self, name: str, reason: str, where: str) -> PlanError:
+        rows, columns = self.grid.rows.degree, self.grid.columns.degree
+        at = f" in '{self.path[-1]}'" if self.path and self.path[-1] else ""
+        return PlanError(
+            f"tile = {rows} × {columns}: the operation '{plain_name(name)}'{at} {reason}; hand tiles over{where} "
+            f"before it (tile.until = the name of a module), or use rows = columns = 1"
+        )
+
+
+# --- a model under the view
+
+
+class TiledModel:
+    """A model's forward on a rank's tile. `output` says how its last result lies: "tile", "whole" or "batch"."""
+
+    def __init__(self, model: nn.Module, view: View, sizes: tuple[int, int]) -> None:
+        self.view, self.sizes, self.output = view, sizes, "whole"
+        self._name, self._forward = type(model).__name__, model.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        grid, place = self.view.grid, Place.of(self.view.grid, self.sizes)
+        own = tuple(end - begin for begin, end in place.owned(grid))
+        images = [one for one in tensors_in((args, kwargs)) if one.dim() > 2 and tuple(one.shape[-2:]) == own]
+        if not images:
+            raise PlanError(
+                f"{self._name} was given no tile of {own[0]} × {own[1]} pixels, which is what the rank at row "
+                f"{grid.rows.index} and column {grid.columns.index} holds of images of {self.sizes[0]} × "
+                f"{self.sizes[1]}; cut them with weft.tile(image, mesh)"
+            )
+        self.view.notes.forget()
+        with self.view, self.view.inside(""):
+            for image in images:
+                put(image, place)
+            try:
+                output = self._forward(*args, **kwargs)
+            finally:
+                forget(images)
+                for image in images:
+                    put(image, None)
+        return self._finish(output)
+
+    def _finish(self, output: Any) -> Any:
+        found = {type(place_of(tensor)) for tensor in tensors_in(output) if tensor.dim()}
+        if len(found) > 1:
+            raise PlanError(
+                f"{self._name} returns tensors in tiles beside others that are whole; return one kind, or hand tiles "
+                f"over before them (tile.until)"
+            )
+        self.output = {Place: "tile", Share: "batch"}.get(found.pop() if found else type(None), "whole")
+
+        def finish(tensor: Tensor) -> Tensor:
+            place = place_of(tensor)
+            return put(own_part(tensor, place, self.view.grid) if isinstance(place, Place) else tensor, None)
+
+        return map_tensors(finish, output)
+
+
+def run_block(view: View, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A block's forward, which recompute may call again in backward, outside of the view."""
+    try:
+        if view.is_on:
+            with torch._C.DisableTorchFunction():
+                view.notes.take_down((args, kwargs))
+            with view.inside(name):
+                return forward(*args, **kwargs)
+        view.notes.restore((args, kwargs))
+        with view, view.inside(name):
+            return forward(*args, **kwargs)
+    finally:
+        forget(tensors_in((args, kwargs)))
+
+
+def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunction():
+        return view.hand_over((args, kwargs))
+
+
+def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
+    """Let a model run on tiles of images of these sizes, from now on."""
+    for name, block in find_blocks(model).items():
+        setattr(block, "forward", partial(run_block, view, name, block.forward))  # noqa: B010 (a method to mypy)
+    if view.tile.until:
+        until = model.get_submodule(view.tile.until)
+        until.register_forward_pre_hook(partial(_before_until, view), with_kwargs=True)
+    tiled = TiledModel(model, view, sizes)
+    setattr(model, "forward", tiled)  # noqa: B010
+    return tiled
