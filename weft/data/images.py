@@ -88,6 +88,22 @@ class Images:
 
 
 @dataclass(frozen=True)
+class Region:
+    """One region of each of some images, for whoever needs no more."""
+
+    images: Images
+    rows: Interval
+    columns: Interval
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels [num_indices, channels, rows, columns] and classes, as of `Images`."""
+        return self.images.get(indices, self.rows, self.columns)
+
+
+@dataclass(frozen=True)
 class ImageFolder:
     """What a folder holds, in two parts. `bad` names the images left out, and why."""
 

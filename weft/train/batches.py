@@ -6,7 +6,7 @@ No layout changes the data, any layout resumes it in the middle of an epoch, and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 
 from weft.comm import Axis
 from weft.config import Run
+from weft.cut import share
 from weft.data.config import DataConfig, SlidesConfig
-from weft.data.images import open_folder
+from weft.data.images import Images, Region, open_folder
 from weft.data.order import batch_indices, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
 from weft.data.tokens import Sequences, token_cache
+from weft.mesh import Mesh
 from weft.models import VisionConfig
 from weft.models.loss import IGNORE
 from weft.parallel.layout import COMPUTE_DTYPE
@@ -49,6 +51,13 @@ class TrainingData:
     description: str
     skipped: Mapping[str, str] = field(default_factory=dict)
 
+    def on_tile(self, mesh: Mesh) -> TrainingData:
+        """The same, of which this rank reads its tile of each image; as it is where images are whole."""
+        if mesh["tile"].degree == 1:
+            return self
+        held_out = None if self.held_out is None else _on_tile(self.held_out, mesh)
+        return replace(self, train=_on_tile(self.train, mesh), held_out=held_out)
+
     def batches(self, run: Run, step: int, axis: Axis, device: torch.device) -> list[Batch]:
         """The micro-batches of one step for the rank at `axis.index` of `batch`."""
         split = run.split
@@ -69,6 +78,15 @@ class TrainingData:
             repeats = torch.from_numpy(chosen >= num).view(-1, *[1] * (labels.dim() - 1))
             batches.append(_to((inputs, labels.masked_fill(repeats, IGNORE)), run, device))
         return batches
+
+
+def _on_tile(samples: Samples, mesh: Mesh) -> Samples:
+    assert isinstance(samples, Images), "tiles of text were refused"
+    intervals = (
+        share(size, mesh[name].degree, mesh[name].index)
+        for name, size in zip(("rows", "columns"), samples.shape[:2], strict=True)
+    )
+    return Region(samples, *intervals)
 
 
 def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:

@@ -82,6 +82,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         )
         if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
+        data = data.on_tile(mesh)
         optimizer = make_optimizer(model, run.train)
         saver = _saver(run, mesh)
         step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
