@@ -16,7 +16,7 @@ from tiles_for_tests import Mixed, UNet, dry, images
 from torch import Tensor, nn
 
 import weft
-from weft.comm import Axis
+from weft.comm import Axis, meet
 from weft.errors import PlanError
 from weft.local import run_local
 from weft.mesh import Mesh
@@ -72,6 +72,7 @@ CASES: dict[str, tuple[str, Plan]] = {
     "patches": ("vit", over(2, 1)),
     "full": ("BatchNorm", over(1, 2, "full")),
     "selective": ("GroupNorm", over(2, 1, "selective")),
+    "full, handed over": ("BatchNorm", over(1, 2, "full", until="layer2")),
     "shard 3": ("plain", over(1, 2, shard=Shard(2, 3), micro_batch=1)),
     "data, full": ("plain", over(2, 1, "full", data=2)),
     "batch": ("plain", over(2, 2, hand_over="batch")),
@@ -349,6 +350,7 @@ def test_tiles_of_an_image() -> None:
 
     def rank(_: int) -> list[Any]:
         mesh = Mesh(plan)
+        meet()  # a rank that ends before others have their groups would break them off
         return [list(tile(image, mesh).shape), tile(image, mesh).flatten().tolist()]
 
     found = run_local(rank, 6)
@@ -382,6 +384,7 @@ def test_names_stay_and_one_rank_saves() -> None:
         names = list(images_for_tests.batch_resnet().state_dict())
         model = parallelize(images_for_tests.batch_resnet(), plan, mesh, example=lambda: (torch.zeros(2, 3, 8, 8),))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        meet()
         return [list(model.state_dict()) == names, len(list(pieces_to_save(model, optimizer, mesh)))]
 
     first, second = run_local(rank, 2)
@@ -563,6 +566,7 @@ def test_a_tile_of_another_size() -> None:
         model = parallelize(images_for_tests.Classic(), plan, Mesh(plan), example=lambda: (torch.zeros(2, 3, 8, 8),))
         with pytest.raises(PlanError) as error:
             model(torch.zeros(2, 3, 8, 8))
+        meet()
         return str(error.value)
 
     assert run_local(rank, 2)[1] == (

@@ -292,8 +292,9 @@ def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float,
     """Running statistics, of those that norms take over several ranks."""
     worst = (0.0, "-")
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and buffer.numel():
-            error = float((buffer - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1e-300))
+        if buffer.numel():
+            found, told = buffer.double(), expected[name].double()
+            error = float((found - told).abs().max() / told.abs().max().clamp(min=1e-300))
             worst = max(worst, (error, name), key=lambda pair: _badness(pair[0]))
     return worst
 

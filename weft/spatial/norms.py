@@ -119,8 +119,7 @@ def batch_norm(
     counts = _counts(grid, value, place)
     tiles = None if isinstance(place, Share) else place
     out, mean, variance = _Normalise.apply(value, weight, bias, counts, tiles, grid, eps)
-    # A checkpointed block computes again in backward: its statistics have been counted.
-    if running_mean is not None and running_var is not None and torch._C._current_graph_task_id() == -1:
+    if running_mean is not None and running_var is not None:
         num_pixels = counts.sum().to(variance.dtype)
         with torch.no_grad():
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -165,7 +164,7 @@ def instance_norm(
     flat = value.reshape(1, shape[0] * shape[1], *shape[2:])
     counts = _counts(grid, flat, place)
     out, mean, variance = _Normalise.apply(flat, None, None, counts, place, grid, eps)
-    if running_mean is not None and running_var is not None and torch._C._current_graph_task_id() == -1:
+    if running_mean is not None and running_var is not None:
         num_pixels = counts.sum().to(variance.dtype)
         unbiased = variance * (num_pixels / (num_pixels - 1))
         with torch.no_grad():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.blocks import find_blocks
 from weft.errors import PlanError
@@ -199,7 +200,7 @@ class TiledModel:
         return map_tensors(finish, output)
 
 
-def run_block(view: View, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_block(view: View, name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A block's forward, which recompute may call again in backward, outside of the view."""
     try:
         if view.is_on:
@@ -208,10 +209,24 @@ def run_block(view: View, name: str, forward: Callable[..., Any], *args: Any, **
             with view.inside(name):
                 return forward(*args, **kwargs)
         view.notes.restore((args, kwargs))
-        with view, view.inside(name):
+        with view, view.inside(name), _copied_buffers(block):
             return forward(*args, **kwargs)
     finally:
         forget(tensors_in((args, kwargs)))
+
+
+@contextmanager
+def _copied_buffers(block: nn.Module) -> Iterator[None]:
+    """Running statistics have been counted in forward: what computes again changes copies of them."""
+    held = [(module, dict(module._buffers)) for module in block.modules() if module._buffers]
+    try:
+        with _disable_current_modes():  # selective recompute watches operations, and knows of none here
+            for module, buffers in held:
+                module._buffers.update({key: None if one is None else one.clone() for key, one in buffers.items()})
+        yield
+    finally:
+        for module, buffers in held:
+            module._buffers.update(buffers)
 
 
 def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -222,7 +237,7 @@ def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
 def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
     """Let a model run on tiles of images of these sizes, from now on."""
     for name, block in find_blocks(model).items():
-        setattr(block, "forward", partial(run_block, view, name, block.forward))  # noqa: B010 (a method to mypy)
+        setattr(block, "forward", partial(run_block, view, name, block, block.forward))  # noqa: B010 (a method to mypy)
     if view.tile.until:
         until = model.get_submodule(view.tile.until)
         until.register_forward_pre_hook(partial(_before_until, view), with_kwargs=True)
