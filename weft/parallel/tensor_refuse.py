@@ -33,11 +33,6 @@ def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
     """Over y the residual stream has a part of its features, so all that works on it must take parts."""
     if pairing.is_whole:
         return next((reason for name in pairing.embeddings if (reason := _refuse_embedding(model, name, y))), None)
-    if not pairing.embeddings:
-        return (
-            f"tensor.y = {y} splits the features of what goes from layer to layer, which begins with an nn.Embedding, "
-            f"and the model has none: what it is given is whole; use y = 1"
-        )
     for name, parameter in model.named_parameters():
         owner, _, _ = name.rpartition(".")
         if owner in pairing.splits or name in pairing.inner or not parameter.dim():
@@ -51,6 +46,11 @@ def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
                 f"tensor.y = {y} splits the features that '{owner}' ({type(module).__name__}) works on, and it is "
                 f"neither a LayerNorm or RMSNorm as weft knows them nor does it treat each feature alone; use y = 1"
             )
+    if not pairing.embeddings:
+        return (
+            f"tensor.y = {y} splits the features of what goes from layer to layer, which begins with an nn.Embedding, "
+            f"and the model has none: what it is given is whole; use y = 1"
+        )
     return None
 
 
