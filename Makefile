@@ -18,7 +18,7 @@ install: $(STAMP) ## make .venv with weft and all it needs to train and test
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cli,data,hf,log,dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cli,data,hf,images,log,dev]"
 	touch $(STAMP)
 
 train: install   ## the main job: plan, prove, train, save and sample a small Llama on 4 processes

@@ -130,7 +130,7 @@ def test_plan_says_which_form_of_the_tensor_axes_is_better(
         totals[sequence], seconds[sequence] = asked["memory"]["total_bytes"], asked["seconds"]["step"]
     assert totals[True] < totals[False]  # norms and residuals in parts
     # A GPU waits for its host in a model this small. A CPU takes longer for as many bytes in more calls.
-    assert seconds[True] == pytest.approx(seconds[False]) if is_sequence else seconds[True] > seconds[False]
+    assert (seconds[True] <= seconds[False] * (1 + 1e-9)) is is_sequence
     assert form["sequence"] is is_sequence
     assert form["seconds_saved"] == pytest.approx(seconds[not is_sequence] - seconds[is_sequence])
     assert form["bytes_saved"] == totals[not is_sequence] - totals[is_sequence]

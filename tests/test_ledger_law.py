@@ -38,7 +38,7 @@ from weft.parallel.shard import ShardAxis
 from weft.pipeline.build import Staging, stage
 from weft.plan import BatchSplit, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.predict import example_tokens, micro_batch_profile
+from weft.predict import example_inputs, micro_batch_profile
 from weft.profile import Profile, profile
 from weft.strategy import Cost
 from weft.train import loop
@@ -225,7 +225,7 @@ def test_a_run_is_cut_as_its_prediction_is(tmp_path: Path) -> None:
         return found.value.args[0]
 
     assert run_local(rank, run.plan.num_ranks) == [predicted] * run.plan.num_ranks
-    without_loss = profile(build(run.model), lambda: example_tokens(run), dtype=torch.bfloat16)
+    without_loss = profile(build(run.model), lambda: example_inputs(run), dtype=torch.bfloat16)
     assert stage(without_loss, run.plan).stage_of != predicted
 
 

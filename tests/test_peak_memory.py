@@ -30,7 +30,7 @@ from weft.pipeline.held import answers
 from weft.pipeline.schedules import make_schedule
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.predict import example_tokens, micro_batch_profile, predict
+from weft.predict import example_inputs, micro_batch_profile, predict
 from weft.profile import profile
 from weft.strategy import Transient
 from weft.train.state import make_optimizer
@@ -78,7 +78,7 @@ def measured_bytes(name: str) -> int:
         mesh = Mesh(run.plan)
         whole = build(run.model)
         initialise(whole, run.train.seed)
-        model = parallelize(whole, run.plan, mesh, example=lambda: example_tokens(run))
+        model = parallelize(whole, run.plan, mesh, example=lambda: example_inputs(run))
         optimizer = make_optimizer(model, run.train)
         batches = [random_batch(run, number) for number in range(run.split.accumulation)]
         train_step(model, optimizer, batches, mesh)  # which makes gradients and the optimizer's state

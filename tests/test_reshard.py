@@ -24,7 +24,7 @@ from weft.mesh import Mesh
 from weft.models import build, initial_value
 from weft.parallel import named_pieces, parallelize
 from weft.parallel.layout import Part
-from weft.predict import example_tokens
+from weft.predict import example_inputs
 from weft.train import state
 from weft.train.batches import prepare_data
 from weft.train.state import load_state, make_optimizer, pieces_to_save
@@ -46,7 +46,7 @@ def build_on(run: Run, mesh: Mesh, seed: int) -> tuple[nn.Module, Optimizer]:
         model = build(run.model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     values = partial(_first_value, run, shapes, seed)
-    split = parallelize(model, run.plan, mesh, values, partial(example_tokens, run))
+    split = parallelize(model, run.plan, mesh, values, partial(example_inputs, run))
     return split, make_optimizer(split, run.train)
 
 

@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_told_apart() -> None:
     assert found.best == ()  # 70 billion parameters and their state on 8 × 40 GB
     assert found.too_large
     assert all(c.memory.total_bytes > cluster.node.device.memory_bytes for c in found.too_large)
-    assert found.too_large[0].memory.parts()["state"] > 100e9
+    assert found.too_large[0].memory.state_bytes > 100e9
 
 
 PLANS = [

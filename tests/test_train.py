@@ -24,7 +24,7 @@ from weft.local import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import build, initialise, save_folder
 from weft.parallel import named_pieces, parallelize
-from weft.predict import example_tokens
+from weft.predict import example_inputs
 from weft.train import loop
 from weft.train.batches import prepare_data
 from weft.train.step import evaluate
@@ -172,7 +172,7 @@ def evaluate_on_ranks(run: Run) -> list[float]:
 
     def rank(index: int) -> float | None:
         mesh = Mesh(run.plan)
-        model = parallelize(loop._build(run), run.plan, mesh, loop._values(run), partial(example_tokens, run))
+        model = parallelize(loop._build(run), run.plan, mesh, loop._values(run), partial(example_inputs, run))
         return float(evaluate(model, data.evaluation_batches(run, mesh["batch"], mesh.device), mesh))
 
     return run_local(rank, run.plan.num_ranks)

@@ -34,6 +34,7 @@ from weft.display import (
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
 from weft.launch import Place, detect, start_local
+from weft.models import LanguageConfig, VisionConfig
 from weft.planner.answer import with_more, with_scaling
 from weft.planner.page import page
 from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
@@ -45,6 +46,7 @@ from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train.loop import device_type, train
+from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
 from weft.verify import Report, verify_run
 
@@ -106,7 +108,7 @@ def train_command(
     if as_json:
         _print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
-        _show_sample(run, run_file, console)
+        (_show_sample if isinstance(run.model, LanguageConfig) else _show_accuracy)(run, run_file, console)
 
 
 @app.command(
@@ -398,11 +400,12 @@ def _verify(run: Run, console: Console) -> None:
 
 
 def _prepare(run: Run, console: Console) -> None:
-    with byte_progress(console, "tokens") as progress:
+    with byte_progress(console, task_of(run).unit) as progress:
         data = prepare_data(run, progress)
     held_out = 0 if data.held_out is None else len(data.held_out)
     console.print(
-        f"[bold]data[/]     {data.description}: {len(data.train):,} sequences, {held_out:,} held out", highlight=False
+        f"[bold]data[/]     {data.description}: {len(data.train):,} {run.split.samples}, {held_out:,} held out",
+        highlight=False,
     )
 
 
@@ -438,6 +441,24 @@ def _show_sample(run: Run, run_file: Path, console: Console) -> None:
         f"  weft plan {run_file} plan.shard.stage=2           # what another plan would cost\n"
         f'  weft generate {run.folder} --prompt "import "     # more text\n'
         f"  weft export {run.folder} my-model                 # a folder that transformers loads",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_accuracy(run: Run, run_file: Path, console: Console) -> None:
+    assert isinstance(run.model, VisionConfig)
+    found = _last_event(run)["evaluation"]
+    if found is not None:
+        console.print(
+            f"\n[bold]held out[/]  {found['accuracy']:.1%} right (chance is {1 / run.model.num_classes:.1%}), loss "
+            f"{found['loss']:.4f}",
+            highlight=False,
+        )
+    console.print(
+        f"\n[bold]what to try next[/]\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps}              # train on, from the checkpoint\n"
+        f"  weft plan {run_file} plan.memory.recompute=full  # what another plan would cost",
         highlight=False,
         soft_wrap=True,
     )

@@ -13,33 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.data import slides
+from weft.data.config import Data, DataConfig, SlidesConfig, data_from_table
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
-from weft.models import ModelConfig, config_from_table, read_config
+from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config
+from weft.models.vision import VISION_CONFIGS
 from weft.plan import BatchSplit, Plan, split_batch
-from weft.schema import build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """What to train on: a file, a folder or "stdlib", cut into sequences of `sequence` tokens.
-
-    `documents` that share a sequence see each other ("joined"), or do not ("separate").
-    """
-
-    source: str
-    sequence: int
-    tokenizer: str = "bytes"
-    text_field: str = "text"
-    documents: Literal["joined", "separate"] = "joined"
-    held_out: float = 0.05
-    cache: str = "runs/cache"
-
-    def __post_init__(self) -> None:
-        _at_least("data.sequence", self.sequence, 1)
-        if not 0 <= self.held_out < 1:
-            raise ConfigError(f"data.held_out = {self.held_out}; it is a fraction from 0 to below 1")
-
+from weft.schema import at_least, build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
 
 # What AdamW and torch's generators take: at least the first number and below the second.
 LIMITS = {
@@ -54,9 +35,10 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Give `batch` (sequences per step) or `batch_tokens` (tokens per step), not both.
+    """How to train. Give `batch` (sequences, or images, per step) or `batch_tokens` (tokens per step), not both.
 
-    `timeline` is a file to draw the last step of a pipeline to.
+    `evaluate_sequences` counts held-out sequences, or images; `timeline` is a file to draw the last step of a pipeline
+    to.
     """
 
     steps: int
@@ -84,8 +66,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):
             if getattr(self, name) is not None:
-                _at_least(f"train.{name}", getattr(self, name), 1)
-        _at_least("train.warmup_steps", self.warmup_steps, 0)
+                at_least(f"train.{name}", getattr(self, name), 1)
+        at_least("train.warmup_steps", self.warmup_steps, 0)
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
             if not low <= value < high:
@@ -120,7 +102,7 @@ class CheckpointConfig:
         for name in ("every", "keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None:
-                _at_least(f"checkpoint.{name}", value, 1)
+                at_least(f"checkpoint.{name}", value, 1)
 
 
 @dataclass(frozen=True)
@@ -139,7 +121,7 @@ class Run:
     folder: Path
     model: ModelConfig
     model_folder: Path | None
-    data: DataConfig
+    data: Data
     train: TrainConfig
     plan: Plan
     cluster: str = "local"
@@ -150,9 +132,15 @@ class Run:
     @property
     def split(self) -> BatchSplit:
         """The batch identity."""
-        batch = self.train.batch
+        batch, tokens = self.train.batch, self.train.batch_tokens
+        if not isinstance(self.data, DataConfig):
+            if batch is None:
+                raise ConfigError(
+                    f"train.batch_tokens = {tokens} counts text, and data.kind = '{self.data.kind}'; "
+                    f"give train.batch (images per step)"
+                )
+            return split_batch(self.plan, batch, 1, "images")
         if batch is None:
-            tokens = self.train.batch_tokens
             assert tokens is not None
             if tokens % self.data.sequence:
                 raise ConfigError(
@@ -163,7 +151,8 @@ class Run:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the data names."""
+        """The tokenizer that the data names; only text has one."""
+        assert isinstance(self.data, DataConfig)
         return load_tokenizer(self.data.tokenizer)
 
     def to_toml(self) -> str:
@@ -216,7 +205,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         if not tables.get(key, "default"):
             raise ConfigError(f"'{key}' is empty; give it a value or leave it out")
     name = tables.get("name", default_name)
-    data = build_dataclass(DataConfig, tables.get("data", {}), "data")
+    data = data_from_table(tables.get("data", {}))
     model, folder = _model(tables.get("model", {}), data)
     run = Run(
         name=name,
@@ -235,19 +224,57 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
     return run
 
 
-def _model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelConfig, Path | None]:
-    """The model's config: from a Hugging Face folder, or from the table, its vocabulary from the tokenizer."""
+def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | None]:
+    """The model's config, which must be one for the data."""
+    if isinstance(data, DataConfig):
+        return _language_model(table, data)
+    if isinstance(data, SlidesConfig) and table.get("architecture") in VISION_CONFIGS:
+        table = {"num_classes": slides.NUM_CLASSES, **table}
+    config = config_from_table(table)
+    if isinstance(config, LanguageConfig):
+        raise ConfigError(
+            f"model.architecture = '{config.architecture}' reads text, and data.kind = '{data.kind}' gives images; use "
+            f"'resnet', 'deep-resnet' or 'amoebanet-d', or data of kind 'text'"
+        )
+    if config.is_dense:
+        raise ConfigError(
+            f"model.architecture = '{config.architecture}' gives a class to each pixel, and data.kind = '{data.kind}' "
+            f"has one for each image; use 'resnet', 'deep-resnet' or 'amoebanet-d'"
+        )
+    height, width, _ = data.shape(config.in_channels)
+    if height % config.size_multiple or width % config.size_multiple:
+        raise ConfigError(
+            f"images of {height} × {width} pixels do not suit model.architecture = '{config.architecture}', which "
+            f"halves them often; use multiples of {config.size_multiple}"
+        )
+    if isinstance(data, SlidesConfig) and (config.in_channels != 3 or config.num_classes < slides.NUM_CLASSES):
+        raise ConfigError(
+            f"slides have 3 channels and {slides.NUM_CLASSES} classes; given model.in_channels = {config.in_channels} "
+            f"and model.num_classes = {config.num_classes}"
+        )
+    return config, None
+
+
+def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelConfig, Path | None]:
+    """From a Hugging Face folder, or from the table, its vocabulary from the tokenizer."""
     tokenizer = load_tokenizer(data.tokenizer)
     if "folder" in table:
         if len(table) > 1:
             others = ", ".join(f"model.{key}" for key in table if key != "folder")
             raise ConfigError(f"model.folder already says what the model is; remove {others}")
         folder = Path(str(table["folder"]))
-        config = read_config(folder)
+        config: ModelConfig = read_config(folder)
         given = f"the model in {folder}"
     else:
         folder, given = None, "model.vocab_size"
-        config = config_from_table({"vocab_size": tokenizer.vocab_size, **table})
+        if table.get("architecture") not in VISION_CONFIGS:
+            table = {"vocab_size": tokenizer.vocab_size, **table}
+        config = config_from_table(table)
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(
+            f"model.architecture = '{config.architecture}' takes images, and data.kind = 'text' gives text; use data "
+            f"of kind 'slides' or 'images', or a model of language"
+        )
     if config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"{given} has a vocabulary of {config.vocab_size} but tokenizer '{data.tokenizer}' has "
@@ -284,8 +311,3 @@ def _apply(tables: dict[str, Any], keys: list[str], value: Any, text: str) -> No
         place[key] = dict(inner)
         place = place[key]
     place[keys[-1]] = value
-
-
-def _at_least(name: str, value: int, smallest: int) -> None:
-    if value < smallest:
-        raise ConfigError(f"{name} = {value}; it must be at least {smallest}")

@@ -203,7 +203,12 @@ def step_line(metrics: StepMetrics, num_steps: int) -> str:
     mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1%}"
     return (
         f"step {metrics.step}/{num_steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
-        f"{metrics.tokens_per_second:,.0f} tokens/s ({metrics.tokens_per_second_per_device:,.0f}/device)  "
+        f"{_rate(metrics.units_per_second)} {metrics.unit}/s ({_rate(metrics.units_per_second_per_device)}/device)  "
         f"{metrics.tflops_per_second_per_device:.3f} TFLOP/s/device{mfu}  "
         f"{format_bytes(metrics.memory_bytes)}  {format_seconds(metrics.seconds_left)} left"
     )
+
+
+def _rate(number: float) -> str:
+    """A rate, with a digit behind the point where it is small."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:,.1f}"

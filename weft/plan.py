@@ -227,41 +227,47 @@ class Plan:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """The batch identity: sequences a step = batch ranks × micro-batch × accumulation."""
+    """The batch identity: samples (sequences or images) a step = batch ranks × micro-batch × accumulation."""
 
     batch: int
     num_batch_ranks: int
     micro_batch: int
     accumulation: int
     sequence: int
+    samples: str = "sequences"  # what a batch is of
 
     @property
     def tokens(self) -> int:
-        """Tokens per step over all ranks."""
+        """Tokens (or images) per step over all ranks."""
         return self.batch * self.sequence
 
     def identity(self, plan: Plan) -> str:
         """The identity with its numbers, as printed at the start of a run."""
-        return (
-            f"{self.batch} sequences/step = {plan.data} data × {plan.shard.degree} shard × {self.micro_batch} "
-            f"micro-batch × {self.accumulation} accumulation; × {self.sequence} tokens = {self.tokens:,} tokens/step"
+        identity = (
+            f"{self.batch} {self.samples}/step = {plan.data} data × {plan.shard.degree} shard × {self.micro_batch} "
+            f"micro-batch × {self.accumulation} accumulation"
         )
+        if self.samples == "images":
+            return identity
+        return f"{identity}; × {self.sequence} tokens = {self.tokens:,} tokens/step"
 
 
-def split_batch(plan: Plan, batch: int, sequence: int) -> BatchSplit:
+def split_batch(plan: Plan, batch: int, sequence: int, samples: str = "sequences") -> BatchSplit:
     """The batch identity of a plan, or a PlanError with the numbers and the nearest batch that divides."""
     ranks, context = plan.num_batch_ranks, plan.context.degree
+    if context > 1 and samples != "sequences":
+        raise PlanError(f"plan.context = {context} splits sequences, and the data is of {samples}; use context = 1")
     if context > 1 and sequence % (2 * context):
         raise PlanError(
             f"a sequence of {sequence} tokens does not divide into 2 × context = {2 * context} equal parts (balanced "
             f"for causal attention); use a multiple of {2 * context}"
         )
     if batch < 1 or sequence < 1:
-        raise PlanError(f"a batch of {batch} sequences of {sequence} tokens is empty; both must be at least 1")
+        raise PlanError(f"a batch of {batch} {samples} of {sequence} tokens is empty; both must be at least 1")
     if batch % ranks:
         down, up = batch // ranks * ranks, (batch // ranks + 1) * ranks
         raise PlanError(
-            f"batch = {batch} sequences does not divide over {ranks} ranks (data {plan.data} × shard "
+            f"batch = {batch} {samples} does not divide over {ranks} ranks (data {plan.data} × shard "
             f"{plan.shard.degree}); use {f'{down} or {up}' if down else up}"
         )
     per_rank = batch // ranks
@@ -269,12 +275,12 @@ def split_batch(plan: Plan, batch: int, sequence: int) -> BatchSplit:
     if per_rank % micro_batch:
         divisors = ", ".join(str(size) for size in range(1, per_rank + 1) if per_rank % size == 0)
         raise PlanError(
-            f"plan.micro_batch = {micro_batch} does not divide the {per_rank} sequences of each rank (batch {batch} / "
+            f"plan.micro_batch = {micro_batch} does not divide the {per_rank} {samples} of each rank (batch {batch} / "
             f"{ranks} ranks); use one of {divisors}"
         )
     if plan.pipe.degree > 1:  # its rules for the number of micro-batches
         make_schedule(plan.pipe.schedule, plan.pipe.degree, per_rank // micro_batch, **plan.pipe.options)
-    return BatchSplit(batch, ranks, micro_batch, per_rank // micro_batch, sequence)
+    return BatchSplit(batch, ranks, micro_batch, per_rank // micro_batch, sequence, samples)
 
 
 def load_plan(path: Path) -> Plan:

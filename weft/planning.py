@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from weft.cluster import Cluster, load, local_cluster
-from weft.config import DataConfig, Run, TrainConfig
+from weft.config import Run, TrainConfig
+from weft.data.config import DataConfig
 from weft.errors import ConfigError
 from weft.launch import Place
 from weft.measure import is_cpu, with_assumed_rates
-from weft.models import GPT2Config
+from weft.models import GPT2Config, LanguageConfig, ModelConfig
 from weft.models.catalog import load_model
 from weft.parallel import cost
 from weft.plan import Plan, Precision
@@ -34,7 +35,7 @@ def has_layout(run: Run) -> bool:
 
 def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> Run:
     """A run of a model of the catalog: what to train on is for the user to fill in."""
-    config = load_model(name)
+    config = _of_language(load_model(name), "give a run file with a [plan], and weft plan predicts it")
     own = config.n_positions if isinstance(config, GPT2Config) else config.max_position_embeddings
     sequence = sequence or own
     if not 0 < sequence <= MAX_SEQUENCE:
@@ -77,12 +78,20 @@ def ask_for(
     say: Progress = lambda what: None,
 ) -> Answer:
     """The planner's answer for a run's model and batch."""
+    model = _of_language(run.model, "write one, for instance [plan] with micro_batch = 8 for one process")
     precision: Precision = run.plan.precision
     if "plan.precision" not in run.origins:
         precision = "fp32" if is_cpu(cluster) else "bf16"
     alone = replace(run, plan=Plan(precision=precision))
     question = Question(alone.split.batch, alone.split.sequence, precision, constraints)
-    return ask(run.name, run.model, cluster, question, objective, say)
+    return ask(run.name, model, cluster, question, objective, say)
+
+
+def _of_language(config: ModelConfig, remedy: str) -> LanguageConfig:
+    """The config, if plans can be searched for it."""
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(f"no plan is searched for models of images ('{config.architecture}') yet; {remedy}")
+    return config
 
 
 def with_plan(run: Run, answer: Answer) -> Run:

@@ -22,7 +22,7 @@ from weft.config import Run
 from weft.errors import PlanError
 from weft.measure import cpu_flops_per_second, is_cpu
 from weft.mesh import JOINT_AXES, level_degrees
-from weft.models import ModelConfig, build, token_loss
+from weft.models import LanguageConfig, ModelConfig, build, token_loss
 from weft.parallel import Cost, cost, local_cost, refuse
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.tensor import localise
@@ -34,6 +34,7 @@ from weft.planner.model import planned_model
 from weft.profile import Profile, profile
 from weft.train.documents import document_traffic
 from weft.train.step import step_traffic
+from weft.train.task import Task, task_of
 
 # The fraction of a GPU's dense peak that a training step reaches; an assumption that measurements are to replace.
 ASSUMED_EFFICIENCY = 0.45
@@ -106,7 +107,9 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     traffic = [expand(add_traffic(one.traffic, beside), levels) for one in costs]
     told = [_communication_seconds(one, plan, cluster) for one in traffic]
     rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
-    if is_known(cluster, plan.precision):
+    modelled = isinstance(run.model, LanguageConfig) and is_known(cluster, plan.precision)
+    if modelled:
+        assert isinstance(run.model, LanguageConfig)
         model = planned_model(run.model, run.split.sequence, cluster)
         timed = model.steps.step(replace(plan, micro_batch=run.split.micro_batch), run.split.accumulation)
         timeline, compute, step = timed.timeline, timed.where["compute"], timed.seconds
@@ -120,7 +123,6 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
             step = _last_end(timeline, times, told, cluster)
     limit = cluster.node.device.memory_bytes
     pipe_rank = None if staging is None else worst
-    modelled = is_known(cluster, plan.precision)
     return Prediction(costs[worst], traffic[worst], limit, compute, told[worst], step, pipe_rank, timeline, modelled)
 
 
@@ -241,29 +243,36 @@ def _not_hidden(told: float, compute: float, cluster: Cluster) -> float:
 
 
 @lru_cache(maxsize=8)
-def _profile_of(model: ModelConfig, dtype: torch.dtype, micro_batch: int, sequence: int) -> Profile:
+def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch: int) -> Profile:
     with torch.device("meta"):
         module = build(model)
 
-    def tokens() -> Tensor:
-        return torch.zeros(micro_batch, sequence, dtype=torch.long, device="cpu")
+    def example() -> tuple[Tensor]:
+        return (task.example(micro_batch, dtype)[0],)
 
-    return profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()), dtype)
+    def loss(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return token_loss(logits, task.example(micro_batch, dtype)[1])
+
+    return profile(module, example, loss, dtype)
 
 
 def micro_batch_profile(run: Run) -> Profile:
     """The profile of the run's model and loss for one micro-batch, in the dtype that computes."""
-    return _profile_of(run.model, COMPUTE_DTYPE[run.plan.precision], run.split.micro_batch, run.split.sequence)
+    return _profile_of(run.model, task_of(run), COMPUTE_DTYPE[run.plan.precision], run.split.micro_batch)
 
 
-def example_tokens(run: Run) -> tuple[Tensor]:
+def example_inputs(run: Run) -> tuple[Tensor]:
     """The arguments of one forward of the run's model, of whole sequences."""
-    return (torch.zeros(run.split.micro_batch, run.split.sequence, dtype=torch.long),)
+    return (_example(run)[0],)
 
 
 def example_loss(run: Run, logits: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of that forward. A run is cut into stages by what its prediction was cut by."""
-    return token_loss(logits, example_tokens(run)[0])
+    return token_loss(logits, _example(run)[1])
+
+
+def _example(run: Run) -> tuple[Tensor, ...]:
+    return task_of(run).example(run.split.micro_batch, COMPUTE_DTYPE[run.plan.precision])
 
 
 def model_flops(model_profile: Profile) -> float:

@@ -112,6 +112,12 @@ def convert(value: Any, hint: Any, path: str) -> Any:
     raise _wrong(path, value, hint)
 
 
+def at_least(name: str, value: int, smallest: int) -> None:
+    """Refuse a value that is too small."""
+    if value < smallest:
+        raise ConfigError(f"{name} = {value}; it must be at least {smallest}")
+
+
 def to_table(value: Any) -> Any:
     """A dataclass back to plain tables (None left out), the inverse of `build_dataclass`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -23,12 +23,13 @@ from weft.data.order import local_indices
 from weft.errors import VerifyError
 from weft.local import run_local
 from weft.mesh import Mesh, level_degrees
-from weft.models import IGNORE, build, initialise
+from weft.models import build, initialise
 from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
 from weft.plan import BatchSplit, Plan, split_batch
 from weft.profile import Profile, profile
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
+from weft.train.task import task_of
 
 TOLERANCE = 1e-9
 # Tensors much smaller than the largest one are compared with this fraction of it: the gradient of an attention key's
@@ -112,13 +113,13 @@ def verify(
 
 
 def verify_run(run: Run) -> Report:
-    """Prove a run's plan on a shrunk copy of its model, with random tokens of which some are masked."""
+    """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked."""
     pipe = run.plan.pipe
     config = run.model.shrunk(max(2, pipe.num_stages))
     plan = replace(run.plan, micro_batch=2, pipe=replace(pipe, split=()))  # whose names are the whole model's
     most = 2 * pipe.degree if pipe.degree > 1 else 2
-    num_sequences = plan.num_batch_ranks * 2 * (pipe.batches or min(most, run.split.accumulation))
-    sequence = min(16, run.data.sequence)
+    num_samples = plan.num_batch_ranks * 2 * (pipe.batches or min(most, run.split.accumulation))
+    task = task_of(run).shrunk(config)
 
     def model_fn() -> nn.Module:
         model = build(config)
@@ -126,11 +127,7 @@ def verify_run(run: Run) -> Report:
         return model
 
     def batch_fn(step: int) -> Batch:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, config.vocab_size, (num_sequences, sequence + 1), generator=generator)
-        labels = tokens[:, 1:].clone()
-        labels[torch.rand(labels.shape, generator=generator) < 0.2] = IGNORE
-        return tokens[:, :-1].contiguous(), labels
+        return task.random(config, num_samples, step)
 
     ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
     return verify(model_fn, batch_fn, plan, clip=run.train.clip, ranks_per_node=ranks_per_node)

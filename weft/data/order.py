@@ -28,7 +28,7 @@ def permute(index: NDArray[np.integer[Any]], n: int, seed: int, epoch: int | Ind
     assert index.size == 0 or (index.min() >= 0 and index.max() < n), "index outside range(n)"
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     start = np.full(index.shape, seed & WORD_MASK, dtype=np.uint64)
-    keys = _mix(_mix(start) + np.asarray(epoch, dtype=np.uint64))
+    keys = mix(mix(start) + np.asarray(epoch, dtype=np.uint64))
 
     result = _feistel(index.astype(np.uint64), keys, half_bits)
     while (outside := result >= np.uint64(n)).any():  # at most 3 in 4 lie outside, so few turns
@@ -40,12 +40,12 @@ def _feistel(value: Words, keys: Words, half_bits: int) -> Words:
     """A permutation of range(4 ** half_bits): each round adds a hash of one half to the other, and swaps."""
     left, right = value >> np.uint64(half_bits), value & np.uint64((1 << half_bits) - 1)
     for number in range(1, NUM_ROUNDS + 1):
-        hashed = _mix(_mix(keys + np.uint64(number * GOLDEN & WORD_MASK)) + right)
+        hashed = mix(mix(keys + np.uint64(number * GOLDEN & WORD_MASK)) + right)
         left, right = right, left ^ (hashed >> np.uint64(64 - half_bits))
     return (left << np.uint64(half_bits)) | right
 
 
-def _mix(words: Words) -> Words:
+def mix(words: Words) -> Words:
     """The output function of SplitMix64 (Steele, Lea and Flood, 2014): each input bit moves every output bit."""
     words = words + np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,8 +1,7 @@
 """The corpus as token ids on disk, made once and memory-mapped by every process, and sequences cut from it.
 
-A cache is a folder named by its key, with train.npy, held_out.npy and cache.json. It is built beside its place and
-renamed into it, so it is there whole or not at all. Processes of one machine take turns by a file lock: the first
-builds, the others find it finished.
+A cache is a folder named by its key, with train.npy, held_out.npy and cache.json. It is there whole or not at all, and
+processes of one machine take turns: the first builds, the others find it finished (`cache.py`).
 
 The split: a text is held out by a hash of its number in the source, so every machine holds out the same ones. A text
 is a document, or about a megabyte of a longer text file. If this leaves nothing on one side (a single short file,
@@ -10,14 +9,11 @@ few documents, a small fraction), the last `held_out` part of all tokens is held
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from weft.data.cache import build_folder, flush_to_disk, lock
 from weft.data.sources import Source
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
@@ -65,7 +62,7 @@ def token_cache(
         with contextlib.suppress(_DamagedCacheError):
             return _open(cache)
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(folder / f"{key}.lock"):
+    with lock(folder / f"{key}.lock", "the token cache"):
         if cache.exists():
             try:
                 return _open(cache)
@@ -100,24 +97,8 @@ def _open(cache: Path) -> Tokens:
     return Tokens(arrays[0], arrays[1], fingerprint)
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process of this machine at a time; the system lets go of it if the process is killed."""
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another process is building the token cache; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _build(source: Source, tokenizer: Tokenizer, held_out: float, cache: Path, progress: Progress) -> None:
-    # The lock may not reach other machines that share the folder, so each has a place of its own to build in.
-    building = cache.with_name(f"{cache.name}.building-{socket.gethostname()}")
-    shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
-    building.mkdir()
-    try:
+    def write(building: Path) -> None:
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         with _TokenFile(building / "train.npy", dtype) as train, _TokenFile(building / "held_out.npy", dtype) as held:
             _write_tokens(source, tokenizer, held_out, train, held, progress)
@@ -127,17 +108,9 @@ def _build(source: Source, tokenizer: Tokenizer, held_out: float, cache: Path, p
         record |= {"format_version": FORMAT_VERSION, "dtype": dtype.str, "source": source.description}
         with (building / "cache.json").open("w") as file:
             json.dump(record, file, indent=2)
-            _flush_to_disk(file)
-        _sync_folder(building)
-        try:
-            building.rename(cache)
-        except OSError:
-            if not cache.exists():
-                raise
-            # Another machine was first; `building` is removed below and its cache, which is equal, is used.
-        _sync_folder(cache.parent)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+            flush_to_disk(file)
+
+    build_folder(cache, write)
 
 
 def _write_tokens(
@@ -222,24 +195,10 @@ class _TokenFile:
         self._file.seek(0)
         self._write_header()
         assert self._file.tell() == self._header_bytes, "numpy leaves room in the header for the count to grow"
-        _flush_to_disk(self._file)
+        flush_to_disk(self._file)
         self._file.seek(0)
         sha256 = hashlib.file_digest(self._file, "sha256").hexdigest()
         return {"num_tokens": self.num_tokens, "size_bytes": size_bytes, "sha256": sha256}
-
-
-def _flush_to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Makes names in a folder survive a power cut, as fsync does for the content of a file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class Sequences:

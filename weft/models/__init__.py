@@ -1,4 +1,4 @@
-"""Plain models that know nothing of parallelism, and Hugging Face weights in and out.
+"""Plain models of language and images that know nothing of parallelism, and Hugging Face weights in and out.
 
 A config says what a model is; `build` makes the modules, `initialise` or `read_weights` gives them values, and
 `token_loss` is what training minimises.
@@ -13,8 +13,9 @@ from weft.errors import ConfigError
 from weft.models.decoder import Decoder, DecoderArchitecture, DecoderConfig, RopeScaling
 from weft.models.gpt2 import GPT2, GPT2Config
 from weft.models.hf import read_config, read_weights, save_folder, weight_reader, weights, write_config, write_weights
-from weft.models.init import Model, ModelConfig, build, initial_value, initialise
+from weft.models.init import LanguageConfig, Model, ModelConfig, build, initial_value, initialise
 from weft.models.loss import IGNORE, token_loss
+from weft.models.vision import VISION_CONFIGS, VisionConfig
 from weft.schema import build_dataclass, nearest
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "GPT2Config",
+    "LanguageConfig",
     "Model",
     "ModelConfig",
     "RopeScaling",
+    "VisionConfig",
     "build",
     "config_from_table",
     "initial_value",
@@ -40,7 +43,7 @@ __all__ = [
     "write_weights",
 ]
 
-ARCHITECTURES = (*get_args(DecoderArchitecture), "gpt2")
+ARCHITECTURES = (*get_args(DecoderArchitecture), "gpt2", *VISION_CONFIGS)
 
 
 def config_from_table(table: Mapping[str, Any], path: str = "model") -> ModelConfig:
@@ -50,6 +53,8 @@ def config_from_table(table: Mapping[str, Any], path: str = "model") -> ModelCon
         raise ConfigError(
             f"unknown '{path}.architecture' = {architecture!r}{nearest(str(architecture), ARCHITECTURES)}"
         )
+    if architecture in VISION_CONFIGS:
+        return build_dataclass(VISION_CONFIGS[architecture], table, path)
     if architecture == "gpt2":
         return build_dataclass(GPT2Config, table, path)
     return build_dataclass(DecoderConfig, table, path)

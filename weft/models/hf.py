@@ -26,7 +26,7 @@ from torch import Tensor
 from weft.errors import CheckpointError, ConfigError
 from weft.models.decoder import DecoderConfig
 from weft.models.gpt2 import GPT2Config
-from weft.models.init import Model, ModelConfig, build
+from weft.models.init import LanguageConfig, LanguageModel, ModelConfig, build
 from weft.schema import build_dataclass
 
 CONFIG_FILE = "config.json"
@@ -92,7 +92,7 @@ LEGACY_BUFFERS = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|self_attn\
 CONV1D_WEIGHTS = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path) -> LanguageConfig:
     """The config of a Hugging Face folder, or a ConfigError that names the key that weft cannot honour."""
     path = folder / CONFIG_FILE
     raw = _read_json(path)
@@ -109,7 +109,7 @@ def read_config(folder: Path) -> ModelConfig:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def write_config(folder: Path, config: ModelConfig) -> None:
+def write_config(folder: Path, config: LanguageConfig) -> None:
     """Write config.json, with the rotary keys that transformers 4 and 5 both read."""
     path = folder / CONFIG_FILE
     if path.exists():
@@ -134,7 +134,7 @@ def write_config(folder: Path, config: ModelConfig) -> None:
     path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_weights(folder: Path, model: Model) -> None:
+def read_weights(folder: Path, model: LanguageModel) -> None:
     """Copy the weights of a folder into a model, in the model's dtype and on its device."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -142,13 +142,13 @@ def read_weights(folder: Path, model: Model) -> None:
             parameters[name].copy_(tensor)
 
 
-def weights(folder: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def weights(folder: Path, config: LanguageConfig) -> Iterator[tuple[str, Tensor]]:
     """Every parameter of a folder by weft's name, one at a time; a tied head is not one."""
     read = weight_reader(folder, config)
     return ((name, read(name)) for name in parameter_shapes(config))
 
 
-def weight_reader(folder: Path, config: ModelConfig) -> Callable[[str], Tensor]:
+def weight_reader(folder: Path, config: LanguageConfig) -> Callable[[str], Tensor]:
     """A function from a parameter's name to its tensor, read from the folder when asked; names and shapes are
     checked at once. Where a folder has a tied head, it must equal the embedding.
     """
@@ -182,13 +182,13 @@ def weight_reader(folder: Path, config: ModelConfig) -> Callable[[str], Tensor]:
     return read
 
 
-def save_folder(folder: Path, model: Model) -> None:
+def save_folder(folder: Path, model: LanguageModel) -> None:
     """Write a whole model as a folder that transformers loads."""
     write_weights(folder, model.config, model.named_parameters())
 
 
 def write_weights(
-    folder: Path, config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 4 * 1024**3
+    folder: Path, config: LanguageConfig, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 4 * 1024**3
 ) -> None:
     """Write a folder that transformers loads: config.json and the weights, given by weft's names in any order.
 
@@ -332,7 +332,7 @@ def _check_listed(file: Path, listed: set[str] | None, found: set[str]) -> None:
         raise CheckpointError(f"{file} and {INDEX_FILE} disagree on {_some(difference)}; fetch both again")
 
 
-def _check_stored(folder: Path, config: ModelConfig, stored: Mapping[str, tuple[Path, Any, str]]) -> None:
+def _check_stored(folder: Path, config: LanguageConfig, stored: Mapping[str, tuple[Path, Any, str]]) -> None:
     shapes = parameter_shapes(config)
     missing = [name for name in shapes if name not in stored]
     if missing:
@@ -359,18 +359,18 @@ def _check_tensor(
         raise CheckpointError(f"{folder}: {name} has shape {tuple(tensor.shape)}, but the config needs {shapes[name]}")
 
 
-def _weft_name(raw_name: str, config: ModelConfig) -> str:
+def _weft_name(raw_name: str, config: LanguageConfig) -> str:
     """Files of a bare GPT2Model lack the prefix `transformer.`."""
     if isinstance(config, GPT2Config) and not raw_name.startswith(("transformer.", "lm_head.")):
         return f"transformer.{raw_name}"
     return raw_name
 
 
-def _is_turned(name: str, config: ModelConfig) -> bool:
+def _is_turned(name: str, config: LanguageConfig) -> bool:
     return isinstance(config, GPT2Config) and CONV1D_WEIGHTS.search(name) is not None
 
 
-def _turned(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+def _turned(name: str, tensor: Tensor, config: LanguageConfig) -> Tensor:
     return tensor.t() if _is_turned(name, config) else tensor
 
 

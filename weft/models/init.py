@@ -2,14 +2,16 @@
 
 Every parameter is drawn from its own generator, keyed by (seed, parameter name). The values therefore do not depend
 on the order of drawing, on which rank draws, on the device or on the dtype: any layout starts from the same model.
-Scheme of GPT-2: normal with deviation 0.02, projections that write to the residual stream scaled by
-1 / sqrt(2 * layers), norms one, biases zero.
+All are normal; norms are one, biases zero. Models of language have the scheme of GPT-2: deviation 0.02, and projections
+that write to the residual stream scaled by 1 / sqrt(2 * layers). Models of images have that of He et al. (2015), for
+convolutions by what leaves them, as in torchvision: deviation sqrt(2 / (outputs × kernel)).
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -17,17 +19,26 @@ from torch import Tensor
 from weft.errors import ConfigError
 from weft.models.decoder import Decoder, DecoderConfig
 from weft.models.gpt2 import GPT2, GPT2Config
+from weft.models.vision import VisionConfig, VisionModel, build_vision
 
-ModelConfig = DecoderConfig | GPT2Config
-Model = Decoder | GPT2
+LanguageConfig = DecoderConfig | GPT2Config
+LanguageModel = Decoder | GPT2
+ModelConfig = LanguageConfig | VisionConfig
+Model = LanguageModel | VisionModel
 
 DEVIATION = 0.02
 RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
 
 
+@overload
+def build(config: LanguageConfig) -> LanguageModel: ...
+@overload
+def build(config: VisionConfig) -> VisionModel: ...
 def build(config: ModelConfig) -> Model:
     """The model of a config on the current default device, with values that `initialise` or a checkpoint must set."""
-    return Decoder(config) if isinstance(config, DecoderConfig) else GPT2(config)
+    if isinstance(config, DecoderConfig):
+        return Decoder(config)
+    return GPT2(config) if isinstance(config, GPT2Config) else build_vision(config)
 
 
 def initialise(model: Model, seed: int) -> None:
@@ -45,11 +56,16 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
         return torch.zeros(shape, device="cpu")
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")  # a norm
-    if config.tie_word_embeddings and name == "lm_head.weight":
-        name = config.embedding_name
-    deviation = DEVIATION
-    if name.endswith(RESIDUAL_PROJECTIONS):
-        deviation /= math.sqrt(2 * config.num_layers)
+    if isinstance(config, LanguageConfig):
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            name = config.embedding_name
+        deviation = DEVIATION
+        if name.endswith(RESIDUAL_PROJECTIONS):
+            deviation /= math.sqrt(2 * config.num_layers)
+    elif len(shape) == 2:
+        deviation = math.sqrt(1 / shape[1])  # a classifier: logits as large as the features that it reads
+    else:
+        deviation = math.sqrt(2 / (shape[0] * math.prod(shape[2:])))
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     # 63 bits: the range of seeds that every generator accepts.
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -186,8 +186,11 @@ def _make_flats(block: Block, places: Mapping[str, Places], plan: Plan, mesh: Me
 def _hold_plainly(model: nn.Module, values: Values, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """One rank, one precision: the model as it is."""
     if any(parameter.is_meta for parameter in model.parameters()):
+        buffers = dict(model.named_buffers())  # which have values, and which to_empty takes them from
         model.to_empty(device=device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(values(name))
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
     return model.to(device=device, dtype=dtype)

@@ -60,6 +60,19 @@ def loss_bytes(num_targets: int, itemsize: int) -> list[int]:
     return [num_targets * itemsize, 2 * num_targets * itemsize]
 
 
+def num_right(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None) -> Tensor:
+    """How many labels that count have the largest logit; over the split classes, where logits are split."""
+    wide, flat = logits.detach().flatten(0, -2), labels.flatten()  # [targets, classes]
+    if vocabulary is None:
+        return (wide.argmax(-1) == flat).sum()
+    own = (flat >= vocabulary.begin) & (flat < vocabulary.end)
+    local = (flat - vocabulary.begin).clamp(0, wide.shape[1] - 1)
+    target = torch.where(own, wide.gather(1, local[:, None])[:, 0], -torch.inf)
+    both = torch.stack([target, wide.max(dim=-1).values])  # [2, targets]
+    all_reduce(both, vocabulary.axis, "max").wait()
+    return ((both[0] == both[1]) & (flat != IGNORE)).sum()
+
+
 class _SplitCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary) -> Tensor:

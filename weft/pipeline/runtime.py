@@ -52,12 +52,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is to compute: the loss of each batch, times `scale`; without it, forward only."""
+    """What a step is to compute: the loss of each batch, times `scale`; without it, forward only.
+
+    `shape` is that of what `total` gives: several numbers may be summed, forward only.
+    """
 
     batches: Sequence[Batch]
     total: Callable[[nn.Module, Batch], Tensor]
     scale: Tensor | None = None
     before: Callable[[int], None] = lambda index: None
+    shape: tuple[int, ...] = ()
 
 
 class Pipeline(nn.Module):
@@ -158,7 +162,7 @@ class _Run:
         self.parts, self.routes, self.work, self.schedule, self.transport = parts, routes, work, schedule, transport
         self.here = mesh["pipe"].index
         self._stream = torch.cuda.current_stream(mesh.device) if timed and mesh.device.type == "cuda" else None
-        self.loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        self.loss = torch.zeros(work.shape, dtype=torch.float64, device=mesh.device)
         self.spans: list[Span] = []
         self.reduced: set[Stage] = set()
         self._kept: dict[Key, Tensor] = {}  # what a stage has made for another of this rank, or is about to send

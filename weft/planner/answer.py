@@ -13,7 +13,7 @@ from typing import Any
 from weft.cluster import Cluster
 from weft.comm import Traffics
 from weft.errors import PlanError
-from weft.models import ModelConfig
+from weft.models import LanguageConfig
 from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
 from weft.planner.model import planned_model
 from weft.planner.question import Objective, Question
@@ -157,7 +157,7 @@ class Answer:
 
 def ask(
     name: str,
-    config: ModelConfig,
+    config: LanguageConfig,
     cluster: Cluster,
     question: Question,
     objective: Objective = "time",

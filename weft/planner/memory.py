@@ -48,9 +48,16 @@ class Sizes:
 class Memory:
     """Bytes of the fullest rank, by kind."""
 
-    state_bytes: float
+    parameters_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
     saved_bytes: float
     transient_bytes: float
+
+    @property
+    def state_bytes(self) -> float:
+        """What lives from step to step."""
+        return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def tensor_bytes(self) -> float:
@@ -63,9 +70,14 @@ class Memory:
         return self.tensor_bytes * SLACK + RESERVE_BYTES
 
     def parts(self) -> dict[str, float]:
-        """Bytes by what they hold, in words; they add up to the total."""
-        held = {"state": self.state_bytes, "activations": self.saved_bytes, "buffers": self.transient_bytes}
-        return {**held, "allocator and libraries": self.total_bytes - sum(held.values())}
+        """Bytes by what they hold; `other` is what comes and goes, the allocator's slack and libraries."""
+        held = {
+            "parameters": self.parameters_bytes,
+            "gradients": self.gradients_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.saved_bytes,
+        }
+        return {**held, "other": self.total_bytes - sum(held.values())}
 
 
 def memory(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) -> Memory:
@@ -110,18 +122,20 @@ def _of_rank(
         else:
             one = sizes.block_numel * master
             backward += ends * master + max(one, 2 * one - kept * per_micro_batch)
-    return Memory(_state_bytes(plan, numel), saved, throughout + max(loss, backward))
+    return Memory(*_state(plan, numel), saved, throughout + max(loss, backward))
 
 
-def _state_bytes(plan: Plan, numel: float) -> float:
+def _state(plan: Plan, numel: float) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer."""
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
-    frees = plan.shard.stage == 3 and plan.shard.degree > 1
-    own = numel / plan.shard.degree
-    state = 2 * own * master + (numel if plan.shard.stage == 1 or plan.shard.degree == 1 else own) * master
-    state += 0 if frees else numel * compute
-    state += own * master if frees or compute != master else 0
     copies = 2 if plan.pipe.degree > 1 and plan.pipe.schedule in ("gems", "bidirectional") else 1
-    return copies * state
+    numel *= copies
+    own, is_alone = numel / plan.shard.degree, plan.shard.degree == 1
+    frees = plan.shard.stage == 3 and not is_alone
+    parameters = 0 if frees else numel * compute
+    parameters += own * master if frees or compute != master else 0
+    gradients = (numel if plan.shard.stage == 1 or is_alone else own) * master
+    return parameters, gradients, 2 * own * master
 
 
 def sizes(profile: Profile, plan: Plan) -> Sizes:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.cluster import Cluster
-from weft.models import GPT2Config, ModelConfig, build, token_loss
+from weft.models import GPT2Config, LanguageConfig, build, token_loss
 from weft.plan import Plan
 from weft.planner.kernels import Software
 from weft.planner.memory import sizes
@@ -25,7 +25,7 @@ NUM_PROFILED = 2
 
 
 @lru_cache(maxsize=8)
-def planned_model(config: ModelConfig, sequence: int, cluster: Cluster, software: Software | None = None) -> Model:
+def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, software: Software | None = None) -> Model:
     """The model for sequences of `sequence` tokens on a cluster, as weft runs it unless `software` says otherwise."""
     shallow = (
         replace(config, n_layer=NUM_PROFILED)

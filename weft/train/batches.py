@@ -1,46 +1,63 @@
-"""The run's data as batches: which sequences each rank takes at each step, a function of (seed, step) and nothing else.
+"""The run's data as batches: which samples each rank takes at each step, a function of (seed, step) and nothing else.
 
 No layout changes the data, any layout resumes it in the middle of an epoch, and two layouts see the same loss curve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from weft.comm import Axis
 from weft.config import Run
+from weft.data.config import DataConfig, SlidesConfig
+from weft.data.images import open_folder
 from weft.data.order import batch_indices, local_indices
+from weft.data.slides import slide_folder
 from weft.data.sources import documents
 from weft.data.tokens import Sequences, token_cache
+from weft.models import VisionConfig
 from weft.models.loss import IGNORE
+from weft.parallel.layout import COMPUTE_DTYPE
 from weft.train.step import Batch
 
 Progress = Callable[[int, int], None]
 
 
+class Samples(Protocol):
+    """Numbered samples, of text or of images."""
+
+    def __len__(self) -> int: ...
+
+    def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and labels of some of them, samples first."""
+
+
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and held-out sequences, and the fingerprint of the tokens that they come from."""
+    """Training and held-out samples, and a fingerprint of what they come from; `skipped` names what is left out."""
 
-    train: Sequences
-    held_out: Sequences | None
+    train: Samples
+    held_out: Samples | None
     fingerprint: str
     description: str
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def batches(self, run: Run, step: int, axis: Axis, device: torch.device) -> list[Batch]:
         """The micro-batches of one step for the rank at `axis.index` of `batch`."""
         split = run.split
         indices = batch_indices(step, split.batch, len(self.train), run.train.seed)
         rows = local_indices(indices, split.micro_batch, axis.degree, axis.index)
-        return [_to(self.train.get(chosen), device) for chosen in rows]
+        return [_to(self.train.get(chosen), run, device) for chosen in rows]
 
     def evaluation_batches(self, run: Run, axis: Axis, device: torch.device) -> list[Batch]:
-        """The first held-out sequences; the last batches repeat one with all labels ignored, so that ranks agree."""
+        """The first held-out samples; the last batches repeat one with all labels ignored, so that ranks agree."""
         if self.held_out is None:
             return []
         micro_batch = run.split.micro_batch
@@ -49,22 +66,47 @@ class TrainingData:
         batches = []
         for chosen in local_indices(np.arange(padded), micro_batch, axis.degree, axis.index):
             inputs, labels = self.held_out.get(np.minimum(chosen, num - 1))
-            repeats = torch.from_numpy(chosen >= num)[:, None]  # [micro_batch, 1]
-            batches.append(_to((inputs, labels.masked_fill(repeats, IGNORE)), device))
+            repeats = torch.from_numpy(chosen >= num).view(-1, *[1] * (labels.dim() - 1))
+            batches.append(_to((inputs, labels.masked_fill(repeats, IGNORE)), run, device))
         return batches
 
 
 def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:
-    """Find the documents, build or open the token cache, and check that it holds sequences; before any rank starts."""
-    source = documents(run.data.source, text_field=run.data.text_field)
-    tokens = token_cache(source, run.tokenizer, run.data.held_out, Path(run.data.cache), progress)
-    train, held_out = Sequences(tokens.train, run.data.sequence), None
-    if run.data.held_out > 0:
-        held_out = Sequences(tokens.held_out, run.data.sequence, name="held-out data")
+    """Find or make what the run is trained on, and check it; before any rank starts."""
+    return (
+        _prepare_text(run, run.data, progress) if isinstance(run.data, DataConfig) else _prepare_images(run, progress)
+    )
+
+
+def _prepare_text(run: Run, data: DataConfig, progress: Progress | None) -> TrainingData:
+    source = documents(data.source, text_field=data.text_field)
+    tokens = token_cache(source, run.tokenizer, data.held_out, Path(data.cache), progress)
+    train, held_out = Sequences(tokens.train, data.sequence), None
+    if data.held_out > 0:
+        held_out = Sequences(tokens.held_out, data.sequence, name="held-out data")
     return TrainingData(train, held_out, tokens.fingerprint, source.description)
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
+def _prepare_images(run: Run, progress: Progress | None) -> TrainingData:
+    data, model = run.data, run.model
+    assert isinstance(model, VisionConfig), "the run file was checked"
+    assert not isinstance(data, DataConfig)
+    shape = data.shape(model.in_channels)
+    if isinstance(data, SlidesConfig):
+        folder = slide_folder(Path(data.cache), data.images, data.size, data.seed, progress)
+        found = open_folder(folder, shape, model.num_classes, held_out=data.held_out)
+    else:
+        folder = Path(data.source)
+        found = open_folder(
+            folder, shape, model.num_classes, held_out=data.held_out, level=data.level, on_bad=data.on_bad
+        )
+    return TrainingData(found.train, found.held_out, found.fingerprint, str(folder), found.bad)
+
+
+def _to(batch: Batch, run: Run, device: torch.device) -> Batch:
+    """On the device, and what is no whole number in the dtype that computes."""
+    dtype = COMPUTE_DTYPE[run.plan.precision]
+    batch = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
     if device.type == "cuda":
         return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
     return batch

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weft.comm import Axis, Traffic
 from weft.comm.ledger import Key
 from weft.config import Run
+from weft.data.config import DataConfig
 from weft.errors import PlanError
 from weft.models.decoder import CausalAttention
 from weft.parallel.context_attention import gather_documents
@@ -42,9 +43,14 @@ def _tell(attentions: list[CausalAttention], end: int, axis: Axis, _: nn.Module,
         attention.documents = documents
 
 
+def has_separate_documents(run: Run) -> bool:
+    """Whether the run's data is of documents that must not see each other."""
+    return isinstance(run.data, DataConfig) and run.data.documents == "separate"
+
+
 def document_traffic(run: Run) -> dict[Key, Traffic]:
     """What telling documents apart says in a step: a micro-batch's tokens, gathered over `context`."""
-    if run.data.documents == "joined" or run.plan.context.degree == 1:
+    if not has_separate_documents(run) or run.plan.context.degree == 1:
         return {}
     one = Traffic(1, run.split.micro_batch * run.split.sequence * TOKEN_BYTES)
     return {("context", "all_gather"): one * run.split.accumulation}

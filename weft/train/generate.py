@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from weft.checkpoint import Checkpoint, latest
-from weft.config import DataConfig
+from weft.data.config import DataConfig
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
-from weft.models import ModelConfig, build, config_from_table, read_config, read_weights
+from weft.models import LanguageConfig, build, config_from_table, read_config, read_weights
 from weft.schema import build_dataclass, parse_toml
 from weft.train.state import load_parameters
 
@@ -56,15 +56,22 @@ def load_for_generation(path: Path, tokenizer: str | None = None) -> tuple[nn.Mo
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
         return model.eval(), load_tokenizer(spec), context
     checkpoint = open_checkpoint(path)
+    saved = saved_model(checkpoint)
     data = saved_data(checkpoint)
-    model = build(saved_model(checkpoint)).to(checkpoint.entries("parameter")[0].dtype)
+    model = build(saved).to(checkpoint.entries("parameter")[0].dtype)
     load_parameters(checkpoint, model)
     return model.eval(), load_tokenizer(tokenizer or data.tokenizer), data.sequence
 
 
-def saved_model(checkpoint: Checkpoint) -> ModelConfig:
-    """The model that a checkpoint is of; nothing but the checkpoint is needed."""
-    return config_from_table(checkpoint.state["model"])
+def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
+    """The model of language that a checkpoint is of; nothing but the checkpoint is needed."""
+    config = config_from_table(checkpoint.state["model"])
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(
+            f"{checkpoint.path} is of a model of images ('{config.architecture}'), which writes no text and has no "
+            f"Hugging Face folder; read its parameters with weft.checkpoint.Checkpoint"
+        )
+    return config
 
 
 def saved_data(checkpoint: Checkpoint) -> DataConfig:

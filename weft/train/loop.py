@@ -26,22 +26,26 @@ from weft.config import Run
 from weft.errors import CheckpointError, ConfigError
 from weft.launch import Place, check_world, init_process_group, shutdown
 from weft.mesh import Mesh
-from weft.models import build, initial_value, weight_reader
+from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
 from weft.parallel.draws import seed_draws
+from weft.parallel.layout import MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
-from weft.predict import example_loss, example_tokens, micro_batch_profile, model_flops, peak_flops
+from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.strategy import Values
 from weft.train.batches import TrainingData, prepare_data
-from weft.train.documents import separate_documents
+from weft.train.documents import has_separate_documents, separate_documents
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.schedule import learning_rate
 from weft.train.state import load_state, make_optimizer, pieces_to_save
 from weft.train.step import evaluate, train_step
 from weft.train.stop import Stop
+from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
+
+MAX_NAMED = 100  # of what is left out
 
 
 class Reporter(Protocol):
@@ -69,27 +73,31 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     check_world(place, run.plan.num_ranks, run.plan.degrees)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
+    objective = task_of(run).objective
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     with _world(run, place) as mesh:
         _set_determinism(run)
         model = parallelize(
-            _build(run), run.plan, mesh, _values(run), partial(example_tokens, run), partial(example_loss, run)
+            _build(run), run.plan, mesh, _values(run), partial(example_inputs, run), partial(example_loss, run)
         )
-        if run.data.documents == "separate":
+        if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
         optimizer = make_optimizer(model, run.train)
         saver = _saver(run, mesh)
         step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
         log = MetricsLog(run, step) if mesh.is_first else None
+        if log is not None and data.skipped:
+            _report_skipped(data, log, step, reporter)
         stop, clock = Stop(mesh), _clock(run, mesh, step)
-        loss, evaluation = None, None
+        loss: float | None = None
+        evaluation: dict[str, float] = {}
         while step < run.train.steps and not stop.agreed:
             rate = _set_learning_rate(run, optimizer, step)
             batches = data.batches(run, step, mesh["batch"], mesh.device)
             seed_dropout = partial(_seed_dropout, run, step, mesh)
             if isinstance(model, Pipeline):
                 model.timed = run.train.timeline is not None and step == run.train.steps - 1
-            result = train_step(model, optimizer, batches, mesh, clip=run.train.clip, before_micro_batch=seed_dropout)
+            result = train_step(model, optimizer, batches, mesh, objective, run.train.clip, seed_dropout)
             step += 1
             stop.ask()
             if _due(step, run.train.log_every, run.train.steps):
@@ -100,10 +108,12 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     reporter.step(metrics)
             if _due(step, run.train.evaluate_every, run.train.steps):
                 held_out = data.evaluation_batches(run, mesh["batch"], mesh.device)
-                evaluation = float(evaluate(model, held_out, mesh)) if held_out else None
-                if log is not None and evaluation is not None:
-                    log.write("evaluation", step, {"loss": evaluation})
-                    reporter.say(f"step {step}: held-out loss {evaluation:.4f}")
+                if held_out:
+                    means = evaluate(model, held_out, mesh, objective).flatten().tolist()
+                    evaluation = dict(zip(objective.measures, means, strict=True))
+                if log is not None and evaluation:
+                    log.write("evaluation", step, evaluation)
+                    reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
                 _save(run, saver, step, model, optimizer, mesh, data)
@@ -113,7 +123,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         stop.close()  # last: a signal must not end a rank that still writes
         if log is not None:
             log.close()
-        return Outcome(step, step >= run.train.steps, loss, evaluation)
+        return Outcome(step, step >= run.train.steps, loss, evaluation.get("loss"))
 
 
 # --- building
@@ -149,14 +159,20 @@ def _set_determinism(run: Run) -> None:
 
 
 def _build(run: Run) -> nn.Module:
-    """The model without values: no rank ever needs room for all of it."""
+    """The model without values: no rank ever needs room for all of it. Running statistics are as exact as its state."""
     with torch.device("meta"):
-        return build(run.model)
+        model = build(run.model)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(MASTER_DTYPE[run.plan.precision])
+    return model
 
 
 def _values(run: Run) -> Values:
     """A parameter's first value by name: from a Hugging Face folder, or drawn from (seed, name)."""
     if run.model_folder is not None:
+        assert isinstance(run.model, LanguageConfig), "the run file was checked"
         return weight_reader(run.model_folder, run.model)
     shapes = parameter_shapes(run.model)
     return lambda name: initial_value(run.model, name, torch.Size(shapes[name]), run.train.seed)
@@ -185,8 +201,8 @@ def _resume(run: Run, model: nn.Module, optimizer: Optimizer, data: TrainingData
     found = checkpoint.state.get("data", {}).get("fingerprint")
     if found != data.fingerprint:
         raise CheckpointError(
-            f"{path} was trained on other data (tokens {found}, now {data.fingerprint}); give the same data and "
-            f"tokenizer, or start anew in another folder (folder = ...)"
+            f"{path} was trained on other data (fingerprint {found}, now {data.fingerprint}); give the same data (and "
+            f"tokenizer), or start anew in another folder (folder = ...)"
         )
     _refuse_other_model(checkpoint, run)
     _refuse_other_order(checkpoint, run)
@@ -212,9 +228,17 @@ def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:
     batch, seed = checkpoint.state["data"]["samples"] // max(1, checkpoint.step), checkpoint.state["seed"]
     if (batch, seed) != (run.split.batch, run.train.seed):
         raise CheckpointError(
-            f"{checkpoint.path} was trained with {batch} sequences a step and seed {seed}, now {run.split.batch} and "
-            f"{run.train.seed}; keep both (any plan may change), or start anew in another folder (folder = ...)"
+            f"{checkpoint.path} was trained with {batch} {run.split.samples} a step and seed {seed}, now "
+            f"{run.split.batch} and {run.train.seed}; keep both (any plan may change), or start anew in another folder "
+            f"(folder = ...)"
         )
+
+
+def _report_skipped(data: TrainingData, log: MetricsLog, step: int, reporter: Reporter) -> None:
+    """Say what is left out of the data, once and with a name."""
+    name, reason = next(iter(data.skipped.items()))
+    reporter.say(f"{len(data.skipped)} of the images of {data.description} are left out, {name} first: {reason}")
+    log.write("data", step, {"skipped": len(data.skipped), "names": list(data.skipped)[:MAX_NAMED]})
 
 
 def _clock(run: Run, mesh: Mesh, step: int) -> Clock:
@@ -250,18 +274,19 @@ def _seed_dropout(run: Run, step: int, mesh: Mesh, micro_batch: int) -> None:
 
 
 def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
-    tokens, tokens_per_device, tflops, mfu, seconds = clock.read(step)
+    rate_of_all, rate_of_device, tflops, mfu, seconds = clock.read(step)
     return StepMetrics(
         step=step,
         loss=loss,
         grad_norm=grad_norm,
         learning_rate=rate,
-        tokens_per_second=tokens,
-        tokens_per_second_per_device=tokens_per_device,
+        units_per_second=rate_of_all,
+        units_per_second_per_device=rate_of_device,
         tflops_per_second_per_device=tflops,
         mfu=mfu,
         memory_bytes=memory_bytes(mesh.device),
         seconds_left=(run.train.steps - step) * seconds,
+        unit=task_of(run).unit,
     )
 
 

@@ -19,28 +19,35 @@ from weft.errors import ConfigError
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of the step display. `mfu` is None where the device's peak is not known."""
+    """One line of the step display. `mfu` is None where the device's peak is not known; `unit` is what rates count."""
 
     step: int
     loss: float
     grad_norm: float
     learning_rate: float
-    tokens_per_second: float
-    tokens_per_second_per_device: float
+    units_per_second: float
+    units_per_second_per_device: float
     tflops_per_second_per_device: float
     mfu: float | None
     memory_bytes: int
     seconds_left: float
+    unit: str = "tokens"
+
+    def to_json(self) -> dict[str, Any]:
+        """The line as plain values, rates under the name of their unit."""
+        values = {key.replace("units", self.unit): value for key, value in asdict(self).items()}
+        del values["unit"]
+        return values
 
 
 class Clock:
     """Turns steps into rates, over the steps since the last reading."""
 
     def __init__(
-        self, step: int, tokens_per_step: int, num_ranks: int, flops_per_step: float, peak: float | None
+        self, step: int, units_per_step: int, num_ranks: int, flops_per_step: float, peak: float | None
     ) -> None:
         """`flops_per_step` and `peak` are one rank's; the peak may be unknown."""
-        self._tokens, self._ranks, self._flops, self._peak = tokens_per_step, num_ranks, flops_per_step, peak
+        self._units, self._ranks, self._flops, self._peak = units_per_step, num_ranks, flops_per_step, peak
         self.skip(step)
 
     def skip(self, step: int) -> None:
@@ -48,12 +55,12 @@ class Clock:
         self._step, self._time = step, time.perf_counter()
 
     def read(self, step: int) -> tuple[float, float, float, float | None, float]:
-        """Tokens/s, tokens/s/device, TFLOP/s/device, MFU and seconds a step since the last reading."""
+        """Tokens (or images)/s, the same/device, TFLOP/s/device, MFU and seconds a step since the last reading."""
         seconds = (time.perf_counter() - self._time) / max(1, step - self._step)
         self.skip(step)
         rate = self._flops / seconds
         mfu = rate / self._peak if self._peak else None
-        return self._tokens / seconds, self._tokens / seconds / self._ranks, rate / 1e12, mfu, seconds
+        return self._units / seconds, self._units / seconds / self._ranks, rate / 1e12, mfu, seconds
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -90,7 +97,7 @@ class MetricsLog:
 
     def step(self, metrics: StepMetrics) -> None:
         """One training step."""
-        self.write("step", metrics.step, asdict(metrics))
+        self.write("step", metrics.step, metrics.to_json())
 
     def close(self) -> None:
         """End all logs."""

@@ -20,7 +20,7 @@ from weft.mesh import Mesh
 from weft.models.loss import IGNORE
 from weft.parallel import clip_grad_norm, sync_gradients
 from weft.parallel.context import own_tokens
-from weft.parallel.vocabulary import cross_entropy, vocabulary_of
+from weft.parallel.vocabulary import cross_entropy, num_right, vocabulary_of
 from weft.pipeline.runtime import Pipeline, Work
 from weft.plan import Plan
 
@@ -30,10 +30,16 @@ Before = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: `total(model, batch)` summed over the batch's targets, of which there are `count(batch)`."""
+    """What is minimised: `total(model, batch)` summed over the batch's targets, of which there are `count(batch)`.
+
+    What is measured on held-out data are the means of `measure(model, batch)` [len(measures)], the loss first; of the
+    loss alone where it is None.
+    """
 
     count: Callable[[Batch], Tensor]
     total: Callable[[nn.Module, Batch], Tensor]
+    measures: tuple[str, ...] = ("loss",)
+    measure: Callable[[nn.Module, Batch], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,19 @@ def _token_total(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(logits_of(model(batch[0])), batch[1], vocabulary_of(model))[0]
 
 
+def _count_valid(batch: Batch) -> Tensor:
+    return (batch[1] != IGNORE).sum()
+
+
+def _loss_and_right(model: nn.Module, batch: Batch) -> Tensor:
+    logits, vocabulary = logits_of(model(batch[0])), vocabulary_of(model)
+    total = cross_entropy(logits, batch[1], vocabulary)[0]
+    return torch.stack([total, num_right(logits, batch[1], vocabulary).to(total.dtype)])
+
+
 # Cross-entropy of labels [batch, ...] under logits [batch, ..., classes]; the label -100 does not count.
-CROSS_ENTROPY = Objective(count=lambda batch: (batch[1] != IGNORE).sum(), total=_token_total)
+CROSS_ENTROPY = Objective(count=_count_valid, total=_token_total)
+CLASSIFICATION = Objective(_count_valid, _token_total, ("loss", "accuracy"), _loss_and_right)
 
 
 def train_step(
@@ -103,15 +120,20 @@ def _run_in_turn(
 
 
 def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: Objective = CROSS_ENTROPY) -> Tensor:
-    """The mean loss over all ranks' batches (whole sequences), without gradients; the same on every rank."""
+    """The mean loss over all ranks' batches (whole sequences), without gradients; the same on every rank.
+
+    An objective with several measures gives the mean of each, [len(measures)].
+    """
+    measure = objective.measure or objective.total
+    shape = (len(objective.measures),) if objective.measure else ()
     batches = [own_tokens(batch, mesh["context"]) for batch in batches]
     was_training = model.training
     model.eval()
     with torch.no_grad():
         if isinstance(model, Pipeline):
-            total = model.run(Work(batches, objective.total))
+            total = model.run(Work(batches, measure, shape=shape))
         else:
-            total = torch.stack([objective.total(model, batch).double() for batch in batches]).sum()
+            total = torch.stack([measure(model, batch).double() for batch in batches]).sum(0)
     model.train(was_training)
     count = torch.stack([objective.count(batch) for batch in batches]).sum().double()
     all_reduce(total, mesh["losses"]).wait()

@@ -1,0 +1,241 @@
+"""Files of images: what is in one, and the pixels of a region of it. One reader for each format.
+
+`examine` gives the shape after looking whether the file is whole, without decoding it; `read` gives the pixels
+[rows, columns, channels] of a region. Both raise BadImageError, which says what is wrong with the file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.errors import DataError
+from weft.schema import nearest
+
+# The most pixels that are decoded at once: of a .png the whole image, of a .tif one tile or strip.
+MAX_DECODED_PIXELS = 1 << 28
+DTYPES = ("uint8", "uint16", "float32", "float64")
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # by colour type; 3 is a palette of colours
+
+Interval = tuple[int, int]
+Pixels = NDArray[Any]
+
+
+class BadImageError(Exception):
+    """Says what is wrong with an image file."""
+
+
+class Shape(NamedTuple):
+    """An image's size."""
+
+    height: int
+    width: int
+    channels: int
+
+    def __str__(self) -> str:
+        return f"{self.height} × {self.width} pixels of {self.channels} channels"
+
+
+class Reader(Protocol):
+    """Of one format."""
+
+    def examine(self, path: Path, level: int) -> Shape:
+        """The shape of the image in a file, once the file is known to be whole."""
+
+    def read(self, path: Path, level: int, rows: Interval, columns: Interval) -> Pixels:
+        """The pixels of a region, [rows, columns, channels]."""
+
+
+def reader_of(path: Path) -> Reader:
+    """The reader of a file, by the end of its name."""
+    suffix = path.suffix.lower()
+    if suffix not in READERS:
+        raise DataError(f"{path} is no image that weft reads{nearest(suffix, READERS)}")
+    return READERS[suffix]
+
+
+@contextmanager
+def _bad_image() -> Iterator[None]:
+    """What goes wrong in a decoder is the image's fault: they raise errors of all kinds over senseless bytes."""
+    try:
+        yield
+    except (BadImageError, DataError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadImageError(f"{type(error).__name__}: {error}") from None
+
+
+def _shape(shape: tuple[int, ...], dtype: np.dtype[Any], level: int = 0, levels: int = 1) -> Shape:
+    if not 0 <= level < levels:
+        raise BadImageError(f"it has {levels} level{'s' * (levels > 1)}, and data.level is {level}")
+    if len(shape) not in (2, 3) or 0 in shape:
+        raise BadImageError(f"it holds {list(shape)} and not [height, width] or [height, width, channels]")
+    if dtype.name not in DTYPES:
+        raise BadImageError(f"its pixels are {dtype.name}, not one of {', '.join(DTYPES)}")
+    return Shape(shape[0], shape[1], shape[2] if len(shape) == 3 else 1)
+
+
+def _with_channels(pixels: Pixels) -> Pixels:
+    return pixels if pixels.ndim == 3 else pixels[..., None]
+
+
+class NumpyReader:
+    """.npy, mapped into memory: a region costs its own bytes."""
+
+    def examine(self, path: Path, level: int) -> Shape:
+        array = self._map(path)
+        return _shape(array.shape, array.dtype, level)
+
+    def read(self, path: Path, level: int, rows: Interval, columns: Interval) -> Pixels:
+        with _bad_image():
+            return _with_channels(np.array(self._map(path)[slice(*rows), slice(*columns)]))
+
+    def _map(self, path: Path) -> Pixels:
+        with _bad_image():
+            array: Pixels = np.load(path, mmap_mode="r", allow_pickle=False)
+            return array
+
+
+class PngReader:
+    """.png through Pillow. The chunks of a file end with one of type IEND, or something is missing."""
+
+    def examine(self, path: Path, level: int) -> Shape:
+        with _bad_image(), path.open("rb") as file:
+            if file.read(8) != PNG_SIGNATURE:
+                raise BadImageError("it does not begin as a PNG file does")
+            size_bytes = path.stat().st_size
+            header = b""
+            while True:
+                start = file.read(8)
+                if len(start) < 8:
+                    raise BadImageError("its end is missing")
+                length, kind = struct.unpack(">I4s", start)
+                if file.tell() + length + 4 > size_bytes:
+                    raise BadImageError("its end is missing")
+                if kind == b"IHDR":
+                    header = file.read(length)
+                    file.seek(4, 1)
+                else:
+                    file.seek(length + 4, 1)
+                if kind == b"IEND":
+                    break
+        with _bad_image():
+            width, height, bits, color = struct.unpack(">IIBB", header[:10])
+            if height * width > MAX_DECODED_PIXELS:
+                raise BadImageError(
+                    f"a PNG file is decoded whole, and its {height} × {width} pixels are more than "
+                    f"{MAX_DECODED_PIXELS}; use a tiled TIFF or a .npy file"
+                )
+            dtype = np.dtype("uint16" if bits == 16 else "uint8")
+            channels = PNG_CHANNELS[color]
+            return _shape((height, width) if channels == 1 else (height, width, channels), dtype, level)
+
+    def read(self, path: Path, level: int, rows: Interval, columns: Interval) -> Pixels:
+        shape = self.examine(path, level)
+        try:
+            from PIL import Image
+        except ImportError:
+            raise DataError(f"{path} needs pillow to be read; pip install 'weft[images]'") from None
+        with _bad_image(), Image.open(path, formats=["PNG"]) as image:
+            whole = image.convert("RGB") if image.mode == "P" else image
+            pixels = np.asarray(whole)[slice(*rows), slice(*columns)]
+            if pixels.dtype == np.int32:  # how Pillow holds 16 bits
+                pixels = pixels.astype(np.uint16)
+            if pixels.dtype == np.bool_:
+                pixels = pixels.astype(np.uint8) * 255
+            result = _with_channels(pixels)
+            assert result.shape[2] == shape.channels, (path, result.shape)
+            return np.array(result)
+
+
+class TiffReader:
+    """.tif through tifffile. Of the image, or of one level of a pyramid, the tiles (or strips) of a region are read."""
+
+    def examine(self, path: Path, level: int) -> Shape:
+        with self._page(path, level) as (page, shape):
+            size_bytes = path.stat().st_size
+            for offset, count in zip(page.dataoffsets, page.databytecounts, strict=True):
+                if offset + count > size_bytes:
+                    raise BadImageError(
+                        f"{size_bytes} bytes are there, and pixels lie at {offset} to {offset + count}; its end is "
+                        f"missing"
+                    )
+            return shape
+
+    def read(self, path: Path, level: int, rows: Interval, columns: Interval) -> Pixels:
+        with self._page(path, level) as (page, shape):
+            height, width = _segment(page)
+            across = -(-shape.width // width)
+            found = np.zeros((rows[1] - rows[0], columns[1] - columns[0], shape.channels), dtype=page.dtype)
+            for row in range(rows[0] // height, -(-rows[1] // height)):
+                for column in range(columns[0] // width, -(-columns[1] // width)):
+                    pixels = _decode(page, row * across + column)
+                    if pixels is not None:  # a tile that is not stored is empty
+                        _copy(pixels, (row * height, column * width), found, (rows[0], columns[0]))
+            return found
+
+    @contextmanager
+    def _page(self, path: Path, level: int) -> Iterator[tuple[Any, Shape]]:
+        try:
+            import tifffile
+        except ImportError:
+            raise DataError(f"{path} needs tifffile to be read; pip install 'weft[images]'") from None
+        with _bad_image(), tifffile.TiffFile(path) as file:
+            levels = file.series[0].levels
+            shape = _shape(levels[min(level, len(levels) - 1)].shape, levels[0].dtype, level, len(levels))
+            page = levels[level].keyframe
+            if page.shape != levels[level].shape or page.axes not in ("YX", "YXS"):
+                raise BadImageError(f"it has axes {levels[level].axes}; only one picture with interleaved channels")
+            height, width = _segment(page)
+            if height * width > MAX_DECODED_PIXELS:
+                raise BadImageError(f"its tiles of {height} × {width} pixels are more than {MAX_DECODED_PIXELS}")
+            yield page, shape
+
+
+def _segment(page: Any) -> tuple[int, int]:
+    """Height and width of what is decoded at once: a tile, or a strip of rows."""
+    if page.is_tiled:
+        return int(page.tilelength), int(page.tilewidth)
+    return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
+
+
+def _decode(page: Any, index: int) -> Pixels | None:
+    """One tile or strip, [rows, columns, channels]."""
+    handle = page.parent.filehandle
+    handle.seek(page.dataoffsets[index])
+    data = handle.read(page.databytecounts[index])
+    try:
+        pixels, _, _ = page.decode(data, index, jpegtables=page.jpegtables, jpegheader=page.jpegheader)
+    except (ImportError, ValueError) as error:
+        if "imagecodecs" not in str(error):
+            raise
+        raise DataError(f"{page.parent.filename} cannot be decompressed: {error}; pip install imagecodecs") from None
+    return None if pixels is None else pixels[0]
+
+
+def _copy(source: Pixels, source_at: tuple[int, int], target: Pixels, target_at: tuple[int, int]) -> None:
+    """What two arrays [rows, columns, channels] have in common, where each begins at a place of one image."""
+    spans = []
+    for dim in range(2):
+        begin = max(source_at[dim], target_at[dim])
+        end = min(source_at[dim] + source.shape[dim], target_at[dim] + target.shape[dim])
+        spans.append((begin, end))
+    (top, bottom), (left, right) = spans
+    target[top - target_at[0] : bottom - target_at[0], left - target_at[1] : right - target_at[1]] = source[
+        top - source_at[0] : bottom - source_at[0], left - source_at[1] : right - source_at[1]
+    ]
+
+
+READERS: dict[str, Reader] = {
+    ".npy": NumpyReader(),
+    ".png": PngReader(),
+    ".tif": TiffReader(),
+    ".tiff": TiffReader(),
+}

@@ -1,0 +1,196 @@
+"""A folder of labelled images of one size, of which each reader reads its region only.
+
+`labels.csv` names the images and gives each a class:
+
+    image,label
+    a.tif,0
+    b.tif,1
+
+An image is a .npy array [height, width] or [height, width, channels] (mapped into memory), a .tif or .tiff (of a tiled
+one the tiles that the region touches are read; of a pyramid one level), or a .png, which can only be decoded whole.
+All are examined before a run starts: size, type, and that nothing of the file is missing. A bad one is named, and left
+out or fatal as the run says. What is found broken later, when its pixels are decoded, takes no part in the loss of its
+batch, or is fatal. No reader unpickles, and none decodes more than `MAX_DECODED_PIXELS` at once.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weft.data.formats import BadImageError, Interval, Shape, reader_of
+from weft.data.tokens import is_held_out
+from weft.errors import DataError
+from weft.models.loss import IGNORE
+
+LABELS = "labels.csv"
+MAX_LABEL_BYTES = 256 * 1024 * 1024
+SAMPLED_BYTES = 4096  # of each file, for the fingerprint
+
+OnBad = Literal["skip", "stop"]
+logger = logging.getLogger("weft")
+
+
+@dataclass(frozen=True)
+class LabelledImage:
+    """One line of the labels file; `number` is its place there."""
+
+    path: Path
+    label: int
+    number: int
+
+
+class Images:
+    """Images of one shape with their classes. `get` reads some of them, or one region of each."""
+
+    def __init__(self, entries: Sequence[LabelledImage], shape: Shape, level: int, on_bad: OnBad) -> None:
+        self._entries, self.shape, self._level, self._on_bad = entries, shape, level, on_bad
+        self.broken: set[str] = set()  # found so while reading
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(
+        self, indices: NDArray[np.integer[Any]], rows: Interval | None = None, columns: Interval | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pixels [num_indices, channels, rows, columns], from -1 to 1, and classes [num_indices].
+
+        A class is IGNORE for an image that cannot be decoded, where such are skipped. If only a region is read, it is
+        fatal: whoever reads another region may not notice.
+        """
+        is_whole = rows is None and columns is None
+        rows, columns = rows or (0, self.shape.height), columns or (0, self.shape.width)
+        pixels = torch.zeros(len(indices), self.shape.channels, rows[1] - rows[0], columns[1] - columns[0])
+        labels = torch.empty(len(indices), dtype=torch.int64)
+        for place, index in enumerate(indices):
+            entry = self._entries[int(index)]
+            try:
+                region = reader_of(entry.path).read(entry.path, self._level, rows, columns)
+                pixels[place] = torch.from_numpy(_scaled(region)).movedim(-1, 0)
+                labels[place] = entry.label
+            except BadImageError as error:
+                if self._on_bad == "stop" or not is_whole:
+                    raise DataError(f"{entry.path} cannot be read: {error}; remove it from {LABELS}") from None
+                labels[place] = IGNORE
+                if entry.path.name not in self.broken:
+                    self.broken.add(entry.path.name)
+                    logger.warning("%s cannot be read and is skipped: %s", entry.path, error)
+        return pixels, labels
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """What a folder holds, in two parts. `bad` names the images left out, and why."""
+
+    train: Images
+    held_out: Images | None
+    fingerprint: str
+    bad: dict[str, str] = field(default_factory=dict)
+
+
+def open_folder(
+    folder: Path,
+    shape: Shape,
+    num_classes: int,
+    *,
+    held_out: float = 0.0,
+    level: int = 0,
+    on_bad: OnBad = "stop",
+) -> ImageFolder:
+    """The images of a folder, all of `shape`, split by a hash of their number in the labels file."""
+    entries = read_labels(folder, num_classes)
+    bad: dict[str, str] = {}
+    good = []
+    for entry in entries:
+        try:
+            _examine(entry.path, shape, level)
+            good.append(entry)
+        except BadImageError as error:
+            if on_bad == "stop":
+                raise DataError(
+                    f"{entry.path} cannot be used: {error}; repair it, remove it from {LABELS}, or set "
+                    f"data.on_bad = 'skip'"
+                ) from None
+            bad[entry.path.name] = str(error)
+    if not good:
+        name, reason = next(iter(bad.items()))
+        raise DataError(f"none of the {len(entries)} images of {folder} can be used; {name}: {reason}")
+    held = [entry for entry in good if is_held_out(entry.number, held_out)]
+    kept = [entry for entry in good if not is_held_out(entry.number, held_out)]
+    if not kept or (held_out > 0 and not held):
+        raise DataError(
+            f"data.held_out = {held_out} of {len(good)} images leaves {len(kept)} to train on and {len(held)} held "
+            f"out; give more images or change it"
+        )
+    fingerprint = _fingerprint(good, shape, level)
+    return ImageFolder(
+        Images(kept, shape, level, on_bad),
+        Images(held, shape, level, on_bad) if held_out > 0 else None,
+        fingerprint,
+        bad,
+    )
+
+
+def read_labels(folder: Path, num_classes: int) -> list[LabelledImage]:
+    """The lines of a folder's labels file, strictly: known columns, names inside the folder, each once."""
+    path = folder / LABELS
+    try:
+        if path.stat().st_size > MAX_LABEL_BYTES:
+            raise DataError(f"{path} is larger than {MAX_LABEL_BYTES} bytes; this is no list of images")
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read: {error}; give a file with the columns image,label") from None
+    if not lines or lines[0] != ["image", "label"]:
+        raise DataError(f"{path} must begin with the line 'image,label'; found {','.join(lines[0] if lines else [])!r}")
+    entries: list[LabelledImage] = []
+    seen: set[str] = set()
+    for number, line in enumerate(lines[1:]):
+        where = f"{path}, line {number + 2}"
+        if len(line) != 2 or not line[1].isdecimal() or int(line[1]) >= num_classes:
+            raise DataError(f"{where}: {','.join(line)!r} is not an image and a class from 0 to {num_classes - 1}")
+        name = Path(line[0])
+        if not line[0] or name.is_absolute() or ".." in name.parts:
+            raise DataError(f"{where}: {line[0]!r} is not a path inside {folder}")
+        if line[0] in seen:
+            raise DataError(f"{where}: {line[0]!r} is named twice")
+        seen.add(line[0])
+        entries.append(LabelledImage(folder / name, int(line[1]), number))
+    if not entries:
+        raise DataError(f"{path} names no image")
+    return entries
+
+
+def _examine(path: Path, expected: Shape, level: int) -> None:
+    found = reader_of(path).examine(path, level)
+    if found != expected:
+        raise BadImageError(f"it is {found} where the run and its model expect {expected}")
+
+
+def _scaled(region: NDArray[Any]) -> NDArray[np.float32]:
+    """[rows, columns, channels]; integers are brought to -1 ... 1, other numbers stay."""
+    values = region.astype(np.float32)
+    if region.dtype.kind == "u":
+        values *= 2.0 / float(np.iinfo(region.dtype).max)
+        values -= 1.0
+    return values
+
+
+def _fingerprint(entries: Sequence[LabelledImage], shape: Shape, level: int) -> str:
+    """Of names, classes, sizes and some bytes of each file: to read all of them may take hours."""
+    digest = hashlib.sha256(repr((tuple(shape), level)).encode())
+    for entry in entries:
+        with entry.path.open("rb") as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(max(0, (size_bytes - SAMPLED_BYTES) // 2))
+            digest.update(repr((entry.path.name, entry.label, size_bytes)).encode() + file.read(SAMPLED_BYTES))
+    return digest.hexdigest()

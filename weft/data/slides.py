@@ -1,0 +1,199 @@
+"""Made-up whole-slide images whose labels need the whole image, of any size, from a seed: real work with no download.
+
+A slide has islands of stained tissue and two lesions in quadrants that lie opposite each other. A lesion is of one of
+two kinds, which its colour and its cells show. The label says whether the two are of one kind (0, a tumour that has
+spread) or of two (1, two tumours). A tile that holds one lesion therefore says nothing about the label: with the other
+lesion changed its pixels are the same and the label is not. Nor does the mean of local features, linearly.
+
+Every pixel is a function of (slide, row, column), so that any region is drawn by itself and a slide of any size is
+written in strips. Tissue and lesions grow with the slide; cells and grain have a size in pixels, as under a microscope.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.data.cache import build_folder, flush_to_disk, lock
+from weft.data.images import LABELS
+from weft.data.order import GOLDEN, Words, mix
+from weft.errors import DataError
+
+FORMAT_VERSION = 1
+NUM_CLASSES = 2
+SMALLEST = 32  # pixels, below which a lesion is no more than a few
+LARGEST = 1 << 17
+CELL_PIXELS = 6
+STRIP_PIXELS = 1 << 20
+
+Pixels = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+Interval = tuple[int, int]
+Progress = Callable[[int, int], None]
+
+GLASS, TISSUE, NUCLEUS = (243, 241, 244), (226, 168, 198), (128, 84, 160)
+# Of each kind of lesion: its ground, and its cells.
+LESIONS = (((172, 132, 206), (62, 40, 132)), ((214, 176, 128), (122, 70, 34)))
+
+
+class Spot(NamedTuple):
+    """An ellipse, in parts of the slide's size."""
+
+    row: float
+    column: float
+    height: float
+    width: float
+
+
+@dataclass(frozen=True)
+class Slide:
+    """What is on a slide. `kinds` are those of its two lesions."""
+
+    size: int
+    islands: tuple[Spot, ...]
+    lesions: tuple[Spot, Spot]
+    kinds: tuple[int, int]
+    seed: int
+
+    @property
+    def label(self) -> int:
+        """Whether the lesions are of two kinds."""
+        return int(self.kinds[0] != self.kinds[1])
+
+
+def make_slide(seed: int, index: int, size: int) -> Slide:
+    """Slide number `index` of a seed. Every second one has label 1; the kind of either lesion alone is drawn fairly."""
+    if not SMALLEST <= size <= LARGEST:
+        raise DataError(f"a slide of {size} × {size} pixels cannot be made; use a size from {SMALLEST} to {LARGEST}")
+    digest = hashlib.blake2b(f"slide:{seed}:{index}".encode(), digest_size=8).digest()
+    own = int.from_bytes(digest, "little")
+    draw = np.random.Generator(np.random.PCG64(own))
+
+    def spot(row: float, column: float, sizes: tuple[float, float]) -> Spot:
+        height, width = draw.uniform(*sizes, 2)
+        return Spot(row + draw.uniform(-0.05, 0.05), column + draw.uniform(-0.05, 0.05), height, width)
+
+    quadrants = [(row, column) for row in (0.25, 0.75) for column in (0.25, 0.75)]
+    islands = [spot(row, column, (0.16, 0.24)) for row, column in quadrants]
+    islands += [Spot(*draw.uniform(0.1, 0.9, 2), *draw.uniform(0.03, 0.08, 2)) for _ in range(draw.integers(2, 6))]
+    first, second = ((0, 3), (1, 2))[int(draw.integers(2))]
+    lesions = (spot(*quadrants[first], (0.07, 0.12)), spot(*quadrants[second], (0.07, 0.12)))
+    kind = int(draw.integers(2))
+    return Slide(size, tuple(islands), lesions, (kind, kind ^ (index % 2)), own)
+
+
+def render(slide: Slide, rows: Interval, columns: Interval) -> Pixels:
+    """The pixels of a region [rows, columns, 3]; every region of a slide agrees with the whole."""
+    assert 0 <= rows[0] < rows[1] <= slide.size, rows
+    assert 0 <= columns[0] < columns[1] <= slide.size, columns
+    ragged = 0.6 * (_noise(slide, "edge", max(4, slide.size // 16), rows, columns) - 0.5)
+    shade = _noise(slide, "shade", max(4, slide.size // 24), rows, columns)
+    grain = _uniform(slide, "grain", np.arange(*rows), np.arange(*columns)).astype(np.float32)
+    inside = _inside_cells(slide, rows, columns)
+    image = np.empty((*grain.shape, 3), dtype=np.float32)
+    image[:] = GLASS
+    tissue = np.any([_in_spot(slide, spot, rows, columns) + ragged > 0 for spot in slide.islands], axis=0)
+    _paint(image, tissue, TISSUE)
+    _paint(image, tissue & (inside < 0.3), NUCLEUS)
+    for spot, kind in zip(slide.lesions, slide.kinds, strict=True):
+        lesion = _in_spot(slide, spot, rows, columns) + ragged > 0
+        ground, cells = LESIONS[kind]
+        _paint(image, lesion, ground)
+        _paint(image, lesion & (inside < (0.85 if kind == 0 else 0.6)), cells)
+    image += 24 * (shade[..., None] - 0.5) + 16 * (grain[..., None] - 0.5)
+    return np.clip(image, 0, 255).astype(np.uint8)
+
+
+def slide_folder(cache: Path, num_images: int, size: int, seed: int, progress: Progress | None = None) -> Path:
+    """A folder of slides with their labels, from the cache or built into it: slide-00000.npy ..., and labels.csv."""
+    if num_images < 1:
+        raise DataError(f"{num_images} slides are none; use at least 1")
+    make_slide(seed, 0, size)  # refuses a size that cannot be
+    folder = cache / f"slides-{num_images}x{size}-seed{seed}-v{FORMAT_VERSION}"
+    if folder.exists():
+        return folder
+    cache.mkdir(parents=True, exist_ok=True)
+    with lock(cache / f"{folder.name}.lock", "the slides"):
+        if not folder.exists():
+            build_folder(folder, lambda building: _write(building, num_images, size, seed, progress))
+    return folder
+
+
+def write_slide(path: Path, slide: Slide) -> None:
+    """A slide as a .npy file [size, size, 3] of bytes, drawn and written in strips."""
+    shape = (slide.size, slide.size, 3)
+    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+    step = max(1, STRIP_PIXELS // slide.size)
+    for row in range(0, slide.size, step):
+        end = min(row + step, slide.size)
+        array[row:end] = render(slide, (row, end), (0, slide.size))
+    array.flush()
+
+
+def _write(building: Path, num_images: int, size: int, seed: int, progress: Progress | None) -> None:
+    lines = ["image,label"]
+    for index in range(num_images):
+        slide = make_slide(seed, index, size)
+        name = f"slide-{index:05}.npy"
+        write_slide(building / name, slide)
+        lines.append(f"{name},{slide.label}")
+        if progress is not None:
+            progress(index + 1, num_images)
+    with (building / LABELS).open("w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+        flush_to_disk(file)
+
+
+# --- what a pixel is
+
+
+def _paint(image: Floats, where: NDArray[np.bool_], color: tuple[int, int, int]) -> None:
+    image[where] = color
+
+
+def _in_spot(slide: Slide, spot: Spot, rows: Interval, columns: Interval) -> Floats:
+    """1 in the middle of a spot, 0 on its edge, negative outside; [rows, columns]."""
+    down = (np.arange(*rows, dtype=np.float32) / slide.size - spot.row) / spot.height
+    across = (np.arange(*columns, dtype=np.float32) / slide.size - spot.column) / spot.width
+    distance: Floats = (1 - down[:, None] ** 2 - across[None] ** 2).astype(np.float32)
+    return distance
+
+
+def _inside_cells(slide: Slide, rows: Interval, columns: Interval) -> Floats:
+    """How far a pixel is from the middle of its cell, in cells; the middles lie unevenly on a grid. [rows, columns]"""
+    down, across = np.arange(*rows), np.arange(*columns)
+    offsets = [_uniform(slide, name, down // CELL_PIXELS, across // CELL_PIXELS) for name in ("down", "across")]
+    y = (down % CELL_PIXELS)[:, None] / CELL_PIXELS - (0.3 + 0.4 * offsets[0])
+    x = (across % CELL_PIXELS)[None] / CELL_PIXELS - (0.3 + 0.4 * offsets[1])
+    return (2 * np.hypot(y, x)).astype(np.float32)
+
+
+def _noise(slide: Slide, name: str, spacing: int, rows: Interval, columns: Interval) -> Floats:
+    """Smooth noise between 0 and 1: random values on a grid of `spacing` pixels, linearly between. [rows, columns]"""
+    (down, row_part), (across, column_part) = (_between(spacing, ends) for ends in (rows, columns))
+    grid = _uniform(slide, name, np.arange(down[0], down[-1] + 2), np.arange(across[0], across[-1] + 2))
+    down, across = down - down[0], across - across[0]
+    above = grid[down] * (1 - row_part[:, None]) + grid[down + 1] * row_part[:, None]  # [rows, grid columns]
+    result: Floats = (above[:, across] * (1 - column_part) + above[:, across + 1] * column_part).astype(np.float32)
+    return result
+
+
+def _between(spacing: int, ends: Interval) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The grid point before each pixel, and how far behind it the pixel lies."""
+    pixels = np.arange(*ends)
+    return pixels // spacing, pixels % spacing / spacing
+
+
+def _uniform(slide: Slide, name: str, down: NDArray[np.int64], across: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A random number in [0, 1) for each of down × across, that depends on nothing else but slide and name."""
+    key = int.from_bytes(hashlib.blake2b(f"{slide.seed}:{name}".encode(), digest_size=8).digest(), "little")
+    row_keys: Words = mix(down.astype(np.uint64) + np.uint64(key))
+    words = mix(row_keys[:, None] + across.astype(np.uint64) * np.uint64(GOLDEN))
+    return (words >> np.uint64(11)).astype(np.float64) * math.ldexp(1.0, -53)

@@ -1,0 +1,65 @@
+"""Models of images: plain PyTorch, as published, that know nothing of parallelism.
+
+Everything spatial is a module (convolution, pool, norm, padding, upsampling) and never a slice or a function call, so
+that an axis that splits the image can take each one's place.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from torch import nn
+
+from weft.models.vision.amoebanet import AmoebaNetD, AmoebaNetDConfig
+from weft.models.vision.deep_resnet import DeepResNet, DeepResNetConfig
+from weft.models.vision.norm import NormKind
+from weft.models.vision.resnet import ResNet, ResNetConfig
+from weft.models.vision.unet import UNet, UNetConfig
+
+__all__ = [
+    "VISION_CONFIGS",
+    "AmoebaNetD",
+    "AmoebaNetDConfig",
+    "DeepResNet",
+    "DeepResNetConfig",
+    "NormKind",
+    "ResNet",
+    "ResNetConfig",
+    "UNet",
+    "UNetConfig",
+    "VisionConfig",
+    "VisionModel",
+    "build_vision",
+]
+
+VisionConfig = ResNetConfig | DeepResNetConfig | AmoebaNetDConfig | UNetConfig
+VisionModel = ResNet | DeepResNet | AmoebaNetD | UNet
+
+# The name that `model.architecture` gives in a run file to its config.
+VISION_CONFIGS: dict[str, type[VisionConfig]] = {config().architecture: config for config in get_args(VisionConfig)}
+
+
+def build_vision(config: VisionConfig) -> VisionModel:
+    """The model of a config on the current default device; its running statistics are set, its parameters are not."""
+    model: VisionModel
+    match config:
+        case ResNetConfig():
+            model = ResNet(config)
+        case DeepResNetConfig():
+            model = DeepResNet(config)
+        case AmoebaNetDConfig():
+            model = AmoebaNetD(config)
+        case UNetConfig():
+            model = UNet(config)
+    _start_statistics(model)
+    return model
+
+
+def _start_statistics(model: nn.Module) -> None:
+    """Running statistics are small and no parameters: they are made on the CPU also when the model is on meta."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None and module.running_mean.is_meta:
+            for name, buffer in module._buffers.items():
+                assert buffer is not None
+                module._buffers[name] = buffer.new_zeros(buffer.shape, device="cpu")
+            module.reset_running_stats()

@@ -1,0 +1,150 @@
+"""ResNets of any depth for small images: version 1 of depth 6n + 2, version 2 of depth 9n + 2 (ResNet-1001 and deeper).
+
+The networks that HyPar-Flow and GEMS train, which are those of Keras' CIFAR example: three stages of n blocks of 16, 32
+and 64 channels (version 1: two 3 × 3 convolutions), or of 64, 128 and 256 (version 2: bottlenecks whose norms come
+before their convolutions). Shortcuts have no norm. Version 2 is wider inside than in He et al. (2016): the inside of a
+bottleneck has the channels that the stage before gives (16, 64, 128, not 16, 32, 64). Keras' convolutions have biases,
+which norms behind them take away or have themselves; here they have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ConfigError
+from weft.models.decoder import require_positive
+from weft.models.vision.norm import NormKind, make_norm
+
+NUM_STAGES = 3
+# Convolutions of one more block in each stage.
+LAYERS_OF = {1: 6, 2: 9}
+
+
+@dataclass(frozen=True)
+class DeepResNetConfig:
+    """The shape of a deep ResNet. `width` is the channels of the stem."""
+
+    architecture: Literal["deep-resnet"] = "deep-resnet"
+    depth: int = 110
+    version: Literal[1, 2] = 2
+    num_classes: int = 10
+    in_channels: int = 3
+    width: int = 16
+    norm: NormKind = "batch"
+
+    size_multiple: ClassVar[int] = 1
+    is_dense: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_classes", "in_channels", "width")
+        step = LAYERS_OF[self.version]
+        if self.depth < step + 2 or (self.depth - 2) % step:
+            near = max(step + 2, (self.depth - 2) // step * step + 2)
+            raise ConfigError(
+                f"depth = {self.depth} is not {step} n + 2, the depth of version {self.version}; use {near} or "
+                f"{near + step}"
+            )
+
+    @property
+    def blocks_per_stage(self) -> int:
+        return (self.depth - 2) // LAYERS_OF[self.version]
+
+    @property
+    def num_layers(self) -> int:
+        """How many blocks there are."""
+        return NUM_STAGES * self.blocks_per_stage
+
+    def shrunk(self, num_layers: int = 2) -> DeepResNetConfig:
+        """A tiny config of the same structure, for verification in float64 in a moment."""
+        blocks = min(self.blocks_per_stage, -(-num_layers // NUM_STAGES))
+        return replace(
+            self,
+            depth=LAYERS_OF[self.version] * blocks + 2,
+            width=min(self.width, 4),
+            num_classes=min(self.num_classes, 16),
+        )
+
+
+class BlockV1(nn.Module):
+    """Two 3 × 3 convolutions, each behind it a norm, beside the input; ReLU over the sum."""
+
+    def __init__(self, config: DeepResNetConfig, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = make_norm(config.norm, outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = make_norm(config.norm, outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False) if inputs != outputs else None
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        beside = images if self.shortcut is None else self.shortcut(images)
+        hidden = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(images)))))
+        out: Tensor = self.relu(hidden + beside)
+        return out
+
+
+class BlockV2(nn.Module):
+    """A bottleneck whose convolutions each have a norm and a ReLU before them, beside the input.
+
+    The first block of all has none before its first convolution: the stem ends with them.
+    """
+
+    def __init__(
+        self, config: DeepResNetConfig, inputs: int, inner: int, outputs: int, stride: int, is_first: bool
+    ) -> None:
+        super().__init__()
+        self.norm1 = None if is_first else make_norm(config.norm, inputs)
+        self.conv1 = nn.Conv2d(inputs, inner, 1, stride=stride, bias=False)
+        self.norm2 = make_norm(config.norm, inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, padding=1, bias=False)
+        self.norm3 = make_norm(config.norm, inner)
+        self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False) if inputs != outputs else None
+        self.relu = nn.ReLU()
+
+    def forward(self, images: Tensor) -> Tensor:
+        beside = images if self.shortcut is None else self.shortcut(images)
+        hidden = images if self.norm1 is None else self.relu(self.norm1(images))
+        hidden = self.conv2(self.relu(self.norm2(self.conv1(hidden))))
+        out: Tensor = self.conv3(self.relu(self.norm3(hidden))) + beside
+        return out
+
+
+class DeepResNet(nn.Module):
+    """images [batch, channels, height, width] -> logits [batch, classes]; the image is quartered on the way."""
+
+    def __init__(self, config: DeepResNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.conv = nn.Conv2d(config.in_channels, config.width, 3, padding=1, bias=False)
+        self.norm = make_norm(config.norm, config.width)
+        self.relu = nn.ReLU(inplace=True)
+        first, second, third = (config.width * 2**index * (4 if config.version == 2 else 1) for index in range(3))
+        self.stage1 = _stage(config, config.width, first, 1)
+        self.stage2 = _stage(config, first, second, 2)
+        self.stage3 = _stage(config, second, third, 2)
+        self.last_norm = make_norm(config.norm, third) if config.version == 2 else None
+        self.pool = nn.AdaptiveAvgPool2d((1, 1))
+        self.classifier = nn.Linear(third, config.num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.relu(self.norm(self.conv(images)))
+        hidden = self.stage3(self.stage2(self.stage1(hidden)))
+        if self.last_norm is not None:
+            hidden = self.relu(self.last_norm(hidden))
+        logits: Tensor = self.classifier(torch.flatten(self.pool(hidden), 1))
+        return logits
+
+
+def _stage(config: DeepResNetConfig, inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    count = config.blocks_per_stage
+    if config.version == 1:
+        rest = [BlockV1(config, outputs, outputs, 1) for _ in range(count - 1)]
+        return nn.Sequential(BlockV1(config, inputs, outputs, stride), *rest)
+    more = [BlockV2(config, outputs, inputs, outputs, 1, is_first=False) for _ in range(count - 1)]
+    return nn.Sequential(BlockV2(config, inputs, inputs, outputs, stride, is_first=stride == 1), *more)

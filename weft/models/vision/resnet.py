@@ -1,0 +1,190 @@
+"""ResNet and ResNeXt for large images (He et al., 2015; Xie et al., 2016): images [batch, 3, height, width] -> logits.
+
+Module and parameter names are torchvision's, and so is the stride of a bottleneck (in its 3 × 3 convolution), so its
+weights load name by name. ResNeXt-50 32x4d is depth 50, groups 32 and width_per_group 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ConfigError
+from weft.models.decoder import require_positive
+from weft.models.vision.norm import NormKind, make_norm
+
+# Depth to the kind of block and how many of it each of the four stages has.
+BLOCKS: dict[int, tuple[Literal["basic", "bottleneck"], tuple[int, int, int, int]]] = {
+    10: ("basic", (1, 1, 1, 1)),
+    14: ("bottleneck", (1, 1, 1, 1)),
+    18: ("basic", (2, 2, 2, 2)),
+    26: ("bottleneck", (2, 2, 2, 2)),
+    34: ("basic", (3, 4, 6, 3)),
+    50: ("bottleneck", (3, 4, 6, 3)),
+    101: ("bottleneck", (3, 4, 23, 3)),
+    152: ("bottleneck", (3, 8, 36, 3)),
+}
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """The shape of a ResNet. `width` is the channels of the first stage; `width_per_group` counts for that of 64."""
+
+    architecture: Literal["resnet"] = "resnet"
+    depth: int = 50
+    num_classes: int = 1000
+    in_channels: int = 3
+    width: int = 64
+    groups: int = 1
+    width_per_group: int = 64
+    norm: NormKind = "batch"
+
+    size_multiple: ClassVar[int] = 1  # what height and width must be multiples of
+    is_dense: ClassVar[bool] = False  # one label for an image, not one for each pixel
+
+    def __post_init__(self) -> None:
+        require_positive(self, "num_classes", "in_channels", "width", "groups", "width_per_group")
+        if self.depth not in BLOCKS:
+            raise ConfigError(
+                f"depth = {self.depth} is no ResNet of 4 stages; use one of {', '.join(map(str, BLOCKS))}, or "
+                f"architecture 'deep-resnet' for depths up to 1001 and more"
+            )
+        if self.kind == "basic" and (self.groups, self.width_per_group) != (1, 64):
+            raise ConfigError(
+                f"groups = {self.groups} and width_per_group = {self.width_per_group} are of bottlenecks, and depth = "
+                f"{self.depth} has none; use depth 50 or more"
+            )
+        if self.inner(self.width) < 1:
+            raise ConfigError(
+                f"width = {self.width} and width_per_group = {self.width_per_group} leave a bottleneck no channel; "
+                f"use a larger width"
+            )
+
+    @property
+    def kind(self) -> Literal["basic", "bottleneck"]:
+        return BLOCKS[self.depth][0]
+
+    @property
+    def stages(self) -> tuple[int, int, int, int]:
+        """How many blocks each stage has."""
+        return BLOCKS[self.depth][1]
+
+    @property
+    def num_layers(self) -> int:
+        """How many blocks there are."""
+        return sum(self.stages)
+
+    def inner(self, channels: int) -> int:
+        """The channels inside a bottleneck whose output has 4 × `channels`."""
+        return channels * self.width_per_group // 64 * self.groups
+
+    def shrunk(self, num_layers: int = 2) -> ResNetConfig:
+        """A tiny config of the same structure, for verification in float64 in a moment."""
+        deep_enough = (
+            depth
+            for depth, (kind, counts) in BLOCKS.items()
+            if kind == self.kind and (sum(counts) >= num_layers or depth == self.depth)
+        )
+        width, groups = min(self.width, 8), min(self.groups, 4)
+        per_group = self.width_per_group
+        if self.kind == "bottleneck":
+            per_group = max(32 if groups > 1 else per_group, 64 // width)
+        return replace(
+            self,
+            depth=min(deep_enough),
+            width=width,
+            groups=groups,
+            width_per_group=per_group,
+            num_classes=min(self.num_classes, 16),
+        )
+
+
+class BasicBlock(nn.Module):
+    """Two 3 × 3 convolutions beside the input."""
+
+    def __init__(self, config: ResNetConfig, inputs: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, channels, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = make_norm(config.norm, channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = make_norm(config.norm, channels)
+        self.downsample = shortcut(config, inputs, channels, stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        beside = images if self.downsample is None else self.downsample(images)
+        hidden = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(images)))))
+        out: Tensor = self.relu(hidden + beside)
+        return out
+
+
+class Bottleneck(nn.Module):
+    """1 × 1 down to few channels, 3 × 3 among them (in groups), 1 × 1 up to four times `channels`; beside the input."""
+
+    def __init__(self, config: ResNetConfig, inputs: int, channels: int, stride: int) -> None:
+        super().__init__()
+        inner, outputs = config.inner(channels), 4 * channels
+        self.conv1 = nn.Conv2d(inputs, inner, 1, bias=False)
+        self.bn1 = make_norm(config.norm, inner)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride=stride, padding=1, groups=config.groups, bias=False)
+        self.bn2 = make_norm(config.norm, inner)
+        self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
+        self.bn3 = make_norm(config.norm, outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = shortcut(config, inputs, outputs, stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        beside = images if self.downsample is None else self.downsample(images)
+        hidden = self.relu(self.bn1(self.conv1(images)))
+        hidden = self.relu(self.bn2(self.conv2(hidden)))
+        out: Tensor = self.relu(self.bn3(self.conv3(hidden)) + beside)
+        return out
+
+
+def shortcut(config: ResNetConfig, inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+    """What brings a block's input to the shape of its output, where it is another one."""
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False),
+        make_norm(config.norm, outputs),
+    )
+
+
+class ResNet(nn.Module):
+    """A stem that quarters the image, four stages of blocks of which all but the first halve it, and a classifier."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.conv1 = nn.Conv2d(config.in_channels, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = make_norm(config.norm, width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        outputs = [(4 if config.kind == "bottleneck" else 1) * width * 2**index for index in range(4)]
+        self.layer1 = _stage(config, width, 0)
+        self.layer2 = _stage(config, outputs[0], 1)
+        self.layer3 = _stage(config, outputs[1], 2)
+        self.layer4 = _stage(config, outputs[2], 3)
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(outputs[3], config.num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.maxpool(self.relu(self.bn1(self.conv1(images))))  # [batch, width, height / 4, width / 4]
+        hidden = self.layer4(self.layer3(self.layer2(self.layer1(hidden))))
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(hidden), 1))
+        return logits  # [batch, classes]
+
+
+def _stage(config: ResNetConfig, inputs: int, index: int) -> nn.Sequential:
+    """Blocks of one size; the first brings what the stage before gives to it."""
+    channels, count, stride = config.width * 2**index, config.stages[index], 1 if index == 0 else 2
+    if config.kind == "basic":
+        rest = [BasicBlock(config, channels, channels, 1) for _ in range(count - 1)]
+        return nn.Sequential(BasicBlock(config, inputs, channels, stride), *rest)
+    more = [Bottleneck(config, 4 * channels, channels, 1) for _ in range(count - 1)]
+    return nn.Sequential(Bottleneck(config, inputs, channels, stride), *more)
