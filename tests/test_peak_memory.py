@@ -23,7 +23,7 @@ from weft.local import run_local
 from weft.memory.peaks import Peaks
 from weft.memory.recompute import transient
 from weft.mesh import Mesh
-from weft.models import GPT2Config, build, initialise, token_loss
+from weft.models import DecoderConfig, GPT2Config, build, initialise, token_loss
 from weft.parallel import cost, parallelize, state_tensors
 from weft.pipeline.actions import Message, with_messages
 from weft.pipeline.held import answers
@@ -65,6 +65,7 @@ def make_run(plan: Plan) -> Run:
 
 def random_batch(run: Run, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
+    assert isinstance(run.model, DecoderConfig)
     tokens = torch.randint(0, run.model.vocab_size, (run.split.micro_batch, SEQUENCE + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
