@@ -14,12 +14,13 @@ import argparse
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
+from published_memory import predict_memory_bytes
 from published_tables import Case, Model, read
 
 from weft.cluster import load
@@ -27,13 +28,10 @@ from weft.models import DecoderConfig, GPT2Config, build, token_loss
 from weft.plan import Plan
 from weft.planner.step import StepModel
 from weft.planner.workload import Workload, workload
-from weft.profile import profile
+from weft.profile import Profile, profile
 
 PUBLISHED = Path(__file__).parent / "published"
 RESULT = Path(__file__).parent / "results" / "planner-accuracy.json"
-# What a rank holds under a plan, in bytes: to be set to the planner's memory model. Rows with a measured memory are
-# held against it then; without it they are only counted.
-predict_memory_bytes: Callable[[Case, Plan], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class Result:
 
 
 @cache
-def chain(model: Model) -> tuple[Workload, tuple[int, int, int]]:
-    """The work of a model, profiled with two blocks and deepened, and the parameters of its ends and blocks."""
+def profile_of(model: Model) -> Profile:
+    """The profile of one sequence through the model with two blocks."""
     config: GPT2Config | DecoderConfig
     if model.inner:
         config = DecoderConfig(
@@ -78,7 +76,13 @@ def chain(model: Model) -> tuple[Workload, tuple[int, int, int]]:
     def tokens() -> torch.Tensor:
         return torch.zeros(1, model.sequence, dtype=torch.long)
 
-    taken = profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
+    return profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
+
+
+@cache
+def chain(model: Model) -> tuple[Workload, tuple[int, int, int]]:
+    """The work of a model, deepened, and the parameters of its ends and blocks."""
+    taken = profile_of(model)
     work = workload(taken)
     table = model.vocabulary * model.hidden
     ends = (table + (0 if model.inner else model.sequence * model.hidden), taken.blocks[1].numel, table)
@@ -155,23 +159,34 @@ def report(results: Sequence[Result], show_rows: bool) -> dict[str, object]:
             out[f"{table} regret"] = dict(
                 zip(("groups", "median", "mean", "worst", "within_5_percent"), (len(regret), *values), strict=True)
             )
-    out.update(_memory(results))
+    out.update(_memory(results, show_rows))
     return out
 
 
-def _memory(results: Sequence[Result]) -> dict[str, object]:
+def memory_error(result: Result) -> float:
+    """Positive: predicted to hold more than it did."""
+    case = result.case
+    assert case.memory_gib
+    held = predict_memory_bytes(case, result.plan, profile_of(replace(case.model, dropout=False)))
+    return held / 2**30 / case.memory_gib - 1
+
+
+def _memory(results: Sequence[Result], show_rows: bool) -> dict[str, object]:
     """Errors of memory, where tables give it."""
-    known = [result for result in results if result.case.memory_gib]
-    if predict_memory_bytes is None or not known:
-        print(f"memory: {len(known)} rows give it; no memory model is connected, so none is predicted")
-        return {}
-    errors = []
-    for result in known:
-        assert result.case.memory_gib
-        errors.append(predict_memory_bytes(result.case, result.plan) / 2**30 / result.case.memory_gib - 1)
-    found = summary(errors)
-    print(f"memory: {len(known)} rows, mean {found['mean']:.1%}, worst {found['worst']:.1%}")
-    return {"memory": found}
+    tables: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        if result.case.memory_gib:
+            tables[result.case.table.split()[0]].append(result)
+    out: dict[str, object] = {}
+    for table, members in tables.items():
+        errors = [memory_error(member) for member in members]
+        found = summary(errors)
+        figures = "  ".join(f"{100 * found[name]:5.1f}" for name in ("mean", "median", "p95", "worst", "bias"))
+        print(f"{'memory ' + table:28s} {found['rows']:4.0f}  {figures}")
+        for error, member in zip(errors, members, strict=True) if show_rows else ():
+            print(f"    {error:+6.1%}  {member.case.memory_gib:7.2f} GiB  {member.case.label}")
+        out[f"memory {table}"] = found
+    return out
 
 
 def main() -> None:

@@ -43,7 +43,8 @@ class Model:
 @dataclass(frozen=True)
 class Case:
     """One measured step. `group`: cases that differ only in the plan; `memory_gib`: what a rank was seen to hold;
-    `node_bytes_per_second`: what its nodes' NICs move where the cluster's move more.
+    `compiled_loss`: whether the loss was compiled too; `node_bytes_per_second`: what its nodes' NICs move where the
+    cluster's move more.
     """
 
     table: str
@@ -55,6 +56,7 @@ class Case:
     seconds: float
     group: tuple[object, ...] = ()
     memory_gib: float | None = None
+    compiled_loss: bool = False
     node_bytes_per_second: float | None = None
 
 
@@ -211,11 +213,17 @@ def tensor_scaling(row: Row) -> Iterator[Case]:
     yield Case(table, label, model, _nodes(name, devices), software, ((plan, 1),), seconds)
 
 
+_ACTIVATIONS = ("act_gib_no_recompute_tp", "act_gib_seqpar_selective")
+
+
 def korthikanti(row: Row) -> Iterator[Case]:
     hidden, heads, layers, tensor, pipe, micro, batch, chunks = _ints(
         row, "hidden", "heads", "layers", "tp", "pp", "micro_batch", "global_batch", "interleave"
     )
     model = Model(hidden, heads, layers, 2048, 51200, dropout=True)
+    # Activations are given without recompute, and with both; with full recompute in percent of the former.
+    state, none, both = (float(row[c]) for c in ("params_opt_gib_per_gpu", *_ACTIVATIONS))
+    held = {"full": state + none * float(row["act_pct_full"]) / 100, "selective": state + both}
     for column, recompute in (("iter_s_full_recompute", "full"), ("iter_s_seqpar_selective", "selective")):
         plan = Plan(
             pipe=_pipe(pipe, chunks),
@@ -226,7 +234,8 @@ def korthikanti(row: Row) -> Iterator[Case]:
         )
         where, label = _nodes("a100-80", int(row["gpus"])), f"{row['model']} {recompute}"
         plans, group = ((plan, batch // micro),), (row["model"],)
-        yield Case("Korthikanti", label, model, where, MEGATRON, plans, float(row[column]), group)
+        seconds = float(row[column])
+        yield Case("Korthikanti", label, model, where, MEGATRON, plans, seconds, group, held[recompute])
 
 
 SHAPES = {
@@ -309,7 +318,8 @@ def titan(row: Row) -> Iterator[Case]:
     model, plans = _llama(row["model"].split("-")[1], sequence), ((plan, count),)
     table, where = f"torchtitan {precision}", _nodes(name, devices)
     group = (row["model"], devices, sequence, local * shard, row["techniques"], row["source_file"])
-    yield Case(table, label, model, where, software, plans, seconds, group, memory)
+    compiled_loss = is_compiled and "202412" not in row["source_file"]  # then a TODO in its source
+    yield Case(table, label, model, where, software, plans, seconds, group, memory, compiled_loss)
 
 
 def llama_fp8(row: Row) -> Iterator[Case]:
@@ -346,7 +356,17 @@ def vtrain(row: Row) -> Iterator[Case]:
     seconds, group = float(row["iteration time (ms)"]) / 1e3, (devices, batch, hidden, layers)
     plans = ((plan, batch // (data * micro)),)
     # Four NICs of 200 Gb/s a node: its own configuration says 800 Gb/s.
-    yield Case("vTrain A100", label, model, _nodes("a100-80", devices), software, plans, seconds, group, None, 100e9)
+    yield Case(
+        "vTrain A100",
+        label,
+        model,
+        _nodes("a100-80", devices),
+        software,
+        plans,
+        seconds,
+        group,
+        node_bytes_per_second=100e9,
+    )
 
 
 AXONN_RUNS = {  # (machine, layers, hidden, heads), by devices

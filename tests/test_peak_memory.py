@@ -11,7 +11,6 @@ import pytest
 import tensor_for_tests as shared
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 import weft.memory.peaks
 import weft.memory.recompute
@@ -24,8 +23,8 @@ from weft.local import run_local
 from weft.memory.peaks import Peaks
 from weft.memory.recompute import transient
 from weft.mesh import Mesh
-from weft.models import GPT2Config, build, initialise, token_loss
-from weft.parallel import all_flats, cost, named_pieces, parallelize
+from weft.models import DecoderConfig, GPT2Config, build, initialise, token_loss
+from weft.parallel import cost, parallelize, state_tensors
 from weft.pipeline.actions import Message, with_messages
 from weft.pipeline.held import answers
 from weft.pipeline.schedules import make_schedule
@@ -64,19 +63,9 @@ def make_run(plan: Plan) -> Run:
     return replace(run, plan=plan, train=replace(run.train, batch=batch))
 
 
-def held_before(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """The tensors that live from step to step."""
-    held: list[Tensor] = [piece for _, piece in named_pieces(model)]
-    for flat in all_flats(model):
-        buffers = (flat.whole, flat.slice, flat.whole_gradient, flat.slice_gradient)
-        held += [buffer for buffer in buffers if buffer is not None]
-    for state in optimizer.state.values():
-        held += [value for value in state.values() if isinstance(value, Tensor)]
-    return [*held, *model.buffers()]
-
-
 def random_batch(run: Run, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
+    assert isinstance(run.model, DecoderConfig)
     tokens = torch.randint(0, run.model.vocab_size, (run.split.micro_batch, SEQUENCE + 1), generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -94,7 +83,8 @@ def measured_bytes(name: str) -> int:
         optimizer = make_optimizer(model, run.train)
         batches = [random_batch(run, number) for number in range(run.split.accumulation)]
         train_step(model, optimizer, batches, mesh)  # which makes gradients and the optimizer's state
-        with LiveTensors(held_before(model, optimizer)) as live:
+        held = [tensor for tensors in state_tensors(model, optimizer).values() for tensor in tensors]
+        with LiveTensors(held) as live:
             train_step(model, optimizer, batches, mesh)
         peak: int = live.peak_bytes
         return peak

@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import planner_accuracy
+import published_memory
 import published_tables
 from planner_accuracy import PUBLISHED, Result, chain, predict, regrets, summary
 from published_tables import Case, read
@@ -217,3 +218,36 @@ def test_a_wrong_shape_of_the_second_matmul_is_seen(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(planner_accuracy, "chain", swapped)
     assert mean_error(sample) > before + CONTROL
+
+
+def memory_errors(name: str) -> list[float]:
+    return [planner_accuracy.memory_error(Result(case, case.plans[0][0], 1.0)) for case in memory_cases(name)]
+
+
+def memory_cases(name: str) -> list[Case]:
+    return [case for case in cases(name) if case.memory_gib]
+
+
+def test_what_torchtitan_reserved() -> None:
+    errors = [abs(error) for error in memory_errors("torchtitan_llama3")]
+    assert len(errors) == 20
+    assert statistics.mean(errors) < 0.055
+    assert max(errors) < 0.11
+
+
+def test_korthikantis_columns_are_counted_exactly() -> None:
+    assert max(map(abs, memory_errors("korthikanti_activation_recompute_a100"))) < 0.005
+    first = memory_cases("korthikanti_activation_recompute_a100")[0]  # 22B: 45.5625 GiB and, without recompute, 59.25
+    plain = replace(first.plans[0][0], memory=Memory("none"))
+    without = replace(first, plans=((plain, 1),), memory_gib=45.5625 + 59.25)
+    assert abs(planner_accuracy.memory_error(Result(without, plain, 1.0))) < 0.005
+
+
+def test_scores_and_cached_buffers_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = memory_cases("korthikanti_activation_recompute_a100")[0]
+    plain = replace(first.plans[0][0], memory=Memory("none"))
+    without = replace(first, plans=((plain, 1),), memory_gib=45.5625 + 59.25)
+    monkeypatch.setattr(published_memory, "SCORE_BYTES", 0)
+    assert planner_accuracy.memory_error(Result(without, plain, 1.0)) < -0.25
+    monkeypatch.setattr(published_memory, "EAGER_LOGIT_BYTES", 4)
+    assert statistics.mean(map(abs, memory_errors("torchtitan_llama3"))) > 0.1

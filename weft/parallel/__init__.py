@@ -202,21 +202,23 @@ def refresh(model: nn.Module) -> None:
         flat.refresh()
 
 
+def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """What lives on this rank from step to step, by kind; all of it between backward and step."""
+    pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
+    gradients = [buffer for flat in flats for buffer in (flat.whole_gradient, flat.slice_gradient)]
+    gradients += [piece.grad for piece in pieces]
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "parameters": [*pieces, *(buffer for flat in flats for buffer in (flat.whole, flat.slice))],
+        "gradients": [gradient for gradient in gradients if gradient is not None],
+        "optimizer": [value for value in values if isinstance(value, Tensor)],
+        "buffers": list(model.buffers()),
+    }
+
+
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     """What this rank's state really occupies, by kind; call it between backward and step. Held to `cost`."""
-    pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
-    parameters = [*pieces, *(buffer for flat in flats for buffer in (flat.whole, flat.slice))]
-    gradients = [piece.grad for piece in pieces if piece.grad is not None]
-    buffers = [buffer for flat in flats for buffer in (flat.whole_gradient, flat.slice_gradient)]
-    gradients += [buffer for buffer in buffers if buffer is not None]
-    return {
-        "parameters": _storage_bytes(parameters),
-        "gradients": _storage_bytes(gradients),
-        "optimizer": _storage_bytes(
-            value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-        ),
-        "buffers": _storage_bytes(model.buffers()),
-    }
+    return {kind: _storage_bytes(tensors) for kind, tensors in state_tensors(model, optimizer).items()}
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -257,5 +259,6 @@ __all__ = [
     "refresh",
     "refuse",
     "state_bytes",
+    "state_tensors",
     "sync_gradients",
 ]
