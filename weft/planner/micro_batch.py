@@ -328,6 +328,11 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     if axis == "context":
         return inner, plan.context.degree
     inner *= plan.context.degree
+    if axis == "columns":
+        return inner, plan.tile.columns
+    if axis == "rows":
+        return inner * plan.tile.columns, plan.tile.rows
+    inner *= plan.tile.degree
     if axis == "shard":
         return inner, plan.shard.degree
     inner *= plan.shard.degree
