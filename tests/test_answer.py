@@ -184,7 +184,7 @@ def test_a_model_of_the_catalog(weft: Callable[..., Left], tmp_path: Path, monke
 def test_in_words(weft: Callable[..., Left]) -> None:
     left = weft(*NAMED)
     assert left.status == 0, left.err
-    for words in ("mpt-1b, 1.3", "the best plan of each layout", "MFU", "of 80 GB", "why  ", "what more would change"):
+    for words in ("mpt-1b, 1.3", "the best plan of each layout", "MFU", "/80 GB", "why  ", "what more would change"):
         assert words in left.out, words
 
 

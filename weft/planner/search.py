@@ -113,7 +113,9 @@ class _Search:
             self._lay_out(plan)
         kept = sorted((item[2] for item in self._best), key=_rank)
         timed = sorted((self._time(candidate) for candidate in kept), key=_rank)[: self.keep]
-        large = sorted(self._large.values(), key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
+        fastest = timed[0].seconds if timed else float("inf")
+        large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
+        large = sorted(large, key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
         refused = tuple((tensor, reason) for reason, tensor in self._refused.items())
         return Found(tuple(timed), tuple(large), refused, self.num_considered)
 

@@ -44,21 +44,20 @@ def show_answer(console: Console, answer: Answer) -> None:
 
 def _plans(answer: Answer) -> Table:
     table = Table(title="the best plan of each layout", title_justify="left", box=None, pad_edge=False)
-    table.add_column("axes", overflow="fold")
-    for name in ("micro", "recompute", "step", "tokens/s", "MFU", "memory", "exposed", "bubble"):
+    table.add_column("plan", overflow="fold", min_width=20)
+    for name in ("step", "tokens/s", "MFU", "memory", "exposed", "bubble"):
         table.add_column(name, justify="right", no_wrap=True)
     limit = answer.model.cluster.node.device.memory_bytes
     for index, one in enumerate(answer.layouts()):
         rates, step = answer.rates(one), one.step
+        again = "" if one.plan.memory.recompute == "none" else f", recompute {one.plan.memory.recompute}"
         assert step is not None
         table.add_row(
-            one.plan.describe_axes(),
-            f"{one.plan.micro_batch} × {one.num_micro_batches}",
-            one.plan.memory.recompute,
+            f"{one.plan.describe_axes()}, micro-batch {one.plan.micro_batch} × {one.num_micro_batches}{again}",
             format_seconds(one.seconds),
             f"{rates['tokens_per_second']:,.0f}",
             "" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
-            f"{one.memory.total_bytes / GB:.1f} of {limit / GB:.4g} GB",
+            f"{one.memory.total_bytes / GB:.1f}/{limit / GB:.4g} GB",
             f"{exposed_seconds(step.where) / one.seconds:.1%}",
             f"{step.where['bubble'] / one.seconds:.1%}",
             style="bold" if index == 0 else "",
