@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from runs_for_tests import write_run_file
 
 from weft import cli
 from weft.cluster import load
 from weft.config import load_run
 from weft.errors import PlanError
-from weft.models import GPT2Config
+from weft.models import GPT2Config, build
 from weft.models.catalog import load_model
+from weft.parallel import refuse
+from weft.plan import split_batch
 from weft.planner.answer import Answer, ask, with_more, with_scaling
 from weft.planner.explain import smaller, why_none
 from weft.planner.page import page
@@ -26,6 +29,7 @@ from weft.planner.question import Objective, Question, parse_constraints
 from weft.planner.search import Found
 from weft.planning import has_layout
 from weft.predict import predict
+from weft.profile import profile
 
 SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=2048, n_layer=8, n_head=16)
 
@@ -101,6 +105,21 @@ def test_the_smallest_cluster_and_the_cheapest() -> None:
     for devices in (1, 2, 4, 8):
         there = answer(f"h100:1x{devices}")
         assert cost <= there.best.seconds * devices * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch"), [("h100:1x8", 24), ("h100:1x6", 30), ("a100-80:3x8", 96), ("v100-16:1x4", 4)]
+)
+def test_every_plan_found_is_one_that_weft_runs(cluster: str, batch: int) -> None:
+    found = answer(cluster, batch=batch)
+    with torch.device("meta"):
+        whole = profile(build(SMALL), lambda: (torch.zeros(1, 1024, dtype=torch.long, device="cpu"),))
+    assert found.found.best
+    for one in found.found.best:
+        refuse(whole, one.plan)
+        split = split_batch(one.plan, batch, 1024)
+        assert (split.micro_batch, split.accumulation) == (one.plan.micro_batch, one.num_micro_batches)
+        assert one.plan.num_ranks == load(cluster).num_devices
 
 
 def test_smaller_clusters() -> None:

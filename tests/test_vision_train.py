@@ -95,6 +95,8 @@ def reference(run_file: Path) -> Run:
         ["plan.data=2", "plan.shard={degree=2, stage=2}", "plan.micro_batch=2"],
         ["plan.pipe=2", "plan.micro_batch=2"],
         ["plan.tensor.x=2"],
+        ["plan.tile={rows=2, columns=2}"],
+        ['plan.tile={rows=1, columns=2, hand_over="batch"}', "plan.data=2"],
         ['plan.memory.recompute="full"'],
     ],
     ids=" ".join,
@@ -106,6 +108,19 @@ def test_no_layout_changes_the_curve_or_what_is_right(run_file: Path, reference:
     for found, expected in zip(measured(run.folder), measured(reference.folder), strict=True):
         assert found[0] == pytest.approx(expected[0], rel=1e-4)
         assert found[1] == expected[1]
+
+
+def test_the_example_of_slides_has_the_same_curve_on_one_rank_and_on_its_tiles(tmp_path: Path) -> None:
+    """With statistics over the batch, which no tile has alone; shrunk."""
+    example = Path(__file__).parent.parent / "examples" / "pathology.toml"
+    small = ["train.steps=3", "train.warmup_steps=1", "train.batch=8", "plan.micro_batch=8", "data.size=64"]
+    small += ["data.images=24", "train.evaluate_every=3", "train.evaluate_sequences=8", f"data.cache={tmp_path}"]
+    tiles = load_run(example, [f"folder={tmp_path / 'tiles'}", *small])
+    whole = load_run(example, [f"folder={tmp_path / 'whole'}", *small, "plan.tile={rows=1, columns=1}"])
+    assert tiles.plan.tile.degree == 4
+    for run in (tiles, whole):
+        train_on_ranks(run)
+    assert losses(tiles.folder) == pytest.approx(losses(whole.folder), rel=1e-4)
 
 
 def test_the_loop_does_what_plain_torch_does_with_running_statistics(run_file: Path) -> None:
