@@ -9,7 +9,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 try:
     import typer
@@ -26,21 +26,19 @@ from weft.display import (
     byte_progress,
     format_bytes,
     format_seconds,
+    print_json,
     show_report,
     show_run,
     show_table,
-    show_timeline,
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
 from weft.launch import Place, detect, start_local
 from weft.models import LanguageConfig, VisionConfig
-from weft.planner.answer import with_more, with_scaling
-from weft.planner.page import page
-from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
-from weft.planner.show import show_answer
-from weft.planning import ask_for, catalog_run, has_layout, planning_cluster, with_plan, with_traffic
-from weft.predict import better_form, micro_batch_profile, predict, run_cluster
+from weft.plan_command import PlanOptions, predict_plan, search_plans, split_off_file
+from weft.planner.question import parse_count
+from weft.planning import ask_for, catalog_run, has_layout, planning_cluster, with_plan
+from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.schema import inline, to_table
 from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
@@ -106,7 +104,7 @@ def train_command(
             _verify(run, console)
         _run_ranks(run, run_file, overrides or [], as_json)
     if as_json:
-        _print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
+        print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
         (_show_sample if isinstance(run.model, LanguageConfig) else _show_accuracy)(run, run_file, console)
 
@@ -144,20 +142,20 @@ def plan_command(
         if cluster is None or tokens_per_step is None:
             raise ConfigError("--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M")
         run = catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
-        _search_plans(run, asks, as_json)
+        search_plans(run, asks, _console(as_json), as_json)
         return
     if run_file is None:
         raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
     if tokens_per_step is not None or sequence is not None:
         raise ConfigError("--tokens-per-step and --sequence go with --model; a run file has [train] and [data]")
-    changes, path = _split_off_file(overrides or []) if timeline else (overrides or [], None)
+    changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
     if cluster is not None:
         changes = [*changes, f"cluster={cluster}"]
     run = load_run(run_file, changes)
     if asks.is_search or search or not has_layout(run):
-        _search_plans(run, asks, as_json)
+        search_plans(run, asks, _console(as_json), as_json)
     else:
-        _predict_plan(run, timeline, path, as_json)
+        predict_plan(run, timeline, path, _console(as_json), as_json)
 
 
 @app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2")
@@ -168,7 +166,7 @@ def verify_command(run_file: RunFile, overrides: Overrides = None, as_json: Json
     with console.status(f"verifying {run.plan.describe_axes()} on {run.plan.num_ranks} local processes"):
         report = verify_run(run)
     if as_json:
-        _print_json({"passed": report.passed, "checks": [asdict(check) for check in report.checks]})
+        print_json({"passed": report.passed, "checks": [asdict(check) for check in report.checks]})
     else:
         show_report(console, report, run.plan.describe_axes())
     report.require()
@@ -187,7 +185,7 @@ def export_command(
     with byte_progress(_console(as_json), "exporting") as progress:
         export(source, target, dtype, progress)
     if as_json:
-        _print_json({"folder": str(target)})
+        print_json({"folder": str(target)})
     else:
         _console().print(f"wrote {target}; load it with AutoModelForCausalLM.from_pretrained('{target}')")
 
@@ -218,7 +216,7 @@ def generate_command(
             context=context,
         )
     if as_json:
-        _print_json({"prompt": prompt, "text": text})
+        print_json({"prompt": prompt, "text": text})
     else:
         print(prompt + text)
 
@@ -233,7 +231,7 @@ def doctor_command(
     with console.status("examining the machine"):
         findings = examine(os.environ, ranks)
     if as_json:
-        _print_json(findings)
+        print_json(findings)
         return
     rows = {
         key: value for key, value in findings.items() if key not in ("versions", "all_reduce", "warnings", "devices")
@@ -261,79 +259,6 @@ def main() -> None:
         _fail(error, 2)
     except WeftError as error:
         _fail(error, 1)
-
-
-# --- steps of `weft plan`
-
-
-class PlanOptions(NamedTuple):
-    """What is asked of a search."""
-
-    where: list[str]
-    best: str
-    write: Path | None
-    report: Path | None
-
-    @property
-    def is_search(self) -> bool:
-        return bool(self.where or self.best != "time" or self.write or self.report)
-
-
-def _search_plans(run: Run, asks: PlanOptions, as_json: bool) -> None:
-    """Search, show, write."""
-    if asks.best not in OBJECTIVES:
-        raise ConfigError(f"--best {asks.best} is not one of {', '.join(OBJECTIVES)}")
-    constraints, console = parse_constraints(asks.where), _console(as_json)
-    for path in (asks.write, asks.report):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{path} cannot be written: its folder {path.parent} does not exist")
-    with console.status("planning") as status:
-        answer = ask_for(run, planning_cluster(run), constraints, asks.best, status.update)  # type: ignore[arg-type]
-        answer = with_more(answer, status.update)
-        if answer.found.best and (as_json or asks.report is not None):
-            status.update("traffic of the first plan")
-            answer = with_traffic(answer, run)
-        if asks.report is not None:
-            answer = with_scaling(answer, status.update)
-    found = answer.to_json()
-    if as_json:
-        _print_json(found)
-    else:
-        show_answer(console, answer)
-    if asks.report is not None:
-        asks.report.write_text(page(found), encoding="utf-8")
-        console.print(f"wrote {asks.report}", highlight=False, soft_wrap=True)
-    planned = with_plan(run, answer)  # says why where there is none
-    if asks.write is not None:
-        asks.write.write_text(planned.to_toml(), encoding="utf-8")
-        console.print(f"wrote {asks.write}; run it with: weft train {asks.write}", highlight=False, soft_wrap=True)
-
-
-def _predict_plan(run: Run, timeline: bool, path: Path | None, as_json: bool) -> None:
-    """What the run's own plan costs."""
-    if timeline:
-        refuse_timeline(run.plan, path)
-    cluster = run_cluster(run)
-    prediction, form = predict(run, cluster), better_form(run, cluster)
-    console = _console(as_json)
-    if as_json:
-        found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
-        better = {} if form is None else {"better_form": asdict(form)}
-        _print_json({**found, **prediction.to_json(), **better})
-    else:
-        show_run(console, run, cluster, micro_batch_profile(run), prediction)
-        if form is not None:
-            console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
-    if timeline and (path is not None or not as_json):
-        show_timeline(console, prediction, path)
-
-
-def _split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """The overrides (`a.b=c`), and the file to draw to where one stands among them."""
-    files = [text for text in arguments if "=" not in text]
-    if len(files) > 1:
-        raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")
-    return [text for text in arguments if "=" in text], Path(files[0]) if files else None
 
 
 # --- steps of `weft train`
@@ -466,10 +391,6 @@ def _show_accuracy(run: Run, run_file: Path, console: Console) -> None:
 
 def _console(to_stderr: bool = False) -> Console:
     return Console(stderr=to_stderr)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
 
 
 def _fail(error: WeftError, status: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,11 @@ def format_seconds(seconds: float) -> str:
     if seconds >= 60:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
+def print_json(value: Any) -> None:
+    """For machines, on stdout."""
+    print(json.dumps(value, indent=2))
 
 
 def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, prediction: Prediction) -> None:

@@ -1,0 +1,89 @@
+"""The steps of `weft plan`: search, or predict the plan that is given; show and write what is found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from weft.config import Run
+from weft.display import print_json, show_run, show_timeline
+from weft.errors import ConfigError
+from weft.planner.answer import with_more, with_scaling
+from weft.planner.page import page
+from weft.planner.question import OBJECTIVES, parse_constraints
+from weft.planner.show import show_answer
+from weft.planning import ask_for, planning_cluster, with_plan, with_traffic
+from weft.predict import better_form, micro_batch_profile, predict, run_cluster
+from weft.train.timeline import refuse_timeline
+
+
+class PlanOptions(NamedTuple):
+    """What is asked of a search."""
+
+    where: list[str]
+    best: str
+    write: Path | None
+    report: Path | None
+
+    @property
+    def is_search(self) -> bool:
+        return bool(self.where or self.best != "time" or self.write or self.report)
+
+
+def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -> None:
+    """Search, show, write."""
+    if asks.best not in OBJECTIVES:
+        raise ConfigError(f"--best {asks.best} is not one of {', '.join(OBJECTIVES)}")
+    constraints = parse_constraints(asks.where)
+    for path in (asks.write, asks.report):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: its folder {path.parent} does not exist")
+    with console.status("planning") as status:
+        answer = ask_for(run, planning_cluster(run), constraints, asks.best, status.update)  # type: ignore[arg-type]
+        answer = with_more(answer, status.update)
+        if answer.found.best and (as_json or asks.report is not None):
+            status.update("traffic of the first plan")
+            answer = with_traffic(answer, run)
+        if asks.report is not None:
+            answer = with_scaling(answer, status.update)
+    found = answer.to_json()
+    if as_json:
+        print_json(found)
+    else:
+        show_answer(console, answer)
+    if asks.report is not None:
+        asks.report.write_text(page(found), encoding="utf-8")
+        console.print(f"wrote {asks.report}", highlight=False, soft_wrap=True)
+    planned = with_plan(run, answer)  # says why where there is none
+    if asks.write is not None:
+        asks.write.write_text(planned.to_toml(), encoding="utf-8")
+        console.print(f"wrote {asks.write}; run it with: weft train {asks.write}", highlight=False, soft_wrap=True)
+
+
+def predict_plan(run: Run, timeline: bool, path: Path | None, console: Console, as_json: bool) -> None:
+    """What the run's own plan costs."""
+    if timeline:
+        refuse_timeline(run.plan, path)
+    cluster = run_cluster(run)
+    prediction, form = predict(run, cluster), better_form(run, cluster)
+    if as_json:
+        found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
+        better = {} if form is None else {"better_form": asdict(form)}
+        print_json({**found, **prediction.to_json(), **better})
+    else:
+        show_run(console, run, cluster, micro_batch_profile(run), prediction)
+        if form is not None:
+            console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
+    if timeline and (path is not None or not as_json):
+        show_timeline(console, prediction, path)
+
+
+def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """The overrides (`a.b=c`), and the file to draw to where one stands among them."""
+    files = [text for text in arguments if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")
+    return [text for text in arguments if "=" in text], Path(files[0]) if files else None
