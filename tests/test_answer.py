@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
+from commands_for_tests import Weft, caller
 from runs_for_tests import write_run_file
 
 from weft import cli
@@ -154,32 +152,15 @@ def test_predict_gives_the_time_that_the_search_found(tmp_path: Path) -> None:
 # --- the command
 
 
-class Left(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Left]:
-    def call(*arguments: object) -> Left:
-        monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as left:
-            status = left.code if isinstance(left.code, int) else int(bool(left.code))
-        captured = capfd.readouterr()
-        return Left(status, captured.out, captured.err)
-
-    return call
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    return caller(monkeypatch, capfd)
 
 
 NAMED = ("plan", "--model", "mpt-1b", "--cluster", "h100:1x8", "--tokens-per-step", "256K")
 
 
-def test_a_model_of_the_catalog(weft: Callable[..., Left], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_catalog(weft: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     left = weft(*NAMED, "--where", "x<=2", "--write", "best.toml", "--report", "best.html", "--json")
     assert left.status == 0, left.err
@@ -200,7 +181,7 @@ def test_a_model_of_the_catalog(weft: Callable[..., Left], tmp_path: Path, monke
     assert run.split.tokens == 256 << 10
 
 
-def test_in_words(weft: Callable[..., Left]) -> None:
+def test_in_words(weft: Weft) -> None:
     left = weft(*NAMED)
     assert left.status == 0, left.err
     for words in ("mpt-1b, 1.3", "the best plan of each layout", "MFU", "/80 GB", "why  ", "what more would change"):
@@ -221,7 +202,7 @@ def test_in_words(weft: Callable[..., Left]) -> None:
         ([*NAMED[1:], "--report", "no/such/folder.html"], "its folder no/such does not exist"),
     ],
 )
-def test_bad_input(weft: Callable[..., Left], arguments: list[str], message: str) -> None:
+def test_bad_input(weft: Weft, arguments: list[str], message: str) -> None:
     left = weft("plan", *arguments)
     assert left.status == 2
     assert left.out == ""
@@ -229,9 +210,7 @@ def test_bad_input(weft: Callable[..., Left], arguments: list[str], message: str
     assert left.err.count("\n") == 1
 
 
-def test_train_without_a_plan_plans_first(
-    weft: Callable[..., Left], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_without_a_plan_plans_first(weft: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parent.parent))  # for the ranks
     run_file = write_run_file(tmp_path)

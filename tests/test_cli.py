@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from commands_for_tests import Weft, caller
 from rich.console import Console
 from runs_for_tests import events, losses, write_run_file
 from typer.testing import CliRunner
@@ -29,35 +27,9 @@ from weft.verify import Check, verify_run
 COMMANDS = ("train", "plan", "verify", "export", "generate", "doctor")
 
 
-class Left(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Weft = Callable[..., Left]
-
-
 @pytest.fixture
 def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
-    """Calls the command line in this process."""
-
-    def call(*arguments: object) -> Left:
-        monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as left:
-            status = left.code if isinstance(left.code, int) else int(bool(left.code))
-        captured = capfd.readouterr()
-        return Left(status, captured.out, captured.err)
-
-    return call
+    return caller(monkeypatch, capfd)
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import runpy
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from commands_for_tests import Weft, caller
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models_for_tests import tied_decoder, token_batch
@@ -165,26 +165,9 @@ def test_without_a_pipeline_there_is_no_timeline(run_file: Path) -> None:
 # --- the command
 
 
-class Left(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Left]:
-    def call(*arguments: object) -> Left:
-        monkeypatch.setattr(sys, "argv", ["weft", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "120")
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as left:
-            status = left.code if isinstance(left.code, int) else int(bool(left.code))
-        captured = capfd.readouterr()
-        return Left(status, captured.out, captured.err)
-
-    return call
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    return caller(monkeypatch, capfd, columns=120)
 
 
 # Large enough that an H100 takes longer to compute than to send.
@@ -199,7 +182,7 @@ def num_actions(svg: str) -> int:
     return sum(rect.find(f"{SVG}title") is not None for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect"))
 
 
-def test_plan_draws_here(run_file: Path, weft: Callable[..., Left]) -> None:
+def test_plan_draws_here(run_file: Path, weft: Weft) -> None:
     left = weft("plan", run_file, "--timeline", *PIPE)
     assert left.status == 0
     rows = [line for line in left.out.splitlines() if line.startswith("rank ")]
@@ -210,9 +193,7 @@ def test_plan_draws_here(run_file: Path, weft: Callable[..., Left]) -> None:
         assert words in left.out, words
 
 
-def test_plan_draws_to_files(
-    run_file: Path, tmp_path: Path, weft: Callable[..., Left], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_draws_to_files(run_file: Path, tmp_path: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[dict[str, Any]] = []
     monkeypatch.setitem(sys.modules, "cairosvg", SimpleNamespace(svg2png=lambda **given: drawn.append(given)))
     for ending in ("svg", "txt", "png"):
@@ -227,7 +208,7 @@ def test_plan_draws_to_files(
     assert num_actions(drawn[0]["bytestring"].decode()) == 2 * 2 * 4
 
 
-def test_plan_in_json(run_file: Path, tmp_path: Path, weft: Callable[..., Left]) -> None:
+def test_plan_in_json(run_file: Path, tmp_path: Path, weft: Weft) -> None:
     left = weft("plan", run_file, *PIPE, "--timeline", "--json")
     found = json.loads(left.out)
     timeline = timeline_in(predict(load_run(run_file, PIPE), cli.run_cluster(load_run(run_file, PIPE))))
@@ -258,7 +239,7 @@ def test_plan_in_json(run_file: Path, tmp_path: Path, weft: Callable[..., Left])
     ],
 )
 def test_refusals(
-    run_file: Path, arguments: list[str], words: str, weft: Callable[..., Left], monkeypatch: pytest.MonkeyPatch
+    run_file: Path, arguments: list[str], words: str, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "cairosvg", None)  # as if it were not installed
     left = weft("plan", run_file, *arguments, "--timeline")
@@ -266,13 +247,13 @@ def test_refusals(
     assert words in left.err
 
 
-def test_a_file_without_timeline_is_no_override(run_file: Path, weft: Callable[..., Left]) -> None:
+def test_a_file_without_timeline_is_no_override(run_file: Path, weft: Weft) -> None:
     left = weft("plan", run_file, *PIPE, "steps.svg")
     assert left.status == 2
     assert "override 'steps.svg' is not of the form" in left.err
 
 
-def test_train_refuses_a_timeline_before_it_trains(run_file: Path, weft: Callable[..., Left]) -> None:
+def test_train_refuses_a_timeline_before_it_trains(run_file: Path, weft: Weft) -> None:
     left = weft("train", run_file, "train.timeline=steps.svg")
     assert left.status == 2
     assert "this plan (1 process) has none; set plan.pipe, or leave the timeline out" in left.err
