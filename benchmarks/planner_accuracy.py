@@ -6,7 +6,6 @@ The tables lie in benchmarks/published, each with its source in its first line; 
 their formats. An error is predicted over measured seconds of a step, less one. Regret: of rows that differ only in the
 plan, how much longer the one predicted to be the best took than the best measured. Nothing is fitted here: constants
 stand in weft/planner, one calibration for each device in weft/clusters, facts about frameworks in published_tables.py.
-Two of these constants were taken from rows of the tables themselves; docs/planner.md says which, and what they weigh.
 """
 
 from __future__ import annotations

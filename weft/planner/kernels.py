@@ -23,12 +23,12 @@ FILL_DEPTH = 96  # of the inner dimension, until a tile runs at full speed
 SMALL_TILE_LOSS = 0.1
 # What attention kernels reach of the device's peak on long causal sequences, (forward, backward), where the device's
 # matmul instructions are those the kernel was written for, and on a newer device. On Hopper, flash2 and flash3 (cuDNN's
-# kernel) were measured on an H200. flash2 on A100: 0.66 and 0.55 in FlashAttention-2 (arXiv 2307.08691, not rechecked),
-# where nothing else ran, times 0.75 / 0.87, which the best matmul reaches in training and alone. flash1 (the Triton
-# kernel of its time): inferred from MosaicML's rows of 65,536 tokens, which attention fills.
+# kernel) were measured on an H200. On A100 they are as FlashAttention-2's paper has them (arXiv 2307.08691, recalled,
+# not re-checked): flash2 0.66 and 0.55; flash1 "30-50 %" forward and "25-35 %" backward, taken in the middle. On Hopper
+# flash1 is assumed to lose what flash2 loses.
 FLASH = {
-    "flash1": ((0.40, 0.31), (0.24, 0.208)),
-    "flash2": ((0.57, 0.475), (0.334, 0.325)),
+    "flash1": ((0.40, 0.30), (0.20, 0.177)),
+    "flash2": ((0.66, 0.55), (0.334, 0.325)),
     "flash3": ((0.61, 0.56), (0.61, 0.56)),
 }
 # A sequence this long reaches half of it, (forward, backward): blocks on the diagonal, and the start of each row.
