@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 
 from weft.comm import all_reduce
 from weft.errors import PlanError
+from weft.head import install_loss_head, is_loss_in_head
 from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.flat import Flat
+from weft.parallel.joined import JoinedWeights
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
@@ -40,6 +42,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     TileAxis(),
     RecomputePolicy(),
     ShardAxis(),
+    JoinedWeights(),
     DataAxis(),
     ContextAxis(),
     TileGradients(),
@@ -67,6 +70,8 @@ def parallelize(
     """
     mesh = mesh or Mesh(plan)
     is_traced = plan.pipe.degree * plan.tile.degree > 1
+    if is_loss_in_head(plan):
+        install_loss_head(model)
     whole = profile(model, example if is_traced else None, finish, COMPUTE_DTYPE[plan.precision])
     refuse(whole, plan)
     prepare(model, whole, plan)

@@ -77,9 +77,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     with _world(run, place) as mesh:
         _set_determinism(run)
-        model = parallelize(
-            _build(run), run.plan, mesh, _values(run), partial(example_inputs, run), partial(example_loss, run)
-        )
+        model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_inputs, run), example_loss(run))
         if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
         data = data.on_tile(mesh)
