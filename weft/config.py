@@ -29,6 +29,7 @@ LIMITS = {
     "beta1": (0.0, 1.0),
     "beta2": (0.0, 1.0),
     "epsilon": (0.0, math.inf),
+    "z_loss": (0.0, math.inf),
     "seed": (-(2**63), 2**63),
 }
 
@@ -37,6 +38,8 @@ LIMITS = {
 class TrainConfig:
     """How to train. Give `batch` (sequences, or images, per step) or `batch_tokens` (tokens per step), not both.
 
+    `compile`: torch.compile for each block; without a word, models of language on GPUs. `z_loss` is the weight of the
+    squared log of the softmax's denominator (models of language).
     `evaluate_sequences` counts held-out sequences, or images; `timeline` is a file to draw the last step of a pipeline
     to.
     """
@@ -56,6 +59,8 @@ class TrainConfig:
     clip: float | None = 1.0
     seed: int = 0
     deterministic: bool = False
+    compile: bool | None = None
+    z_loss: float = 0.0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_seconds: int = 600
     log_every: int = 1
@@ -221,6 +226,8 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         origins=origins,
     )
     _ = run.split  # the batch must divide
+    if run.train.z_loss and not isinstance(data, DataConfig):
+        raise ConfigError(f"train.z_loss = {run.train.z_loss} is for text, and data.kind = '{data.kind}'; leave it out")
     return run
 
 

@@ -245,7 +245,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh) -> Tens
     squared = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if gradients:  # a stage may be frozen
         norms = torch.stack(torch._foreach_norm(gradients)).double()
-        squared += (norms.square() / torch.tensor(replicas, device=norms.device)).sum()
+        squares = norms.square()
+        if any(count > 1 for count in replicas):  # numbers from the host, which would wait for the device
+            squares = squares / torch.tensor(replicas, device=norms.device)
+        squared += squares.sum()
     all_reduce(squared, mesh["state"]).wait()
     norm = squared.sqrt()
     if max_norm is not None and gradients:
