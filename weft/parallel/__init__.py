@@ -22,6 +22,7 @@ from weft.mesh import Mesh
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.flat import Flat
+from weft.parallel.fp8 import Fp8Matmuls
 from weft.parallel.joined import JoinedWeights
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
@@ -40,6 +41,7 @@ from weft.strategy import Cost, Strategy, Values
 STRATEGIES: tuple[Strategy, ...] = (
     TensorAxes(),
     TileAxis(),
+    Fp8Matmuls(),
     RecomputePolicy(),
     ShardAxis(),
     JoinedWeights(),

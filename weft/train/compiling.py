@@ -66,8 +66,8 @@ class _Outcome:
     def fail(self, error: Exception) -> None:
         if not self.failed:
             self.failed = True
-            first = str(error).strip().partition("\n")[0]
-            self.say(f"torch.compile failed ({type(error).__name__}: {first}); going on uncompiled")
+            reason = " ".join(str(error).split("\n")[:2])
+            self.say(f"torch.compile failed ({reason}); going on uncompiled")
 
 
 class _Compiled:
