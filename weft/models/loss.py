@@ -20,7 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # a label that takes no part in the loss
-PART_NUMEL = 2**28  # logits at a time: 0.5 GiB of bf16
+PART_NUMEL = 2**29  # logits at a time: 1 GiB of bf16
 ROW_MULTIPLE = 64  # of a part, so that parts are alike and kernels get whole tiles
 
 _in_gradient = False

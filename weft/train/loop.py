@@ -25,6 +25,7 @@ from weft.comm import broadcast
 from weft.config import Run
 from weft.errors import CheckpointError, ConfigError
 from weft.launch import Place, check_world, init_process_group, shutdown
+from weft.layer_drop import Gates, drop_layers
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
@@ -89,6 +90,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             compile_blocks(model, say)
         data = data.on_tile(mesh)
         optimizer = make_optimizer(model, run.train)
+        drop = run.train.layer_drop
+        gates = None if drop is None else drop_layers(model, drop, run.train.seed, run.plan, optimizer)
         saver = _saver(run, mesh)
         step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
         log = MetricsLog(run, step) if mesh.is_first else None
@@ -102,10 +105,10 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         report = partial(_report, run, clock, mesh, log, reporter)
         while step < run.train.steps and not stop.agreed:
             rate = _set_learning_rate(run, optimizer, step)
-            seed_dropout = partial(_seed_dropout, run, step, mesh)
+            before = partial(_before_micro_batch, run, step, mesh, gates)
             if isinstance(model, Pipeline):
                 model.timed = run.train.timeline is not None and step == run.train.steps - 1
-            result = train_step(model, optimizer, batches.take(step), mesh, objective, run.train.clip, seed_dropout)
+            result = train_step(model, optimizer, batches.take(step), mesh, objective, run.train.clip, before)
             step += 1
             batches.prepare(step)
             stop.ask()
@@ -284,8 +287,10 @@ def _set_learning_rate(run: Run, optimizer: Optimizer, step: int) -> float:
     return rate
 
 
-def _seed_dropout(run: Run, step: int, mesh: Mesh, micro_batch: int) -> None:
+def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, micro_batch: int) -> None:
     """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them."""
+    if gates is not None:
+        gates.begin(step, micro_batch)
     key = f"{run.train.seed}:{step}:{micro_batch}:{mesh['batch'].index}"
     seed_draws(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()), mesh.device)
 
