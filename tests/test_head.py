@@ -165,7 +165,6 @@ def test_labels_for_other_positions_are_refused() -> None:
 def test_plans_that_have_a_loss_of_their_own() -> None:
     assert is_loss_in_head(Plan(data=2, pipe=Pipe(2)))
     assert not is_loss_in_head(Plan(tensor=TensorPlan(2)))
-    assert not is_loss_in_head(Plan(pipe=Pipe(2, "zero-bubble")))
 
 
 def test_a_profile_counts_the_same_work_and_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:

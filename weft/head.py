@@ -65,11 +65,10 @@ def loss_head_of(model: nn.Module) -> LossHead | None:
 
 
 def is_loss_in_head(plan: Plan) -> bool:
-    """Whether a plan leaves the loss to the head. Over x and y, logits are split and have a loss of their own
-    (`parallel/vocabulary.py`); a zero-bubble schedule puts the gradient of the head's weight off.
+    """Whether a plan leaves the loss to the head: over x and y, logits are split and have a loss of their own
+    (`parallel/vocabulary.py`).
     """
-    is_put_off = plan.pipe.degree > 1 and plan.pipe.schedule == "zero-bubble"
-    return plan.tensor.x * plan.tensor.y == 1 and not is_put_off
+    return plan.tensor.x * plan.tensor.y == 1
 
 
 def install_loss_head(model: nn.Module) -> None:
@@ -80,10 +79,14 @@ def install_loss_head(model: nn.Module) -> None:
         setattr(module, "forward", head.forward)  # noqa: B010 (a method to mypy)
 
 
+def is_loss_head(module: nn.Module) -> bool:
+    """Whether a module is a head that can give the loss."""
+    return isinstance(getattr(module.__dict__.get("forward"), "__self__", None), LossHead)
+
+
 def is_giving_loss(module: nn.Module) -> bool:
     """Whether a module's result is a loss just now."""
-    head = getattr(module.__dict__.get("forward"), "__self__", None)
-    return isinstance(head, LossHead) and head.labels is not None
+    return is_loss_head(module) and module.__dict__["forward"].__self__.labels is not None
 
 
 @contextmanager

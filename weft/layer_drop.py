@@ -2,8 +2,8 @@
 
 At step t the block l of L (from 1) is kept with probability p = 1 - l/L * (1 - theta(t)), where theta(t) falls from 1
 to `theta` as exp(-gamma * t). Where it is kept, what it adds to the stream is divided by p, so that what is expected
-stays the same; in evaluation all blocks are kept, and nothing is divided. Of a step's FLOPs (1 - theta) * (L + 1) / 2L are
-saved. Not exact.
+stays the same; in evaluation all blocks are kept, and nothing is divided. Of a step's FLOPs a part of
+(1 - theta) * (L + 1) / 2L is saved. Not exact.
 
 Whether a block is kept is drawn from (seed, step, micro-batch, block) alone: all ranks skip the same ones, a resumed
 run too, and recompute does not ask again, because it is decided outside of the block. A skipped block gathers nothing;
