@@ -60,7 +60,7 @@ class Sizes:
         found = parts(math.ceil(self.loss_rows * num_sequences), self.num_classes)
         logits = found[0].stop * self.num_classes
         at_rows = logits * (compute + (wide if wide > compute else 0)) - (self.kept_gradient if len(found) == 1 else 0)
-        return max(at_rows, (logits + self.head_numel) * compute)
+        return float(max(at_rows, (logits + self.head_numel) * compute))
 
 
 @dataclass(frozen=True)
