@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from weft.cluster import Cluster, load
-from weft.models import DecoderConfig, GPT2Config, build, token_loss
+from weft.head import install_loss_head, is_loss_in_head
+from weft.models import DecoderConfig, GPT2Config, build
+from weft.models.loss import ExampleLoss
 from weft.parallel import cost
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import simulate
@@ -121,11 +123,13 @@ def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan) -> None:
     assert plan.micro_batch is not None
     with torch.device("meta"):
         whole = build(SMALL).to(torch.bfloat16)
+    if is_loss_in_head(plan):
+        install_loss_head(whole)
 
     def tokens() -> torch.Tensor:
         return torch.zeros(plan.micro_batch or 1, 1024, dtype=torch.long, device="cpu")
 
-    found = profile(whole, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
+    found = profile(whole, lambda: (tokens(),), ExampleLoss(tokens))
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     stated = max((cost(found, plan, split_batch(plan, 64, 1024), at) for at in ranks), key=lambda one: one.memory_bytes)
     closed = memory(sizes(model.profile, plan), plan, 8, 64 // plan.num_batch_ranks // plan.micro_batch)

@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 from weft.data import slides
 from weft.data.config import Data, DataConfig, SlidesConfig, data_from_table
+from weft.data.goldfish import Goldfish
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
+from weft.layer_drop import LayerDrop
 from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config
 from weft.models.vision import VISION_CONFIGS
 from weft.plan import BatchSplit, Plan, split_batch
@@ -29,6 +31,7 @@ LIMITS = {
     "beta1": (0.0, 1.0),
     "beta2": (0.0, 1.0),
     "epsilon": (0.0, math.inf),
+    "z_loss": (0.0, math.inf),
     "seed": (-(2**63), 2**63),
 }
 
@@ -37,6 +40,9 @@ LIMITS = {
 class TrainConfig:
     """How to train. Give `batch` (sequences, or images, per step) or `batch_tokens` (tokens per step), not both.
 
+    `compile`: torch.compile for each block; without a word, models of language on GPUs. `z_loss` is the weight of the
+    squared log of the softmax's denominator (models of language). `goldfish` leaves targets
+    out of the loss, `layer_drop` skips blocks (`data/goldfish.py`, `layer_drop.py`).
     `evaluate_sequences` counts held-out sequences, or images; `timeline` is a file to draw the last step of a pipeline
     to.
     """
@@ -56,6 +62,10 @@ class TrainConfig:
     clip: float | None = 1.0
     seed: int = 0
     deterministic: bool = False
+    compile: bool | None = None
+    z_loss: float = 0.0
+    goldfish: Goldfish | None = None
+    layer_drop: LayerDrop | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_seconds: int = 600
     log_every: int = 1
@@ -221,6 +231,9 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         origins=origins,
     )
     _ = run.split  # the batch must divide
+    for key in ("z_loss", "goldfish", "layer_drop"):
+        if getattr(run.train, key) and not isinstance(data, DataConfig):
+            raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
     return run
 
 

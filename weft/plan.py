@@ -147,6 +147,7 @@ class Memory:
 class Plan:
     """How the work is split. `micro_batch` is sequences per forward and rank; None means one micro-batch a step.
 
+    `matmul = "fp8"`: linears of blocks multiply numbers of 8 bits instead of `precision`.
     `exact = false` admits what changes the mathematics (statistics over a part of the batch, for instance).
     `hierarchical`: two-level collectives on axes that cross nodes, between nodes and inside each.
     """
@@ -160,6 +161,7 @@ class Plan:
     micro_batch: int | None = None
     memory: Memory = field(default_factory=Memory)
     precision: Precision = "fp32"
+    matmul: Literal["compute", "fp8"] = "compute"
     exact: bool = True
     hierarchical: bool = False
 
@@ -177,6 +179,11 @@ class Plan:
                 f"{self.shard.stage}, degree {self.shard.degree}; use 'whole' or raise the stage"
             )
 
+        if self.matmul == "fp8" and (self.precision != "bf16" or self.exact):
+            raise PlanError(
+                f"plan.matmul = 'fp8' rounds what precision = 'bf16' computes, which changes the mathematics; given "
+                f"precision = '{self.precision}' and exact = {str(self.exact).lower()}; use 'bf16' and exact = false"
+            )
         if self.tile.fused < 1:
             raise PlanError(f"plan.tile.fused = {self.tile.fused}; an exchange serves at least 1 layer")
         self._check_sequence()

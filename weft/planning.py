@@ -24,7 +24,7 @@ from weft.planner.question import Constraint, Objective, Question
 from weft.predict import micro_batch_profile
 from weft.train.loop import device_type
 
-NOT_LAYOUT = ("plan.precision", "plan.exact", "plan.hierarchical")
+NOT_LAYOUT = ("plan.precision", "plan.matmul", "plan.exact", "plan.hierarchical")
 MAX_SEQUENCE = 1 << 24
 
 
@@ -96,7 +96,8 @@ def _of_language(config: ModelConfig, remedy: str) -> LanguageConfig:
 
 def with_plan(run: Run, answer: Answer) -> Run:
     """The run under the answer's first plan."""
-    plan = replace(answer.best.plan, exact=run.plan.exact, hierarchical=run.plan.hierarchical)
+    given = run.plan
+    plan = replace(answer.best.plan, matmul=given.matmul, exact=given.exact, hierarchical=given.hierarchical)
     return replace(run, plan=plan, origins={**run.origins, "plan.data": "planner"})
 
 

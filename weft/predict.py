@@ -20,9 +20,11 @@ from weft.cluster import AxisLink, Cluster, load, local_cluster, recognise, ring
 from weft.comm import Traffics, add_traffic, expand
 from weft.config import Run
 from weft.errors import PlanError
+from weft.head import install_loss_head, is_loss_in_head
 from weft.measure import cpu_flops_per_second, is_cpu
 from weft.mesh import JOINT_AXES, level_degrees
-from weft.models import LanguageConfig, ModelConfig, build, token_loss
+from weft.models import LanguageConfig, ModelConfig, build
+from weft.models.loss import ExampleLoss
 from weft.parallel import Cost, cost, local_cost, refuse
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.tensor import localise
@@ -243,22 +245,25 @@ def _not_hidden(told: float, compute: float, cluster: Cluster) -> float:
 
 
 @lru_cache(maxsize=8)
-def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch: int) -> Profile:
+def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch: int, in_head: bool) -> Profile:
     with torch.device("meta"):
         module = build(model)
+    if in_head:
+        install_loss_head(module)
 
     def example() -> tuple[Tensor]:
         return (task.example(micro_batch, dtype)[0],)
 
-    def loss(logits: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(logits, task.example(micro_batch, dtype)[1])
+    def labels() -> Tensor:
+        return task.example(micro_batch, dtype)[1]
 
-    return profile(module, example, loss, dtype)
+    return profile(module, example, ExampleLoss(labels), dtype)
 
 
 def micro_batch_profile(run: Run) -> Profile:
     """The profile of the run's model and loss for one micro-batch, in the dtype that computes."""
-    return _profile_of(run.model, task_of(run), COMPUTE_DTYPE[run.plan.precision], run.split.micro_batch)
+    dtype, in_head = COMPUTE_DTYPE[run.plan.precision], is_loss_in_head(run.plan)
+    return _profile_of(run.model, task_of(run), dtype, run.split.micro_batch, in_head)
 
 
 def example_inputs(run: Run) -> tuple[Tensor]:
@@ -266,9 +271,9 @@ def example_inputs(run: Run) -> tuple[Tensor]:
     return (_example(run)[0],)
 
 
-def example_loss(run: Run, logits: Tensor) -> tuple[Tensor, Tensor]:
+def example_loss(run: Run) -> ExampleLoss:
     """The loss of that forward. A run is cut into stages by what its prediction was cut by."""
-    return token_loss(logits, _example(run)[1])
+    return ExampleLoss(lambda: _example(run)[1])
 
 
 def _example(run: Run) -> tuple[Tensor, ...]:

@@ -96,10 +96,10 @@ def verify(
     """Prove that `plan` computes what the unsplit model does.
 
     `model_fn()` makes the model (the same on every call after torch.manual_seed(0)); `batch_fn(step)` makes the tensors
-    of a whole global batch, samples first. The plan's precision is replaced by float64. `ranks_per_node` lays the ranks
-    out as if so many shared a node, for a hierarchical plan.
+    of a whole global batch, samples first. The plan's precision is replaced by float64, that of its matmuls too.
+    `ranks_per_node` lays the ranks out as if so many shared a node, for a hierarchical plan.
     """
-    plan = replace(plan, precision="fp64")
+    plan = replace(plan, precision="fp64", matmul="compute")
     example = batch_fn(0)
     split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
     counted = _profile(model_fn, example, split)

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.blocks import find_blocks, find_units
+from weft.head import example_labels
 from weft.live import LiveTensors
 from weft.profile import Block, Profile, Source, cast, fake
 from weft.substitute import call_with
@@ -135,7 +136,8 @@ class _Step(nn.Module):
 
     def forward(self) -> None:
         args = tree_map(partial(cast, dtype=self.source.dtype), self.source.example())
-        output = self.model(*(args if isinstance(args, tuple) else (args,)))
+        with example_labels(self.model, self.source.finish):
+            output = self.model(*(args if isinstance(args, tuple) else (args,)))
         total = next(leaf for leaf in tree_leaves(self.source.finish(output)) if leaf.requires_grad)
         del output, args
         total.backward()

@@ -1,20 +1,153 @@
-"""The training loss as a sum and a count, so that every layout can normalise by the global number of tokens."""
+"""The training loss as a sum and a count, so that every layout can normalise by the global number of tokens.
+
+`head_loss` is the last linear and the loss in one: rows of the logits are made, turned into their own gradient and
+multiplied back some at a time, so that logits never exist whole. Nothing is computed twice: the gradients of hidden
+states and weight are there when the loss is, and backward only scales them. The weight's gradient adds up over the
+parts in float32 at least and is rounded once, as that of one matmul is.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # a label that takes no part in the loss
+PART_NUMEL = 2**29  # logits at a time: 1 GiB of bf16
+ROW_MULTIPLE = 64  # of a part, so that parts are alike and kernels get whole tiles
+
+_in_gradient = False
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     """Cross-entropy summed over the positions whose label is not IGNORE, and the number of such positions.
 
     logits [batch, sequence, vocab]; labels [batch, sequence], already shifted: labels[t] is the target of position t.
-    Computed in at least float32. With no valid position the sum is 0 and the count is 0.
+    Computed in at least float32. With no valid position the sum is 0 and the count is 0. `z_loss` times the squared
+    logarithm of the softmax's denominator is added for each position, which keeps logits from drifting.
     """
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)  # [positions, vocab]
+    wide = logits.to(_wide(logits)).flatten(0, -2)  # [positions, vocab]
     total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    return total, (labels != IGNORE).sum()
+    valid = labels != IGNORE
+    if z_loss:
+        total = total + z_loss * torch.where(valid.flatten(), wide.logsumexp(-1), 0.0).square().sum()
+    return total, valid.sum()
+
+
+@dataclass(frozen=True)
+class ExampleLoss:
+    """The loss of an example's labels, for a profile; of a model that gives its loss by itself, what it gives."""
+
+    labels: Callable[[], Tensor]
+
+    def __call__(self, output: Tensor) -> Tensor:
+        return token_loss(output, self.labels())[0] if output.dim() else output
+
+
+def rows_loss(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> Tensor:
+    """The summed loss of some rows [rows, vocab], which are overwritten: by their gradient, where it is asked for."""
+    wide, valid = logits.to(_wide(logits)), labels != IGNORE
+    target = labels.clamp(min=0)  # whatever takes the place of one that does not count
+    scale = wide.logsumexp(-1)  # [rows]
+    chosen = wide.gather(1, target[:, None])[:, 0]
+    losses = scale - chosen + z_loss * scale.square()
+    total = torch.where(valid, losses, 0.0).sum()
+    if with_gradient:
+        factor = (1 + 2 * z_loss * scale) * valid
+        wide.sub_(scale[:, None]).exp_().mul_(factor[:, None])
+        if torch.compiler.is_compiling():  # as a part of the pass over all, not one of its own
+            classes = torch.arange(wide.shape[1], device=wide.device)
+            wide.sub_(((classes == target[:, None]) & valid[:, None]).to(wide.dtype))
+        else:
+            wide.scatter_add_(1, target[:, None], -valid.to(wide.dtype)[:, None])
+        logits.copy_(wide)
+    return total
+
+
+RowsLoss = Callable[[Tensor, Tensor, float, bool], Tensor]
+
+
+def head_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float = 0.0, rows: RowsLoss = rows_loss
+) -> Tensor:
+    """`token_loss(F.linear(hidden, weight, bias), labels, z_loss)[0]`, in parts; `rows` does one part's loss."""
+    total: Tensor = _HeadLoss.apply(hidden, weight, bias, labels, z_loss, rows, torch.is_grad_enabled())
+    return total
+
+
+def parts(num_rows: int, num_classes: int) -> list[slice]:
+    """Rows that are done together: as many as PART_NUMEL logits allow, and about equally many in each."""
+    most = max(1, PART_NUMEL // num_classes)
+    even = -(-num_rows // max(1, -(-num_rows // most)))
+    size = max(1, -(-even // ROW_MULTIPLE)) * ROW_MULTIPLE
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+
+
+class _HeadLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        z_loss: float,
+        rows: RowsLoss,
+        with_gradient: bool,
+    ) -> Tensor:
+        flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)  # [positions, features], [positions]
+        needs = [with_gradient and needed for needed in ctx.needs_input_grad[:3]]
+        of_hidden = torch.empty_like(flat) if needs[0] else None
+        of_weight: Tensor | None = None
+        of_bias: Tensor | None = None
+        total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
+        for part in parts(len(flat), len(weight)):
+            logits = F.linear(flat[part], weight, bias)  # [rows, classes]
+            total += rows(logits, targets[part], z_loss, any(needs))
+            with _gradients():  # logits are their gradient now
+                if of_hidden is not None:
+                    torch.mm(logits, weight, out=of_hidden[part])
+                if needs[1]:
+                    of_weight = _add(of_weight, logits.t() @ flat[part])
+                if needs[2]:
+                    of_bias = _add(of_bias, logits.sum(0))
+            del logits
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.shape = hidden.shape
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        of_hidden, of_weight, of_bias = (None if one is None else one * gradient for one in ctx.saved_tensors)
+        return None if of_hidden is None else of_hidden.view(ctx.shape), of_weight, of_bias, None, None, None, None
+
+
+def _add(so_far: Tensor | None, one: Tensor) -> Tensor:
+    return one.to(_wide(one)) if so_far is None else so_far.add_(one)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def is_gradient_work() -> bool:
+    """Whether a forward is computing gradients just now, which a count of FLOPs books under backward."""
+    return _in_gradient
+
+
+@contextmanager
+def _gradients() -> Iterator[None]:
+    global _in_gradient
+    _in_gradient = True
+    try:
+        yield
+    finally:
+        _in_gradient = False

@@ -16,11 +16,14 @@ from torch.optim import Optimizer
 
 from weft.comm import all_reduce
 from weft.errors import PlanError
+from weft.head import install_loss_head, is_loss_in_head
 from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.flat import Flat
+from weft.parallel.fp8 import Fp8Matmuls
+from weft.parallel.joined import JoinedWeights
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
@@ -38,8 +41,10 @@ from weft.strategy import Cost, Strategy, Values
 STRATEGIES: tuple[Strategy, ...] = (
     TensorAxes(),
     TileAxis(),
+    Fp8Matmuls(),
     RecomputePolicy(),
     ShardAxis(),
+    JoinedWeights(),
     DataAxis(),
     ContextAxis(),
     TileGradients(),
@@ -67,6 +72,8 @@ def parallelize(
     """
     mesh = mesh or Mesh(plan)
     is_traced = plan.pipe.degree * plan.tile.degree > 1
+    if is_loss_in_head(plan):
+        install_loss_head(model)
     whole = profile(model, example if is_traced else None, finish, COMPUTE_DTYPE[plan.precision])
     refuse(whole, plan)
     prepare(model, whole, plan)
@@ -240,7 +247,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh) -> Tens
     squared = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if gradients:  # a stage may be frozen
         norms = torch.stack(torch._foreach_norm(gradients)).double()
-        squared += (norms.square() / torch.tensor(replicas, device=norms.device)).sum()
+        squares = norms.square()
+        if any(count > 1 for count in replicas):  # numbers from the host, which would wait for the device
+            squares = squares / torch.tensor(replicas, device=norms.device)
+        squared += squares.sum()
     all_reduce(squared, mesh["state"]).wait()
     norm = squared.sqrt()
     if max_norm is not None and gradients:

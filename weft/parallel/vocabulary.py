@@ -41,10 +41,14 @@ def set_vocabulary(model: nn.Module, vocabulary: Vocabulary) -> None:
     model.__dict__[_ATTRIBUTE] = vocabulary
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
+def cross_entropy(
+    logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """As `token_loss`, for logits of all classes or of this rank's: the sum over valid labels, and their number."""
     if vocabulary is None or vocabulary.axis.degree == 1:
-        return token_loss(logits, labels)
+        return token_loss(logits, labels, z_loss)
+    if z_loss:
+        raise PlanError(f"z_loss = {z_loss} needs whole rows of logits, which are split over x; use tensor.x = 1, or 0")
     if logits.shape[-1] != vocabulary.end - vocabulary.begin:
         raise PlanError(
             f"the logits have {logits.shape[-1]} classes, but this rank's part of the model's last linear has "

@@ -1,7 +1,8 @@
 """Weight gradients split off from backward, for zero-bubble schedules: a linear's dW is put down and done later.
 
 Backward computes only what other stages wait for: dI of each linear, and the small gradients of everything else. Each
-linear puts its dO and I down, and `finish` multiplies them when the schedule says so.
+linear puts its dO and I down, and `finish` multiplies them when the schedule says so. (The head that gives the loss has
+its gradients when the loss is there.)
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from weft.head import is_loss_head
+
 Deliver = Callable[[Tensor], None]
 
 
@@ -25,7 +28,7 @@ class Deferred:
         self._deliver = deliver
         self._put_down: list[Callable[[], None]] = []
         for module in model.modules():
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and not is_loss_head(module):
                 setattr(module, "forward", partial(self._linear, module))  # noqa: B010 (a method to mypy)
 
     def collect(self) -> Callable[[], None]:

@@ -7,11 +7,14 @@ is that of the fullest moment: the loss, the backward of the head or that of a b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from weft.head import is_loss_in_head
 from weft.memory.recompute import over_root, transient
+from weft.models.loss import parts
 from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.parallel.tensor_cost import localise, transient_bytes
 from weft.pipeline.schedules import make_schedule
@@ -21,6 +24,7 @@ from weft.profile import Profile
 
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
 SLACK = 1.02  # of what the allocator holds over what tensors use
+IN_HEAD = "loss in head"  # among what a profile keeps: the profile of the same with a head that gives the loss
 NUM_MESSAGES = 2  # of a pipeline, on their way in and out beside the results that are alive anyway
 
 
@@ -42,6 +46,21 @@ class Sizes:
     in_backward: float  # of a block, over what blocks have saved
     at_regions: float  # the tensor axes' own
     stream_bytes: float
+    # Of a head that gives the loss in parts: its rows of one sequence, its classes, and the gradient that it keeps.
+    loss_rows: int = 0
+    num_classes: int = 1
+    kept_gradient: float = 0.0
+
+    def at_the_loss(self, num_sequences: float, compute: int, wide: int) -> float:
+        """Bytes at the loss over what is saved, of `compute` or `wide` bytes an element: with all logits, or with a
+        part of them, at their loss or at the gradient of the weight. The first part has no gradient to add to yet.
+        """
+        if not self.loss_rows:
+            return self.at_loss * num_sequences
+        found = parts(math.ceil(self.loss_rows * num_sequences), self.num_classes)
+        logits = found[0].stop * self.num_classes
+        at_rows = logits * (compute + (wide if wide > compute else 0)) - (self.kept_gradient if len(found) == 1 else 0)
+        return float(max(at_rows, (logits + self.head_numel) * compute))
 
 
 @dataclass(frozen=True)
@@ -104,9 +123,10 @@ def _of_rank(
     ends = sizes.root_numel if is_first and is_last else is_first * sizes.first_numel + is_last * sizes.last_numel
     numel, kept = blocks * sizes.block_numel + ends, sizes.block_saved[plan.memory.recompute]
     saved = (kept * blocks / chunks * alive + is_last * sizes.root_saved) * per_micro_batch
-    head = sizes.at_head * per_micro_batch + sizes.head_numel * compute
-    loss = is_last * max(sizes.at_loss * per_micro_batch, head)
-    backward = (sizes.in_backward - is_last * sizes.behind_saved) * per_micro_batch
+    saved += is_last * sizes.kept_gradient
+    head = sizes.at_head * per_micro_batch + (sizes.kept_gradient or sizes.head_numel * compute)
+    loss = is_last * max(sizes.at_the_loss(per_micro_batch, compute, max(compute, 4)), head)
+    backward = (sizes.in_backward - is_last * sizes.behind_saved) * per_micro_batch - is_last * sizes.kept_gradient
     throughout = sizes.at_regions * per_micro_batch
     if is_first and is_last:
         backward += sizes.tied_numel * compute
@@ -139,7 +159,11 @@ def _state(plan: Plan, numel: float) -> tuple[float, float, float]:
 
 
 def sizes(profile: Profile, plan: Plan) -> Sizes:
-    """A rank's part of one block and of the ends, from a profile of one sequence."""
+    """A rank's part of one block and of the ends, from a profile of one sequence; that of a head which gives the loss,
+    if there is one, where a plan leaves the loss to the head.
+    """
+    in_head = profile.kept.get(IN_HEAD) if is_loss_in_head(plan) else None
+    profile = in_head or profile
     at = dict.fromkeys(plan.degrees, 0)
     local = localise(profile, replace(plan, context=Context()), at)
     block, policy = local.blocks[-1], plan.memory.recompute
@@ -157,6 +181,8 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}
     head = max(heads.values(), default=0.0) if split_heads else 0.0
     heads_over = [size for name, size in over.items() if name in split_heads]
+    layer = profile.layers[split_heads[0]] if in_head and split_heads else None
+    kept_gradient = head * max(compute, 4) if layer else 0.0  # in float32 at least
     return Sizes(
         sum(names.values()),
         first,
@@ -164,14 +190,17 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         last + tied,
         tied,
         {kind: float(size) for kind, size in (block.saved_bytes or {}).items()},
-        float(root),
-        float(behind),
+        root - kept_gradient,
+        behind - kept_gradient,
         float(max(size for name, size in over.items() if name not in split_heads)),
-        max(heads_over, default=0) - head * compute,
+        max(heads_over, default=0) - (kept_gradient or head * compute),
         head,
         float(end.backward_bytes + behind),
         float(transient_bytes(local, plan)),
         profile.stream_numel * compute / plan.tensor.y,
+        layer.rows if layer else 0,
+        layer.out_features if layer else 1,
+        kept_gradient,
     )
 
 

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from weft.cluster import Cluster
-from weft.models import GPT2Config, LanguageConfig, build, token_loss
+from weft.head import install_loss_head
+from weft.models import GPT2Config, LanguageConfig, build
+from weft.models.loss import ExampleLoss
 from weft.plan import Plan
 from weft.planner.kernels import Software
-from weft.planner.memory import sizes
+from weft.planner.memory import IN_HEAD, sizes
 from weft.planner.search import Model
 from weft.planner.step import StepModel
 from weft.planner.workload import workload
-from weft.profile import profile
+from weft.profile import Profile, profile
 
 NUM_PROFILED = 2
 
@@ -32,13 +34,19 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
         if isinstance(config, GPT2Config)
         else replace(config, num_hidden_layers=NUM_PROFILED)
     )
-    with torch.device("meta"):
-        module = build(shallow).to(torch.bfloat16)
 
     def tokens() -> Tensor:
         return torch.zeros(1, sequence, dtype=torch.long, device="cpu")
 
-    found = profile(module, lambda: (tokens(),), lambda logits: token_loss(logits, tokens()))
+    def profiled(in_head: bool) -> Profile:
+        with torch.device("meta"):
+            module = build(shallow).to(torch.bfloat16)
+        if in_head:
+            install_loss_head(module)
+        return profile(module, lambda: (tokens(),), ExampleLoss(tokens))
+
+    found = profiled(in_head=False)
+    found.kept[IN_HEAD] = profiled(in_head=True)
     work = workload(found)
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())

@@ -30,7 +30,8 @@ ATTENTION = tuple(getattr(aten, name) for name in _ATTENTION)
 GROUPED = aten._grouped_mm
 # What selective recompute keeps: results of matmuls, convolutions and attention. The rest is cheap to compute again.
 KEPT_OPERATIONS = frozenset(
-    [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default, GROUPED.default]
+    [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default]
+    + [aten.convolution.default, GROUPED.default]
     + [packet.default for packet in ATTENTION]
 )
 # Where an operation that multiplies has its two operands.

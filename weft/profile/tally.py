@@ -22,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from weft.blocks import find_blocks, find_units
+from weft.head import example_labels, is_giving_loss
 from weft.models.decoder import CausalAttention
+from weft.models.loss import is_gradient_work
 from weft.moved import MovedTally, bytes_of, is_view, tensors_of
 from weft.pairing import is_convolution, is_linear, is_norm
 from weft.probe import num_spatial_dims
@@ -52,7 +54,8 @@ def count(
         state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.saved.ignore(state.values())
         with tally.watching(model):
-            output = call_with(model, state, tree_map(partial(cast, dtype=dtype), example()))
+            with example_labels(model, finish):
+                output = call_with(model, state, tree_map(partial(cast, dtype=dtype), example()))
             if finish is not None:
                 finish(output)
     tally.blocks[""].boundary_bytes = sum(map(bytes_of, tensors_of(output)))
@@ -155,6 +158,11 @@ class Tally(TorchDispatchMode):
         inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         self.flow.operation(inputs, outputs)
         here, found = self.blocks[self.running], product(func, args, kwargs, result)
+        if found is not None and is_gradient_work():
+            later = Flops(backward=found.flops.all)
+            here.flops = here.flops.plus(later)
+            self.units[self.unit] = self.units.get(self.unit, NO_FLOPS).plus(later)
+            return result
         if found is not None:
             here.flops = here.flops.plus(found.flops)
             self.units[self.unit] = self.units.get(self.unit, NO_FLOPS).plus(found.flops)
@@ -215,12 +223,17 @@ class Tally(TorchDispatchMode):
         self.saved.since = 0
         if _is_product(module):
             self.flow.enter(name, tensors_of(args))
+        if is_giving_loss(module):
+            self._behind = name
 
     def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         value = args[0]
         dim = -1 - num_spatial_dims(module)
-        width, out = 1 if isinstance(module, nn.Embedding) else value.shape[dim], output.shape[dim]
-        rows, in_rows = output.numel() // out, value.numel() // width
+        width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
+        in_rows = value.numel() // width
+        weight: Any = module.weight
+        out = output.shape[dim] if output.dim() else len(weight)  # a head that gives a loss
+        rows = output.numel() // out if output.dim() else in_rows
         self.layers[name] = Layer(
             rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module)
         )

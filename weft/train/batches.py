@@ -63,7 +63,11 @@ class TrainingData:
         split = run.split
         indices = batch_indices(step, split.batch, len(self.train), run.train.seed)
         rows = local_indices(indices, split.micro_batch, axis.degree, axis.index)
-        return [_to(self.train.get(chosen), run, device) for chosen in rows]
+        samples = (self.train.get(chosen) for chosen in rows)
+        goldfish = run.train.goldfish
+        if goldfish is not None:
+            samples = ((inputs, goldfish.apply(labels)) for inputs, labels in samples)
+        return [_to(batch, run, device) for batch in samples]
 
     def evaluation_batches(self, run: Run, axis: Axis, device: torch.device) -> list[Batch]:
         """The first held-out samples; the last batches repeat one with all labels ignored, so that ranks agree."""

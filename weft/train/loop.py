@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,17 +25,21 @@ from weft.comm import broadcast
 from weft.config import Run
 from weft.errors import CheckpointError, ConfigError
 from weft.launch import Place, check_world, init_process_group, shutdown
+from weft.layer_drop import Gates, drop_layers
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
 from weft.parallel.draws import seed_draws
-from weft.parallel.layout import MASTER_DTYPE
+from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
 from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.strategy import Values
+from weft.train.ahead import Batches, Late
+from weft.train.attention_kernel import attention_shape, fastest_attention
 from weft.train.batches import TrainingData, prepare_data
+from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.documents import has_separate_documents, separate_documents
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.schedule import learning_rate
@@ -75,15 +79,19 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         refuse_timeline(run.plan, Path(run.train.timeline))
     objective = task_of(run).objective
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
-    with _world(run, place) as mesh:
+    with _world(run, place) as mesh, _attention(run, mesh) as kernel:
         _set_determinism(run)
-        model = parallelize(
-            _build(run), run.plan, mesh, _values(run), partial(example_inputs, run), partial(example_loss, run)
-        )
+        model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_inputs, run), example_loss(run))
         if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
+        if wants_compile(run, mesh.device):
+            say = reporter.say if mesh.is_first else _say_nothing
+            say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
+            compile_blocks(model, say)
         data = data.on_tile(mesh)
         optimizer = make_optimizer(model, run.train)
+        drop = run.train.layer_drop
+        gates = None if drop is None else drop_layers(model, drop, run.train.seed, run.plan, optimizer)
         saver = _saver(run, mesh)
         step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
         log = MetricsLog(run, step) if mesh.is_first else None
@@ -91,22 +99,25 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             _report_skipped(data, log, step, reporter)
         stop, clock = Stop(mesh), _clock(run, mesh, step)
         loss: float | None = None
+        late: Late | None = None
         evaluation: dict[str, float] = {}
+        batches = Batches(lambda at: data.batches(run, at, mesh["batch"], mesh.device), run.train.steps, mesh.device)
+        report = partial(_report, run, clock, mesh, log, reporter)
         while step < run.train.steps and not stop.agreed:
             rate = _set_learning_rate(run, optimizer, step)
-            batches = data.batches(run, step, mesh["batch"], mesh.device)
-            seed_dropout = partial(_seed_dropout, run, step, mesh)
+            before = partial(_before_micro_batch, run, step, mesh, gates)
             if isinstance(model, Pipeline):
                 model.timed = run.train.timeline is not None and step == run.train.steps - 1
-            result = train_step(model, optimizer, batches, mesh, objective, run.train.clip, seed_dropout)
+            result = train_step(model, optimizer, batches.take(step), mesh, objective, run.train.clip, before)
             step += 1
+            batches.prepare(step)
             stop.ask()
+            if late is not None:  # the device has the next step to do
+                loss, late = report(late), None
             if _due(step, run.train.log_every, run.train.steps):
-                loss = float(result.loss)
-                if log is not None:
-                    metrics = _measure(run, clock, mesh, step, loss, float(result.grad_norm), rate)
-                    log.step(metrics)
-                    reporter.step(metrics)
+                late = Late(step, rate, result)
+            if late is not None and (_pauses(run, step) or stop.agreed or mesh.device.type == "cpu"):
+                loss, late = report(late), None
             if _due(step, run.train.evaluate_every, run.train.steps):
                 held_out = data.evaluation_batches(run, mesh["batch"], mesh.device)
                 if held_out:
@@ -142,6 +153,14 @@ def _world(run: Run, place: Place) -> Iterator[Mesh]:
         yield Mesh(run.plan, device, place.num_local_ranks)
     finally:
         shutdown()
+
+
+def _attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
+    return fastest_attention(attention_shape(run), COMPUTE_DTYPE[run.plan.precision], mesh.device)
+
+
+def _say_nothing(message: str) -> None:
+    """What ranks behind the first say."""
 
 
 def device_type(run: Run) -> Literal["cpu", "cuda"]:
@@ -268,10 +287,22 @@ def _set_learning_rate(run: Run, optimizer: Optimizer, step: int) -> float:
     return rate
 
 
-def _seed_dropout(run: Run, step: int, mesh: Mesh, micro_batch: int) -> None:
+def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, micro_batch: int) -> None:
     """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them."""
+    if gates is not None:
+        gates.begin(step, micro_batch)
     key = f"{run.train.seed}:{step}:{micro_batch}:{mesh['batch'].index}"
     seed_draws(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()), mesh.device)
+
+
+def _report(run: Run, clock: Clock, mesh: Mesh, log: MetricsLog | None, reporter: Reporter, done: Late) -> float:
+    """Log a step's numbers where that is this rank's task; the loss."""
+    loss, norm = done.read()
+    if log is not None:
+        metrics = _measure(run, clock, mesh, done.step, loss, norm, done.rate)
+        log.step(metrics)
+        reporter.step(metrics)
+    return loss
 
 
 def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
@@ -289,6 +320,11 @@ def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_no
         seconds_left=(run.train.steps - step) * seconds,
         unit=task_of(run).unit,
     )
+
+
+def _pauses(run: Run, step: int) -> bool:
+    """Whether something else than training follows a step."""
+    return any(_due(step, every, run.train.steps) for every in (run.train.evaluate_every, run.checkpoint.every))
 
 
 def _due(step: int, every: int | None, last: int) -> bool:

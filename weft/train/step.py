@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from weft.comm import Traffic, all_reduce
 from weft.comm.ledger import Key
+from weft.head import logits_of, loss_head_of
 from weft.mesh import Mesh
 from weft.models.loss import IGNORE
 from weft.parallel import clip_grad_norm, sync_gradients
@@ -52,16 +53,12 @@ class StepResult:
     num_targets: Tensor
 
 
-def logits_of(output: Any) -> Tensor:
-    """The logits in a model's output: the output itself, its `.logits`, or its first element."""
-    if isinstance(output, Tensor):
-        return output
-    found = getattr(output, "logits", None)
-    return found if isinstance(found, Tensor) else logits_of(output[0])
-
-
-def _token_total(model: nn.Module, batch: Batch) -> Tensor:
-    return cross_entropy(logits_of(model(batch[0])), batch[1], vocabulary_of(model))[0]
+def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
+    head = loss_head_of(model)
+    if head is None:
+        return cross_entropy(logits_of(model(batch[0])), batch[1], vocabulary_of(model), z_loss)[0]
+    with head.giving(batch[1], z_loss):
+        return logits_of(model(batch[0]))
 
 
 def _count_valid(batch: Batch) -> Tensor:
@@ -74,9 +71,20 @@ def _loss_and_right(model: nn.Module, batch: Batch) -> Tensor:
     return torch.stack([total, num_right(logits, batch[1], vocabulary).to(total.dtype)])
 
 
+def _held_out_total(model: nn.Module, batch: Batch) -> Tensor:
+    return _token_total(model, batch)[None]
+
+
 # Cross-entropy of labels [batch, ...] under logits [batch, ..., classes]; the label -100 does not count.
 CROSS_ENTROPY = Objective(count=_count_valid, total=_token_total)
 CLASSIFICATION = Objective(_count_valid, _token_total, ("loss", "accuracy"), _loss_and_right)
+
+
+def with_z_loss(z_loss: float) -> Objective:
+    """Cross-entropy and, in training only, `z_loss` times the squared log of the softmax's denominator."""
+    if not z_loss:
+        return CROSS_ENTROPY
+    return Objective(_count_valid, partial(_token_total, z_loss=z_loss), ("loss",), _held_out_total)
 
 
 def train_step(

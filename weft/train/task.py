@@ -16,7 +16,7 @@ from weft.config import Run
 from weft.data.config import DataConfig
 from weft.data.formats import Shape
 from weft.models import IGNORE, LanguageConfig, ModelConfig, VisionConfig
-from weft.train.step import CLASSIFICATION, CROSS_ENTROPY, Batch, Objective
+from weft.train.step import CLASSIFICATION, Batch, Objective, with_z_loss
 
 SMALL_SEQUENCE = 16
 SMALL_SIZE = 64  # pixels: models that halve an image five times still leave 2 × 2
@@ -27,7 +27,11 @@ class Task(ABC):
     """A kind of work. `unit` is what its speed counts."""
 
     unit: ClassVar[str]
-    objective: ClassVar[Objective]
+
+    @property
+    @abstractmethod
+    def objective(self) -> Objective:
+        """What is minimised and measured."""
 
     @abstractmethod
     def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
@@ -47,9 +51,13 @@ class LanguageTask(Task):
     """The next token, for each token of sequences."""
 
     sequence: int
+    z_loss: float = 0.0
 
     unit = "tokens"
-    objective = CROSS_ENTROPY
+
+    @property
+    def objective(self) -> Objective:
+        return with_z_loss(self.z_loss)
 
     def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
         def zeros() -> Tensor:
@@ -74,7 +82,10 @@ class ImageTask(Task):
     shape: Shape
 
     unit = "images"
-    objective = CLASSIFICATION
+
+    @property
+    def objective(self) -> Objective:
+        return CLASSIFICATION
 
     def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
         height, width, channels = self.shape
@@ -104,6 +115,6 @@ def _masked(labels: Tensor, generator: torch.Generator) -> Tensor:
 def task_of(run: Run) -> Task:
     """What a run learns."""
     if isinstance(run.data, DataConfig):
-        return LanguageTask(run.data.sequence)
+        return LanguageTask(run.data.sequence, run.train.z_loss)
     assert isinstance(run.model, VisionConfig), "the run file was checked"
     return ImageTask(run.data.shape(run.model.in_channels))

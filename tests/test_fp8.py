@@ -1,0 +1,131 @@
+"""Matmuls in fp8 against a direct reference of their rounding, and what refuses them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tensor_for_tests as shared
+import torch
+from torch import Tensor, nn
+
+from weft.errors import PlanError
+from weft.mesh import Mesh
+from weft.models.decoder import Joined
+from weft.parallel import parallelize, refuse
+from weft.parallel.fp8 import LARGEST, multiply, quantise
+from weft.plan import Memory, Pipe, Plan
+from weft.plan import Tensor as TensorPlan
+from weft.profile import profile
+from weft.train.step import CROSS_ENTROPY
+from weft.verify import verify
+
+PLAN = Plan(precision="bf16", exact=False, matmul="fp8")
+
+
+def made() -> nn.Module:
+    return shared.made(shared.decoder(hidden_size=32, intermediate_size=64, num_key_value_heads=4))()
+
+
+def rounded(matrix: Tensor) -> Tensor:
+    """Each row rounded to e4m3 by its own scale, as numbers: by hand, from the nearest of all values that it has."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    values = values[values.isfinite()].unique()
+    scale = matrix.double().abs().amax(-1, keepdim=True) / LARGEST
+    nearest = (matrix.double() / scale)[..., None].sub(values).abs().argmin(-1)
+    return values[nearest] * scale
+
+
+def test_rows_are_rounded_to_the_nearest() -> None:
+    torch.manual_seed(0)
+    matrix = torch.randn(40, 64, dtype=torch.bfloat16) * torch.logspace(-6, 6, 40)[:, None].bfloat16()
+    found, scale = quantise(matrix)
+    assert found.dtype == torch.float8_e4m3fn
+    assert float(found.float().abs().amax(-1).min()) == LARGEST  # each row uses all the range
+    mine, expected = found.double() * scale, rounded(matrix)
+    ties = (mine - expected).abs() > 1e-6 * expected.abs()  # a number between two goes to the even one
+    assert float(ties.double().mean()) < 0.02
+    assert float(((mine - matrix.double()).abs() / matrix.double().abs().clamp(min=1e-30))[~ties].quantile(0.5)) < 0.04
+    assert torch.equal(quantise(torch.zeros(2, 16))[0].float(), torch.zeros(2, 16))
+
+
+def test_product_and_gradients_are_those_of_rounded_numbers() -> None:
+    torch.manual_seed(0)
+    value = torch.randn(3, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(48, 32, dtype=torch.bfloat16, requires_grad=True)
+    given = torch.randn(3, 16, 48, dtype=torch.bfloat16)
+
+    def twice(matrix: Tensor) -> Tensor:
+        values, scale = quantise(matrix)
+        return values.double() * scale
+
+    out = multiply(value, weight)
+    out.backward(given)
+    rows, of_rows = value.detach().view(-1, 32), given.view(-1, 48)
+    assert value.grad is not None
+    assert weight.grad is not None
+    close: Any = {"rtol": 1e-2, "atol": 1e-2}
+    assert torch.allclose(out.double().view(-1, 48), twice(rows) @ twice(weight.detach()).t(), **close)
+    assert torch.allclose(value.grad.double().view(-1, 32), twice(of_rows) @ twice(weight.detach().t()).t(), **close)
+    assert torch.allclose(weight.grad.double(), of_rows.double().t() @ rows.double(), **close)  # in bf16
+    exact = rows.double() @ weight.detach().double().t()
+    error = (out.detach().double().view(-1, 48) - exact).norm() / exact.norm()
+    assert 0.005 < float(error) < 0.06  # it is fp8, and no worse
+
+
+def test_a_model_trains_near_its_bf16_self() -> None:
+    losses = {}
+    for plan in (PLAN, replace(PLAN, matmul="compute")):
+        torch.manual_seed(0)
+        model = parallelize(made(), plan, Mesh(plan))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(20):
+            total = CROSS_ENTROPY.total(model, shared.token_batch(0))
+            total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[plan.matmul] = total.item()
+        if plan.matmul == "fp8":
+            assert all(module.multiply is multiply for module in model.modules() if isinstance(module, Joined))
+            assert type(model.lm_head.forward).__name__ == "method"
+    assert losses["fp8"] != losses["compute"]
+    assert losses["fp8"] == pytest.approx(losses["compute"], rel=0.1)
+
+
+def test_recompute_computes_the_same() -> None:
+    totals = []
+    for recompute in ("none", "full", "selective"):
+        torch.manual_seed(0)
+        plan = replace(PLAN, memory=Memory(recompute))  # type: ignore[arg-type]
+        model = parallelize(made(), plan, Mesh(plan))
+        total = CROSS_ENTROPY.total(model, shared.token_batch(0))
+        total.backward()
+        totals.append(total.item())
+    assert totals[0] == totals[1] == totals[2]
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (replace(PLAN, tensor=TensorPlan(2)), r"'fp8' multiplies whole linears, and tensor.x = 2"),
+        (replace(PLAN, pipe=Pipe(2, "zero-bubble")), r"does not put weight gradients off"),
+    ],
+)
+def test_plans_that_are_refused(plan: Plan, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        refuse(profile(made()), plan)
+
+
+def test_what_a_plan_must_say() -> None:
+    with pytest.raises(PlanError, match="precision = 'fp32' and exact = false"):
+        Plan(matmul="fp8", exact=False)
+    with pytest.raises(PlanError, match="exact = true; use 'bf16' and exact = false"):
+        Plan(matmul="fp8", precision="bf16")
+    narrow = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(PlanError, match="no linear inside a block has features in multiples of 16"):
+        refuse(profile(narrow), PLAN)
+
+
+def test_a_proof_is_of_the_exact_plan() -> None:
+    verify(made, shared.token_batch, replace(PLAN, data=2)).require()

@@ -1,0 +1,148 @@
+"""What makes a step fast changes nothing: compiled blocks, a measured attention kernel, batches and numbers in time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs_for_tests as runs
+import tensor_for_tests as shared
+import torch
+import torch._dynamo
+
+from weft.config import run_from_tables
+from weft.errors import ConfigError
+from weft.head import loss_head_of
+from weft.mesh import Mesh
+from weft.parallel import named_pieces, parallelize
+from weft.plan import Plan, Tile
+from weft.train import attention_kernel, compiling
+from weft.train.ahead import Batches, Late
+from weft.train.attention_kernel import Shape, attention_shape, choose
+from weft.train.compiling import compile_blocks, wants_compile
+from weft.train.step import CROSS_ENTROPY, StepResult
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    runs.write_text(tmp_path / "text.txt", 500)
+    return runs.make_run(runs.write_run_file(tmp_path), "one")
+
+
+def trained(backend: str | None, said: list[str]) -> tuple[float, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    plan = Plan(precision="fp64")
+    model = parallelize(shared.SHIPPED["tied"]().double(), plan, Mesh(plan))
+    if backend is not None:
+        compile_blocks(model, said.append, backend)
+    total = CROSS_ENTROPY.total(model, shared.token_batch(0))
+    total.backward()
+    return total.item(), {p.parameter.name: piece.grad for p, piece in named_pieces(model) if piece.grad is not None}
+
+
+def test_compiled_blocks_and_loss_compute_the_same() -> None:
+    said: list[str] = []
+    expected, gradients = trained(None, said)
+    torch._dynamo.utils.counters.clear()
+    found, others = trained("aot_eager", said)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # of both blocks, and of the loss
+    assert found == pytest.approx(expected, rel=1e-12)
+    for name, gradient in gradients.items():
+        assert torch.allclose(gradient, others[name], rtol=1e-10, atol=1e-12), name
+    assert said == []
+
+
+def test_what_does_not_compile_runs_uncompiled() -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    said: list[str] = []
+    torch._dynamo.register_backend(broken, name="broken")
+    assert trained("broken", said)[0] == trained(None, said)[0]
+    assert len(said) == 1
+    assert "no compiler here" in said[0]
+    assert said[0].endswith("going on uncompiled")
+
+
+def test_when_to_compile(run: Any) -> None:
+    cpu = torch.device("cpu")
+    assert (wants_compile(run, cpu), wants_compile(run, CUDA)) == (False, True)
+    for wanted in (False, True):
+        asked = replace(run, train=replace(run.train, compile=wanted))
+        assert wants_compile(asked, cpu) == wants_compile(asked, CUDA) == wanted
+    tiled = replace(asked, plan=replace(run.plan, tile=Tile(2)))
+    with pytest.raises(ConfigError, match=r"train.compile = true, but with tile = 2"):
+        wants_compile(tiled, cpu)
+
+
+def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compiling.cache_folder() == tmp_path / "weft"
+
+
+def test_the_faster_kernel_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seconds = {"FLASH_ATTENTION": 2.0, "CUDNN_ATTENTION": 1.0}
+    asked: list[str] = []
+
+    def measured(kernel: Any, *_: Any) -> float:
+        asked.append(kernel.name)
+        return seconds[kernel.name]
+
+    monkeypatch.setattr(attention_kernel, "_seconds", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    file, shape = tmp_path / "new" / "attention.json", Shape(2, 8, 4, 64, 16)
+    assert choose(shape, torch.bfloat16, CUDA, file) == "cudnn"
+    seconds["FLASH_ATTENTION"] = 0.5
+    assert choose(shape, torch.bfloat16, CUDA, file) == "cudnn"
+    assert choose(shape._replace(batch=3), torch.bfloat16, CUDA, file) == "flash"
+    assert len(asked) == 4
+    assert len(json.loads(file.read_text())) == 2
+    file.write_text("not json")
+    assert choose(shape, torch.bfloat16, CUDA, file) == "flash"
+
+
+def test_the_shape_of_a_runs_attention(run: Any) -> None:
+    shape = attention_shape(run)
+    assert shape is not None
+    assert shape.batch == run.split.micro_batch
+    assert shape.sequence == run.data.sequence
+    assert shape.num_heads == run.model.num_attention_heads
+
+
+def test_numbers_and_batches_on_a_cpu_come_at_once() -> None:
+    asked: list[int] = []
+
+    def make(step: int) -> list[Any]:
+        asked.append(step)
+        return [(torch.full((1,), step),)]
+
+    batches = Batches(make, 3, torch.device("cpu"))
+    batches.prepare(1)
+    assert asked == []
+    assert batches.take(1)[0][0].tolist() == [1]
+    one = torch.tensor(2.5)
+    assert Late(3, 0.1, StepResult(one, one * 2, one)).read() == (2.5, 5.0)
+
+
+def test_a_run_compiles_and_has_a_z_loss(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        "weft.train.loop.compile_blocks", lambda model, say: asked.append(loss_head_of(model) is not None)
+    )
+    plain = runs.train_on_ranks(run)["loss"]
+    other = replace(run, folder=run.folder.parent / "other", train=replace(run.train, compile=True, z_loss=0.01))
+    with_z_loss = runs.train_on_ranks(other)["loss"]
+    assert asked in ([True], [])  # ranks are forked
+    assert with_z_loss > plain
+
+
+def test_z_loss_is_for_text(tmp_path: Path) -> None:
+    train = {"steps": 1, "batch": 1, "z_loss": 0.1}
+    tables = {"model": {"architecture": "resnet"}, "data": {"kind": "slides"}, "train": train}
+    with pytest.raises(ConfigError, match=r"train.z_loss is for text"):
+        run_from_tables(tables, {}, "x")

@@ -1,0 +1,142 @@
+"""Matmuls in fp8 (`plan.matmul = "fp8"`): faster by the tensor cores' double rate, and not exact.
+
+Linears inside of blocks multiply numbers of 8 bits (e4m3), each row with a scale of its own: its largest magnitude
+becomes the largest that 8 bits have. The forward and the gradient of the input are done so; the gradient of the weight,
+which adds up over all tokens, stays in bf16. Weights, activations and what is saved are bf16 as before. Embeddings, the
+head, norms and attention are as they were.
+
+A linear takes part if its features are multiples of 16, as the kernel wants; others stay in bf16. On a CPU the same
+numbers are rounded in the same way and multiplied in float32, so that tests mean something.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from weft.blocks import find_blocks
+from weft.errors import PlanError
+from weft.mesh import Mesh
+from weft.models.decoder import Joined
+from weft.plan import Plan
+from weft.profile import Profile
+from weft.strategy import Strategy, Values
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+SMALLEST_SCALE = 1e-12  # of a row of zeros
+MULTIPLE = 16
+CAPABILITY = (8, 9)  # the first GPUs that have it
+
+
+class Fp8Matmuls(Strategy):
+    """Linears of blocks in fp8."""
+
+    name = "fp8"
+    exact = False
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        if plan.matmul != "fp8":
+            return None
+        if plan.tensor.x * plan.tensor.y > 1:
+            return (
+                f"plan.matmul = 'fp8' multiplies whole linears, and tensor.x = {plan.tensor.x}, tensor.y = "
+                f"{plan.tensor.y} split them; use shard instead, or matmul = 'compute'"
+            )
+        if plan.pipe.degree > 1 and plan.pipe.schedule == "zero-bubble":
+            return (
+                "plan.matmul = 'fp8' does not put weight gradients off, as pipe.schedule = 'zero-bubble' does; use 1f1b"
+            )
+        if profile.model is not None and not any(map(_takes_part, _linears(profile.model))):
+            return (
+                f"plan.matmul = 'fp8', but no linear inside a block has features in multiples of {MULTIPLE}; "
+                f"use matmul = 'compute'"
+            )
+        return None
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        if plan.matmul != "fp8":
+            return model
+        if mesh.device.type == "cuda" and torch.cuda.get_device_capability(mesh.device) < CAPABILITY:
+            raise PlanError(
+                f"plan.matmul = 'fp8' needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, and "
+                f"{torch.cuda.get_device_name(mesh.device)} has none; use matmul = 'compute'"
+            )
+        for linear in _linears(model):
+            if _takes_part(linear):
+                setattr(linear, "forward", _Linear(linear).forward)  # noqa: B010 (a method to mypy)
+        for module in model.modules():
+            if isinstance(module, Joined) and all(_takes_part(getattr(module, name)) for name in module.joins):
+                module.multiply = multiply
+        return model
+
+
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    inside = (module for block in find_blocks(model).values() for module in block.modules())
+    return [module for module in inside if type(module) is nn.Linear]
+
+
+def _takes_part(linear: nn.Linear) -> bool:
+    return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
+
+
+class _Linear:
+    """Stands in for a linear's forward."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+
+    def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's, which may be used
+        """The product, and the bias in the compute dtype."""
+        out = multiply(input, self.module.weight)
+        return out if self.module.bias is None else out + self.module.bias
+
+
+def multiply(value: Tensor, weight: Tensor) -> Tensor:
+    """value [..., in] by weight [out, in], as F.linear."""
+    if value.shape[:-1].numel() == 0 or weight.dtype != torch.bfloat16:
+        return torch.nn.functional.linear(value, weight)
+    out: Tensor = _Multiply.apply(value, weight)
+    return out
+
+
+class _Multiply(Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(value, weight)
+        rows = value.reshape(-1, value.shape[-1])  # [rows, in]
+        return scaled_product(rows, weight, is_fast=True).view(*value.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (value, weight), (gradient,) = ctx.saved_tensors, gradients
+        rows = gradient.reshape(-1, gradient.shape[-1])  # [rows, out]
+        of_value = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_value = scaled_product(rows, weight.t(), is_fast=False).view(value.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = rows.t() @ value.reshape(-1, value.shape[-1])
+        return of_value, of_weight
+
+
+def scaled_product(left: Tensor, right: Tensor, is_fast: bool) -> Tensor:
+    """left [m, k] by right [n, k], transposed, each row rounded to fp8 with its own scale; [m, n] in bf16.
+
+    `is_fast` adds up with fewer bits, which forwards stand and gradients do not.
+    """
+    (a, scale_a), (b, scale_b) = quantise(left), quantise(right)
+    if left.device.type != "cuda":
+        return ((a.float() @ b.float().t()) * scale_a * scale_b.t()).to(torch.bfloat16)
+    return torch._scaled_mm(
+        a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=is_fast
+    )
+
+
+def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in fp8, and their scales [rows, 1] in float32."""
+    wide = matrix.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE) / LARGEST
+    return (wide / scale).clamp(-LARGEST, LARGEST).to(DTYPE).contiguous(), scale

@@ -1,0 +1,95 @@
+"""torch.compile for training: each block by itself, and the loss of some rows of logits.
+
+Blocks that are alike use what was compiled of the first, so a model takes as long as one of its blocks. What was
+compiled is kept in the user's cache folder and found again by the next run. Where compiling fails, the run goes on
+uncompiled and says so once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.blocks import find_blocks
+from weft.config import Run
+from weft.data.config import DataConfig
+from weft.errors import ConfigError
+from weft.head import loss_head_of
+from weft.models.loss import rows_loss
+from weft.pipeline.runtime import Pipeline
+
+Say = Callable[[str], None]
+
+
+def wants_compile(run: Run, device: torch.device) -> bool:
+    """Whether a run compiles: as it says, or else models of language on GPUs."""
+    wanted = run.train.compile
+    if wanted and run.plan.tile.degree > 1:
+        raise ConfigError(
+            f"train.compile = true, but with tile = {run.plan.tile.degree} each function of torch becomes one of "
+            f"a tile, which torch.compile does not follow; use false"
+        )
+    if wanted is not None:
+        return wanted
+    return device.type == "cuda" and isinstance(run.data, DataConfig)
+
+
+def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:
+    """Compile a parallel model's blocks, and the loss in its head, when they are first used."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    outcome = _Outcome(say)
+    for part in _parts(model):
+        for block in find_blocks(part).values():
+            setattr(block, "forward", _Compiled(block.forward, backend, outcome))  # noqa: B010 (a method to mypy)
+        head = loss_head_of(part)
+        if head is not None:
+            head.rows = _Compiled(rows_loss, backend, outcome)
+
+
+def cache_folder() -> Path:
+    """Where weft keeps what it need not find out again."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "weft"
+
+
+class _Outcome:
+    """Whether compiling has failed, for all that is compiled."""
+
+    def __init__(self, say: Say) -> None:
+        self.failed, self.say = False, say
+
+    def fail(self, error: Exception) -> None:
+        if not self.failed:
+            self.failed = True
+            reason = " ".join(str(error).split("\n")[:2])
+            self.say(f"torch.compile failed ({reason}); going on uncompiled")
+
+
+class _Compiled:
+    """A function that is compiled when it is called, until that fails."""
+
+    def __init__(self, function: Callable[..., Any], backend: str, outcome: _Outcome) -> None:
+        self.function, self.outcome = function, outcome
+        self.compiled = torch.compile(function, dynamic=False, backend=backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.outcome.failed:
+            return self.function(*args, **kwargs)
+        try:
+            return self.compiled(*args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self.outcome.fail(error)
+            return self.function(*args, **kwargs)
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """The stages of a pipeline that this rank holds, or the whole model."""
+    if isinstance(model, Pipeline):
+        yield from (stage.model for stage in model.parts.values())
+    else:
+        yield model
