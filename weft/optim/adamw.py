@@ -23,9 +23,10 @@ from weft.optim.update import fused, numbers, update_on
 from weft.optim.update import update as plain_update
 from weft.parallel import all_flats
 from weft.parallel.flat import Flat
-from weft.parallel.layout import CODE_BLOCK, STAGING_NUMEL, Part, moment_dtype, slot_bytes
+from weft.parallel.layout import CODE_BLOCK, STAGING_NUMEL, Part, moment_dtype, slot_shapes
 
 CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
+KERNEL_NUMEL = 1 << 26  # of one that is
 _SEED_STEP = 1_000_003
 _SEED_BITS = 34  # more than the elements of a buffer
 
@@ -137,7 +138,7 @@ class AdamW(Optimizer):
     @property
     def staging(self) -> list[Tensor]:
         """Room on the device for state that passes through it."""
-        return [] if self._streams is None else self._streams.slots
+        return [] if self._streams is None else [tensor for slot in self._streams.slots for tensor in slot]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; buffers of them stay, and are written before they are read."""
@@ -152,6 +153,7 @@ class AdamW(Optimizer):
         assert flat.slice_gradient is not None
         is_fused = store.is_plain and flat.device.type == "cpu"
         update = update_on(flat.device)
+        chunk = CHUNK_NUMEL if update is plain_update else KERNEL_NUMEL
         one, gradient = scale, flat.slice_gradient
         if is_fused:
             gradient = _scaled(gradient, scale, flat.slice.dtype)
@@ -160,7 +162,7 @@ class AdamW(Optimizer):
         for run in held.runs(joined=not (is_fused or store.has_scales)):
             store.steps[run.first : run.last] += 1
             step, group = int(store.steps[run.first]), self.param_groups[run.group]
-            size = STAGING_NUMEL if streams else CHUNK_NUMEL if update is plain_update and not is_fused else run.numel
+            size = STAGING_NUMEL if streams else run.numel if is_fused else chunk
             for start, stop in _chunks(run, size):
                 own = slice(start, stop)
                 whole = None if flat.written is None else flat.written[own]
@@ -230,7 +232,7 @@ def _streams(flats: Sequence[Flat]) -> Streams:
     """For buffers whose state is on the host, which have one format."""
     flat, largest = flats[0], max(one.layout.slice_numel for one in flats)
     weight = flat.slice_dtype if flat.is_apart else None
-    return Streams(slot_bytes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), flat.device)
+    return Streams(slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), flat.device)
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from weft.parallel.layout import STAGING_ALIGNMENT, STAGING_SLOTS
+from weft.parallel.layout import STAGING_SLOTS
 
 Update = Callable[[list[Tensor]], None]
 
@@ -25,8 +25,13 @@ Update = Callable[[list[Tensor]], None]
 class Streams:
     """The ring of slots, and the streams that fill, use and empty it."""
 
-    def __init__(self, slot_bytes: int, device: torch.device) -> None:
-        self.slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(STAGING_SLOTS)]
+    def __init__(self, shapes: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
+        """`shapes`: elements and dtypes of what a slot takes. They are tensors of their own: a compiler that saw one
+        storage would have to prove that what is written does not overlap.
+        """
+        self.slots = [
+            [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in shapes] for _ in range(STAGING_SLOTS)
+        ]
         self._is_cuda, self._next = device.type == "cuda", 0
         self._up, self._update, self._down = [torch.cuda.Stream(device) if self._is_cuda else None for _ in range(3)]
         self._freed: list[torch.cuda.Event | None] = [None] * STAGING_SLOTS
@@ -49,7 +54,7 @@ class Streams:
     def run(self, on_host: Sequence[Tensor], update: Update) -> None:
         """Bring tensors up, let `update` change what it is given for them, and take them down."""
         number, self._next = self._next, (self._next + 1) % STAGING_SLOTS
-        staged = _carve(self.slots[number], on_host)
+        staged = [room[: tensor.numel()] for room, tensor in zip(self.slots[number], on_host, strict=True)]
         with self._on(self._up, self._freed[number]):
             for place, tensor in zip(staged, on_host, strict=True):
                 place.copy_(tensor, non_blocking=True)
@@ -78,13 +83,3 @@ class Streams:
 
     def _reached(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         return None if stream is None else stream.record_event()
-
-
-def _carve(slot: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Room for each tensor in a slot."""
-    found, start = [], 0
-    for tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        found.append(slot[start : start + size].view(tensor.dtype))
-        start += -(-size // STAGING_ALIGNMENT) * STAGING_ALIGNMENT
-    return found

@@ -100,7 +100,7 @@ class Flat:
         if self.is_apart and (self.on_host or self.compute_dtype != self.slice_dtype):
             part = self.own_whole
             if self._written_version != self.slice._version:
-                part.copy_(self.slice, non_blocking=True)
+                part.copy_(self.slice.to(self.device, non_blocking=True))  # cast there, not by the host
         self._gathering = all_gather(self.whole, part, self.shard)
 
     def finish_gather(self) -> None:

@@ -18,7 +18,7 @@ from weft.profile import Block, Parameter, Profile
 ALIGNMENT = 8
 CODE_BLOCK = 256  # elements of 8-bit optimizer state that share a scale
 STAGING_NUMEL = 1 << 23  # elements of state from the host that are on the device at once, in each slot
-STAGING_SLOTS, STAGING_ALIGNMENT = 3, 512
+STAGING_SLOTS = 3
 STEP_COUNTER_BYTES = 4  # AdamW keeps one fp32 step count for each tensor
 COMPUTE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 MASTER_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
@@ -150,14 +150,18 @@ def on_host(blocks: Sequence[Block], plan: Plan) -> frozenset[tuple[str, int]]:
     return frozenset(found)
 
 
-def slot_bytes(largest_numel: int, weight: torch.dtype | None, moment: torch.dtype | None) -> int:
+def slot_shapes(
+    largest_numel: int, weight: torch.dtype | None, moment: torch.dtype | None
+) -> list[tuple[int, torch.dtype]]:
     """A slot's room for what an update changes of a buffer on the host, of the largest: weights, where they are apart
-    from `whole`, and both moments, or their codes and scales (None).
+    from `whole`, and both moments, or their codes and scales (None). Elements and dtype of each tensor.
     """
     numel = _round_up(min(largest_numel, STAGING_NUMEL), CODE_BLOCK)
-    sizes = [] if weight is None else [numel * weight.itemsize]
-    sizes += [numel, numel // CODE_BLOCK * 4] * 2 if moment is None else [numel * moment.itemsize] * 2
-    return sum(_round_up(size, STAGING_ALIGNMENT) for size in sizes)
+    weights = [] if weight is None else [(numel, weight)]
+    if moment is not None:
+        return [*weights, (numel, moment), (numel, moment)]
+    scales = (numel // CODE_BLOCK, torch.float32)
+    return [*weights, (numel, torch.int8), scales, (numel, torch.uint8), scales]
 
 
 def is_apart(plan: Plan) -> bool:

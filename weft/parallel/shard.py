@@ -42,7 +42,7 @@ from weft.parallel.layout import (
     on_host,
     optimizer_bytes,
     slice_dtype,
-    slot_bytes,
+    slot_shapes,
     trained_layouts,
 )
 from weft.parallel.unit import hold
@@ -143,7 +143,8 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
     if away:
         weight = slice_dtype(plan) if is_apart(plan) else None
         moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
-        device["staging"] = STAGING_SLOTS * slot_bytes(largest, weight, moment)
+        shapes = slot_shapes(largest, weight, moment)
+        device["staging"] = STAGING_SLOTS * sum(numel * dtype.itemsize for numel, dtype in shapes)
     return {**device, "buffers": profile.buffer_bytes}, dict(hosted)
 
 
