@@ -28,7 +28,7 @@ from weft.models import build, initialise
 from weft.parallel import all_units, cost, host_bytes, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
 from weft.parallel.tile import own_tiles
-from weft.plan import BatchSplit, Plan, split_batch
+from weft.plan import BatchSplit, Memory, Plan, split_batch
 from weft.profile import Profile, profile
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
 from weft.train.task import task_of
@@ -97,10 +97,10 @@ def verify(
     """Prove that `plan` computes what the unsplit model does.
 
     `model_fn()` makes the model (the same on every call after torch.manual_seed(0)); `batch_fn(step)` makes the tensors
-    of a whole global batch, samples first. Its state and the plan's precision become float64. `ranks_per_node` lays the
-    ranks out as if so many shared a node, for a hierarchical plan.
+    of a whole global batch, samples first. Its state and the plan's precision become float64, and no update is
+    delayed. `ranks_per_node` lays the ranks out as if so many shared a node, for a hierarchical plan.
     """
-    plan = replace(plan, precision="fp64", memory=replace(plan.memory, master=True, state="master"))
+    plan = replace(plan, precision="fp64", memory=_exact(plan.memory))
     example = batch_fn(0)
     split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
     counted = _profile(model_fn, example, split)
@@ -112,6 +112,10 @@ def verify(
 
     answers = run_local(rank, plan.num_ranks, timeout_seconds)
     return Report(plan, (*_judge(answers, tolerance), _check_coverage(answers, plan)))
+
+
+def _exact(memory: Memory) -> Memory:
+    return replace(memory, master=True, state="master", delay=False)
 
 
 def verify_run(run: Run) -> Report:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.errors import PlanError
+from weft.errors import CheckpointError, PlanError
 from weft.optim.store import Store
 from weft.optim.stream import Streams
 from weft.optim.update import fused, numbers, update_on
@@ -55,12 +55,18 @@ class Held:
         self.parts = [(part, piece) for part, piece in zip(flat.parts, flat.pieces, strict=True) if piece.numel()]
         self.group_of = [groups.get(id(piece)) for _, piece in self.parts]
         self.store = Store(flat)
+        # Of a delayed update: its gradient and what that is scaled by, where the weights go, and when they are there.
+        self.pending: Tensor | None = None
+        self.pending_scale: Tensor | None = None
+        self.following: Tensor | None = None
+        self.done: torch.cuda.Event | None = None
 
     def runs(self, joined: bool) -> Iterator[Run]:
         """Parts that lie side by side and are alike, as one where `joined`; padding between them stays zero."""
         steps, found = self.store.steps.tolist(), list[Run]()
         for index, ((part, piece), group) in enumerate(zip(self.parts, self.group_of, strict=True)):
-            if group is None or (not self.flat.hides_gradient and piece.grad is None):
+            shows = not (self.flat.hides_gradient or self.flat.delays)
+            if group is None or (shows and piece.grad is None):
                 continue
             stop, last = part.offset + part.stop - part.start, found[-1] if found else None
             if joined and last and last.last == index and last.group == group and steps[last.first] == steps[index]:
@@ -68,6 +74,9 @@ class Held:
             else:
                 found.append(Run(part.offset, stop, group, index, index + 1))
         return iter(found)
+
+
+_Work = tuple[Held, Tensor, Tensor | None, Tensor | None]  # a buffer, its gradient, the scale, and where weights go too
 
 
 class AdamW(Optimizer):
@@ -100,6 +109,7 @@ class AdamW(Optimizer):
         self.held = [Held(flat, number, group_of) for number, flat in enumerate(flats)]
         away = [held.flat for held in self.held if held.flat.on_host]
         self._streams = _streams(away) if away else None
+        self._has_begun = False
         self._places: dict[int, tuple[Held, int]] = {}
         for held in self.held:
             held.flat.is_read_flat = True
@@ -118,17 +128,63 @@ class AdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._numbers.clear()
         ready = [held for held in self.held if held.flat.has_gradient]
+        if any(held.flat.delays for held in ready):
+            self.begin()
+            self._put_off(ready, scale)
+            return loss
+        gradients = [held.flat.slice_gradient for held in ready]
+        self._update_all(
+            [(h, g, scale, h.flat.written) for h, g in zip(ready, gradients, strict=True) if g is not None]
+        )
+        for held in ready:
+            held.flat.update_done = held.done
+            if held.flat.written is not None:
+                held.flat.mark_written()
+        return loss
+
+    def begin(self) -> None:
+        """Start the update that the last step put off; its weights take their place at the end of this one."""
+        waiting = [held for held in self.held if held.pending is not None]
+        if self._has_begun or not waiting:
+            return
+        self._has_begun = True
+        work: list[_Work] = []
+        for held in waiting:
+            assert held.pending is not None
+            held.flat.write()  # the weights before the update
+            if held.following is None:
+                held.following = torch.zeros_like(held.flat.own_whole)
+            work.append((held, held.pending, held.pending_scale, held.following))
+        self._update_all(work)
+        for held in waiting:
+            held.flat.mark_written()
+
+    def _put_off(self, ready: Sequence[Held], scale: Tensor | None) -> None:
+        """Let the weights of the update that has begun take their place, and keep these gradients for the next step."""
+        for held in self.held:
+            if self._has_begun and held.following is not None and held.pending is not None:
+                if held.done is not None:
+                    torch.cuda.current_stream(held.flat.device).wait_event(held.done)
+                held.flat.own_whole.copy_(held.following)
+            held.pending, held.done = None, None
+        self._has_begun = False
+        for held in ready:
+            assert held.flat.slice_gradient is not None
+            held.pending, held.pending_scale = held.flat.slice_gradient.clone(), scale
+            held.flat.mark_written()
+
+    def _update_all(self, work: Sequence[_Work]) -> None:
+        """What is on the host by its own streams, what is on the device meanwhile."""
+        self._numbers.clear()
         if self._streams is not None:
             self._streams.begin()
-            for held in ready:
-                if held.flat.on_host:
-                    self._update(held, scale, self._streams)
-        for held in ready:
+        for held, gradient, scale, written in work:
+            if held.flat.on_host:
+                self._update(held, gradient, scale, written, self._streams)
+        for held, gradient, scale, written in work:
             if not held.flat.on_host:
-                self._update(held, scale, None)
-        return loss
+                self._update(held, gradient, scale, written, None)
 
     def synchronize(self) -> None:
         """Wait until the host has the state that lives there."""
@@ -136,9 +192,13 @@ class AdamW(Optimizer):
             self._streams.synchronize()
 
     @property
-    def staging(self) -> list[Tensor]:
-        """Room on the device for state that passes through it."""
-        return [] if self._streams is None else [tensor for slot in self._streams.slots for tensor in slot]
+    def beside(self) -> dict[str, list[Tensor]]:
+        """What it holds on the device beside `state`, by kind: slots for state on the host, and delayed updates."""
+        slots = [] if self._streams is None else [tensor for slot in self._streams.slots for tensor in slot]
+        pending = [held.pending for held in self.held if held.pending is not None]
+        following = [held.following for held in self.held if held.following is not None]
+        found = {"staging": slots, "gradients": pending, "parameters": following}
+        return {kind: tensors for kind, tensors in found.items() if tensors}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; buffers of them stay, and are written before they are read."""
@@ -148,13 +208,19 @@ class AdamW(Optimizer):
 
     # --- one buffer
 
-    def _update(self, held: Held, scale: Tensor | None, streams: Streams | None) -> None:
+    def _update(
+        self,
+        held: Held,
+        gradient: Tensor,
+        scale: Tensor | None,
+        written: Tensor | None,
+        streams: Streams | None,
+    ) -> None:
         flat, store = held.flat, held.store
-        assert flat.slice_gradient is not None
         is_fused = store.is_plain and flat.device.type == "cpu"
         update = update_on(flat.device)
         chunk = CHUNK_NUMEL if update is plain_update else KERNEL_NUMEL
-        one, gradient = scale, flat.slice_gradient
+        one = scale
         if is_fused:
             gradient = _scaled(gradient, scale, flat.slice.dtype)
         elif one is None:
@@ -165,7 +231,7 @@ class AdamW(Optimizer):
             size = STAGING_NUMEL if streams else run.numel if is_fused else chunk
             for start, stop in _chunks(run, size):
                 own = slice(start, stop)
-                whole = None if flat.written is None else flat.written[own]
+                whole = None if written is None else written[own]
                 state = store.at(run.first, held.parts[run.first][0], start, stop)
                 if is_fused:
                     change = partial(_fused, gradient[own], whole, store.steps[run.first], group)
@@ -182,9 +248,7 @@ class AdamW(Optimizer):
                     streams.run([flat.slice[own], *state], partial(change, None))
                 else:
                     streams.run(state, partial(change, flat.slice[own]))
-        flat.update_done = None if streams is None else streams.updated(with_host=flat.frees_whole)
-        if flat.written is not None:
-            flat.mark_written()
+        held.done = None if streams is None else streams.updated(with_host=flat.frees_whole)
 
     def _known(self, group: int, step: int, device: torch.device) -> Tensor:
         """A group's numbers in one step, sent to a device once."""
@@ -200,13 +264,31 @@ class AdamW(Optimizer):
         """A piece's state as numbers: both moments in fp32 (or fp64), whatever they are held in, and the step."""
         held, index, part = self._find(piece)
         first, second = held.store.read(index, part)
-        return {"step": held.store.steps[index].clone(), "exp_avg": first, "exp_avg_sq": second}
+        found = {"step": held.store.steps[index].clone(), "exp_avg": first, "exp_avg_sq": second}
+        if held.pending is not None:
+            assert not self._has_begun, "between steps"
+            one = torch.ones((), dtype=torch.float64)
+            found["pending"] = held.pending[part.offset : part.offset + part.stop - part.start]
+            found["pending_scale"] = one if held.pending_scale is None else held.pending_scale
+        return found
 
     def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Set a piece's state from such numbers."""
+        """Set a piece's state from such numbers, between steps."""
         held, index, part = self._find(piece)
         held.store.steps[index] = float(state["step"])
         held.store.write(index, part, state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+        if "pending" not in state:
+            return
+        if not held.flat.delays:
+            raise CheckpointError(
+                f"the state of '{part.parameter.name}' has a gradient whose update was put off by plan.memory.delay = "
+                f"true, and now it is false; resume with delay = true"
+            )
+        pending, device = state["pending"].view(-1), held.flat.device
+        if held.pending is None or held.pending.dtype != pending.dtype:
+            held.pending = torch.zeros(held.flat.layout.slice_numel, dtype=pending.dtype, device=device)
+        held.pending[part.offset : part.offset + part.stop - part.start].copy_(pending)
+        held.pending_scale = state["pending_scale"].to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: groups, and the state of each parameter by its number."""

@@ -216,8 +216,8 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
         "optimizer": [value for value in values if isinstance(value, Tensor)],
         "buffers": list(model.buffers()),
     }
-    staging: list[Tensor] = getattr(optimizer, "staging", [])
-    return {**found, "staging": staging} if staging else found
+    beside: dict[str, list[Tensor]] = getattr(optimizer, "beside", {})
+    return {kind: [*found.get(kind, []), *beside.get(kind, [])] for kind in {**found, **beside}}
 
 
 def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:

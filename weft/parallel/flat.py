@@ -47,11 +47,12 @@ class Flat:
         state: str = "master",
         is_alone: bool = False,
         on_host: bool = False,
+        delays: bool = False,
     ) -> None:
         """`slice_dtype`: of the weights at rest, the master dtype unless given. `state`: the plan's, for the optimizer.
 
         `is_alone`: no other rank takes part, so that gradients are never reduced. `on_host`: what lives beside `whole`
-        does so in host memory.
+        does so in host memory. `delays`: the optimizer puts off each update by a step.
         """
         self.layout, self.owners, self.shard, self.stage = layout, owners, shard, stage
         self.compute_dtype, self.master_dtype, self.device = compute_dtype, master_dtype, device
@@ -61,7 +62,7 @@ class Flat:
         self.copies = 1  # ranks along `pipe` that hold the same
         self.trainable = layout.parameters[0].trainable
         self.is_read_flat = False  # by weft's optimizer, which takes gradients in any dtype
-        self._is_alone, self.on_host = is_alone, on_host
+        self._is_alone, self.on_host, self.delays = is_alone, on_host, delays
         self.update_done: torch.cuda.Event | None = None  # of an optimizer that works on another stream
         self._starts, self.parts = layout.starts, tuple(layout.parts(shard.index))
         self.frees_whole = stage == 3 and shard.degree > 1
@@ -99,8 +100,7 @@ class Flat:
             self.await_update()  # otherwise whoever computes with it does
         if self.is_apart and (self.on_host or self.compute_dtype != self.slice_dtype):
             part = self.own_whole
-            if self._written_version != self.slice._version:
-                part.copy_(self.slice.to(self.device, non_blocking=True))  # cast there, not by the host
+            self.write()
         self._gathering = all_gather(self.whole, part, self.shard)
 
     def finish_gather(self) -> None:
@@ -130,6 +130,13 @@ class Flat:
         if self.update_done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.update_done)
             self.update_done = None
+
+    def write(self) -> None:
+        """Bring this rank's part of `whole` up to the slice, unless it is."""
+        if self._written_version != self.slice._version:
+            self.own_whole.copy_(self.slice.to(self.device, non_blocking=True))  # cast there, not by the host
+            if not self.frees_whole:
+                self.mark_written()
 
     def mark_written(self) -> None:
         """The optimizer has changed the slice and written the same to its part of `whole`.

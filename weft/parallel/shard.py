@@ -140,6 +140,9 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
             if layout.parameters[0].trainable:
                 device["gradients"] += (layout.numel if keeps_whole_gradient else layout.slice_numel) * gradient
                 home["optimizer"] += optimizer_bytes(layout, index, plan)
+                if plan.memory.delay:  # the gradient that waits, and the weights that it will give
+                    device["gradients"] += layout.slice_numel * gradient
+                    device["parameters"] += layout.slice_numel * compute
     if away:
         weight = slice_dtype(plan) if is_apart(plan) else None
         moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
@@ -208,6 +211,7 @@ def _make_flats(
             plan.memory.state,
             is_alone=plan.num_ranks == 1,
             on_host=(block.name, number) in away,
+            delays=plan.memory.delay,
         )
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree))
     ]

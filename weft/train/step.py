@@ -92,6 +92,8 @@ def train_step(
     """Forward, backward and update over this rank's micro-batches of one step: whole sequences, whatever the plan, but
     this rank's tiles of images (`weft.tile`), with labels of their pixels or of all samples.
     """
+    if isinstance(optimizer, AdamW):
+        optimizer.begin()
     micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
     num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
     all_reduce(num_targets, mesh["tokens"]).wait()
