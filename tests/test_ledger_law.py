@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from random_for_tests import DEGREES, Case, CNNs, Conv, Decoders, Layer, MLPs, draw_case
 from runs_for_tests import DEEP, Silent, make_run, write_run_file
 from torch import Tensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 import weft.parallel
 from weft.comm import add_traffic, expand
@@ -31,7 +31,8 @@ from weft.launch import Place
 from weft.local import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import DecoderConfig, build
-from weft.parallel import cost, parallelize, refuse, state_bytes
+from weft.optim import AdamW
+from weft.parallel import all_units, cost, parallelize, refuse, state_bytes
 from weft.parallel.data import DataAxis
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.shard import ShardAxis
@@ -69,7 +70,8 @@ def on_rank(case: Case, found: Profile, split: BatchSplit) -> list[str]:
     mesh = Mesh(plan, ranks_per_node=case.ranks_per_node)
     model = parallelize(case.build(), plan, mesh, example=found.example)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = AdamW(trained or [torch.zeros(0, requires_grad=True)], foreach=True)  # a stage may be frozen
+    nothing = [torch.zeros(0, requires_grad=True)]  # a stage may be frozen
+    optimizer: Optimizer = AdamW(model) if all_units(model) else torch.optim.AdamW(trained or nothing, foreach=True)
     state: dict[str, int] = {}
     optimizer.register_step_pre_hook(lambda *_: state.update(state_bytes(model, optimizer)))
     mesh.ledger.clear()
@@ -92,8 +94,8 @@ def told(value: Any) -> str:
 
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(value.untyped_storage().nbytes() for value in values if isinstance(value, Tensor))
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum({value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in values}.values())
 
 
 def own_batches(case: Case, split: BatchSplit, index: int) -> list[tuple[Tensor, ...]]:

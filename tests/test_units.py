@@ -25,6 +25,7 @@ from weft.errors import PlanError
 from weft.local import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models.init import initial_value
+from weft.optim import AdamW
 from weft.parallel import (
     clip_grad_norm,
     cost,
@@ -608,7 +609,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters(plan: Plan) -> None:
         seen: list[torch.dtype] = []
         layer = model.get_submodule("model.layers.0.mlp.up_proj")
         layer.register_forward_hook(lambda module, _, out: seen.extend([module.weight.dtype, out.dtype]))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+        optimizer = AdamW(model, lr=0.0, weight_decay=0.0)
         for _ in range(2):
             loss = model(own).float().square().mean()
             assert_close(loss, reference(own).square().mean(), rtol=0.03, atol=0.0)

@@ -7,6 +7,7 @@ model = weft.parallelize(model, plan)             # the same module, its state s
 
 from weft.errors import WeftError
 from weft.mesh import Mesh
+from weft.optim import AdamW
 from weft.parallel import clip_grad_norm, parallelize, sync_gradients
 from weft.parallel.tile import tile
 from weft.parallel.vocabulary import cross_entropy, vocabulary_of
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CROSS_ENTROPY",
+    "AdamW",
     "Context",
     "Memory",
     "Mesh",

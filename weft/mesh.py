@@ -51,6 +51,7 @@ class Mesh:
                 f"the plan needs {plan.num_ranks} processes ({plan.describe_axes()}) but {found} run; "
                 f"start {plan.num_ranks} or change the plan"
             )
+        self.num_local_ranks = min(found, ranks_per_node or found)
         self.coordinates = self._coordinates()
         self._groups = self._make_groups() if found > 1 else {}
         self._made: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}

@@ -137,10 +137,19 @@ class Memory:
 
     `accumulate`: where gradients of several micro-batches add up. "whole" communicates once a step and holds whole
     gradients meanwhile; "slice" reduces each micro-batch and holds only the rank's slice (shard stages 2 and 3).
+
+    `master`: fp32 weights beside those in bf16; without them updates are rounded at random. `state`: the bits of both
+    moments of AdamW, as the master weights or fewer. Fewer bits need `plan.exact = false`. `offload`: the share of
+    master weights and moments that lives in host memory, 0 to 1. `delay`: each step's update runs behind the forward
+    and backward of the next, which compute with the weights before it; needs `plan.exact = false`.
     """
 
     recompute: Recompute = "none"
     accumulate: Literal["whole", "slice"] = "whole"
+    master: bool = True
+    state: Literal["master", "bf16", "int8"] = "master"
+    offload: float = 0.0
+    delay: bool = False
 
 
 @dataclass(frozen=True)
@@ -178,15 +187,54 @@ class Plan:
                 f"plan.memory.accumulate = 'slice' needs shard.stage 2 or 3 with shard.degree > 1; given stage "
                 f"{self.shard.stage}, degree {self.shard.degree}; use 'whole' or raise the stage"
             )
-
         if self.matmul == "fp8" and (self.precision != "bf16" or self.exact):
             raise PlanError(
                 f"plan.matmul = 'fp8' rounds what precision = 'bf16' computes, which changes the mathematics; given "
                 f"precision = '{self.precision}' and exact = {str(self.exact).lower()}; use 'bf16' and exact = false"
             )
+        self._check_bits()
         if self.tile.fused < 1:
             raise PlanError(f"plan.tile.fused = {self.tile.fused}; an exchange serves at least 1 layer")
         self._check_sequence()
+
+    def _check_bits(self) -> None:
+        fewer = [
+            *(["plan.memory.master = false"] * (not self.memory.master)),
+            *([f"plan.memory.state = '{self.memory.state}'"] * (self.memory.state != "master")),
+        ]
+        if self.memory.delay:
+            self._check_delay()
+        if not 0 <= self.memory.offload <= 1:
+            raise PlanError(f"plan.memory.offload = {self.memory.offload}; a share lies between 0 and 1")
+        if fewer and self.exact:
+            raise PlanError(
+                f"{fewer[0]} keeps less of each update than fp32 does, and plan.exact = true; set plan.exact = "
+                f"false to accept it, or leave it out"
+            )
+        if not self.memory.master and self.precision != "bf16":
+            raise PlanError(
+                f"plan.memory.master = false leaves out what precision = 'bf16' has beside its weights, and precision "
+                f"is '{self.precision}'; use bf16, or master = true"
+            )
+
+    def _check_delay(self) -> None:
+        if self.exact:
+            raise PlanError(
+                "plan.memory.delay = true takes gradients at weights one update old, and plan.exact = true; set "
+                "plan.exact = false to accept it, or delay = false"
+            )
+        if not self.memory.offload:
+            raise PlanError(
+                "plan.memory.delay = true hides the update of state on the host, and plan.memory.offload = 0; raise "
+                "offload, or use delay = false"
+            )
+        is_freed = self.shard.degree > 1 and self.shard.stage == 3
+        if self.precision != "bf16" or not self.memory.master or is_freed:
+            raise PlanError(
+                f"plan.memory.delay = true computes with weights that the update does not change: with precision = "
+                f"'bf16', memory.master = true and shard.stage below 3; given '{self.precision}', "
+                f"{str(self.memory.master).lower()} and stage {self.shard.stage} of degree {self.shard.degree}"
+            )
 
     def _check_sequence(self) -> None:
         if self.tensor.chunks < 1:

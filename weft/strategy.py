@@ -45,7 +45,8 @@ class Cost:
     """What one rank pays for one step.
 
     `state_bytes` lives from step to step, by kind; `transient` comes and goes; `saved_bytes` is the activations that
-    one micro-batch keeps for backward; `flops` counts forward, backward and recompute.
+    one micro-batch keeps for backward; `flops` counts forward, backward and recompute. `host_bytes` is state in host
+    memory, by kind.
     """
 
     traffic: Traffics = field(default_factory=dict)
@@ -53,17 +54,16 @@ class Cost:
     transient: Transient = field(default_factory=Transient)
     saved_bytes: int = 0
     flops: int = 0
+    host_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __add__(self, other: Cost) -> Cost:
-        kinds = {**self.state_bytes}
-        for kind, num_bytes in other.state_bytes.items():
-            kinds[kind] = kinds.get(kind, 0) + num_bytes
         return Cost(
             add_traffic(self.traffic, other.traffic),
-            kinds,
+            _add(self.state_bytes, other.state_bytes),
             self.transient + other.transient,
             self.saved_bytes + other.saved_bytes,
             self.flops + other.flops,
+            _add(self.host_bytes, other.host_bytes),
         )
 
     @property
@@ -76,6 +76,10 @@ class Cost:
     def transient_bytes(self) -> int:
         """What there is then beside state and all that is saved (or missing, if negative)."""
         return self.memory_bytes - sum(self.state_bytes.values()) - self.saved_bytes
+
+
+def _add(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
 
 
 class Strategy:

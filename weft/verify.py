@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+import weft.optim
 from weft.cluster import load
 from weft.comm import Traffic, add_traffic, expand
 from weft.comm.ledger import Key
@@ -24,10 +25,10 @@ from weft.errors import VerifyError
 from weft.local import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import build, initialise
-from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
+from weft.parallel import all_units, cost, host_bytes, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
 from weft.parallel.tile import own_tiles
-from weft.plan import BatchSplit, Plan, split_batch
+from weft.plan import BatchSplit, Memory, Plan, split_batch
 from weft.profile import Profile, profile
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
 from weft.train.task import task_of
@@ -96,10 +97,10 @@ def verify(
     """Prove that `plan` computes what the unsplit model does.
 
     `model_fn()` makes the model (the same on every call after torch.manual_seed(0)); `batch_fn(step)` makes the tensors
-    of a whole global batch, samples first. The plan's precision is replaced by float64, that of its matmuls too.
-    `ranks_per_node` lays the ranks out as if so many shared a node, for a hierarchical plan.
+    of a whole global batch, samples first. Its state and the plan's precision become float64, that of its matmuls too,
+    and no update is delayed. `ranks_per_node` lays the ranks out as if so many shared a node, for a hierarchical plan.
     """
-    plan = replace(plan, precision="fp64", matmul="compute")
+    plan = replace(plan, precision="fp64", matmul="compute", memory=_exact(plan.memory))
     example = batch_fn(0)
     split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
     counted = _profile(model_fn, example, split)
@@ -111,6 +112,10 @@ def verify(
 
     answers = run_local(rank, plan.num_ranks, timeout_seconds)
     return Report(plan, (*_judge(answers, tolerance), _check_coverage(answers, plan)))
+
+
+def _exact(memory: Memory) -> Memory:
+    return replace(memory, master=True, state="master", delay=False)
 
 
 def verify_run(run: Run) -> Report:
@@ -178,6 +183,8 @@ def _run_rank(
         "counted": _plain(mesh.ledger.entries()),
         "predicted_state": dict(predicted.state_bytes),
         "counted_state": watch.state,
+        "predicted_host": dict(predicted.host_bytes),
+        "counted_host": watch.host,
     }
 
 
@@ -221,16 +228,19 @@ class _Watch:
         self.model = model
         self.gradients: list[tuple[Part, Tensor]] = []
         self.state: dict[str, int] = {}
+        self.host: dict[str, int] = {}
         optimizer.register_step_pre_hook(self._before_step)
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
         if not self.gradients:
+            scale = options.get("scale")  # of clipping, where the optimizer does it
             self.gradients = [
-                (part, piece.grad.flatten().clone())
+                (part, piece.grad.flatten() * (1.0 if scale is None else scale))
                 for part, piece in named_pieces(self.model)
                 if piece.grad is not None
             ]
         self.state = state_bytes(self.model, optimizer)
+        self.host = host_bytes(self.model, optimizer)
 
 
 def _make(model_fn: ModelFn) -> nn.Module:
@@ -239,6 +249,8 @@ def _make(model_fn: ModelFn) -> nn.Module:
 
 
 def _optimizer(model: nn.Module) -> Optimizer:
+    if all_units(model):
+        return weft.optim.AdamW(model, lr=LEARNING_RATE)
     trained = [p for p in model.parameters() if p.requires_grad]
     return AdamW(trained or [torch.zeros(0, requires_grad=True)], lr=LEARNING_RATE, foreach=True)  # a frozen stage
 
@@ -334,6 +346,10 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
     kinds = answers[0]["predicted_state"]
     checks += [
         _equal(f"state: {kind}", answers, "predicted_state", "counted_state", kind, _bytes_text) for kind in kinds
+    ]
+    checks += [
+        _equal(f"host: {kind}", answers, "predicted_host", "counted_host", kind, _bytes_text)
+        for kind in {key for answer in answers for key in (*answer["predicted_host"], *answer["counted_host"])}
     ]
     return checks
 

@@ -210,17 +210,32 @@ def refresh(model: nn.Module) -> None:
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """What lives on this rank from step to step, by kind; all of it between backward and step."""
+    """What lives on this rank's device from step to step, by kind; all of it between backward and step."""
     pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
+    away = {id(piece) for flat in flats if flat.on_host for piece in flat.pieces}
     gradients = [buffer for flat in flats for buffer in (flat.whole_gradient, flat.slice_gradient)]
     gradients += [piece.grad for piece in pieces]
-    values = [value for state in optimizer.state.values() for value in state.values()]
-    return {
-        "parameters": [*pieces, *(buffer for flat in flats for buffer in (flat.whole, flat.slice))],
+    values = [value for piece, state in optimizer.state.items() if id(piece) not in away for value in state.values()]
+    slices = [flat.slice for flat in flats if not (flat.on_host and flat.is_apart)]
+    found = {
+        "parameters": [*(pieces if not flats else ()), *(flat.whole for flat in flats), *slices],
         "gradients": [gradient for gradient in gradients if gradient is not None],
         "optimizer": [value for value in values if isinstance(value, Tensor)],
         "buffers": list(model.buffers()),
     }
+    beside: dict[str, list[Tensor]] = getattr(optimizer, "beside", {})
+    return {kind: [*found.get(kind, []), *beside.get(kind, [])] for kind in {**found, **beside}}
+
+
+def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
+    """What of a device's state lives in host memory, by kind."""
+    flats = [flat for flat in all_flats(model) if flat.on_host]
+    if not flats:
+        return {}
+    slices = [flat.slice for flat in flats if flat.is_apart]
+    values = [value for flat in flats for piece in flat.pieces for value in optimizer.state.get(piece, {}).values()]
+    found = {"parameters": slices, "optimizer": [value for value in values if isinstance(value, Tensor)]}
+    return {kind: tensors for kind, tensors in found.items() if tensors}
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
@@ -228,33 +243,50 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     return {kind: _storage_bytes(tensors) for kind, tensors in state_tensors(model, optimizer).items()}
 
 
+def host_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
+    """The same of host memory."""
+    return {kind: _storage_bytes(tensors) for kind, tensors in host_tensors(model, optimizer).items()}
+
+
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before.
+def grad_norm(model: nn.Module, mesh: Mesh) -> Tensor:
+    """The global norm of all gradients [], on the device.
 
     Each parameter counts once, whatever the mesh: slices are disjoint over `shard`, equal over `data`, and what several
     ranks of x × y (or of pipe) hold alike counts for each of them in part.
     """
     flats = [flat for flat in all_flats(model) if flat.slice_gradient is not None]
-    if not all_units(model):
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
     gradients = [flat.slice_gradient for flat in flats if flat.slice_gradient is not None]
     replicas = [flat.layout.replicas * flat.copies for flat in flats]
     squared = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if gradients:  # a stage may be frozen
-        norms = torch.stack(torch._foreach_norm(gradients)).double()
-        squares = norms.square()
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # of the sum: bf16 has too few bits for it
+        squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square()
         if any(count > 1 for count in replicas):  # numbers from the host, which would wait for the device
-            squares = squares / torch.tensor(replicas, device=norms.device)
+            squares = squares / torch.tensor(replicas, dtype=squares.dtype).to(squares.device, non_blocking=True)
         squared += squares.sum()
     all_reduce(squared, mesh["state"]).wait()
-    norm = squared.sqrt()
-    if max_norm is not None and gradients:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(gradients[0].dtype))
+    return squared.sqrt()
+
+
+def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
+    """What gradients are scaled by so that their norm is at most `max_norm` []."""
+    return None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh) -> Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before."""
+    if not all_units(model):
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
+    norm = grad_norm(model, mesh)
+    gradients = [flat.slice_gradient for flat in all_flats(model) if flat.slice_gradient is not None]
+    factor = clip_factor(norm, max_norm)
+    if factor is not None and gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return norm
 
 
@@ -262,8 +294,11 @@ __all__ = [
     "STRATEGIES",
     "Cost",
     "Strategy",
+    "clip_factor",
     "clip_grad_norm",
     "cost",
+    "grad_norm",
+    "host_bytes",
     "named_pieces",
     "parallelize",
     "refresh",

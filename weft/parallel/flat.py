@@ -2,7 +2,8 @@
 
 `whole` holds the parameters in the compute dtype; `slice` is this rank's master copy, which the optimizer sees piece by
 piece under each parameter's own name. Where both have one dtype and stages 1-2 keep `whole`, the slice is a view of it
-and nothing is held twice. Gradients add up in `whole_gradient` in the master dtype and end in `slice_gradient`.
+and nothing is held twice. Gradients add up in `whole_gradient` in the master dtype and end in `slice_gradient`. What is
+neither added up nor reduced stays in the compute dtype, which has the same values, where weft's optimizer reads it.
 
     slice ──all-gather over shard──▶ whole ──forward, backward──▶ whole_gradient
       ▲                                                               │ reduce-scatter over shard, all-reduce over data
@@ -22,9 +23,11 @@ from torch import Tensor, nn
 
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
+from weft.memory.host import host_zeros
 from weft.parallel.layout import FlatLayout, Part
 
 Owners = Sequence[tuple[nn.Module, str]]
+GATHERED_BYTES = 1 << 24  # of small gradients that a GPU takes with one launch
 
 
 class Flat:
@@ -40,15 +43,30 @@ class Flat:
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
         device: torch.device,
+        slice_dtype: torch.dtype | None = None,
+        state: str = "master",
+        is_alone: bool = False,
+        on_host: bool = False,
+        delays: bool = False,
     ) -> None:
+        """`slice_dtype`: of the weights at rest, the master dtype unless given. `state`: the plan's, for the optimizer.
+
+        `is_alone`: no other rank takes part, so that gradients are never reduced. `on_host`: what lives beside `whole`
+        does so in host memory. `delays`: the optimizer puts off each update by a step.
+        """
         self.layout, self.owners, self.shard, self.stage = layout, owners, shard, stage
         self.compute_dtype, self.master_dtype, self.device = compute_dtype, master_dtype, device
+        self.slice_dtype, self.state = slice_dtype or master_dtype, state
         self.sum_over: list[Axis] = []  # gradients there are partial sums
         self.mean_over: list[Axis] = []  # and there of different samples
         self.copies = 1  # ranks along `pipe` that hold the same
         self.trainable = layout.parameters[0].trainable
-        self._starts, self._parts = layout.starts, tuple(layout.parts(shard.index))
+        self.is_read_flat = False  # by weft's optimizer, which takes gradients in any dtype
+        self._is_alone, self.on_host, self.delays = is_alone, on_host, delays
+        self.update_done: torch.cuda.Event | None = None  # of an optimizer that works on another stream
+        self._starts, self.parts = layout.starts, tuple(layout.parts(shard.index))
         self.frees_whole = stage == 3 and shard.degree > 1
+        self.is_apart = self.frees_whole or compute_dtype != self.slice_dtype  # the slice is no view of `whole`
         self.keeps_whole_gradient = stage == 1 or shard.degree == 1
         self.whole = torch.empty(layout.numel, dtype=compute_dtype, device=device)
         self.slice = self._make_slice(values)
@@ -57,10 +75,13 @@ class Flat:
         self._carried: Tensor | None = None
         self._targets: list[Tensor] = []  # the place of each parameter in `whole_gradient`
         self._filled: set[int] = set()
+        self._taken: dict[int, Tensor] = {}  # gradients that wait to be put into place together
+        self.hides_gradient = False  # whether there is one that torch would not let pieces show
+        self._written_version = -1
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
         self.whole_parameters = [self._whole_parameter(i) for i in range(len(layout.parameters))]
-        self.pieces = [self._piece(part) for part in self._parts]
+        self.pieces = [self._piece(part) for part in self.parts]
         self.is_whole = False
         self.refresh()
         if not self.trainable and not self.frees_whole:
@@ -75,12 +96,16 @@ class Flat:
         if self.frees_whole:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
         part = self.slice
-        if self.compute_dtype != self.master_dtype:
-            part = self._own(self.whole).copy_(self.slice)
+        if self.shard.degree > 1 or self._written_version != self.slice._version:
+            self.await_update()  # otherwise whoever computes with it does
+        if self.is_apart and (self.on_host or self.compute_dtype != self.slice_dtype):
+            part = self.own_whole
+            self.write()
         self._gathering = all_gather(self.whole, part, self.shard)
 
     def finish_gather(self) -> None:
         """Wait for the gather and let the modules see whole parameters."""
+        self.await_update()
         if self.is_whole:
             return
         self.start_gather()
@@ -89,6 +114,36 @@ class Flat:
         self._gathering = None
         self._install(self.whole_parameters)
         self.is_whole = True
+
+    @property
+    def own_whole(self) -> Tensor:
+        """This rank's part of the whole buffer."""
+        return self._own(self.whole)
+
+    @property
+    def written(self) -> Tensor | None:
+        """Where the optimizer writes what it changes once more, in the compute dtype; None where nothing keeps it."""
+        return self.own_whole if self.is_apart and not self.frees_whole else None
+
+    def await_update(self) -> None:
+        """Order what comes behind an update that another stream still does."""
+        if self.update_done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.update_done)
+            self.update_done = None
+
+    def write(self) -> None:
+        """Bring this rank's part of `whole` up to the slice, unless it is."""
+        if self._written_version != self.slice._version:
+            self.own_whole.copy_(self.slice.to(self.device, non_blocking=True))  # cast there, not by the host
+            if not self.frees_whole:
+                self.mark_written()
+
+    def mark_written(self) -> None:
+        """The optimizer has changed the slice and written the same to its part of `whole`.
+
+        Another change of a piece is seen by its version and copied again (but not one by `.data`; then call `refresh`).
+        """
+        self._written_version = self.slice._version
 
     def release(self, stale: bool) -> None:
         """After use: stage 3 frees the whole buffer. `stale` says that the optimizer will now change the slices."""
@@ -103,6 +158,7 @@ class Flat:
             self._gathering = None
         self._install(self.pieces)
         self.is_whole = False
+        self._written_version = -1
         if self.frees_whole:
             self._free_whole()
 
@@ -112,26 +168,52 @@ class Flat:
 
     # --- gradients
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a reduced gradient waits for the optimizer."""
+        return self.hides_gradient or any(piece.grad is not None for piece in self.pieces)
+
     def take_gradient(self, index: int) -> None:
-        """Add the gradient that autograd left on a whole parameter to the flat gradient, in the master dtype.
+        """Add the gradient that autograd left on a whole parameter to the flat gradient.
 
         The mean over the ranks that take different samples is taken on the way: here it costs no pass of its own.
         """
         parameter = self.whole_parameters[index]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if not self._filled:
+        if not self._filled and not self._taken:
             self._begin_gradient()
-        if gradient.requires_grad:  # create_graph: a product into a buffer has no derivative
-            gradient = gradient.detach()
-        if index in self._filled:
+        if index in self._taken:
+            self.place_gradients()
+        # create_graph: a product into a buffer has no derivative
+        self._taken[index] = gradient.detach() if gradient.requires_grad else gradient
+        taken_bytes = sum(one.numel() for one in self._taken.values()) * gradient.element_size()
+        if self.device.type == "cpu" or taken_bytes > GATHERED_BYTES:
+            self.place_gradients()
+
+    def place_gradients(self) -> None:
+        """Put what was taken into the flat gradient, with one launch for all where it is plain copies."""
+        taken, self._taken = self._taken, {}
+        added = {index: gradient for index, gradient in taken.items() if index in self._filled}
+        new = {index: gradient for index, gradient in taken.items() if index not in self._filled}
+        if added:
+            self._widen()
+        for index, gradient in added.items():
             self._targets[index].addcmul_(gradient, self._mean)
-        else:
-            torch.mul(gradient, self._mean, out=self._targets[index])
-            self._filled.add(index)
+        if self._num_means > 1:
+            for index, gradient in new.items():
+                torch.mul(gradient, self._mean, out=self._targets[index])
+        elif new:
+            shapes = [self._targets[index].shape for index in new]
+            torch._foreach_copy_(
+                [self._targets[index] for index in new],
+                [gradient.view(shape) for gradient, shape in zip(new.values(), shapes, strict=True)],
+            )
+        self._filled.update(new)
 
     def start_reduce(self) -> None:
         """Begin to reduce the flat gradient over `shard`; a parameter without a gradient counts as zero."""
+        self.place_gradients()
         if not self._filled:
             self._begin_gradient()
         for index in range(len(self.whole_parameters)):
@@ -162,7 +244,16 @@ class Flat:
         if self._carried is not None:
             self.slice_gradient.add_(self._carried)
             self._carried = None
-        for piece, part in zip(self.pieces, self._parts, strict=True):
+        if (self.slice_gradient.dtype, self.slice_gradient.device) != (self.slice.dtype, self.slice.device):
+            if not self.is_read_flat:
+                raise PlanError(
+                    f"plan.memory keeps the weights of '{self.layout.parameters[0].name}' on {self.slice.device} in "
+                    f"{self.slice.dtype} and its gradient on {self.device} in {self.slice_gradient.dtype}, which only "
+                    f"weft.AdamW(model, ...) takes; use it, or offload = 0 and master = true"
+                )
+            self.hides_gradient = True
+            return
+        for piece, part in zip(self.pieces, self.parts, strict=True):
             if part.stop > part.start:
                 piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
 
@@ -174,17 +265,18 @@ class Flat:
             self.slice_gradient.copy_(self._carried)
         self._reducing = self._carried = None
         self._filled.clear()
+        self._taken.clear()
 
     # --- inside
 
     def _make_slice(self, values: Callable[[str], Tensor]) -> Tensor:
         """Fill this rank's slice, one parameter at a time, so that no rank ever needs the whole model in memory."""
-        if self.compute_dtype == self.master_dtype and not self.frees_whole:
-            piece = self._own(self.whole)
+        if not self.is_apart:
+            piece = self.own_whole
             self.whole.zero_()
         else:
-            piece = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
-        for part in self._parts:
+            piece = self.state_zeros(self.layout.slice_numel, self.slice_dtype)
+        for part in self.parts:
             if part.stop > part.start:
                 value = values(part.parameter.name).detach().reshape(-1)[part.start : part.stop]
                 piece[part.offset : part.offset + part.stop - part.start].copy_(value)
@@ -214,6 +306,12 @@ class Flat:
             piece.register_post_accumulate_grad_hook(partial(_refuse_gradient, part.parameter.name))
         return piece
 
+    def state_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Room for what lives from step to step beside `whole`."""
+        if self.on_host:
+            return host_zeros(numel, dtype, self.device)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
     def _own(self, buffer: Tensor) -> Tensor:
         return buffer.narrow(0, self.shard.index * self.layout.slice_numel, self.layout.slice_numel)
 
@@ -222,23 +320,42 @@ class Flat:
         return buffer[start : start + parameter.numel].view(parameter.shape or 1)  # as a product with `_mean` has it
 
     @cached_property
+    def _num_means(self) -> int:
+        return math.prod((self.shard.degree, *(axis.degree for axis in self.mean_over)))
+
+    @cached_property
     def _mean(self) -> Tensor:
         # One element, not a number: it makes a product in the master dtype of a gradient in a narrower one.
-        ranks = math.prod((self.shard.degree, *(axis.degree for axis in self.mean_over)))
-        return torch.full((1,), 1 / ranks, dtype=self.master_dtype, device=self.device)
+        return torch.full((1,), 1 / self._num_means, dtype=self.master_dtype, device=self.device)
 
     def _begin_gradient(self) -> None:
+        self.await_update()  # which reads the last gradient
         # What an earlier backward left on the pieces, if the user has not cleared it, is added at the end.
-        for piece, part in zip(self.pieces, self._parts, strict=True):
+        if self.hides_gradient:
+            self._widen()
+            assert self.slice_gradient is not None
+            self._carried, self.hides_gradient = self.slice_gradient.clone(), False
+        for piece, part in zip(self.pieces, self.parts, strict=True):
             if piece.grad is not None:
                 if self._carried is None:
                     self._carried = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
                 self._carried[part.offset : part.offset + part.stop - part.start].copy_(piece.grad)
         if self.whole_gradient is None:
-            self.whole_gradient = torch.empty(self.layout.numel, dtype=self.master_dtype, device=self.device)
+            is_narrow = self._is_alone and self.is_read_flat
+            dtype = self.compute_dtype if is_narrow else self.master_dtype
+            self.whole_gradient = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
             self._zero_padding(self.whole_gradient)  # it enters the norm; the rest is written before it is read
         if not self._targets:
             self._targets = [self._view(self.whole_gradient, i) for i in range(len(self.whole_parameters))]
+
+    def _widen(self) -> None:
+        """Gradients that add up do so in the master dtype, from now on."""
+        self._is_alone = False
+        if self.whole_gradient is not None and self.whole_gradient.dtype != self.master_dtype:
+            self.whole_gradient = self.whole_gradient.to(self.master_dtype)
+            self._targets = [self._view(self.whole_gradient, i) for i in range(len(self.whole_parameters))]
+            if self.slice_gradient is not None:
+                self.slice_gradient = self._own(self.whole_gradient)
 
     def _zero_padding(self, buffer: Tensor) -> None:
         ends = (start + parameter.numel for start, parameter in zip(self._starts, self.layout.parameters, strict=True))

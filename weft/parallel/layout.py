@@ -13,9 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from weft.plan import Plan
-from weft.profile import Parameter, Profile
+from weft.profile import Block, Parameter, Profile
 
 ALIGNMENT = 8
+CODE_BLOCK = 256  # elements of 8-bit optimizer state that share a scale
+STAGING_NUMEL = 1 << 23  # elements of state from the host that are on the device at once, in each slot
+STAGING_SLOTS = 3
+STEP_COUNTER_BYTES = 4  # AdamW keeps one fp32 step count for each tensor
 COMPUTE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 MASTER_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
 
@@ -100,7 +104,9 @@ def flat_layouts(parameters: Sequence[Parameter], degree: int) -> tuple[FlatLayo
             parameter.name if parameter.stages else "",
         )
         groups.setdefault(key, []).append(parameter)
-    return tuple(FlatLayout(tuple(groups[key]), degree) for key in sorted(groups))
+    # Matrices before vectors: what an optimizer treats alike then lies in one run, for one kernel.
+    ordered = (sorted(groups[key], key=lambda one: len(one.shape) < 2) for key in sorted(groups))
+    return tuple(FlatLayout(tuple(own), degree) for own in ordered)
 
 
 def trained_layouts(profile: Profile, plan: Plan) -> Iterator[FlatLayout]:
@@ -112,8 +118,73 @@ def trained_layouts(profile: Profile, plan: Plan) -> Iterator[FlatLayout]:
 
 
 def master_bytes(plan: Plan) -> int:
-    """Bytes of one element of master state."""
+    """Bytes of one element of a gradient that is added up or reduced."""
     return MASTER_DTYPE[plan.precision].itemsize
+
+
+def slice_dtype(plan: Plan) -> torch.dtype:
+    """Of the weights that the optimizer updates: master weights, or those that compute where there are none."""
+    return (MASTER_DTYPE if plan.memory.master else COMPUTE_DTYPE)[plan.precision]
+
+
+def gradient_dtype(plan: Plan, accumulation: int) -> torch.dtype:
+    """Of gradients at rest: in the compute dtype where they are neither added up nor reduced."""
+    return (COMPUTE_DTYPE if plan.num_ranks == 1 and accumulation == 1 else MASTER_DTYPE)[plan.precision]
+
+
+def num_scales(part: Part) -> int:
+    """Blocks of a part whose 8-bit state has scales."""
+    return -(-(part.stop - part.start) // CODE_BLOCK)
+
+
+def on_host(blocks: Sequence[Block], plan: Plan) -> frozenset[tuple[str, int]]:
+    """The flat buffers, by block and number, whose state `memory.offload` keeps on the host: spread over the chain."""
+    found, seen, taken = [], 0, 0
+    for block in blocks:
+        for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree)):
+            if layout.parameters[0].trainable:
+                seen += layout.slice_numel
+                if plan.memory.offload and taken + layout.slice_numel / 2 <= plan.memory.offload * seen:
+                    taken += layout.slice_numel
+                    found.append((block.name, number))
+    return frozenset(found)
+
+
+def slot_shapes(
+    largest_numel: int, weight: torch.dtype | None, moment: torch.dtype | None
+) -> list[tuple[int, torch.dtype]]:
+    """A slot's room for what an update changes of a buffer on the host, of the largest: weights, where they are apart
+    from `whole`, and both moments, or their codes and scales (None). Elements and dtype of each tensor.
+    """
+    numel = _round_up(min(largest_numel, STAGING_NUMEL), CODE_BLOCK)
+    weights = [] if weight is None else [(numel, weight)]
+    if moment is not None:
+        return [*weights, (numel, moment), (numel, moment)]
+    scales = (numel // CODE_BLOCK, torch.float32)
+    return [*weights, (numel, torch.int8), scales, (numel, torch.uint8), scales]
+
+
+def is_apart(plan: Plan) -> bool:
+    """Whether the optimizer's weights are other tensors than those that compute."""
+    frees_whole = plan.shard.stage == 3 and plan.shard.degree > 1
+    return frees_whole or COMPUTE_DTYPE[plan.precision] != slice_dtype(plan)
+
+
+def moment_dtype(state: str, master: torch.dtype) -> torch.dtype | None:
+    """Of AdamW's moments under the plan's `memory.state`; None where they are codes."""
+    return None if state == "int8" else torch.bfloat16 if state == "bf16" else master
+
+
+def optimizer_bytes(layout: FlatLayout, index: int, plan: Plan) -> int:
+    """What AdamW holds for the slice of rank `index`: two moments, a step count for each part, and scales of codes."""
+    parts = [part for part in layout.parts(index) if part.stop > part.start]
+    counters = STEP_COUNTER_BYTES * len(parts)
+    moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
+    if not parts:  # padding alone
+        return 0
+    if moment is None:
+        return 2 * layout.slice_numel + 8 * sum(map(num_scales, parts)) + counters
+    return 2 * layout.slice_numel * moment.itemsize + counters
 
 
 def _round_up(value: int, multiple: int) -> int:

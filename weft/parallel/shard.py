@@ -18,6 +18,7 @@ follow any reduction. Degree 1 is plain data parallelism or mixed precision: the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
@@ -25,15 +26,31 @@ import torch
 from torch import nn
 
 from weft.comm.ledger import Key
+from weft.memory.host import check_room
 from weft.mesh import Mesh
 from weft.parallel.flat import Flat
-from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE, flat_layouts, master_bytes, trained_layouts
+from weft.parallel.layout import (
+    COMPUTE_DTYPE,
+    MASTER_DTYPE,
+    STAGING_SLOTS,
+    STEP_COUNTER_BYTES,
+    flat_layouts,
+    gradient_dtype,
+    is_apart,
+    master_bytes,
+    moment_dtype,
+    on_host,
+    optimizer_bytes,
+    slice_dtype,
+    slot_shapes,
+    trained_layouts,
+)
 from weft.parallel.unit import hold
 from weft.plan import BatchSplit, Plan
-from weft.profile import Block, Places, Profile
+from weft.profile import Block, Places, Profile, profile
 from weft.strategy import Cost, Strategy, Transient, Values, reductions_per_step, refuse_batch_mixers, tally
 
-STEP_COUNTER_BYTES = 4  # AdamW keeps one fp32 step count for each tensor
+_ONE = BatchSplit(1, 1, 1, 1, 1)  # one micro-batch
 
 
 class ShardAxis(Strategy):
@@ -52,14 +69,18 @@ class ShardAxis(Strategy):
         pairs: list[tuple[Key, int]] = [*_sums(profile, plan, split)]
         if plan.shard.degree > 1:
             pairs += [*_gathers(profile, plan, split), *_reductions(profile, plan, split)]
-        state = _state_bytes(profile, plan, coordinates["shard"])
-        return Cost(tally(pairs), state, _transient(profile, plan, split))
+        state, hosted = _state_bytes(profile, plan, split, coordinates["shard"])
+        return Cost(tally(pairs), state, _transient(profile, plan, split), host_bytes=hosted)
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         master = MASTER_DTYPE[plan.precision]
         if not needs_units(plan):
             return _hold_plainly(model, values, master, mesh.device)
-        make_flats = partial(_make_flats, plan=plan, mesh=mesh, values=values)
+        structure = profile(model)
+        state, hosted = _state_bytes(structure, plan, _ONE, mesh.coordinates["shard"])
+        check_room(sum(hosted.values()), sum(state.values()), mesh.device, mesh.num_local_ranks)
+        away = on_host(structure.all, plan)
+        make_flats = partial(_make_flats, plan=plan, mesh=mesh, values=values, away=away)
         hold(model, make_flats, COMPUTE_DTYPE[plan.precision])
         for buffer_owner in model.modules():
             for name, buffer in buffer_owner._buffers.items():
@@ -69,8 +90,9 @@ class ShardAxis(Strategy):
 
 
 def needs_units(plan: Plan) -> bool:
-    """Whether state lives in flat buffers: with any split of the batch, or with master weights beside compute ones."""
-    return plan.num_ranks > 1 or COMPUTE_DTYPE[plan.precision] != MASTER_DTYPE[plan.precision]
+    """Whether state lives in flat buffers: with ranks beside it, several precisions, or a part on the host."""
+    is_mixed = COMPUTE_DTYPE[plan.precision] != MASTER_DTYPE[plan.precision] or plan.memory.state != "master"
+    return plan.num_ranks > 1 or is_mixed or plan.memory.offload > 0
 
 
 def _gathers(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:
@@ -100,23 +122,33 @@ def _sums(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key
             yield from [one] * reductions_per_step(plan, split)
 
 
-def _state_bytes(profile: Profile, plan: Plan, index: int) -> dict[str, int]:
-    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, master_bytes(plan)
-    frees_whole = plan.shard.stage == 3 and plan.shard.degree > 1
+def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) -> tuple[dict[str, int], dict[str, int]]:
+    """By kind, on the device and on the host."""
+    compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
+    gradient = gradient_dtype(plan, split.accumulation).itemsize
+    keeps_whole = plan.shard.stage < 3 or plan.shard.degree == 1
     keeps_whole_gradient = plan.shard.stage == 1 or plan.shard.degree == 1
-    state = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    device, hosted = Counter[str](parameters=0, gradients=0, optimizer=0), Counter[str]()
+    away, largest = on_host(profile.all, plan), 0
     for block in profile.all:
-        for layout in flat_layouts(block.parameters, plan.shard.degree):
-            if not frees_whole:
-                state["parameters"] += layout.numel * compute
-            if frees_whole or compute != master:
-                state["parameters"] += layout.slice_numel * master
+        for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree)):
+            is_away = (block.name, number) in away
+            home, largest = hosted if is_away else device, max(largest, is_away * layout.slice_numel)
+            device["parameters"] += layout.numel * compute * keeps_whole
+            if is_apart(plan):
+                home["parameters"] += layout.slice_numel * at_rest
             if layout.parameters[0].trainable:
-                state["gradients"] += (layout.numel if keeps_whole_gradient else layout.slice_numel) * master
-                for part in layout.parts(index):
-                    if part.stop > part.start:
-                        state["optimizer"] += 2 * (part.stop - part.start) * master + STEP_COUNTER_BYTES
-    return {**state, "buffers": profile.buffer_bytes}
+                device["gradients"] += (layout.numel if keeps_whole_gradient else layout.slice_numel) * gradient
+                home["optimizer"] += optimizer_bytes(layout, index, plan)
+                if plan.memory.delay:  # the gradient that waits, and the weights that it will give
+                    device["gradients"] += layout.slice_numel * gradient
+                    device["parameters"] += layout.slice_numel * compute
+    if away:
+        weight = slice_dtype(plan) if is_apart(plan) else None
+        moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
+        shapes = slot_shapes(largest, weight, moment)
+        device["staging"] = STAGING_SLOTS * sum(numel * dtype.itemsize for numel, dtype in shapes)
+    return {**device, "buffers": profile.buffer_bytes}, dict(hosted)
 
 
 def _transient(profile: Profile, plan: Plan, split: BatchSplit) -> Transient:
@@ -162,7 +194,9 @@ def _plain_cost(profile: Profile, plan: Plan) -> Cost:
     )
 
 
-def _make_flats(block: Block, places: Mapping[str, Places], plan: Plan, mesh: Mesh, values: Values) -> Sequence[Flat]:
+def _make_flats(
+    block: Block, places: Mapping[str, Places], plan: Plan, mesh: Mesh, values: Values, away: frozenset[tuple[str, int]]
+) -> Sequence[Flat]:
     flats = [
         Flat(
             layout,
@@ -173,8 +207,13 @@ def _make_flats(block: Block, places: Mapping[str, Places], plan: Plan, mesh: Me
             COMPUTE_DTYPE[plan.precision],
             MASTER_DTYPE[plan.precision],
             mesh.device,
+            slice_dtype(plan),
+            plan.memory.state,
+            is_alone=plan.num_ranks == 1,
+            on_host=(block.name, number) in away,
+            delays=plan.memory.delay,
         )
-        for layout in flat_layouts(block.parameters, plan.shard.degree)
+        for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree))
     ]
     for flat in flats:
         for name in flat.layout.sums:

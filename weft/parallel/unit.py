@@ -237,6 +237,9 @@ class Units:
             self._release_if_done(unit)
             if self.sync:
                 self._reduce_ready()
+            else:
+                for own in unit.trained:
+                    own.place_gradients()
 
     def _release_if_done(self, unit: Unit) -> None:
         if unit is not self.root and unit.is_done:

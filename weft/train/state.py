@@ -6,37 +6,43 @@ that this rank holds, so the layout that saved and the layout that loads need no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from weft.checkpoint import Checkpoint, Piece, Region
 from weft.config import TrainConfig
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
-from weft.parallel import named_buffers, named_pieces, parameter_names, refresh
+from weft.optim import AdamW
+from weft.parallel import all_units, named_buffers, named_pieces, parameter_names, refresh
 from weft.parallel.layout import Part
 
 SCALAR = Region.whole(())
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW over this rank's pieces, fused; matrices decay, vectors (norms, biases) do not."""
+    """AdamW over this rank's state; matrices decay, vectors (norms, biases) do not."""
     trained = [(part, piece) for part, piece in named_pieces(model) if piece.requires_grad]
     groups = [
         {"params": [p for part, p in trained if len(part.parameter.shape) >= 2], "weight_decay": config.weight_decay},
         {"params": [p for part, p in trained if len(part.parameter.shape) < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]] or [{"params": [torch.zeros(0, requires_grad=True)]}]
+    groups = [group for group in groups if group["params"]]
     betas = (config.beta1, config.beta2)
-    return AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
+    if all_units(model):
+        return AdamW(model, groups, config.learning_rate, betas, config.epsilon)
+    groups = groups or [{"params": [torch.zeros(0, requires_grad=True)]}]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, eps=config.epsilon, fused=True)
 
 
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
     """The pieces that this rank writes: its share of what its replicas over `data` hold alike."""
     data = mesh["data"]
+    if isinstance(optimizer, AdamW):
+        optimizer.synchronize()
     for number, (part, piece) in enumerate(named_pieces(model)):
         cut = part.parameter.cut
         is_first = not part.parameter.copy and (cut is None or cut.is_first)
@@ -44,7 +50,7 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
             continue
         name, region = part.parameter.name, _region(part)
         yield Piece(name, "parameter", region, piece.detach())
-        for kind, value in optimizer.state.get(piece, {}).items():
+        for kind, value in _state_of(optimizer, piece).items():
             if value.numel() == piece.numel() and value.dim() == piece.dim():
                 yield Piece(name, kind, region, value)
             elif _begins(part):  # a scalar that every rank holds alike: whoever has the beginning writes it
@@ -54,24 +60,37 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
             yield Piece(name, "buffer", Region.whole(tuple(buffer.shape)), buffer)
 
 
+def _state_of(optimizer: Optimizer, piece: nn.Parameter) -> Mapping[str, Tensor]:
+    if isinstance(optimizer, AdamW) and piece.requires_grad:
+        return optimizer.read_state(piece)
+    state: Mapping[str, Tensor] = optimizer.state.get(piece, {})
+    return state
+
+
 def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Fill this rank's pieces, and the optimizer's state for them, from a checkpoint saved under any plan."""
     kinds: dict[str, set[str]] = {}
     for entry in checkpoint.entries():
         kinds.setdefault(entry.name, set()).add(entry.kind)
     _refuse_leftovers(checkpoint, model)
+    if isinstance(optimizer, AdamW):
+        optimizer.synchronize()
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
     for part, piece in named_pieces(model):
         name, region = part.parameter.name, _region(part)
         checkpoint.read_region(name, "parameter", region, out=piece.detach().view(-1))
         if optimizer is not None:
-            states[piece] = {
+            state = {
                 kind: _read_state(checkpoint, name, kind, region, piece)
                 for kind in sorted(kinds[name] - {"parameter", "buffer"})
             }
+            if not isinstance(optimizer, AdamW):
+                states[piece] = state
+            elif state and piece.requires_grad:  # at once, so that no second copy of all state is ever there
+                optimizer.write_state(piece, state)
     for name, buffer in named_buffers(model):
         buffer.copy_(checkpoint.read(name, "buffer"))
-    if optimizer is not None:
+    if optimizer is not None and not isinstance(optimizer, AdamW):
         _load_optimizer(optimizer, states)
     refresh(model)
 

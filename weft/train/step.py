@@ -19,7 +19,8 @@ from weft.comm.ledger import Key
 from weft.head import logits_of, loss_head_of
 from weft.mesh import Mesh
 from weft.models.loss import IGNORE
-from weft.parallel import clip_grad_norm, sync_gradients
+from weft.optim import AdamW
+from weft.parallel import clip_factor, clip_grad_norm, grad_norm, sync_gradients
 from weft.parallel.context import own_tokens
 from weft.parallel.tile import own_targets, repeats
 from weft.parallel.vocabulary import cross_entropy, num_right, vocabulary_of
@@ -99,6 +100,8 @@ def train_step(
     """Forward, backward and update over this rank's micro-batches of one step: whole sequences, whatever the plan, but
     this rank's tiles of images (`weft.tile`), with labels of their pixels or of all samples.
     """
+    if isinstance(optimizer, AdamW):
+        optimizer.begin()
     micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
     num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
     all_reduce(num_targets, mesh["tokens"]).wait()
@@ -109,10 +112,20 @@ def train_step(
     else:
         loss = _run_in_turn(model, micro_batches, objective, scale, before_micro_batch, mesh.plan)
     all_reduce(loss, mesh["losses"]).wait()
-    grad_norm = clip_grad_norm(model, clip, mesh)
-    optimizer.step()
+    norm = _update(model, optimizer, clip, mesh)
+    return StepResult(loss / num_targets.clamp(min=1), norm, num_targets / repeats(model, mesh.plan))
+
+
+def _update(model: nn.Module, optimizer: Optimizer, clip: float | None, mesh: Mesh) -> Tensor:
+    """Clip and update; the norm before. Weft's optimizer scales gradients in its own pass."""
+    if isinstance(optimizer, AdamW):
+        norm = grad_norm(model, mesh)
+        optimizer.step(scale=clip_factor(norm, clip))
+    else:
+        norm = clip_grad_norm(model, clip, mesh)
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss / num_targets.clamp(min=1), grad_norm, num_targets / repeats(model, mesh.plan))
+    return norm
 
 
 def _run_in_turn(

@@ -1,0 +1,144 @@
+"""Updates that are put off by one step: equal to a loop that does just that, also across a kill and a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models_for_tests as models
+import pytest
+import torch
+from torch import Tensor, nn
+
+from weft.checkpoint import Checkpoint, Saver
+from weft.errors import CheckpointError, PlanError
+from weft.local import run_local
+from weft.mesh import Mesh
+from weft.optim import AdamW
+from weft.parallel import all_flats, cost, named_pieces, parallelize, state_bytes
+from weft.plan import Memory, Plan, Shard, split_batch
+from weft.profile import profile
+from weft.train.state import load_state, pieces_to_save
+from weft.train.step import train_step
+
+EXACT = Plan(precision="bf16", memory=Memory(offload=0.5), exact=False)
+DELAYED = replace(EXACT, memory=replace(EXACT.memory, delay=True))
+CLIP = 0.05
+
+
+class Stale(AdamW):
+    """The reference: each step takes the gradient, and the clipping, of the one before; the first does nothing."""
+
+    kept: tuple[list[Tensor], Tensor | None] | None = None
+
+    def step(self, closure: Any = None, scale: Tensor | None = None) -> None:  # type: ignore[override]
+        own = [held.flat.slice_gradient for held in self.held if held.flat.slice_gradient is not None]
+        new = [gradient.clone() for gradient in own], scale
+        if self.kept is not None:
+            for gradient, old in zip(own, self.kept[0], strict=True):
+                gradient.copy_(old)
+            super().step(scale=self.kept[1])
+        self.kept = new
+
+
+def build(plan: Plan, kind: Callable[..., AdamW] = AdamW) -> tuple[nn.Module, AdamW, Mesh]:
+    torch.manual_seed(0)
+    mesh = Mesh(plan)
+    model = parallelize(models.tied_decoder().float(), plan, mesh)
+    return model, kind(model, lr=1e-2), mesh
+
+
+def run(model: nn.Module, optimizer: AdamW, mesh: Mesh, steps: range, count: int = 1) -> list[float]:
+    found = []
+    for step in steps:
+        batches = zip(*(tensor.chunk(count) for tensor in models.token_batch(step)), strict=True)
+        result = train_step(model, optimizer, list(batches), mesh, clip=CLIP)
+        found += [float(result.loss), float(result.grad_norm)]
+    return found
+
+
+def weights(model: nn.Module) -> list[list[float]]:
+    return [piece.detach().tolist() for _, piece in named_pieces(model)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_delayed_update_is_that_of_the_gradient_before(count: int) -> None:
+    delayed, reference, exact = build(DELAYED), build(EXACT, Stale), build(EXACT)
+    found, expected = run(*delayed, range(6), count), run(*reference, range(6), count)
+    assert found == expected
+    assert weights(delayed[0]) == weights(reference[0])
+    assert found[0] == found_of_first(exact, count)  # the same model, the same first loss
+    assert found != run(*exact, range(1, 6), count)
+
+
+def found_of_first(built: tuple[nn.Module, AdamW, Mesh], count: int) -> float:
+    return run(*built, range(1), count)[0]
+
+
+def test_the_second_step_still_has_the_first_weights() -> None:
+    model, optimizer, mesh = build(DELAYED)
+    losses = [float(train_step(model, optimizer, [models.token_batch(0)], mesh).loss) for _ in range(3)]
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sharded_updates_are_delayed_alike(stage: Any) -> None:
+    def rank(index: int) -> bool:
+        torch.set_num_threads(1)
+        shard = Shard(2, stage)
+        pair = build(replace(DELAYED, shard=shard)), build(replace(EXACT, shard=shard), Stale)
+        return run(*pair[0], range(4)) == run(*pair[1], range(4)) and weights(pair[0][0]) == weights(pair[1][0])
+
+    assert run_local(rank, 2) == [True, True]
+
+
+def save(built: tuple[nn.Module, AdamW, Mesh], folder: Path, step: int) -> Checkpoint:
+    saver = Saver(folder, 0, 1, "token")
+    saver.save(step, pieces_to_save(*built), {})
+    saver.wait(published=True)
+    return Checkpoint(folder / f"step-{step:08d}")
+
+
+@pytest.mark.parametrize("killed_at", [1, 3])
+def test_a_resumed_run_has_the_gradient_that_waits(tmp_path: Path, killed_at: int) -> None:
+    whole, first, second = build(DELAYED), build(DELAYED), build(replace(DELAYED, memory=Memory(offload=1, delay=True)))
+    expected = run(*whole, range(6))
+    found = run(*first, range(killed_at))
+    run(*second, range(2))  # what it has learned is forgotten
+    load_state(save(first, tmp_path, killed_at), second[0], second[1])
+    found += run(*second, range(killed_at, 6))
+    assert found == expected
+    assert weights(second[0]) == weights(whole[0])
+
+
+def test_a_gradient_that_waits_is_not_lost_in_silence(tmp_path: Path) -> None:
+    built, exact = build(DELAYED), build(EXACT)
+    run(*built, range(2))
+    with pytest.raises(CheckpointError, match=r"put off by plan\.memory\.delay = true, and now it is false"):
+        load_state(save(built, tmp_path, 2), exact[0], exact[1])
+
+
+def test_bytes_are_those_predicted() -> None:
+    model, optimizer, mesh = build(DELAYED)
+    seen: list[dict[str, int]] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(state_bytes(model, optimizer)))
+    run(model, optimizer, mesh, range(3))
+    split = split_batch(DELAYED, len(models.token_batch(0)[0]), 1)
+    assert seen[-1] == cost(profile(models.tied_decoder()), DELAYED, split).state_bytes
+    assert all(flat.update_done is None for flat in all_flats(model))
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"exact": True}, "at weights one update old, and plan.exact = true"),
+        ({"memory": Memory(delay=True)}, "and plan.memory.offload = 0; raise offload"),
+        ({"shard": Shard(2, 3)}, "given 'bf16', true and stage 3 of degree 2"),
+        ({"precision": "fp32"}, "given 'fp32', true and stage 3 of degree 1"),
+    ],
+)
+def test_refusals(plan: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        replace(DELAYED, **plan)

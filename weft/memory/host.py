@@ -1,0 +1,84 @@
+"""Memory of the host for a device's state: pinned at its exact size, and asked for before any of it is taken.
+
+Torch's allocator of pinned memory rounds up to powers of two. Here pages come from the system and are registered with
+CUDA as they are, and given back with the tensor.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.errors import PlanError
+
+KEPT_FREE_BYTES = 2 << 30  # of the host: the process itself, the loader, the page cache
+_GROUP = Path("/sys/fs/cgroup")
+
+
+def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in host memory [numel], pinned for copies to and from a GPU."""
+    if device.type != "cuda" or numel == 0:
+        return torch.zeros(numel, dtype=dtype)
+    size = numel * dtype.itemsize
+    pages = _Pages(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8, count=size).zero_()  # touched by all cores, faster than by one
+    error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
+    if error:
+        raise PlanError(
+            f"CUDA does not pin {size:,} bytes of host memory (error {error}); lower plan.memory.offload, or raise the "
+            f"limit of locked memory (ulimit -l)"
+        )
+    pages.address = tensor.data_ptr()
+    return tensor.view(dtype)
+
+
+class _Pages(mmap.mmap):
+    """Pages of a tensor, which hold them until it is gone; CUDA lets go of them first."""
+
+    address = 0
+
+    def __del__(self) -> None:
+        if self.address:
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+def available_host_bytes() -> int | None:
+    """What the host can still give, by its kernel and by this process's control group; None where it is unknown."""
+    found = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+        limit = (_GROUP / "memory.max").read_text().strip()
+        if limit.isdigit():
+            used = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
+            found.append(
+                int(limit) - int((_GROUP / "memory.current").read_text()) + int(used["file"])
+            )  # it gives that up
+    except (OSError, ValueError, KeyError):
+        pass
+    return min(found, default=None)
+
+
+def check_room(host_bytes: int, device_bytes: int, device: torch.device, num_local_ranks: int = 1) -> None:
+    """Refuse state that does not fit, before any of it is taken: a host that runs out kills instead of telling."""
+    available = available_host_bytes() if host_bytes else None
+    if available is not None and host_bytes * num_local_ranks > available - KEPT_FREE_BYTES:
+        raise PlanError(
+            f"the plan keeps {host_bytes / 2**30:.1f} GiB of state in host memory for each of {num_local_ranks} ranks "
+            f"here, and {available / 2**30:.1f} GiB are free, of which {KEPT_FREE_BYTES / 2**30:.0f} stay free; lower "
+            f"plan.memory.offload, keep state in fewer bits (plan.memory.state), or shard over more ranks"
+        )
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    if device_bytes > free:
+        raise PlanError(
+            f"the plan keeps {device_bytes / 2**30:.1f} GiB of state on {device}, of whose {total / 2**30:.1f} GiB "
+            f"{free / 2**30:.1f} are free; raise plan.memory.offload, keep state in fewer bits (plan.memory.state), or "
+            f"shard over more ranks"
+        )

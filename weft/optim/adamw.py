@@ -1,0 +1,369 @@
+"""Weft's AdamW: torch's, over the flat slices of a model instead of its pieces, one pass over each.
+
+Any torch optimizer trains a parallel model's pieces. This one also reads gradients in the compute dtype, scales them on
+the way (clipping needs no pass of its own), writes the new weights where the next forward computes with them, and keeps
+its state as the plan says. What lies side by side in a buffer and is treated alike is one *run*, updated at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.errors import CheckpointError, PlanError
+from weft.optim.store import Store
+from weft.optim.stream import Streams
+from weft.optim.update import fused, numbers, update_on
+from weft.optim.update import update as plain_update
+from weft.parallel import all_flats
+from weft.parallel.flat import Flat
+from weft.parallel.layout import CODE_BLOCK, STAGING_NUMEL, Part, moment_dtype, slot_shapes
+
+CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
+KERNEL_NUMEL = 1 << 26  # of one that is
+_SEED_STEP = 1_000_003
+_SEED_BITS = 34  # more than the elements of a buffer
+
+
+@dataclass(frozen=True)
+class Run:
+    """The elements [start, stop) of a slice: the parts from `first` to before `last`, all of one group."""
+
+    start: int
+    stop: int
+    group: int
+    first: int
+    last: int
+
+    @property
+    def numel(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+
+class Held:
+    """A flat buffer with its state, and the runs that it is updated in."""
+
+    def __init__(self, flat: Flat, number: int, groups: Mapping[int, int]) -> None:
+        self.flat, self.number = flat, number
+        self.parts = [(part, piece) for part, piece in zip(flat.parts, flat.pieces, strict=True) if piece.numel()]
+        self.group_of = [groups.get(id(piece)) for _, piece in self.parts]
+        self.store = Store(flat)
+        # Of a delayed update: its gradient and what that is scaled by, where the weights go, and when they are there.
+        self.pending: Tensor | None = None
+        self.pending_scale: Tensor | None = None
+        self.following: Tensor | None = None
+        self.done: torch.cuda.Event | None = None
+
+    def runs(self, joined: bool) -> Iterator[Run]:
+        """Parts that lie side by side and are alike, as one where `joined`; padding between them stays zero."""
+        steps, found = self.store.steps.tolist(), list[Run]()
+        for index, ((part, piece), group) in enumerate(zip(self.parts, self.group_of, strict=True)):
+            shows = not (self.flat.hides_gradient or self.flat.delays)
+            if group is None or (shows and piece.grad is None):
+                continue
+            stop, last = part.offset + part.stop - part.start, found[-1] if found else None
+            if joined and last and last.last == index and last.group == group and steps[last.first] == steps[index]:
+                found[-1] = Run(last.start, stop, group, last.first, index + 1)
+            else:
+                found.append(Run(part.offset, stop, group, index, index + 1))
+        return iter(found)
+
+
+_Work = tuple[Held, Tensor, Tensor | None, Tensor | None]  # a buffer, its gradient, the scale, and where weights go too
+
+
+class AdamW(Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) over a model that `weft.parallelize` has laid out.
+
+    `groups`: all trained pieces, or dictionaries with "params" and options, as torch's optimizers take them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        flats = [flat for flat in all_flats(model) if flat.trainable]
+        given = list(groups if groups is not None else [piece for flat in flats for piece in flat.pieces])
+        nothing = torch.zeros(0, requires_grad=True)  # a stage may be frozen
+        super().__init__(given or [nothing], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        group_of = {id(piece): n for n, group in enumerate(self.param_groups) for piece in group["params"]}
+        known = {id(piece) for flat in flats for piece in flat.pieces}
+        if not known >= group_of.keys() - {id(nothing)}:
+            raise PlanError(
+                f"{len(group_of.keys() - known)} of {len(group_of)} parameters are no trained pieces of the model; "
+                f"give those of model.parameters() after weft.parallelize, or use torch.optim.AdamW"
+            )
+        self._numbers: dict[tuple[torch.device, int, int], Tensor] = {}
+        self.held = [Held(flat, number, group_of) for number, flat in enumerate(flats)]
+        away = [held.flat for held in self.held if held.flat.on_host]
+        self._streams = _streams(away) if away else None
+        self._has_begun = False
+        self._places: dict[int, tuple[Held, int]] = {}
+        for held in self.held:
+            held.flat.is_read_flat = True
+            for index, (part, piece) in enumerate(held.parts):
+                self.state[piece] = held.store.views(index, part)
+                self._places[id(piece)] = (held, index)
+
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None, scale: Tensor | None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float], scale: Tensor | None = None) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None, scale: Tensor | None = None) -> float | None:
+        """Update all that has a gradient, taken times `scale` []."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        ready = [held for held in self.held if held.flat.has_gradient]
+        if any(held.flat.delays for held in ready):
+            self.begin()
+            self._put_off(ready, scale)
+            return loss
+        gradients = [held.flat.slice_gradient for held in ready]
+        self._update_all(
+            [(h, g, scale, h.flat.written) for h, g in zip(ready, gradients, strict=True) if g is not None]
+        )
+        for held in ready:
+            held.flat.update_done = held.done
+            if held.flat.written is not None:
+                held.flat.mark_written()
+        return loss
+
+    def begin(self) -> None:
+        """Start the update that the last step put off; its weights take their place at the end of this one."""
+        waiting = [held for held in self.held if held.pending is not None]
+        if self._has_begun or not waiting:
+            return
+        self._has_begun = True
+        work: list[_Work] = []
+        for held in waiting:
+            assert held.pending is not None
+            held.flat.write()  # the weights before the update
+            if held.following is None:
+                held.following = torch.zeros_like(held.flat.own_whole)
+            work.append((held, held.pending, held.pending_scale, held.following))
+        self._update_all(work)
+        for held in waiting:
+            held.flat.mark_written()
+
+    def _put_off(self, ready: Sequence[Held], scale: Tensor | None) -> None:
+        """Let the weights of the update that has begun take their place, and keep these gradients for the next step."""
+        for held in self.held:
+            if self._has_begun and held.following is not None and held.pending is not None:
+                if held.done is not None:
+                    torch.cuda.current_stream(held.flat.device).wait_event(held.done)
+                held.flat.own_whole.copy_(held.following)
+            held.pending, held.done = None, None
+        self._has_begun = False
+        for held in ready:
+            assert held.flat.slice_gradient is not None
+            held.pending, held.pending_scale = held.flat.slice_gradient.clone(), scale
+            held.flat.mark_written()
+
+    def _update_all(self, work: Sequence[_Work]) -> None:
+        """What is on the host by its own streams, what is on the device meanwhile."""
+        self._numbers.clear()
+        if self._streams is not None:
+            self._streams.begin()
+        for held, gradient, scale, written in work:
+            if held.flat.on_host:
+                self._update(held, gradient, scale, written, self._streams)
+        for held, gradient, scale, written in work:
+            if not held.flat.on_host:
+                self._update(held, gradient, scale, written, None)
+
+    def synchronize(self) -> None:
+        """Wait until the host has the state that lives there."""
+        if self._streams is not None:
+            self._streams.synchronize()
+
+    @property
+    def beside(self) -> dict[str, list[Tensor]]:
+        """What it holds on the device beside `state`, by kind: slots for state on the host, and delayed updates."""
+        slots = [] if self._streams is None else [tensor for slot in self._streams.slots for tensor in slot]
+        pending = [held.pending for held in self.held if held.pending is not None]
+        following = [held.following for held in self.held if held.following is not None]
+        found = {"staging": slots, "gradients": pending, "parameters": following}
+        return {kind: tensors for kind, tensors in found.items() if tensors}
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; buffers of them stay, and are written before they are read."""
+        super().zero_grad(set_to_none)
+        for held in self.held:
+            held.flat.hides_gradient = False
+
+    # --- one buffer
+
+    def _update(
+        self,
+        held: Held,
+        gradient: Tensor,
+        scale: Tensor | None,
+        written: Tensor | None,
+        streams: Streams | None,
+    ) -> None:
+        flat, store = held.flat, held.store
+        is_fused = store.is_plain and flat.device.type == "cpu"
+        update = update_on(flat.device)
+        chunk = CHUNK_NUMEL if update is plain_update else KERNEL_NUMEL
+        one = scale
+        if is_fused:
+            gradient = _scaled(gradient, scale, flat.slice.dtype)
+        elif one is None:
+            one = torch.ones((), device=flat.device)
+        for run in held.runs(joined=not (is_fused or store.has_scales)):
+            store.steps[run.first : run.last] += 1
+            step, group = int(store.steps[run.first]), self.param_groups[run.group]
+            size = STAGING_NUMEL if streams else run.numel if is_fused else chunk
+            for start, stop in _chunks(run, size):
+                own = slice(start, stop)
+                whole = None if written is None else written[own]
+                state = store.at(run.first, held.parts[run.first][0], start, stop)
+                if is_fused:
+                    change = partial(_fused, gradient[own], whole, store.steps[run.first], group)
+                else:
+                    assert one is not None
+                    seed = _on(torch.tensor(_seed(flat, held.number, step, start)), flat.device)
+                    small = [one, self._known(run.group, step, flat.device), seed]
+                    if streams is not None:
+                        small = [streams.keep(tensor) for tensor in small]
+                    change = partial(_changed, update, gradient[own], whole, small)
+                if streams is None:
+                    change(None, [flat.slice[own], *state])
+                elif flat.is_apart:
+                    streams.run([flat.slice[own], *state], partial(change, None))
+                else:
+                    streams.run(state, partial(change, flat.slice[own]))
+        held.done = None if streams is None else streams.updated(with_host=flat.frees_whole)
+
+    def _known(self, group: int, step: int, device: torch.device) -> Tensor:
+        """A group's numbers in one step, sent to a device once."""
+        key = (device, group, step)
+        if key not in self._numbers:
+            found = torch.tensor(numbers(self.param_groups[group], step), dtype=torch.float64)
+            self._numbers[key] = _on(found, device)
+        return self._numbers[key]
+
+    # --- its state in checkpoints
+
+    def read_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
+        """A piece's state as numbers: both moments in fp32 (or fp64), whatever they are held in, and the step."""
+        held, index, part = self._find(piece)
+        first, second = held.store.read(index, part)
+        found = {"step": held.store.steps[index].clone(), "exp_avg": first, "exp_avg_sq": second}
+        if held.pending is not None:
+            assert not self._has_begun, "between steps"
+            one = torch.ones((), dtype=torch.float64)
+            found["pending"] = held.pending[part.offset : part.offset + part.stop - part.start]
+            found["pending_scale"] = one if held.pending_scale is None else held.pending_scale
+        return found
+
+    def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Set a piece's state from such numbers, between steps."""
+        held, index, part = self._find(piece)
+        held.store.steps[index] = float(state["step"])
+        held.store.write(index, part, state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
+        if "pending" not in state:
+            return
+        if not held.flat.delays:
+            raise CheckpointError(
+                f"the state of '{part.parameter.name}' has a gradient whose update was put off by plan.memory.delay = "
+                f"true, and now it is false; resume with delay = true"
+            )
+        pending, device = state["pending"].view(-1), held.flat.device
+        if held.pending is None or held.pending.dtype != pending.dtype:
+            held.pending = torch.zeros(held.flat.layout.slice_numel, dtype=pending.dtype, device=device)
+        held.pending[part.offset : part.offset + part.stop - part.start].copy_(pending)
+        held.pending_scale = state["pending_scale"].to(device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's: groups, and the state of each parameter by its number."""
+        pieces = [piece for group in self.param_groups for piece in group["params"]]
+        found = super().state_dict()
+        found["state"] = {number: self.read_state(piece) for number, piece in enumerate(pieces) if piece.numel()}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set options and state from such a dictionary, in place."""
+        pieces = [piece for group in self.param_groups for piece in group["params"]]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        for number, state in state_dict["state"].items():
+            self.write_state(pieces[number], state)
+
+    def _find(self, piece: nn.Parameter) -> tuple[Held, int, Part]:
+        held, index = self._places[id(piece)]
+        return held, index, held.parts[index][0]
+
+
+def _streams(flats: Sequence[Flat]) -> Streams:
+    """For buffers whose state is on the host, which have one format."""
+    flat, largest = flats[0], max(one.layout.slice_numel for one in flats)
+    weight = flat.slice_dtype if flat.is_apart else None
+    return Streams(slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), flat.device)
+
+
+def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A gradient in the weights' dtype, times a scale; in place where it has it."""
+    if scale is None:
+        return gradient.to(dtype)
+    return gradient.mul_(scale) if gradient.dtype == dtype else gradient * scale.to(dtype).view(1)
+
+
+def _fused(
+    gradient: Tensor,
+    whole: Tensor | None,
+    step: Tensor,
+    group: Mapping[str, Any],
+    weight: Tensor | None,
+    changed: Sequence[Tensor],
+) -> None:
+    """Torch's kernel over a weight and its moments; the weight is the first of `changed`, unless it is given."""
+    own, first, second = changed if weight is None else (weight, *changed)
+    fused([own, gradient, first, second, step], group)
+    if whole is not None:
+        whole.copy_(own)
+
+
+def _changed(
+    update: Callable[..., None],
+    gradient: Tensor,
+    whole: Tensor | None,
+    small: Sequence[Tensor],
+    weight: Tensor | None,
+    changed: Sequence[Tensor],
+) -> None:
+    """Weft's kernel over the same."""
+    own, *state = changed if weight is None else (weight, *changed)
+    update(own, gradient, tuple(state), whole, *small)
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    """A few bytes on their way to a device; the host does not wait for it."""
+    return tensor.to(device, non_blocking=True)
+
+
+def _chunks(run: Run, size: int) -> list[tuple[int, int]]:
+    """A run in pieces of at most `size`, which is whole blocks of codes, or all of it."""
+    assert size % CODE_BLOCK == 0 or size == run.numel
+    return [(start, min(start + size, run.stop)) for start in range(run.start, run.stop, size)]
+
+
+def _seed(flat: Flat, number: int, step: int, start: int) -> int:
+    """Of the draws of a run: from the step, the buffer and the place in the whole of it, which no shard changes."""
+    position = flat.shard.index * flat.layout.slice_numel + start
+    return (((step * _SEED_STEP + number) << _SEED_BITS) + position) % (1 << 63)

@@ -1,0 +1,85 @@
+"""Numbers in few bits: random rounding to bf16, and 8-bit codes with a scale for each block of elements.
+
+Rounding to nearest loses every change that is smaller than half a step of the format, which most updates of an
+optimizer are. Random rounding keeps them in the mean: a value goes up with the probability of its distance from below.
+The draws are a function of (seed, position), so that a resumed run repeats them.
+
+Codes. First moments have a sign: code = ±127 · sqrt(|m| / scale). Second moments are squares over a wide range:
+code = 255 · (v / scale)^(1/4), at least 1 where v is not 0, because it divides. The scale is the block's largest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.parallel.layout import CODE_BLOCK
+
+SIGNED_LEVELS, SQUARE_LEVELS = 127.0, 255.0
+_DRAW_BITS = 16
+_FACTORS = (-7046029254386353131, -4658895280553007687)  # of splitmix64
+
+
+def draws(seed: Tensor, numel: int) -> Tensor:
+    """48 random bits for each of `numel` positions [numel], three times 16, from a seed [] (int64)."""
+    mixed = torch.arange(numel, dtype=torch.int64, device=seed.device) + seed
+    for factor in _FACTORS:
+        mixed = mixed * factor
+        mixed = mixed ^ (mixed >> 29)
+    return mixed
+
+
+def sixteen(bits: Tensor, which: int) -> Tensor:
+    """One of the three draws, 0 to 65535 [numel] (int32)."""
+    return ((bits >> (_DRAW_BITS * which)) & 0xFFFF).to(torch.int32)
+
+
+def to_bf16(values: Tensor, draw: Tensor) -> Tensor:
+    """Float32 to bf16, up or down at random [numel]; what is not finite stays so."""
+    low = values.float()
+    rounded = ((low.view(torch.int32) + draw) & -65536).view(torch.float32)
+    return torch.where(torch.isfinite(low), rounded, low).to(torch.bfloat16)
+
+
+def signed_codes(values: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+    """First moments as int8 codes [numel] and scales [blocks]."""
+    blocks, scales = _blocks(values)
+    roots = (blocks.abs() / scales.clamp(min=1e-38).unsqueeze(1)).sqrt() * SIGNED_LEVELS
+    codes = (roots + _fraction(draw, blocks.shape)).floor().clamp(max=SIGNED_LEVELS) * blocks.sign()
+    return codes.to(torch.int8).view(-1)[: values.numel()], scales
+
+
+def from_signed_codes(codes: Tensor, scales: Tensor) -> Tensor:
+    """Their values [numel], in float32."""
+    parts = codes.float() / SIGNED_LEVELS
+    return parts * parts.abs() * _spread(scales, codes.numel())
+
+
+def square_codes(values: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+    """Second moments as uint8 codes [numel] and scales [blocks]."""
+    blocks, scales = _blocks(values)
+    roots = (blocks / scales.clamp(min=1e-38).unsqueeze(1)).sqrt().sqrt() * SQUARE_LEVELS
+    codes = (roots + _fraction(draw, blocks.shape)).floor().clamp(max=SQUARE_LEVELS)
+    codes = torch.where(blocks > 0, codes.clamp(min=1.0), codes)
+    return codes.to(torch.uint8).view(-1)[: values.numel()], scales
+
+
+def from_square_codes(codes: Tensor, scales: Tensor) -> Tensor:
+    """Their values [numel], in float32."""
+    return (codes.float() / SQUARE_LEVELS).square().square() * _spread(scales, codes.numel())
+
+
+def _blocks(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, CODE_BLOCK], the last one filled up with zeros, and the largest of each [blocks]."""
+    missing = -values.numel() % CODE_BLOCK
+    blocks = torch.nn.functional.pad(values.float(), (0, missing)).view(-1, CODE_BLOCK)
+    return blocks, blocks.abs().amax(1)
+
+
+def _fraction(draw: Tensor, shape: torch.Size) -> Tensor:
+    missing = -draw.numel() % CODE_BLOCK
+    return torch.nn.functional.pad(draw, (0, missing)).view(shape).float() / (1 << _DRAW_BITS)
+
+
+def _spread(scales: Tensor, numel: int) -> Tensor:
+    return scales.repeat_interleave(CODE_BLOCK)[:numel]
