@@ -1,4 +1,4 @@
-"""q, k and v, and gate and up, as one matmul: the same numbers, names and checkpoints, fewer kernels."""
+"""q, k and v as one matmul: the same numbers, names and checkpoints, fewer kernels."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def step_of(make: Callable[[], nn.Module]) -> tuple[float, dict[str, torch.Tenso
 
 def test_one_matmul_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     total, gradients, count, model = step_of(PLAIN)
-    assert joined_of(model) == [True] * 4
+    assert joined_of(model) == [True] * 2
     monkeypatch.setattr(weft.parallel.joined, "_join", lambda *_: None)
     expected, others, all_count, apart = step_of(PLAIN)
-    assert joined_of(apart) == [False] * 4
-    assert all_count - count == 2 * 3 * (2 + 1)  # of two layers, forward and both gradients: 3 → 1 and 2 → 1
+    assert joined_of(apart) == [False] * 2
+    assert all_count - count == 2 * 3 * 2  # of two layers, forward and both gradients: 3 → 1
     assert total == pytest.approx(expected, rel=2e-3)  # sums in another order, in bf16
     assert set(gradients) == set(others)
     assert list(model.state_dict()) == list(apart.state_dict())
@@ -68,7 +68,7 @@ def test_one_matmul_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["biased", "two key heads"])
 def test_biases_lie_between(name: str) -> None:
     found = joined_of(step_of(SHIPPED[name])[3])
-    assert found == ([False] * 4 if name == "biased" else [False, True] * 3)  # qwen2 has biases in attention only
+    assert found and not any(found)
 
 
 PLANS = {

@@ -115,7 +115,7 @@ class _HeadLoss(Function):
                 if of_hidden is not None:
                     torch.mm(logits, weight, out=of_hidden[part])
                 if needs[1]:
-                    of_weight = _add(of_weight, logits.t() @ flat[part])
+                    of_weight = _add_product(of_weight, logits.t(), flat[part])
                 if needs[2]:
                     of_bias = _add(of_bias, logits.sum(0))
             del logits
@@ -128,6 +128,13 @@ class _HeadLoss(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         of_hidden, of_weight, of_bias = (None if one is None else one * gradient for one in ctx.saved_tensors)
         return None if of_hidden is None else of_hidden.view(ctx.shape), of_weight, of_bias, None, None, None, None
+
+
+def _add_product(so_far: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """so_far + left @ right in float32 at least; on a GPU the matmul adds by itself."""
+    if so_far is None or left.device.type != "cuda" or left.dtype == so_far.dtype:
+        return _add(so_far, left @ right)
+    return torch.ops.aten.addmm.dtype_out(so_far, left, right, so_far.dtype, out=so_far)  # type: ignore[no-any-return]
 
 
 def _add(so_far: Tensor | None, one: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Linears of one input as one matmul: q, k and v, gate and up. The names of parameters stay as they are.
+"""Linears of one input as one matmul: q, k and v. The names of parameters stay as they are.
 
 A block's parameters lie end to end in one flat buffer, so the weights of neighbours [q; k; v] are one matrix there, and
 looking at them as one costs nothing. The matrix is a leaf of its own over the same memory; its gradient, one matmul
