@@ -28,6 +28,12 @@ from weft.train.step import CROSS_ENTROPY, StepResult
 CUDA = torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
     runs.write_text(tmp_path / "text.txt", 500)

@@ -51,16 +51,21 @@ class ExampleLoss:
         return token_loss(output, self.labels())[0] if output.dim() else output
 
 
-def rows_loss(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool) -> Tensor:
-    """The summed loss of some rows [rows, vocab], which are overwritten: by their gradient, where it is asked for."""
+def rows_loss(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradient: bool) -> Tensor:
+    """The summed loss of some rows [rows, vocab], which are overwritten: by their gradient, where it is asked for.
+
+    None, not 0, leaves the z-loss out: torch.compile makes an input of any number.
+    """
     wide, valid = logits.to(_wide(logits)), labels != IGNORE
     target = labels.clamp(min=0)  # whatever takes the place of one that does not count
     scale = wide.logsumexp(-1)  # [rows]
     chosen = wide.gather(1, target[:, None])[:, 0]
-    losses = scale - chosen + z_loss * scale.square()
+    losses = scale - chosen
+    if z_loss is not None:
+        losses = losses + z_loss * scale.square()
     total = torch.where(valid, losses, 0.0).sum()
     if with_gradient:
-        factor = (1 + 2 * z_loss * scale) * valid
+        factor = valid if z_loss is None else (1 + 2 * z_loss * scale) * valid
         wide.sub_(scale[:, None]).exp_().mul_(factor[:, None])
         if torch.compiler.is_compiling():  # as a part of the pass over all, not one of its own
             classes = torch.arange(wide.shape[1], device=wide.device)
@@ -71,7 +76,7 @@ def rows_loss(logits: Tensor, labels: Tensor, z_loss: float, with_gradient: bool
     return total
 
 
-RowsLoss = Callable[[Tensor, Tensor, float, bool], Tensor]
+RowsLoss = Callable[[Tensor, Tensor, float | None, bool], Tensor]
 
 
 def head_loss(
@@ -110,7 +115,7 @@ class _HeadLoss(Function):
         total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
         for part in parts(len(flat), len(weight)):
             logits = F.linear(flat[part], weight, bias)  # [rows, classes]
-            total += rows(logits, targets[part], z_loss, any(needs))
+            total += rows(logits, targets[part], z_loss or None, any(needs))
             with _gradients():  # logits are their gradient now
                 if of_hidden is not None:
                     torch.mm(logits, weight, out=of_hidden[part])

@@ -7,6 +7,7 @@ user's cache folder; whatever neither can do (a mask, say) goes to torch's other
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -70,7 +71,9 @@ def choose(shape: Shape, dtype: torch.dtype, device: torch.device, file: Path) -
         known[key] = min(seconds, key=seconds.__getitem__)
         with suppress(OSError):  # it is measured again, then
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(known, indent=1))
+            draft = file.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(known, indent=1))
+            draft.replace(file)  # ranks may write at once
     return known[key]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,10 @@ def wants_compile(run: Run, device: torch.device) -> bool:
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:
     """Compile a parallel model's blocks, and the loss in its head, when they are first used."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    folder = cache_folder() / "inductor"
+    with suppress(OSError):  # torch has a folder of its own, which does not outlive the machine
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     outcome = _Outcome(say)
     for part in _parts(model):
         for block in find_blocks(part).values():
