@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.models.decoder import Joined
 from weft.parallel import parallelize, refuse
 from weft.parallel.fp8 import LARGEST, multiply, quantise
 from weft.plan import Memory, Pipe, Plan
@@ -87,7 +86,6 @@ def test_a_model_trains_near_its_bf16_self() -> None:
             optimizer.zero_grad()
         losses[plan.matmul] = total.item()
         if plan.matmul == "fp8":
-            assert all(module.multiply is multiply for module in model.modules() if isinstance(module, Joined))
             assert type(model.lm_head.forward).__name__ == "method"
     assert losses["fp8"] != losses["compute"]
     assert losses["fp8"] == pytest.approx(losses["compute"], rel=0.1)

@@ -76,6 +76,10 @@ def _memory_table(prediction: Prediction) -> Table:
     style = "bold red" if total > limit else "bold"
     which = f" (pipe rank {prediction.pipe_rank}, the fullest)" if prediction.pipe_rank is not None else ""
     table.add_row(f"total{which}", f"{format_bytes(total)} of {format_bytes(limit)}", style=style)
+    if prediction.cost.host_bytes:
+        hosted, most = sum(prediction.cost.host_bytes.values()), prediction.host_limit_bytes
+        style = "bold red" if hosted > most else "bold"
+        table.add_row("in host memory", f"{format_bytes(hosted)} of {format_bytes(most)}", style=style)
     return table
 
 

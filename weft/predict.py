@@ -64,6 +64,7 @@ class Prediction:
     pipe_rank: int | None = None
     timeline: Timeline | None = None
     is_modelled: bool = False  # by the planner's kernels, which are held to published measurements
+    host_limit_bytes: int = 0  # each rank's part of its host's memory
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain values."""
@@ -75,6 +76,8 @@ class Prediction:
                 "total_bytes": self.cost.memory_bytes,
                 "limit_bytes": self.memory_limit_bytes,
                 "pipe_rank": self.pipe_rank,
+                "host_bytes": dict(self.cost.host_bytes),
+                "host_limit_bytes": self.host_limit_bytes,
             },
             "traffic": [
                 {"axis": axis, "operation": operation, "calls": value.calls, "bytes": value.num_bytes}
@@ -123,9 +126,17 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
             times = _stage_seconds(run, whole, staging, cluster, rate)
             timeline = _run_schedule(run, staging, times, cluster)
             step = _last_end(timeline, times, told, cluster)
+    if costs[worst].host_bytes:
+        told[worst]["host"] = _host_seconds(costs[worst], cluster)
+        if step is not None:
+            hidden = compute or 0.0 if plan.memory.delay else 0.0
+            step += max(0.0, told[worst]["host"] - hidden)
     limit = cluster.node.device.memory_bytes
+    host_limit = cluster.node.host_memory_bytes // min(cluster.node.num_devices, plan.num_ranks)
     pipe_rank = None if staging is None else worst
-    return Prediction(costs[worst], traffic[worst], limit, compute, told[worst], step, pipe_rank, timeline, modelled)
+    return Prediction(
+        costs[worst], traffic[worst], limit, compute, told[worst], step, pipe_rank, timeline, modelled, host_limit
+    )
 
 
 @dataclass(frozen=True)
@@ -300,6 +311,12 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
         return load(run.cluster)
     machine = local_cluster(math.ceil(run.plan.num_ranks / num_hosts), on_cpu=run.train.device == "cpu")
     return replace(machine, num_nodes=num_hosts)
+
+
+def _host_seconds(one: Cost, cluster: Cluster) -> float:
+    """State on the host goes up and down at once; what the next forward hides of it is left out."""
+    link = cluster.node.host_link_bytes_per_second
+    return 0.0 if link is None else sum(one.host_bytes.values()) / link
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:

@@ -15,7 +15,7 @@ cast, or built on the meta device and emptied, has no table that could be stale.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
@@ -220,27 +220,8 @@ class CausalAttention(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
 
 
-class Joined(nn.Module):
-    """A module that begins with linears of one input, `joins`. Where a layout has their weights end to end in memory,
-    `joined` is set to them as one matrix, and one matmul does for all.
-    """
-
-    joins: ClassVar[tuple[str, ...]]
-    joined: Tensor | None = None
-    multiply: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
-
-    def project(self, hidden: Tensor) -> Sequence[Tensor]:
-        """What each of the linears makes of the input."""
-        linears = [getattr(self, name) for name in self.joins]
-        if self.joined is None:
-            return [linear(hidden) for linear in linears]
-        return torch.split(self.multiply(hidden, self.joined), [len(linear.weight) for linear in linears], dim=-1)
-
-
-class Attention(Joined):
+class Attention(nn.Module):
     """Grouped-query attention with rotary positions. Head counts follow from the projections' widths."""
-
-    joins = ("q_proj", "k_proj", "v_proj")
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -258,18 +239,17 @@ class Attention(Joined):
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         heads = (-1, self.head_dim)
-        # three times [batch, sequence, heads * head_dim] -> [batch, heads, sequence, head_dim]
-        query, key, value = (part.unflatten(-1, heads) for part in self.project(hidden))
-        query, key, value = (part.transpose(1, 2) for part in (self.q_norm(query), self.k_norm(key), value))
+        # [batch, sequence, heads * head_dim] -> [batch, heads, sequence, head_dim]
+        query = self.q_norm(self.q_proj(hidden).unflatten(-1, heads)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden).unflatten(-1, heads)).transpose(1, 2)
+        value = self.v_proj(hidden).unflatten(-1, heads).transpose(1, 2)
         mixed: Tensor = self.core(rotate(query, cos, sin), rotate(key, cos, sin), value)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))  # [batch, sequence, hidden]
         return out
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(hidden)) * up(hidden)). Not joined: what backward of the product writes would have to be put
-    together for one matmul, which costs more (measured on an H200) than two matmuls of this size do.
-    """
+    """down(silu(gate(hidden)) * up(hidden))."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

@@ -28,7 +28,6 @@ from weft.parallel.layout import CODE_BLOCK, STAGING_NUMEL, Part, moment_dtype, 
 CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
 KERNEL_NUMEL = 1 << 26  # of one that is
 _SEED_STEP = 1_000_003
-_SEED_BITS = 34  # more than the elements of a buffer
 
 
 @dataclass(frozen=True)
@@ -366,4 +365,4 @@ def _chunks(run: Run, size: int) -> list[tuple[int, int]]:
 def _seed(flat: Flat, number: int, step: int, start: int) -> int:
     """Of the draws of a run: from the step, the buffer and the place in the whole of it, which no shard changes."""
     position = flat.shard.index * flat.layout.slice_numel + start
-    return (((step * _SEED_STEP + number) << _SEED_BITS) + position) % (1 << 63)
+    return ((step * _SEED_STEP + number) % (1 << 31) << 32) + position % (1 << 32)

@@ -17,21 +17,32 @@ from weft.parallel.layout import CODE_BLOCK
 
 SIGNED_LEVELS, SQUARE_LEVELS = 127.0, 255.0
 _DRAW_BITS = 16
-_FACTORS = (-7046029254386353131, -4658895280553007687)  # of splitmix64
+_KEY_FACTOR = 0x9E3779B1 - (1 << 32)  # spreads a small key over 32 bits
+_ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32)))  # shifts and factors of a hash of 32 bits (lowbias32)
 
 
 def draws(seed: Tensor, numel: int) -> Tensor:
-    """48 random bits for each of `numel` positions [numel], three times 16, from a seed [] (int64)."""
-    mixed = torch.arange(numel, dtype=torch.int64, device=seed.device) + seed
-    for factor in _FACTORS:
-        mixed = mixed * factor
-        mixed = mixed ^ (mixed >> 29)
-    return mixed
+    """32 random bits for each of `numel` positions [numel] (int32), from a seed [] (int64): a key and, in its low 32
+    bits, the first position.
+    """
+    key = (seed >> 32).to(torch.int32) * _KEY_FACTOR
+    mixed = (torch.arange(numel, dtype=torch.int32, device=seed.device) + seed.to(torch.int32)) ^ key
+    for shift, factor in _ROUNDS:
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    return mixed ^ _shifted(mixed, 16)
+
+
+def _shifted(bits: Tensor, shift: int) -> Tensor:
+    """To the right, filled with zeros."""
+    return (bits >> shift) & ((1 << (32 - shift)) - 1)
 
 
 def sixteen(bits: Tensor, which: int) -> Tensor:
-    """One of the three draws, 0 to 65535 [numel] (int32)."""
-    return ((bits >> (_DRAW_BITS * which)) & 0xFFFF).to(torch.int32)
+    """One of three draws, 0 to 65535 [numel] (int32): the low bits, the high ones, or those in the middle.
+
+    The third shares its bits with the others: what is rounded by them are different numbers, and each is fair.
+    """
+    return _shifted(bits, (0, _DRAW_BITS, _DRAW_BITS // 2)[which]) & 0xFFFF
 
 
 def to_bf16(values: Tensor, draw: Tensor) -> Tensor:

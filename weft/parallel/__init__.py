@@ -23,7 +23,6 @@ from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.flat import Flat
 from weft.parallel.fp8 import Fp8Matmuls
-from weft.parallel.joined import JoinedWeights
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
@@ -44,7 +43,6 @@ STRATEGIES: tuple[Strategy, ...] = (
     Fp8Matmuls(),
     RecomputePolicy(),
     ShardAxis(),
-    JoinedWeights(),
     DataAxis(),
     ContextAxis(),
     TileGradients(),

@@ -20,7 +20,6 @@ from torch.autograd import Function
 from weft.blocks import find_blocks
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.models.decoder import Joined
 from weft.plan import Plan
 from weft.profile import Profile
 from weft.strategy import Strategy, Values
@@ -68,9 +67,6 @@ class Fp8Matmuls(Strategy):
         for linear in _linears(model):
             if _takes_part(linear):
                 setattr(linear, "forward", _Linear(linear).forward)  # noqa: B010 (a method to mypy)
-        for module in model.modules():
-            if isinstance(module, Joined) and all(_takes_part(getattr(module, name)) for name in module.joins):
-                module.multiply = multiply
         return model
 
 

@@ -85,8 +85,8 @@ class Software:
     fuses_ring: bool = False  # what adds up the parts of attention is one kernel
     repeats_keys: bool = False  # for every query head, before attention
     pipe_outside: bool = False  # of data in the order of ranks; weft has data outside
-    # Moved for each parameter behind backward. Weft: AdamW 28, new 16-bit weights 6, norm 4, clipping 8, adding up 8.
-    optimizer_bytes: int = 54
+    # Moved for each parameter: AdamW and new 16-bit weights 30, norm 4, taking gradients 6. (One rank: 28, 2 and 4.)
+    optimizer_bytes: int = 40
     gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward
 
 

@@ -15,7 +15,15 @@ from functools import lru_cache
 from weft.head import is_loss_in_head
 from weft.memory.recompute import over_root, transient
 from weft.models.loss import parts
-from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
+from weft.parallel.layout import (
+    CODE_BLOCK,
+    COMPUTE_DTYPE,
+    MASTER_DTYPE,
+    gradient_dtype,
+    is_apart,
+    moment_dtype,
+    slice_dtype,
+)
 from weft.parallel.tensor_cost import localise, transient_bytes
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import simulate
@@ -142,20 +150,25 @@ def _of_rank(
         else:
             one = sizes.block_numel * master
             backward += ends * master + max(one, 2 * one - kept * per_micro_batch)
-    return Memory(*_state(plan, numel), saved, throughout + max(loss, backward))
+    return Memory(*_state(plan, numel, num_micro_batches), saved, throughout + max(loss, backward))
 
 
-def _state(plan: Plan, numel: float) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer."""
-    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
+def _state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer on the device."""
+    compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
+    gradient = gradient_dtype(plan, num_micro_batches).itemsize
+    moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
     copies = 2 if plan.pipe.degree > 1 and plan.pipe.schedule in ("gems", "bidirectional") else 1
     numel *= copies
     own, is_alone = numel / plan.shard.degree, plan.shard.degree == 1
     frees = plan.shard.stage == 3 and not is_alone
+    here = 1 - plan.memory.offload
     parameters = 0 if frees else numel * compute
-    parameters += own * master if frees or compute != master else 0
-    gradients = (numel if plan.shard.stage == 1 or is_alone else own) * master
-    return parameters, gradients, 2 * own * master
+    parameters += own * at_rest * here if is_apart(plan) else 0
+    gradients = (numel if plan.shard.stage == 1 or is_alone else own) * gradient
+    if plan.memory.delay:
+        parameters, gradients = parameters + own * compute, gradients + own * gradient
+    return parameters, gradients, 2 * own * here * (1 + 4 / CODE_BLOCK if moment is None else moment.itemsize)
 
 
 def sizes(profile: Profile, plan: Plan) -> Sizes:
