@@ -1,6 +1,7 @@
 """One GPU: weft's training step beside a plain PyTorch Llama, transformers and its trainers, on the same shapes.
 
     python benchmarks/one_gpu.py [--short] [--only weft plain] [--shapes 1.2b 6.7b] [--out FILE]
+    python benchmarks/one_gpu.py --only weft-split --shapes 13b
     python benchmarks/one_gpu.py --only weft weft-fp8 --shapes 6.7b --losses 200 --text FILE
 
 Every contender runs in a process of its own; one that is not installed, or does not fit, says so. A step is forward,
@@ -23,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,14 @@ import torch
 from plain_llama import PlainLlama, chunk_loss, plain_step
 from torch import Tensor, nn
 
+from weft.cluster import load
 from weft.errors import WeftError
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.models.hf import parameter_shapes
 from weft.parallel import parallelize
 from weft.plan import Plan
+from weft.planner.model import planned_model
 from weft.schema import build_dataclass
 from weft.train.attention_kernel import Shape, fastest_attention
 from weft.train.compiling import compile_blocks
@@ -50,6 +53,10 @@ CONTENDERS = (
     "weft",
     "weft-bf16",
     "weft-fp8",
+    "weft-selective",
+    "weft-offload",
+    "weft-split",
+    "weft-compact",
     "plain",
     "transformers",
     "transformers-eager",
@@ -57,6 +64,8 @@ CONTENDERS = (
     "lightning",
     "deepspeed",
 )
+
+SPEED = tuple(name for name in CONTENDERS if name.partition("-")[2] not in ("selective", "offload", "split", "compact"))
 
 
 @dataclass(frozen=True)
@@ -99,12 +108,27 @@ CASES = {
     "1.2b": Case(ONE, 8, 4096),
     "6.7b": Case(SEVEN, 4, 2048),
     "6.7b-large": Case(SEVEN, 8, 2048),
+    "13b": Case(_llama(5120, 40, 40, 40, 13824, 32000), 4, 2048),
+    "32b": Case(_llama(6656, 60, 52, 52, 17920, 32000), 2, 2048),
     "tiny": Case(_llama(32, 2, 4, 2, 64, 256), 2, 16),
 }
 PLANS: dict[str, dict[str, Any]] = {
     "weft": {"precision": "bf16"},
     "weft-bf16": {"precision": "bf16", "exact": False, "memory": {"master": False, "state": "bf16"}},
-    "weft-fp8": {"precision": "bf16", "exact": False, "matmul": "fp8"},
+    "weft-fp8": {
+        "precision": "bf16",
+        "exact": False,
+        "matmul": "fp8",
+        "memory": {"master": False, "state": "bf16"},
+    },
+    "weft-selective": {"precision": "bf16", "memory": {"recompute": "selective"}},
+    "weft-offload": {"precision": "bf16", "memory": {"offload": 1.0}},
+    "weft-split": {"precision": "bf16", "memory": {"offload": 0.6, "recompute": "full"}},
+    "weft-compact": {
+        "precision": "bf16",
+        "exact": False,
+        "memory": {"master": False, "state": "int8", "offload": 1.0, "recompute": "full"},
+    },
 }
 
 Step = Callable[[Tensor, Tensor], Tensor]  # tokens and labels [batch, sequence] -> the loss, on the device
@@ -306,9 +330,19 @@ def work(name: str, case: Case, arguments: argparse.Namespace) -> dict[str, Any]
         "gpu_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "gpu_reserved_bytes": torch.cuda.max_memory_reserved() if device.type == "cuda" else None,
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "predicted_gpu_bytes": predicted_bytes(name, case),
         "first_loss": first,
         "last_loss": float(last),
     }
+
+
+def predicted_bytes(name: str, case: Case) -> float | None:
+    """What the planner says that weft's tensors take at their peak on the device."""
+    if name not in PLANS:
+        return None
+    plan = build_dataclass(Plan, PLANS[name], "plan")
+    cluster = load("h200:1x1")
+    return planned_model(case.model, case.sequence, cluster).held(replace(plan, micro_batch=case.batch), 1).tensor_bytes
 
 
 def matmul_ceiling(side: int) -> dict[str, Any]:
@@ -360,7 +394,8 @@ def show(shape: str, name: str, one: dict[str, Any], ceiling: float) -> str:
     rate, memory = one["flops_per_second"], (one["gpu_bytes"] or 0) / 2**30
     return (
         f"{shape:12}{name:20}{one['tokens_per_second']:12,.0f}{rate / PEAK_FLOPS:8.3f}{rate / ceiling:9.3f}"
-        f"{memory:10.1f}{one['host_bytes'] / 2**30:10.1f}{one['first_step_seconds']:9.1f}{one['last_loss']:9.3f}"
+        f"{memory:10.1f}{(one['predicted_gpu_bytes'] or 0) / 2**30:11.1f}{one['host_bytes'] / 2**30:10.1f}"
+        f"{one['first_step_seconds']:9.1f}{one['first_loss']:9.3f}{one['last_loss']:9.3f}"
     )
 
 
@@ -398,7 +433,7 @@ def parse() -> argparse.Namespace:
         arguments.shapes = ["1.2b", "6.7b"]
     # Compiling transformers' 32 layers as a whole takes longest of all.
     arguments.skip = {("6.7b", "transformers")} if arguments.short and not arguments.only else set()
-    few = ("weft", "plain", "transformers") if arguments.short else CONTENDERS
+    few = ("weft", "plain", "transformers") if arguments.short else SPEED
     arguments.only = arguments.only or [name for name in few if is_installed(name)]
     return arguments
 
@@ -420,8 +455,9 @@ def main() -> None:
     ceiling = run_apart([*passed, "--worker", "ceiling", str(side)], arguments.timeout)
     if not arguments.losses:
         print(f"matmul {side}³: {ceiling.get('flops_per_second', 0) / 1e12:.1f} TFLOP/s")
-        heads = ("tokens/s", "MFU", "ceiling", "GPU GiB", "host GiB", "first s", "loss")
-        print(f"{'shape':12}{'contender':20}" + "".join(f"{h:>{w}}" for h, w in zip(heads, (12, 8, 9, 10, 10, 9, 9))))  # noqa: B905
+        widths = {"tokens/s": 12, "MFU": 8, "ceiling": 9, "GPU GiB": 10, "predicted": 11, "host GiB": 10, "first s": 9}
+        widths |= {"loss": 9, "last": 9}
+        print(f"{'shape':12}{'contender':20}" + "".join(f"{head:>{width}}" for head, width in widths.items()))
     for shape in arguments.shapes:
         results[shape] = {}
         for name in (name for name in arguments.only if (shape, name) not in arguments.skip):
