@@ -211,7 +211,8 @@ class CutError(Exception):
 
 def test_a_run_is_cut_as_its_prediction_is(tmp_path: Path) -> None:
     # By memory, in which the loss counts, in the dtype that computes, for whole sequences.
-    text = DEEP.replace("hidden_size = 40", "hidden_size = 8").replace("num_hidden_layers = 4", "num_hidden_layers = 6")
+    text = DEEP.replace("hidden_size = 40", "hidden_size = 8\nvocab_size = 8000")
+    text = text.replace("num_hidden_layers = 4", "num_hidden_layers = 6")
     plan = ['plan.pipe={degree=2, balance="memory"}', "plan.context=2", "plan.precision=bf16", "plan.micro_batch=2"]
     run = make_run(write_run_file(tmp_path, text), "cut", *plan)
     predicted = stage(micro_batch_profile(run), run.plan).stage_of
