@@ -8,6 +8,7 @@ its state as the plan says. What lies side by side in a buffer and is treated al
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, overload
@@ -105,7 +106,7 @@ class AdamW(Optimizer):
                 f"{len(group_of.keys() - known)} of {len(group_of)} parameters are no trained pieces of the model; "
                 f"give those of model.parameters() after weft.parallelize, or use torch.optim.AdamW"
             )
-        self._numbers: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._numbers: dict[tuple[bool, int, int], Tensor] = {}
         self.held = [Held(flat, number, group_of) for number, flat in enumerate(flats)]
         away = [held.flat for held in self.held if held.flat.on_host]
         self._streams = _streams(away) if away else None
@@ -220,11 +221,8 @@ class AdamW(Optimizer):
         is_fused = store.is_plain and flat.device.type == "cpu"
         update = update_on(flat.device)
         chunk = CHUNK_NUMEL if update is plain_update else KERNEL_NUMEL
-        one = scale
         if is_fused:
             gradient = _scaled(gradient, scale, flat.slice.dtype)
-        elif one is None:
-            one = torch.ones((), device=flat.device)
         for run in held.runs(joined=not (is_fused or store.has_scales)):
             store.steps[run.first : run.last] += 1
             step, group = int(store.steps[run.first]), self.param_groups[run.group]
@@ -236,12 +234,11 @@ class AdamW(Optimizer):
                 if is_fused:
                     change = partial(_fused, gradient[own], whole, store.steps[run.first], group)
                 else:
-                    assert one is not None
-                    seed = _on(torch.tensor(_seed(flat, held.number, step, start)), flat.device)
-                    small = [one, self._known(run.group, step, flat.device), seed]
-                    if streams is not None:
-                        small = [streams.keep(tensor) for tensor in small]
-                    change = partial(_changed, update, gradient[own], whole, small)
+                    with nullcontext() if streams is None else streams.updating(scale):
+                        seed = _on(torch.tensor(_seed(flat, held.number, step, start)), flat.device)
+                        known = self._known(run.group, step, flat)
+                        one = torch.ones((), device=flat.device) if scale is None else scale
+                    change = partial(_changed, update, gradient[own], whole, [one, known, seed])
                 if streams is None:
                     change(None, [flat.slice[own], *state])
                 elif flat.is_apart:
@@ -250,18 +247,18 @@ class AdamW(Optimizer):
                     streams.run(state, partial(change, flat.slice[own]))
         held.done = None if streams is None else streams.updated(with_host=flat.frees_whole)
 
-    def _known(self, group: int, step: int, device: torch.device) -> Tensor:
-        """A group's numbers in one step, sent to a device once."""
-        key = (device, group, step)
+    def _known(self, group: int, step: int, flat: Flat) -> Tensor:
+        """A group's numbers in one step, sent once to each stream that uses them."""
+        key = (flat.on_host, group, step)
         if key not in self._numbers:
             found = torch.tensor(numbers(self.param_groups[group], step), dtype=torch.float64)
-            self._numbers[key] = _on(found, device)
+            self._numbers[key] = _on(found, flat.device)
         return self._numbers[key]
 
     # --- its state in checkpoints
 
     def read_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
-        """A piece's state as numbers: both moments in fp32 (or fp64), whatever they are held in, and the step."""
+        """A piece's state as numbers: both moments, of codes their values, and the step."""
         held, index, part = self._find(piece)
         first, second = held.store.read(index, part)
         found = {"step": held.store.steps[index].clone(), "exp_avg": first, "exp_avg_sq": second}
