@@ -237,6 +237,11 @@ def test_parameters_of_another_model_are_refused() -> None:
         AdamW(parallelize(make(), BF16), [nn.Parameter(torch.zeros(3))])
 
 
+def test_a_model_that_is_held_plainly_has_torchs_optimizer() -> None:
+    with pytest.raises(PlanError, match=r"has no flat buffers.*torch\.optim\.AdamW"):
+        AdamW(parallelize(make(), Plan()))
+
+
 def test_state_dicts_come_back() -> None:
     plan = replace(BF16, memory=Memory(state="int8", offload=1.0), exact=False)
     models_ = [parallelize(make(), plan) for _ in range(2)]
