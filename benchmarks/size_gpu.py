@@ -85,7 +85,7 @@ def measure(config: DecoderConfig, plan: Plan, device: torch.device, args: argpa
     if args.compile:
         for block in model.get_submodule("model.layers").children():
             block.compile()
-    optimizer = make_optimizer(model, TrainConfig(steps=args.steps, learning_rate=1e-4))
+    optimizer = make_optimizer(model, TrainConfig(steps=args.steps, batch=args.batch, learning_rate=1e-4))
     build_seconds = time.perf_counter() - started
     losses, seconds = [], []
     for _ in range(args.steps):
