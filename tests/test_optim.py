@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import models_for_tests as models
@@ -13,15 +14,19 @@ from torch import Tensor, nn
 import weft
 import weft.optim.adamw
 import weft.parallel.layout
+from weft.cluster import Cluster, load
+from weft.config import load_run
 from weft.errors import PlanError
 from weft.local import run_local
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.parallel import all_flats, clip_factor, cost, grad_norm, host_bytes, named_pieces, parallelize, state_bytes
 from weft.plan import BatchSplit, Memory, Plan, Shard, split_batch
+from weft.predict import fitting_offload, predict
 from weft.profile import profile
 from weft.train.step import Batch, train_step
 
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 STEPS = 5
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 BF16 = Plan(precision="bf16")
@@ -232,6 +237,11 @@ def test_parameters_of_another_model_are_refused() -> None:
         AdamW(parallelize(make(), BF16), [nn.Parameter(torch.zeros(3))])
 
 
+def test_a_model_that_is_held_plainly_has_torchs_optimizer() -> None:
+    with pytest.raises(PlanError, match=r"has no flat buffers.*torch\.optim\.AdamW"):
+        AdamW(parallelize(make(), Plan()))
+
+
 def test_state_dicts_come_back() -> None:
     plan = replace(BF16, memory=Memory(state="int8", offload=1.0), exact=False)
     models_ = [parallelize(make(), plan) for _ in range(2)]
@@ -254,3 +264,30 @@ def test_the_clip_factor_is_taken_of_fp32_sums() -> None:
     factor = clip_factor(expected, 0.5 * float(expected))
     assert factor is not None
     assert float(factor) == pytest.approx(0.5, rel=1e-3)
+
+
+# --- advice
+
+
+def test_the_least_offload_that_fits_is_found() -> None:
+    run = load_run(QUICKSTART, ["plan.precision=bf16", "plan.data=1", "plan.shard=1", "train.batch=4"])
+    cluster = load("h200")
+    needs = predict(run, cluster).cost.memory_bytes
+    assert fitting_offload(run, cluster) is None  # none is needed
+
+    def with_memory(device_bytes: float, host_bytes: float) -> Cluster:
+        device = replace(cluster.node.device, memory_bytes=int(device_bytes))
+        return replace(cluster, node=replace(cluster.node, device=device, host_memory_bytes=int(host_bytes)))
+
+    found = fitting_offload(run, with_memory(0.8 * needs, 16e9))
+    assert found is not None
+    assert 0 < found.offload < 1
+    assert found.cost.memory_bytes <= 0.8 * needs
+    memory = Memory(offload=found.offload - 0.05)
+    less = predict(replace(run, plan=replace(run.plan, memory=memory)), cluster)
+    assert less.cost.memory_bytes > 0.8 * needs
+    assert fitting_offload(run, with_memory(0.8 * needs, 1e9)) is None  # the host has too little
+    assert fitting_offload(run, with_memory(0.1 * needs, 16e9)) is None
+    assert predict(replace(run, plan=replace(run.plan, memory=Memory(offload=1.0))), cluster).communication_seconds[
+        "host"
+    ]

@@ -6,6 +6,7 @@ model = weft.parallelize(model, plan)             # the same module, its state s
 """
 
 from weft.errors import WeftError
+from weft.memory.pruned import prune
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.parallel import clip_grad_norm, parallelize, sync_gradients
@@ -37,6 +38,7 @@ __all__ = [
     "load_plan",
     "parallelize",
     "profile",
+    "prune",
     "sync_gradients",
     "tile",
     "train_step",

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from weft.config import Run
-from weft.display import print_json, show_run, show_timeline
+from weft.display import format_bytes, print_json, show_run, show_timeline
 from weft.errors import ConfigError
 from weft.planner.answer import with_more, with_scaling
 from weft.planner.page import page
 from weft.planner.question import OBJECTIVES, parse_constraints
 from weft.planner.show import show_answer
 from weft.planning import ask_for, planning_cluster, with_plan, with_traffic
-from weft.predict import better_form, micro_batch_profile, predict, run_cluster
+from weft.predict import better_form, fitting_offload, micro_batch_profile, predict, run_cluster
 from weft.train.timeline import refuse_timeline
 
 
@@ -68,15 +68,25 @@ def predict_plan(run: Run, timeline: bool, path: Path | None, console: Console, 
     if timeline:
         refuse_timeline(run.plan, path)
     cluster = run_cluster(run)
-    prediction, form = predict(run, cluster), better_form(run, cluster)
+    prediction, form, fitting = predict(run, cluster), better_form(run, cluster), fitting_offload(run, cluster)
     if as_json:
         found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
-        better = {} if form is None else {"better_form": asdict(form)}
+        better: dict[str, Any] = {} if form is None else {"better_form": asdict(form)}
+        if fitting is not None:
+            better["fitting_offload"] = fitting.offload
         print_json({**found, **prediction.to_json(), **better})
     else:
         show_run(console, run, cluster, micro_batch_profile(run), prediction)
         if form is not None:
             console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
+        if fitting is not None:
+            hosted = format_bytes(sum(fitting.cost.host_bytes.values()))
+            console.print(
+                f"It does not fit; with plan.memory.offload = {fitting.offload:g} it would: "
+                f"{format_bytes(fitting.cost.memory_bytes)} on the device, {hosted} in host memory.",
+                highlight=False,
+                soft_wrap=True,
+            )
     if timeline and (path is not None or not as_json):
         show_timeline(console, prediction, path)
 

@@ -22,6 +22,7 @@ from weft.config import Run
 from weft.errors import PlanError
 from weft.head import install_loss_head, is_loss_in_head
 from weft.measure import cpu_flops_per_second, is_cpu
+from weft.memory.host import KEPT_FREE_BYTES
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import LanguageConfig, ModelConfig, build
 from weft.models.loss import ExampleLoss
@@ -40,6 +41,7 @@ from weft.train.task import Task, task_of
 
 # The fraction of a GPU's dense peak that a training step reaches; an assumption that measurements are to replace.
 ASSUMED_EFFICIENCY = 0.45
+OFFLOAD_SHARES = 20
 PEAK_OF = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16"}
 
 
@@ -65,6 +67,7 @@ class Prediction:
     timeline: Timeline | None = None
     is_modelled: bool = False  # by the planner's kernels, which are held to published measurements
     host_limit_bytes: int = 0  # each rank's part of its host's memory
+    offload: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain values."""
@@ -135,7 +138,17 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     host_limit = cluster.node.host_memory_bytes // min(cluster.node.num_devices, plan.num_ranks)
     pipe_rank = None if staging is None else worst
     return Prediction(
-        costs[worst], traffic[worst], limit, compute, told[worst], step, pipe_rank, timeline, modelled, host_limit
+        costs[worst],
+        traffic[worst],
+        limit,
+        compute,
+        told[worst],
+        step,
+        pipe_rank,
+        timeline,
+        modelled,
+        host_limit,
+        plan.memory.offload,
     )
 
 
@@ -175,6 +188,31 @@ def better_form(run: Run, cluster: Cluster) -> Form | None:
     if mine.step_seconds is not None and other.step_seconds is not None:
         saved = other.step_seconds - mine.step_seconds
     return Form(best, saved, other.cost.memory_bytes - mine.cost.memory_bytes)
+
+
+def fitting_offload(run: Run, cluster: Cluster) -> Prediction | None:
+    """The prediction with the least `memory.offload`, in twentieths, under which a run fits device and host that does
+    not fit as it is; None where none does, or none is needed.
+    """
+    if cluster.node.host_link_bytes_per_second is None or _fits(predict(run, cluster)):
+        return None
+    low, high = 0, OFFLOAD_SHARES
+    while low < high:  # more offload, less on the device
+        share = (low + high) // 2
+        memory = replace(run.plan.memory, offload=share / OFFLOAD_SHARES)
+        tried = predict(replace(run, plan=replace(run.plan, memory=memory)), cluster)
+        low, high = (low, share) if tried.cost.memory_bytes <= tried.memory_limit_bytes else (share + 1, high)
+    memory = replace(run.plan.memory, offload=low / OFFLOAD_SHARES)
+    found = predict(replace(run, plan=replace(run.plan, memory=memory)), cluster)
+    return found if _fits(found) else None
+
+
+def _fits(prediction: Prediction) -> bool:
+    hosted = sum(prediction.cost.host_bytes.values())
+    return (
+        prediction.cost.memory_bytes <= prediction.memory_limit_bytes
+        and hosted + KEPT_FREE_BYTES * bool(hosted) <= prediction.host_limit_bytes
+    )
 
 
 def _badness(prediction: Prediction) -> tuple[bool, float, int]:

@@ -96,7 +96,8 @@ class Saver:
                 self._remove_leftovers(self._attempt)
 
     def save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], asynchronous: bool = True) -> None:
-        """Copy the pieces now and write them in the background. `state` is JSON; rank 0's is stored.
+        """Copy the pieces now and write them in the background, or write them as they are and wait for it. `state` is
+        JSON; rank 0's is stored.
 
         One save is in flight at a time: this waits for the one before, and raises its error. A step that is there
         already is left as it is.
@@ -110,7 +111,11 @@ class Saver:
         if (self._final / MANIFEST).exists():
             logger.warning("%s is complete already and is left as it is", self._final)
             return
-        copies = self._buffer.copy([piece.tensor for piece in pieces])
+        tensors = [piece.tensor.detach() for piece in pieces]
+        there = [tensor for tensor in tensors if asynchronous or tensor.is_cuda]
+        copied = iter(self._buffer.copy(there))
+        # What is on the host already and waited for needs no room of its own, which there may not be.
+        copies = [next(copied) if asynchronous or tensor.is_cuda else tensor.reshape(-1) for tensor in tensors]
         stored = [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
         self._thread = threading.Thread(target=self._run, args=(self._attempt, manifest, stored))
         self._thread.start()

@@ -7,8 +7,8 @@ its state as the plan says. What lies side by side in a buffer and is treated al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, overload
 
@@ -17,62 +17,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import CheckpointError, PlanError
-from weft.optim.store import Store
+from weft.optim.held import Held
 from weft.optim.stream import Streams
-from weft.optim.update import fused, numbers, update_on
+from weft.optim.update import change_by, change_by_torch, numbers, scaled, update_on
 from weft.optim.update import update as plain_update
-from weft.parallel import all_flats
+from weft.parallel import all_flats, all_units
 from weft.parallel.flat import Flat
-from weft.parallel.layout import CODE_BLOCK, STAGING_NUMEL, Part, moment_dtype, slot_shapes
+from weft.parallel.layout import STAGING_NUMEL, Part, moment_dtype, slot_shapes
 
 CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
 KERNEL_NUMEL = 1 << 26  # of one that is
-_SEED_STEP = 1_000_003
-
-
-@dataclass(frozen=True)
-class Run:
-    """The elements [start, stop) of a slice: the parts from `first` to before `last`, all of one group."""
-
-    start: int
-    stop: int
-    group: int
-    first: int
-    last: int
-
-    @property
-    def numel(self) -> int:
-        """How many."""
-        return self.stop - self.start
-
-
-class Held:
-    """A flat buffer with its state, and the runs that it is updated in."""
-
-    def __init__(self, flat: Flat, number: int, groups: Mapping[int, int]) -> None:
-        self.flat, self.number = flat, number
-        self.parts = [(part, piece) for part, piece in zip(flat.parts, flat.pieces, strict=True) if piece.numel()]
-        self.group_of = [groups.get(id(piece)) for _, piece in self.parts]
-        self.store = Store(flat)
-        # Of a delayed update: its gradient and what that is scaled by, where the weights go, and when they are there.
-        self.pending: Tensor | None = None
-        self.pending_scale: Tensor | None = None
-        self.following: Tensor | None = None
-        self.done: torch.cuda.Event | None = None
-
-    def runs(self, joined: bool) -> Iterator[Run]:
-        """Parts that lie side by side and are alike, as one where `joined`; padding between them stays zero."""
-        steps, found = self.store.steps.tolist(), list[Run]()
-        for index, ((part, piece), group) in enumerate(zip(self.parts, self.group_of, strict=True)):
-            shows = not (self.flat.hides_gradient or self.flat.delays)
-            if group is None or (shows and piece.grad is None):
-                continue
-            stop, last = part.offset + part.stop - part.start, found[-1] if found else None
-            if joined and last and last.last == index and last.group == group and steps[last.first] == steps[index]:
-                found[-1] = Run(last.start, stop, group, last.first, index + 1)
-            else:
-                found.append(Run(part.offset, stop, group, index, index + 1))
-        return iter(found)
 
 
 _Work = tuple[Held, Tensor, Tensor | None, Tensor | None]  # a buffer, its gradient, the scale, and where weights go too
@@ -93,6 +47,11 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
+        if not all_units(model):
+            raise PlanError(
+                "the model has no flat buffers: its plan has one rank and one precision, or weft.parallelize has not "
+                "seen it; use torch.optim.AdamW(model.parameters(), fused=True)"
+            )
         flats = [flat for flat in all_flats(model) if flat.trainable]
         given = list(groups if groups is not None else [piece for flat in flats for piece in flat.pieces])
         nothing = torch.zeros(0, requires_grad=True)  # a stage may be frozen
@@ -104,10 +63,11 @@ class AdamW(Optimizer):
                 f"{len(group_of.keys() - known)} of {len(group_of)} parameters are no trained pieces of the model; "
                 f"give those of model.parameters() after weft.parallelize, or use torch.optim.AdamW"
             )
-        self._numbers: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._numbers: dict[tuple[bool, int, int], Tensor] = {}
         self.held = [Held(flat, number, group_of) for number, flat in enumerate(flats)]
         away = [held.flat for held in self.held if held.flat.on_host]
         self._streams = _streams(away) if away else None
+        self._no_seed = torch.zeros((), dtype=torch.int64, device=flats[0].device if flats else None)
         self._has_begun = False
         self._places: dict[int, tuple[Held, int]] = {}
         for held in self.held:
@@ -219,28 +179,28 @@ class AdamW(Optimizer):
         is_fused = store.is_plain and flat.device.type == "cpu"
         update = update_on(flat.device)
         chunk = CHUNK_NUMEL if update is plain_update else KERNEL_NUMEL
-        one = scale
         if is_fused:
-            gradient = _scaled(gradient, scale, flat.slice.dtype)
-        elif one is None:
-            one = torch.ones((), device=flat.device)
+            gradient = scaled(gradient, scale, flat.slice.dtype)
         for run in held.runs(joined=not (is_fused or store.has_scales)):
             store.steps[run.first : run.last] += 1
             step, group = int(store.steps[run.first]), self.param_groups[run.group]
             size = STAGING_NUMEL if streams else run.numel if is_fused else chunk
-            for start, stop in _chunks(run, size):
+            for start, stop in run.chunks(size):
                 own = slice(start, stop)
                 whole = None if written is None else written[own]
                 state = store.at(run.first, held.parts[run.first][0], start, stop)
                 if is_fused:
-                    change = partial(_fused, gradient[own], whole, store.steps[run.first], group)
+                    change = partial(change_by_torch, gradient[own], whole, store.steps[run.first], group)
                 else:
-                    assert one is not None
-                    seed = _on(torch.tensor(_seed(flat, held.number, step, start)), flat.device)
-                    small = [one, self._known(run.group, step, flat.device), seed]
-                    if streams is not None:
-                        small = [streams.keep(tensor) for tensor in small]
-                    change = partial(_changed, update, gradient[own], whole, small)
+                    with nullcontext() if streams is None else streams.updating(scale):
+                        seed = (
+                            _on(torch.tensor(held.seed(step, start)), flat.device)
+                            if held.needs_draws
+                            else self._no_seed
+                        )
+                        known = self._known(run.group, step, flat)
+                        one = torch.ones((), device=flat.device) if scale is None else scale
+                    change = partial(change_by, update, gradient[own], whole, [one, known, seed])
                 if streams is None:
                     change(None, [flat.slice[own], *state])
                 elif flat.is_apart:
@@ -249,18 +209,18 @@ class AdamW(Optimizer):
                     streams.run(state, partial(change, flat.slice[own]))
         held.done = None if streams is None else streams.updated(with_host=flat.frees_whole)
 
-    def _known(self, group: int, step: int, device: torch.device) -> Tensor:
-        """A group's numbers in one step, sent to a device once."""
-        key = (device, group, step)
+    def _known(self, group: int, step: int, flat: Flat) -> Tensor:
+        """A group's numbers in one step, sent once to each stream that uses them."""
+        key = (flat.on_host, group, step)
         if key not in self._numbers:
             found = torch.tensor(numbers(self.param_groups[group], step), dtype=torch.float64)
-            self._numbers[key] = _on(found, device)
+            self._numbers[key] = _on(found, flat.device)
         return self._numbers[key]
 
     # --- its state in checkpoints
 
     def read_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
-        """A piece's state as numbers: both moments in fp32 (or fp64), whatever they are held in, and the step."""
+        """A piece's state as numbers: both moments, of codes their values, and the step."""
         held, index, part = self._find(piece)
         first, second = held.store.read(index, part)
         found = {"step": held.store.steps[index].clone(), "exp_avg": first, "exp_avg_sq": second}
@@ -277,6 +237,7 @@ class AdamW(Optimizer):
         held.store.steps[index] = float(state["step"])
         held.store.write(index, part, state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
         if "pending" not in state:
+            held.pending = None
             return
         if not held.flat.delays:
             raise CheckpointError(
@@ -316,53 +277,6 @@ def _streams(flats: Sequence[Flat]) -> Streams:
     return Streams(slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), flat.device)
 
 
-def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A gradient in the weights' dtype, times a scale; in place where it has it."""
-    if scale is None:
-        return gradient.to(dtype)
-    return gradient.mul_(scale) if gradient.dtype == dtype else gradient * scale.to(dtype).view(1)
-
-
-def _fused(
-    gradient: Tensor,
-    whole: Tensor | None,
-    step: Tensor,
-    group: Mapping[str, Any],
-    weight: Tensor | None,
-    changed: Sequence[Tensor],
-) -> None:
-    """Torch's kernel over a weight and its moments; the weight is the first of `changed`, unless it is given."""
-    own, first, second = changed if weight is None else (weight, *changed)
-    fused([own, gradient, first, second, step], group)
-    if whole is not None:
-        whole.copy_(own)
-
-
-def _changed(
-    update: Callable[..., None],
-    gradient: Tensor,
-    whole: Tensor | None,
-    small: Sequence[Tensor],
-    weight: Tensor | None,
-    changed: Sequence[Tensor],
-) -> None:
-    """Weft's kernel over the same."""
-    own, *state = changed if weight is None else (weight, *changed)
-    update(own, gradient, tuple(state), whole, *small)
-
-
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
     """A few bytes on their way to a device; the host does not wait for it."""
     return tensor.to(device, non_blocking=True)
-
-
-def _chunks(run: Run, size: int) -> list[tuple[int, int]]:
-    """A run in pieces of at most `size`, which is whole blocks of codes, or all of it."""
-    assert size % CODE_BLOCK == 0 or size == run.numel
-    return [(start, min(start + size, run.stop)) for start in range(run.start, run.stop, size)]
-
-
-def _seed(flat: Flat, number: int, step: int, start: int) -> int:
-    """Of the draws of a run: from the step, the buffer and the place in the whole of it, which no shard changes."""
-    position = flat.shard.index * flat.layout.slice_numel + start
-    return ((step * _SEED_STEP + number) % (1 << 31) << 32) + position % (1 << 32)

@@ -51,10 +51,8 @@ class Store:
         return {"step": self.steps[index], **dict(zip(names, found, strict=True))}
 
     def read(self, index: int, part: Part) -> tuple[Tensor, Tensor]:
-        """A part's moments as numbers."""
-        first, second = decode(self.at(index, part, part.offset, part.offset + part.stop - part.start))
-        wide = torch.promote_types(first.dtype, torch.float32)
-        return first.to(wide), second.to(wide)
+        """A part's moments as numbers: as they are held, codes in fp32."""
+        return decode(self.at(index, part, part.offset, part.offset + part.stop - part.start))
 
     def write(self, index: int, part: Part, first: Tensor, second: Tensor) -> None:
         """Set a part's moments."""

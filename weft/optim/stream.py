@@ -45,11 +45,11 @@ class Streams:
                 stream.wait_stream(current)
             self._on(self._up, self._reached(self._down))
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """A small tensor that updates read later: its memory must not be given to others meanwhile."""
-        if self._update is not None:
-            tensor.record_stream(self._update)
-        return tensor
+    def updating(self, scale: Tensor | None) -> AbstractContextManager[object]:
+        """Where updates run: what they read besides is made here, but for `scale`, which was there before."""
+        if self._update is not None and scale is not None:
+            scale.record_stream(self._update)
+        return self._on(self._update, None)
 
     def run(self, on_host: Sequence[Tensor], update: Update) -> None:
         """Bring tensors up, let `update` change what it is given for them, and take them down."""

@@ -48,7 +48,7 @@ def update(
     """
     wide = torch.promote_types(weight.dtype, torch.float32)
     keep, new1, beta2, new2, epsilon, size, correction = numbers.to(wide).unbind()
-    bits = draws(seed, weight.numel()) if _needs_draws(weight, state) else None
+    bits = draws(seed, weight.numel()) if needs_draws(weight, state) else None
     scaled = gradient.to(wide) * scale.to(wide)
     first, second = (moment.to(wide) for moment in decode(state))
     first = first + new1 * (scaled - first)
@@ -88,7 +88,8 @@ def encode(state: tuple[Tensor, ...], first: Tensor, second: Tensor) -> None:
         place.copy_(found)
 
 
-def _needs_draws(weight: Tensor, state: tuple[Tensor, ...]) -> bool:
+def needs_draws(weight: Tensor, state: tuple[Tensor, ...]) -> bool:
+    """Whether any of it is rounded at random."""
     return any(tensor.element_size() < 4 for tensor in (weight, *state))
 
 
@@ -109,7 +110,7 @@ def update_on(device: torch.device) -> Callable[..., None]:
     return _compiled() if device.type == "cuda" and has_triton() else update
 
 
-def fused(tensors: Sequence[Tensor], group: Mapping[str, Any]) -> None:
+def _fused(tensors: Sequence[Tensor], group: Mapping[str, Any]) -> None:
     """Torch's fused AdamW: weight, gradient, both moments and the step, which counts this update already."""
     weight, gradient, first, second, step = ([tensor] for tensor in tensors)
     torch._fused_adamw_(
@@ -127,3 +128,38 @@ def fused(tensors: Sequence[Tensor], group: Mapping[str, Any]) -> None:
         amsgrad=False,
         maximize=False,
     )
+
+
+def scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A gradient in the weights' dtype, times a scale; in place where it has it."""
+    if scale is None:
+        return gradient.to(dtype)
+    return gradient.mul_(scale) if gradient.dtype == dtype else gradient * scale.to(dtype).view(1)
+
+
+def change_by_torch(
+    gradient: Tensor,
+    whole: Tensor | None,
+    step: Tensor,
+    group: Mapping[str, Any],
+    weight: Tensor | None,
+    changed: Sequence[Tensor],
+) -> None:
+    """Torch's kernel over a weight and its moments; the weight is the first of `changed`, unless it is given."""
+    own, first, second = changed if weight is None else (weight, *changed)
+    _fused([own, gradient, first, second, step], group)
+    if whole is not None:
+        whole.copy_(own)
+
+
+def change_by(
+    update: Callable[..., None],
+    gradient: Tensor,
+    whole: Tensor | None,
+    small: Sequence[Tensor],
+    weight: Tensor | None,
+    changed: Sequence[Tensor],
+) -> None:
+    """Weft's kernel over the same."""
+    own, *state = changed if weight is None else (weight, *changed)
+    update(own, gradient, tuple(state), whole, *small)

@@ -350,4 +350,6 @@ def _save(
         "plan": run.plan.to_toml(),
         "run": run.to_toml(),
     }
-    saver.save(step, pieces_to_save(model, optimizer, mesh), state, asynchronous=run.checkpoint.asynchronous)
+    # State on the host is not copied there once more: it is written while training waits.
+    asynchronous = run.checkpoint.asynchronous and not run.plan.memory.offload
+    saver.save(step, pieces_to_save(model, optimizer, mesh), state, asynchronous=asynchronous)
