@@ -56,7 +56,7 @@ class _Reference(NamedTuple):
     """One section of the grid that ran dry."""
 
     extra: _Extra
-    moved: float  # times its share, whatever the grid: tiles have norms of their own
+    moved: tuple[float, float]  # eager and fused, times its share, whatever the grid: tiles have norms of their own
     num_kernels: int
     splits_products: bool  # whether linears see pixels, of which each tile has its own
     calls: tuple[Call, ...]
@@ -100,7 +100,14 @@ class Sections:
             if size < before < math.inf:
                 found.append(block.name)
             before = min(size, before)
-        return tuple(found)
+        return tuple(found) if found and self._stays_whole(found[0]) else ()
+
+    def _stays_whole(self, name: str) -> bool:
+        """Whether what follows a hand-over stays whole: a skip around it would bring tiles back."""
+        dry = dry_run(self.profile, Plan(tile=Tile(self._side, self._side, name)), {"rows": 1, "columns": 1})
+        names = [block.name for block in self._blocks]
+        later = set(names[names.index(name) + 1 : -1])
+        return not any(one.block in later and one.call[0] in ("rows", "columns") for one in dry.said)
 
     def handed_over_at(self, tile: Tile) -> int:
         """The first section with whole images; as many as there are, if none has."""
@@ -146,16 +153,17 @@ class Sections:
         """A section on an inner tile of a grid."""
         edge, extra, part = self._edge(tile.rows, tile.columns), reference.extra, section.part
         share, linear = 1 / tile.degree, 1 / tile.degree if reference.splits_products else 1.0
-        moved = share * reference.moved * (1 + extra.moved * edge)
+        outer = part.outer
+        eager, fused = (share * times * (1 + extra.moved * edge) for times in reference.moved)
         tiled = replace(
             part,
             products=tuple(replace(one, rows=max(1, math.ceil(one.rows * linear))) for one in part.products),
             filters=tuple(one.shared(share * (1 + extra.flops * edge)) for one in part.filters),
             outer=Moved(
-                int(part.outer.num_bytes * moved),
+                int(outer.num_bytes * eager),
                 reference.num_kernels,
-                int(part.outer.fused_bytes * moved),
-                part.outer.fused_kernels,
+                int(outer.fused_bytes * fused),
+                outer.fused_kernels,
             ),
             told=tuple(self._call(call, tile) for call in reference.calls if _is_said(call, tile)),
         )
@@ -216,14 +224,14 @@ def _compare(whole: Sequence[Block], dry: Dry, plain: Dry, degree: int) -> list[
     for block, mine, base, said in zip(whole, chain(dry.profile), chain(plain.profile), calls, strict=True):
         filters = [_sum(_filters(one)) for one in (block, mine)]
         matmuls = [_sum(_products(one)) for one in (block, mine)]
-        moved = [_moved(one).num_bytes for one in (block, mine, base)]
+        moved = [_moved(one) for one in (block, mine, base)]
         saved = {
             kind: _over((mine.saved_bytes or {})[kind] * degree, (block.saved_bytes or {})[kind]) for kind in POLICIES
         }
-        extra = _Extra(_over(filters[1] * degree, filters[0]), _over(moved[1], moved[2]), saved)
+        extra = _Extra(_over(filters[1] * degree, filters[0]), _over(moved[1].num_bytes, moved[2].num_bytes), saved)
         splits = matmuls[1] * degree < 1.5 * matmuls[0]
-        share = moved[2] * degree / moved[0] if moved[0] else 1.0
-        found.append(_Reference(extra, share, _moved(mine).num_kernels, splits, said))
+        times = [moved[2][place] * degree / (moved[0][place] or 1) for place in (0, 2)]
+        found.append(_Reference(extra, (times[0], times[1]), moved[1].num_kernels, splits, said))
     return found
 
 
