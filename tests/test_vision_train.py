@@ -263,7 +263,7 @@ def test_a_prediction_follows_the_size_of_the_images(run_file: Path) -> None:
     assert large.cost.saved_bytes == pytest.approx(4 * small.cost.saved_bytes, rel=0.02)
     assert large.cost.state_bytes == small.cost.state_bytes
     assert small.step_seconds is not None
-    assert not small.is_modelled  # the planner's kernels are those of language
+    assert small.is_modelled
 
 
 def test_tasks() -> None:
