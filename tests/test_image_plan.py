@@ -20,12 +20,12 @@ from weft.models.catalog import load_model
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig
 from weft.parallel import cost
 from weft.plan import Memory, Pipe, Plan, Tile, split_batch
+from weft.planner.image_chain import chain
 from weft.planner.image_model import ImageModel, planned_images
 from weft.planner.image_step import balanced
 from weft.planner.kernels import LAUNCH_SECONDS, MEMORY_SHARE, Kernels, Software
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import search
-from weft.planner.sections import chain
 from weft.planner.step import on_rank
 from weft.planner.workload import Filter
 from weft.planning import image_run

@@ -18,9 +18,10 @@ from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import simulate
 from weft.plan import Pipe, Plan
+from weft.planner.image_chain import Section
 from weft.planner.memory import NUM_MESSAGES, Memory, alive_at_once, state
 from weft.planner.micro_batch import Seconds
-from weft.planner.sections import Section, Sections
+from weft.planner.sections import Sections
 from weft.planner.step import FIXED_SECONDS, Stage, StepModel, on_rank
 from weft.planner.workload import Part
 

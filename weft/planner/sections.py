@@ -13,35 +13,31 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.moved import Moved
-from weft.pairing import is_convolution
 from weft.plan import Plan, Tile
+from weft.planner.image_chain import (
+    POLICIES,
+    Section,
+    chain,
+    filters_of,
+    item_bytes_of,
+    moved_of,
+    products_of,
+    section_of,
+    smallest_images,
+)
 from weft.planner.workload import Call, Filter, Part, Product
-from weft.profile import Block, Convolution, Profile
+from weft.profile import Block, Profile
 from weft.spatial.dry import Dry, Said, dry_run, image_sizes
 
-POLICIES = ("none", "selective", "full")
 LARGEST_REFERENCE = 4  # tiles along each dim of the grid that runs dry
 Sizes = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Section:
-    """Figures of one image on one rank. `images` is the share of a micro-batch's that the rank computes there."""
-
-    name: str
-    part: Part
-    numel: int
-    saved_bytes: Mapping[str, float]  # by recompute
-    boundary_bytes: float  # that it hands on
-    largest_bytes: float  # of a convolution's operands
-    images: float = 1.0
 
 
 class _Extra(NamedTuple):
@@ -70,9 +66,10 @@ class Sections:
         self.profile = profile
         self._blocks = chain(profile)
         self.whole = tuple(
-            _section(block, index == 0, _item_bytes(profile)) for index, block in enumerate(self._blocks)
+            section_of(block, index == 0, item_bytes_of(profile)) for index, block in enumerate(self._blocks)
         )
-        self.sizes: Sizes = image_sizes(profile.example())
+        with FakeTensorMode():  # images may be larger than this machine
+            self.sizes: Sizes = image_sizes(profile.example())
         self._found: dict[Tile, tuple[Section, ...]] = {}
         self._ran: dict[int, Dry] = {}
         self._references: dict[int, list[_Reference]] = {}
@@ -96,7 +93,7 @@ class Sections:
         """Where a hand-over may pay: before blocks that see smaller images than those before them."""
         found, before = [], math.inf
         for block in self._blocks[1:-1]:
-            size = min(_smallest(block))
+            size = min(smallest_images(block))
             if size < before < math.inf:
                 found.append(block.name)
             before = min(size, before)
@@ -113,7 +110,7 @@ class Sections:
         """The first section with whole images; as many as there are, if none has."""
         for index, block in enumerate(self._blocks):
             is_named = bool(tile.until) and (block.name == tile.until or block.name.startswith(f"{tile.until}."))
-            rows, columns = _smallest(block)
+            rows, columns = smallest_images(block)
             if is_named or rows < tile.rows or columns < tile.columns:
                 return index
         return len(self._blocks)
@@ -200,7 +197,7 @@ class Sections:
     @cached_property
     def _side(self) -> int:
         """Of the square reference: so large that an inner tile has neighbours all around, if the images allow it."""
-        smallest = min(min(_smallest(block)) for block in self._blocks)
+        smallest = min(min(smallest_images(block)) for block in self._blocks)
         return int(max(2, min(LARGEST_REFERENCE, smallest)))
 
     def _reference(self, fused: int) -> list[_Reference]:
@@ -219,12 +216,12 @@ class Sections:
 def _compare(whole: Sequence[Block], dry: Dry, plain: Dry, degree: int) -> list[_Reference]:
     """Each section of a dry run to its share of the whole."""
     names = [block.name for block in whole]
-    calls = _by_section(dry.said, len(whole), {name: index for index, name in enumerate(names) if name})
+    calls = _bysection_of(dry.said, len(whole), {name: index for index, name in enumerate(names) if name})
     found = []
     for block, mine, base, said in zip(whole, chain(dry.profile), chain(plain.profile), calls, strict=True):
-        filters = [_sum(_filters(one)) for one in (block, mine)]
-        matmuls = [_sum(_products(one)) for one in (block, mine)]
-        moved = [_moved(one) for one in (block, mine, base)]
+        filters = [_sum(filters_of(one)) for one in (block, mine)]
+        matmuls = [_sum(products_of(one)) for one in (block, mine)]
+        moved = [moved_of(one) for one in (block, mine, base)]
         saved = {
             kind: _over((mine.saved_bytes or {})[kind] * degree, (block.saved_bytes or {})[kind]) for kind in POLICIES
         }
@@ -235,11 +232,15 @@ def _compare(whole: Sequence[Block], dry: Dry, plain: Dry, degree: int) -> list[
     return found
 
 
+def _sum(products: Iterable[Filter | Product]) -> float:
+    return sum(one.flops for one in products)
+
+
 def _over(mine: float, share: float) -> float:
     return mine / share - 1 if share else 0.0
 
 
-def _by_section(said: Iterable[Said], count: int, index_of: Mapping[str, int]) -> list[tuple[Call, ...]]:
+def _bysection_of(said: Iterable[Said], count: int, index_of: Mapping[str, int]) -> list[tuple[Call, ...]]:
     """What a dry run says, added up: equal calls of a section are one, of their mean bytes. The phase of those of
     forward that recompute makes once more is "again".
     """
@@ -277,95 +278,3 @@ def _neighbours(degree: int) -> int:
 
 def _is_said(call: Call, tile: Tile) -> bool:
     return {"rows": tile.rows, "columns": tile.columns, "tile": tile.degree}[call.axis] > 1
-
-
-# --- blocks and ends
-
-
-def chain(profile: Profile) -> list[Block]:
-    """The blocks between the two parts of the root: what it computes before the first of them, and behind."""
-    model, root = profile.model, profile.root
-    assert model is not None
-    inside = tuple(f"{block.name}." for block in profile.blocks)
-    own = {block.name for block in profile.blocks}
-    before: set[str] = {""}
-    for name in profile.layers:
-        if name.startswith(inside) or name in own:
-            break
-        before.add(name)
-    num_before = sum(is_convolution(model.get_submodule(name)) for name in before if name)
-    num_matmuls = sum(layer.is_linear for name, layer in profile.layers.items() if name in before)
-    first, last = (
-        replace(
-            root,
-            parameters=tuple(one for one in root.parameters if (one.name.rpartition(".")[0] in before) == is_first),
-            convolutions=root.convolutions[:num_before] if is_first else root.convolutions[num_before:],
-            matmuls={} if is_first and not num_matmuls else root.matmuls,
-            moved_behind={name: one for name, one in root.moved_behind.items() if (name in before) == is_first},
-            saved_bytes={
-                kind: sum(
-                    size for name, size in root.saved_behind.get(kind, {}).items() if (name in before) == is_first
-                )
-                for kind in POLICIES
-            },
-            boundary_bytes=profile.stream_numel * _item_bytes(profile) if is_first else root.boundary_bytes,
-        )
-        for is_first in (True, False)
-    )
-    return [first, *profile.blocks, last]
-
-
-def _item_bytes(profile: Profile) -> int:
-    return (profile.dtype or torch.get_default_dtype()).itemsize
-
-
-def _section(block: Block, is_first: bool, item_bytes: int) -> Section:
-    filters = _filters(block)
-    if is_first and filters:  # nobody asks for the gradient of the images
-        filters = (filters[0]._replace(needs_gradient=False), *filters[1:])
-    part = Part(_products(block), outer=_moved(block), filters=filters)
-    saved = {kind: float(size) for kind, size in (block.saved_bytes or {}).items()}
-    sides = (max(one.rows * one.outputs, one.in_rows * one.inputs) * one.groups for one in filters)
-    return Section(
-        block.name, part, block.numel, saved, float(block.boundary_bytes), item_bytes * max(sides, default=0.0)
-    )
-
-
-def _products(block: Block) -> tuple[Product, ...]:
-    """Matmuls of linears on vectors or pixels."""
-    return tuple(
-        Product(one.batch * one.rows, one.inner, one.columns, "whole")
-        for one, times in block.matmuls.items()
-        for _ in range(times)
-    )
-
-
-def _filters(block: Block) -> tuple[Filter, ...]:
-    return tuple(map(_filter, block.convolutions))
-
-
-def _filter(one: Convolution) -> Filter:
-    # Transposed, every input pixel is a row, and the products are added up where they overlap.
-    rows, in_rows = math.prod(one.out_size), math.prod(one.in_size)
-    if one.is_transposed:
-        rows, in_rows = in_rows, rows
-    inputs, outputs = one.in_channels // one.groups, one.out_channels // one.groups
-    return Filter(one.batch * rows, one.batch * in_rows, inputs, outputs, math.prod(one.kernel), one.groups)
-
-
-def _sum(products: Iterable[Filter | Product]) -> float:
-    return sum(one.flops for one in products)
-
-
-def _moved(block: Block) -> Moved:
-    total = Moved()
-    for one in block.moved_behind.values():
-        total = total.plus(one)
-    return total
-
-
-def _smallest(block: Block) -> tuple[float, float]:
-    """Rows and columns of the smallest images that a block's convolutions make; single pixels (gates) do not count."""
-    sizes = [one.out_size[-2:] for one in block.convolutions if len(one.out_size) >= 2 and max(one.out_size[-2:]) > 1]
-    rows, columns = (min((size[dim] for size in sizes), default=math.inf) for dim in (0, 1))
-    return rows, columns
