@@ -122,14 +122,12 @@ def _of_rank(
         else:
             one = sizes.block_numel * master
             backward += ends * master + max(one, 2 * one - kept * per_micro_batch)
-    return Memory(*_state(plan, numel), saved, throughout + max(loss, backward))
+    return Memory(*state(plan, numel * (1 + plan.pipe.is_mirrored)), saved, throughout + max(loss, backward))
 
 
-def _state(plan: Plan, numel: float) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer."""
+def state(plan: Plan, numel: float) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer, of so many parameters on a rank of pipe."""
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
-    copies = 2 if plan.pipe.degree > 1 and plan.pipe.schedule in ("gems", "bidirectional") else 1
-    numel *= copies
     own, is_alone = numel / plan.shard.degree, plan.shard.degree == 1
     frees = plan.shard.stage == 3 and not is_alone
     parameters = 0 if frees else numel * compute
