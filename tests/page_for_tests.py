@@ -81,7 +81,8 @@ def make_answer(**other: Any) -> dict[str, Any]:
             "inter_bytes_per_second": 200e9,
         },
         "question": {
-            "sequence": 2048,
+            "asked": "1,920 sequences of 2,048 tokens",
+            "unit": "tokens",
             "batch": 1920,
             "tokens_per_step": 3932160,
             "precision": "bf16",

@@ -30,9 +30,9 @@ from weft.planner.kernels import (
     tile_share,
 )
 from weft.planner.lists import run
-from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, OVERLAP_LOSS, Call, beside, place
+from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, OVERLAP_LOSS, beside, place
 from weft.planner.step import StepModel
-from weft.planner.workload import Part, Product, Workload
+from weft.planner.workload import Call, Part, Product, Workload
 
 A100 = load("a100-80").node.device
 H100 = load("h100").node.device
@@ -279,7 +279,7 @@ def test_lists_take_as_long_as_their_simulation(
     halves = [backward / 2 for _, backward in stages]
     schedule = make_schedule(pipe.schedule, pipe.degree, count, **pipe.options)
     timeline = simulate(schedule, [forward for forward, _ in stages], halves, halves, message)
-    found = run(pipe, count, stages, message)
+    found = run(pipe, count, stages, [message] * len(stages))
     assert found.makespan_seconds == pytest.approx(timeline.makespan_seconds)
     assert found.bubble_share == pytest.approx(timeline.bubble_share, abs=1e-9)
 

@@ -285,7 +285,7 @@ def test_one_plan_without_a_pipeline_on_one_device() -> None:
     plan = make_plan("1 device", 0.0123, mfu=None, where=where, memory=memory, memory_bytes=3e9, num_devices=1)
     answer = make_answer(plans=[plan], rejected=[], sensitivities=[])
     answer["cluster"].update(nodes=1, devices=1, devices_per_node=1, inter_bytes_per_second=None)
-    answer["question"].update(constraints=[], batch=1)
+    answer["question"].update(constraints=[], asked="1 sequence of 2,048 tokens")
     answer["scaling"] = answer["scaling"][1:2]
     reader = check(answer)
     assert "1 node × 1 A100-80 = 1 device, 300 GB/s inside a node Question: 1 sequence of 2,048 tokens" in reader.text

@@ -263,7 +263,7 @@ def test_a_prediction_follows_the_size_of_the_images(run_file: Path) -> None:
     assert large.cost.saved_bytes == pytest.approx(4 * small.cost.saved_bytes, rel=0.02)
     assert large.cost.state_bytes == small.cost.state_bytes
     assert small.step_seconds is not None
-    assert not small.is_modelled  # the planner's kernels are those of language
+    assert small.is_modelled
 
 
 def test_tasks() -> None:
@@ -419,21 +419,24 @@ def test_commands_of_a_run_of_images(
     refusals = {
         ("generate", tmp_path / "run"): "is of a model of images ('resnet'), which writes no text",
         ("export", tmp_path / "run", tmp_path / "out"): "is of a model of images ('resnet'), which writes no text",
-        ("plan", run_file, "--search"): "no plan is searched for models of images ('resnet') yet; write one",
-        ("plan", "--model", "resnet50", "--cluster", "h100:1x8", "--tokens-per-step", "1M"): "no plan is searched",
+        ("plan", "--model", "resnet50", "--cluster", "h100:1x8", "--tokens-per-step", "1M"): "give --images-per-step",
     }
     for arguments, message in refusals.items():
         assert call(monkeypatch, *arguments) != 0
         assert message in capfd.readouterr().err
 
 
-def test_without_a_plan_images_are_refused_in_words(
+def test_without_a_plan_one_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN_FILE.format(folder=tmp_path).partition("[plan]")[0])
-    assert call(monkeypatch, "train", path) == 2
-    assert "write one, for instance [plan] with micro_batch = 8 for one process" in capfd.readouterr().err
+    planned = tmp_path / "planned.toml"
+    assert call(monkeypatch, "plan", path, "--write", planned, "--json") == 0
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    assert found["question"]["images_per_step"] == 8
+    assert found["plans"][0]["images_per_second"] > 0
+    assert load_run(planned).plan.describe_axes() == found["plans"][0]["axes"]
 
 
 def test_a_run_of_images_is_written_whole(reference: Run, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from weft.launch import Place, detect, start_local
 from weft.models import LanguageConfig, VisionConfig
 from weft.plan_command import PlanOptions, predict_plan, search_plans, split_off_file
 from weft.planner.question import parse_count
-from weft.planning import ask_for, catalog_run, has_layout, planning_cluster, with_plan
+from weft.planning import ask_for, catalog_run, has_layout, image_run, planning_cluster, with_plan
 from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.schema import inline, to_table
 from weft.train.batches import prepare_data
@@ -121,6 +121,8 @@ def plan_command(
     cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M is 4 × 1024 × 1024")] = None,
     sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,
+    images_per_step: Annotated[str | None, typer.Option(help="with a --model of images, and --size")] = None,
+    size: Annotated[int | None, typer.Option(help="with --images-per-step: rows and columns of an image")] = None,
     where: Annotated[
         list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
     ] = None,
@@ -139,15 +141,26 @@ def plan_command(
     if model is not None:
         if run_file is not None:
             raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
-        if cluster is None or tokens_per_step is None:
-            raise ConfigError("--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M")
-        run = catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
+        if cluster is None or (tokens_per_step is None) == (images_per_step is None or size is None):
+            raise ConfigError(
+                "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
+                "--cluster, --images-per-step and --size"
+            )
+        if tokens_per_step is not None:
+            run = catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
+        else:
+            assert images_per_step is not None
+            assert size is not None
+            run = image_run(model, cluster, parse_count(images_per_step, "--images-per-step"), size)
         search_plans(run, asks, _console(as_json), as_json)
         return
     if run_file is None:
         raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
-    if tokens_per_step is not None or sequence is not None:
-        raise ConfigError("--tokens-per-step and --sequence go with --model; a run file has [train] and [data]")
+    if any(given is not None for given in (tokens_per_step, sequence, images_per_step, size)):
+        raise ConfigError(
+            "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
+            "[data]"
+        )
     changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
     if cluster is not None:
         changes = [*changes, f"cluster={cluster}"]

@@ -57,6 +57,12 @@ class Pipe:
         return self.degree * ((self.chunks or 2) if self.schedule == "interleaved" else 1)
 
     @property
+    def is_mirrored(self) -> bool:
+        """Whether every stage is on two ranks, by a schedule of two replicas."""
+        one_by_one = self.schedule == "gems" and self.batches == 1  # which needs no second
+        return self.degree > 1 and self.schedule in ("gems", "bidirectional") and not one_by_one
+
+    @property
     def options(self) -> dict[str, int]:
         """The schedule's own options, where given."""
         given = {"chunks": self.chunks, "batches": self.batches, "in_flight": self.in_flight}

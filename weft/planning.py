@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weft.cluster import Cluster, load, local_cluster
 from weft.config import Run, TrainConfig
-from weft.data.config import DataConfig
+from weft.data.config import Data, DataConfig, ImagesConfig
 from weft.errors import ConfigError
 from weft.launch import Place
 from weft.measure import is_cpu, with_assumed_rates
@@ -34,8 +34,10 @@ def has_layout(run: Run) -> bool:
 
 
 def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> Run:
-    """A run of a model of the catalog: what to train on is for the user to fill in."""
-    config = _of_language(load_model(name), "give a run file with a [plan], and weft plan predicts it")
+    """A run of a model of language of the catalog: what to train on is for the user to fill in."""
+    config = load_model(name)
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(f"--model {name} is of images; give --images-per-step and --size")
     own = config.n_positions if isinstance(config, GPT2Config) else config.max_position_embeddings
     sequence = sequence or own
     if not 0 < sequence <= MAX_SEQUENCE:
@@ -48,7 +50,23 @@ def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> R
             f"{max(1, tokens // sequence) * sequence} or another --sequence"
         )
     data = DataConfig(source="stdlib", sequence=sequence)
-    train = TrainConfig(steps=1000, batch=tokens // sequence)
+    return _catalog_run(name, config, data, tokens // sequence, cluster)
+
+
+def image_run(name: str, cluster: str, images: int, size: int) -> Run:
+    """A run of a model of images of the catalog, for square ones."""
+    config = load_model(name)
+    if isinstance(config, LanguageConfig):
+        raise ConfigError(f"--model {name} is of language; give --tokens-per-step (and --sequence)")
+    step = config.size_multiple
+    if size % step or size < step:
+        raise ConfigError(f"--size {size} is no multiple of {step}, by which {name} makes images smaller; use one")
+    data = ImagesConfig(kind="images", source="images", height=size, width=size)
+    return _catalog_run(name, config, data, images, cluster)
+
+
+def _catalog_run(name: str, config: ModelConfig, data: Data, batch: int, cluster: str) -> Run:
+    train = TrainConfig(steps=1000, batch=batch)
     return Run(
         name=name, folder=Path("runs") / name, model=config, model_folder=None, data=data, train=train, plan=Plan(),
         cluster=cluster,
@@ -78,26 +96,25 @@ def ask_for(
     say: Progress = lambda what: None,
 ) -> Answer:
     """The planner's answer for a run's model and batch."""
-    model = _of_language(run.model, "write one, for instance [plan] with micro_batch = 8 for one process")
     precision: Precision = run.plan.precision
     if "plan.precision" not in run.origins:
         precision = "fp32" if is_cpu(cluster) else "bf16"
-    alone = replace(run, plan=Plan(precision=precision))
-    question = Question(alone.split.batch, alone.split.sequence, precision, constraints)
-    return ask(run.name, model, cluster, question, objective, say)
-
-
-def _of_language(config: ModelConfig, remedy: str) -> LanguageConfig:
-    """The config, if plans can be searched for it."""
-    if not isinstance(config, LanguageConfig):
-        raise ConfigError(f"no plan is searched for models of images ('{config.architecture}') yet; {remedy}")
-    return config
+        asked = [one.value for one in constraints if one.name == "precision" and one.comparison in ("=", "==")]
+        precision = asked[0] if asked else precision  # type: ignore[assignment]
+    alone, shape, exact = replace(run, plan=Plan(precision=precision)), None, run.plan.exact
+    if not isinstance(run.data, DataConfig):
+        assert not isinstance(run.model, LanguageConfig), "the run file was checked"
+        shape = run.data.shape(run.model.in_channels)
+        exact &= not any(one.name == "exact" and one.value is False for one in constraints)
+    question = Question(alone.split.batch, alone.split.sequence, precision, constraints, shape, exact)
+    return ask(run.name, run.model, cluster, question, objective, say)
 
 
 def with_plan(run: Run, answer: Answer) -> Run:
     """The run under the answer's first plan."""
     given = run.plan
-    plan = replace(answer.best.plan, matmul=given.matmul, exact=given.exact, hierarchical=given.hierarchical)
+    exact = given.exact and answer.question.exact
+    plan = replace(answer.best.plan, matmul=given.matmul, exact=exact, hierarchical=given.hierarchical)
     return replace(run, plan=plan, origins={**run.origins, "plan.data": "planner"})
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.cluster import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic, expand
 from weft.config import Run
+from weft.data.config import DataConfig
 from weft.errors import PlanError
 from weft.head import install_loss_head, is_loss_in_head
 from weft.measure import cpu_flops_per_second, is_cpu
@@ -33,7 +34,9 @@ from weft.pipeline import Timeline, simulate
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
+from weft.planner.image_model import planned_images
 from weft.planner.model import planned_model
+from weft.planner.step import StepModel
 from weft.profile import Profile, profile
 from weft.train.documents import document_traffic
 from weft.train.step import step_traffic
@@ -115,11 +118,10 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     traffic = [expand(add_traffic(one.traffic, beside), levels) for one in costs]
     told = [_communication_seconds(one, plan, cluster) for one in traffic]
     rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
-    modelled = isinstance(run.model, LanguageConfig) and is_known(cluster, plan.precision)
+    modelled = is_known(cluster, plan.precision)
     if modelled:
-        assert isinstance(run.model, LanguageConfig)
-        model = planned_model(run.model, run.split.sequence, cluster)
-        timed = model.steps.step(replace(plan, micro_batch=run.split.micro_batch), run.split.accumulation)
+        steps = _step_model(run, cluster)
+        timed = steps.step(replace(plan, micro_batch=run.split.micro_batch), run.split.accumulation)
         timeline, compute, step = timed.timeline, timed.where["compute"], timed.seconds
     elif rate is not None:
         compute = max(one.flops for one in costs) / rate
@@ -150,6 +152,14 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         host_limit,
         plan.memory.offload,
     )
+
+
+def _step_model(run: Run, cluster: Cluster) -> StepModel:
+    """The planner's times for the run's model."""
+    if isinstance(run.model, LanguageConfig):
+        return planned_model(run.model, run.split.sequence, cluster).steps
+    assert not isinstance(run.data, DataConfig), "the run file was checked"
+    return planned_images(run.model, run.data.shape(run.model.in_channels), run.plan.precision, cluster).steps
 
 
 @dataclass(frozen=True)

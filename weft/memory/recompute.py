@@ -18,7 +18,7 @@ from weft.blocks import find_blocks
 from weft.memory.peaks import Peaks, peaks
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import KEPT_OPERATIONS, Block, Profile
+from weft.profile import KEPT_OPERATIONS, WHOLE, Block, Profile
 from weft.strategy import Cost, Strategy, Transient, Values
 
 
@@ -77,13 +77,21 @@ def transient(profile: Profile, policy: str) -> Transient:
         gone += _saved(block, policy)
         if found.block_bytes.get(block.name):
             extra = found.block_bytes[block.name] - _saved(whole[block.name], "none")
+            extra = int(extra * _tile_share(profile, block, whole[block.name]))
             over.append(_saved(block, "none") + _part(profile, extra, found.stream_bytes) - gone)
     loss = max(over_root(profile, policy).values()) if profile.has_loss else 0
     most += max(over)
     if len(profile.blocks) + 1 == len(whole):  # not a stage, where each end has its own
         most += int(found.tied_bytes * profile.shares.head)
-        most = max(most, int(found.end_bytes * profile.shares.head) - saved - gone)
+        end = found.end_bytes * profile.shares.head * _tile_share(profile, profile.root, whole[""])
+        most = max(most, int(end) - saved - gone)
     return Transient(0, loss, most)
+
+
+def _tile_share(profile: Profile, local: Block, whole: Block) -> float:
+    """A rank's share of a block's images, by what it saves of them; what the tensor axes share is said otherwise."""
+    is_shared = profile.shares == WHOLE and _saved(whole, "none") > 0
+    return _saved(local, "none") / _saved(whole, "none") if is_shared else 1.0
 
 
 def over_root(profile: Profile, policy: str) -> dict[str, int]:

@@ -13,8 +13,9 @@ from typing import Any
 from weft.cluster import Cluster
 from weft.comm import Traffics
 from weft.errors import PlanError
-from weft.models import LanguageConfig
+from weft.models import LanguageConfig, ModelConfig
 from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
+from weft.planner.image_model import planned_images
 from weft.planner.model import planned_model
 from weft.planner.question import Objective, Question
 from weft.planner.search import Candidate, Found, Model, search
@@ -24,6 +25,7 @@ from weft.schema import to_table
 MAX_SPANS = 20_000  # of a timeline in the answer
 NUM_KEPT = 48  # plans, of which each layout shows one
 HOUR = 3600
+MANY = {"tokens": (1e9, "billion"), "images": (1e6, "million")}  # what the device-hours are given for
 Progress = Callable[[str], None]
 
 
@@ -81,9 +83,10 @@ class Answer:
                 "inter_bytes_per_second": node.inter.bandwidth_bytes_per_second,
             },
             "question": {
-                "sequence": question.sequence,
+                "asked": question.describe(),
+                "unit": question.unit,
                 "batch": question.batch,
-                "tokens_per_step": question.batch * question.sequence,
+                f"{question.unit}_per_step": question.batch * question.sequence,
                 "precision": question.precision,
                 "objective": self.objective,
                 "constraints": [one.text for one in question.constraints],
@@ -106,7 +109,7 @@ class Answer:
                 }
                 for one in self.rejected
             ],
-            "refused": [{"axes": f"x {t.x} × y {t.y}", "reason": reason} for t, reason in self.found.refused],
+            "refused": [{"axes": what, "reason": reason} for what, reason in self.found.refused],
             "sensitivities": [vars(one) for one in self.sensitivities],
             "scaling": [self._point(point) for point in self.scaling],
         }
@@ -132,14 +135,15 @@ class Answer:
 
     def rates(self, one: Candidate) -> dict[str, float | None]:
         """Seconds of a step and what follows from them; no MFU where the device's peak is not known."""
-        tokens = self.question.batch * self.question.sequence
+        count, unit = self.question.batch * self.question.sequence, self.question.unit
+        many, words = MANY[unit]
         device = self.model.cluster.node.device
         peak = None if device.name == "CPU" else device.peak_flops.get(self.question.precision)
         flops = self.model.flops * self.question.batch
         return {
             "seconds": one.seconds,
-            "tokens_per_second": tokens / one.seconds,
-            "device_hours_per_billion_tokens": 1e9 / tokens * one.seconds * one.plan.num_ranks / HOUR,
+            f"{unit}_per_second": count / one.seconds,
+            f"device_hours_per_{words}_{unit}": many / count * one.seconds * one.plan.num_ranks / HOUR,
             "mfu": None if peak is None else flops / (one.seconds * one.plan.num_ranks * peak),
         }
 
@@ -157,7 +161,7 @@ class Answer:
 
 def ask(
     name: str,
-    config: LanguageConfig,
+    config: ModelConfig,
     cluster: Cluster,
     question: Question,
     objective: Objective = "time",
@@ -166,11 +170,19 @@ def ask(
     """The best plans for a model on a cluster."""
     start = time.perf_counter()
     say(f"profiling {name}")
-    model = planned_model(config, question.sequence, cluster)
+    model = planned(config, cluster, question)
     model, found = _best(model, question, objective, say)
     seconds = time.perf_counter() - start
     told = why(model, question, found)
     return Answer(name, model, question, objective, found, told, tuple(rejections(model, found)), seconds)
+
+
+def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
+    """The model of a question, made ready to be planned."""
+    if isinstance(config, LanguageConfig):
+        return planned_model(config, question.sequence, cluster)
+    assert question.shape is not None
+    return planned_images(config, question.shape, question.precision, cluster)
 
 
 def with_more(answer: Answer, say: Progress) -> Answer:

@@ -78,7 +78,8 @@ def why_none(model: Model, question: Question, found: Found) -> str:
         if without.best:
             return f"No plan satisfies '{constraint.text}'. Without it the best is {short(without.best[0].plan)}."
     if not found.too_large:
-        batches = f"a batch of {question.batch} sequences over {model.cluster.num_devices} devices"
+        samples = "sequences" if question.shape is None else "images"
+        batches = f"a batch of {question.batch} {samples} over {model.cluster.num_devices} devices"
         return f"{told} Use another batch ({batches} is asked), or other devices."
     larger = _larger_that_fits(model, question)
     if larger is None:

@@ -1,4 +1,4 @@
-"""How long a device takes for a matmul, for attention, and for bytes that only pass through memory.
+"""How long a device takes for a matmul, a convolution, attention, and bytes that only pass through memory.
 
 A matmul is a roofline with three losses. *Tiles*: its result is computed in tiles, all of which take the time of a full
 one, in waves of as many tiles as the device has processors. *Depth*: each tile fills a pipeline before it runs at full
@@ -16,6 +16,7 @@ from functools import lru_cache
 
 from weft.cluster import Device
 from weft.moved import Moved
+from weft.planner.workload import Filter
 
 # (rows, columns) of tiles that matmul libraries have; the first two are the largest.
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
@@ -139,6 +140,36 @@ class Kernels:
         flops, num_bytes = 2 * rows * inner * columns, size * (rows * inner + inner * columns) + 2 * rows * columns
         share = tile_share(rows, inner, columns, self.device.num_processors)
         return max(flops / (rate * share), num_bytes / self.bytes_per_second) + LAUNCH_SECONDS
+
+    @property
+    def item_bytes(self) -> int:
+        """Of one number in memory."""
+        return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
+
+    def convolution(self, one: Filter, scale: float) -> tuple[float, float]:
+        """(forward, backward) of a convolution of `scale` images, as implicit matmuls that read each pixel once.
+
+        The weight's gradient adds up over so many pixels that libraries cut the inner dimension, and all processors
+        have work. One channel a group is no matmul: it runs on what computes fp32.
+        """
+        rows, in_rows = math.ceil(one.rows * scale), math.ceil(one.in_rows * scale)
+        inner, weight = one.inputs * one.taps, one.inputs * one.taps * one.outputs
+        num_bytes = self.item_bytes * one.groups * (in_rows * one.inputs + rows * one.outputs + weight)
+        flops = one.flops * scale
+        if one.inputs == 1 and one.groups > 1:
+            plain = self.device.peak_flops.get("fp32", self.peak) * self.device.calibration
+            each = max(flops / plain, num_bytes / self.bytes_per_second) + LAUNCH_SECONDS
+            return each, (1 + one.needs_gradient) * each
+        processors = self.device.num_processors
+
+        def seconds(share: float) -> float:
+            return max(flops / (self.flops_per_second * share), num_bytes / self.bytes_per_second) + LAUNCH_SECONDS
+
+        backward = seconds(tile_share(inner, rows, one.outputs, None))
+        if one.needs_gradient:
+            inverse = max(1, round(one.outputs * one.taps * rows / in_rows))
+            backward += seconds(tile_share(in_rows * one.groups, inverse, one.inputs, processors))
+        return seconds(tile_share(rows * one.groups, inner, one.outputs, processors)), backward
 
     def attention(self, flops: float, score_numel: float, sequence: int, is_causal: bool = True) -> tuple[float, float]:
         """(forward, backward) of attention with `flops` forward, counted whole, and so many scores."""

@@ -7,6 +7,7 @@ many plans with the same lists. A test holds both to the same numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -17,13 +18,15 @@ from weft.plan import Pipe
 
 
 class _Entry(NamedTuple):
-    """An action in an order that can run: what it needs by place in the order, and what of it comes by message."""
+    """An action in an order that can run: what it needs by place in the order, and what of it comes by message, with
+    the stage before the edge over which that comes.
+    """
 
     rank: int
     kind: str
     stage: int
     needs: tuple[int, ...]
-    from_others: tuple[int, ...]
+    from_others: tuple[tuple[int, int], ...]
 
 
 class Run(NamedTuple):
@@ -39,18 +42,24 @@ def _entries(pipe: Pipe, num_micro_batches: int) -> tuple[tuple[_Entry, ...], fr
     index: dict[Action, int] = {}
     for rank, action in run_order(schedule):
         needs: list[int] = []
-        others: list[int] = []
+        others: list[tuple[int, int]] = []
         for need, edge in schedule.needs(action):
-            is_far = edge is not None and schedule.rank_of(need.stage, need.replica) != rank
-            (others if is_far else needs).append(index[need])
+            if edge is not None and schedule.rank_of(need.stage, need.replica) != rank:
+                others.append((index[need], min(need.stage, action.stage)))
+            else:
+                needs.append(index[need])
         index[action] = len(found)
         found.append(_Entry(rank, action.kind, action.stage, tuple(needs), tuple(others)))
     return tuple(found), schedule.split_stages
 
 
-def run(pipe: Pipe, num_micro_batches: int, stages: Sequence[tuple[float, float]], message_seconds: float) -> Run:
-    """The lists under (forward, backward) of each stage; half of backward is that of the weights."""
-    entries, split = _entries(pipe, num_micro_batches)
+def run(
+    pipe: Pipe, num_micro_batches: int, stages: Sequence[tuple[float, float]], message_seconds: Sequence[float]
+) -> Run:
+    """The lists under (forward, backward) of each stage, half of which is that of the weights, and the seconds of a
+    message between each stage and the next.
+    """
+    entries, split = _entries(replace(pipe, split=()), num_micro_batches)
     seconds = {
         "forward": [stage[0] for stage in stages],
         "backward": [stage[1] / 2 if place in split else stage[1] for place, stage in enumerate(stages)],
@@ -62,8 +71,8 @@ def run(pipe: Pipe, num_micro_batches: int, stages: Sequence[tuple[float, float]
         start = free[rank]
         for need in needs:
             start = max(start, ends[need])
-        for need in others:
-            start = max(start, ends[need] + message_seconds)
+        for need, edge in others:
+            start = max(start, ends[need] + message_seconds[edge])
         taken = seconds[kind][stage]
         busy += taken
         free[rank] = start + taken

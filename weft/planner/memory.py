@@ -150,16 +150,15 @@ def _of_rank(
         else:
             one = sizes.block_numel * master
             backward += ends * master + max(one, 2 * one - kept * per_micro_batch)
-    return Memory(*_state(plan, numel, num_micro_batches), saved, throughout + max(loss, backward))
+    held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches)
+    return Memory(*held, saved, throughout + max(loss, backward))
 
 
-def _state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer on the device."""
+def state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer on the device, of so many parameters on a rank of pipe."""
     compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
     gradient = gradient_dtype(plan, num_micro_batches).itemsize
     moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
-    copies = 2 if plan.pipe.degree > 1 and plan.pipe.schedule in ("gems", "bidirectional") else 1
-    numel *= copies
     own, is_alone = numel / plan.shard.degree, plan.shard.degree == 1
     frees = plan.shard.stage == 3 and not is_alone
     here = 1 - plan.memory.offload

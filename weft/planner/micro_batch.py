@@ -1,7 +1,8 @@
 """The time of one micro-batch through one block on one rank: kernels, and collectives as far as nothing hides them.
 
 The tensor axes sum what their matmuls leave in parts (AxoNN's terms); `context` sends keys and values round a ring
-while attention uses those at hand, or trades heads for tokens. What the host takes to issue all of it is a floor.
+while attention uses those at hand, or trades heads for tokens; tiles exchange borders and statistics. What the host
+takes to issue all of it is a floor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weft.cluster import DTYPES, Cluster, ring_seconds
 from weft.moved import Moved
 from weft.plan import Plan
 from weft.planner.kernels import Kernels, Software
-from weft.planner.workload import Part, Workload
+from weft.planner.workload import Call, Part, Workload
 
 # What collectives reach of a link's printed bandwidth: about 235 of 300 GB/s inside a DGX A100, 360 of 450 inside a DGX
 # H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
@@ -25,7 +26,7 @@ LINK_SHARE = {"intra": 0.78, "inter": 0.85}
 # While a collective runs beside them, matmuls lose processors and memory bandwidth. Chosen, not measured: Galvatron
 # (arXiv 2211.13878, not re-checked) takes 0.3.
 OVERLAP_LOSS = 0.2
-OTHER_PRODUCTS = 0.6  # of the best matmul, for convolutions and products of a block's own
+OTHER_PRODUCTS = 0.6  # of the best matmul, for products of a block's own and convolutions beside text
 # Of forward's time, what the host takes for backward: twice as many kernels, but autograd issues them without Python.
 HOST_BACKWARD = 0.5
 LOSS_OPERATION_BYTES = 5  # moved for a logit by one operation of the loss
@@ -43,15 +44,6 @@ class Seconds(NamedTuple):
 
     def plus(self, other: Seconds, times: float = 1) -> Seconds:
         return Seconds(self.forward + times * other.forward, self.backward + times * other.backward)
-
-
-class Call(NamedTuple):
-    """A collective of one micro-batch in one block: `phase` is forward or backward."""
-
-    axis: str
-    operation: str
-    num_bytes: float
-    phase: str
 
 
 class _Kernels(NamedTuple):
@@ -89,11 +81,11 @@ class MicroBatchModel:
 
     # --- kernels
 
-    def part(self, part: Part, plan: Plan, micro_batch: int) -> Seconds:
+    def part(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
         """A part's kernels on one rank, recompute included, or what the host takes to issue them."""
         return _longer(self._kernels_of(part, plan, micro_batch)[0], self._host(part, plan, 0))
 
-    def _kernels_of(self, part: Part, plan: Plan, micro_batch: int) -> tuple[Seconds, Seconds]:
+    def _kernels_of(self, part: Part, plan: Plan, micro_batch: float) -> tuple[Seconds, Seconds]:
         """(kernels, those of attention among them)"""
         key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision)
         if key not in self._runs:
@@ -119,7 +111,7 @@ class MicroBatchModel:
         is_selective = kind == "attention" or (kind == "cheap" and plan.context.degree > 1)
         return {"none": False, "selective": is_selective, "full": True}[plan.memory.recompute]
 
-    def _run_once(self, part: Part, plan: Plan, micro_batch: int) -> _Kernels:
+    def _run_once(self, part: Part, plan: Plan, micro_batch: float) -> _Kernels:
         kernels = self._kernels[plan.precision]
         x, y = plan.tensor.x, plan.tensor.y
         scale = micro_batch / plan.context.degree
@@ -128,6 +120,9 @@ class MicroBatchModel:
             rows, inputs, outputs = product.local(x, y)
             gathered = x if self._gathers_fp8(plan) and product.kind != "row" else 1
             times = kernels.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
+            forward, backward = forward + times[0], backward + times[1]
+        for one in part.filters:
+            times = kernels.convolution(one, scale)
             forward, backward = forward + times[0], backward + times[1]
         products = forward
         others = part.other_flops * scale / (x * y) / (kernels.flops_per_second * OTHER_PRODUCTS)
@@ -173,9 +168,9 @@ class MicroBatchModel:
     def _is_block(self, part: Part) -> bool:
         return part is not self.workload.first and part is not self.workload.last
 
-    def _host(self, part: Part, plan: Plan, num_calls: int) -> Seconds:
+    def _host(self, part: Part, plan: Plan, num_calls: float) -> Seconds:
         """What the host takes to issue a part's kernels and collectives."""
-        num_operations = len(part.products) + bool(part.attention_flops) + num_calls
+        num_operations = len(part.products) + len(part.filters) + bool(part.attention_flops) + num_calls
         num_operations += part.inner.num_kernels + part.outer.num_kernels
         of_loss = self.software.loss_bytes / LOSS_OPERATION_BYTES if part.num_logits else 0.0
         forward = self.software.host_seconds * (num_operations + of_loss)
@@ -184,15 +179,16 @@ class MicroBatchModel:
 
     # --- collectives
 
-    def calls(self, part: Part, plan: Plan, micro_batch: int) -> Iterator[Call]:
+    def calls(self, part: Part, plan: Plan, micro_batch: float) -> Iterator[Call]:
         """The collectives of x and y around a part's matmuls, by AxoNN's terms: a matmul's outputs are summed over the
-        axis of its inputs, and the gradient of its input over the axis of its outputs; then those of context.
+        axis of its inputs, and the gradient of its input over the axis of its outputs; then those of context and tiles.
         """
         x, y = plan.tensor.x, plan.tensor.y
         if x * y > 1:
             yield from self._tensor_calls(part, plan, 2 * micro_batch / plan.context.degree)
         if plan.context.degree > 1 and part.attention_flops:
             yield from self._context_calls(part, plan, micro_batch / plan.context.degree)
+        yield from self._tile_calls(part, plan, micro_batch)
 
     def _tensor_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
         x, y = plan.tensor.x, plan.tensor.y
@@ -231,28 +227,36 @@ class MicroBatchModel:
         if self._attends_again(plan):
             yield from (call._replace(phase="backward") for call in forward)
 
-    def inside(self, part: Part, plan: Plan, micro_batch: int) -> Seconds:
+    def _tile_calls(self, part: Part, plan: Plan, micro_batch: float) -> Iterator[Call]:
+        """Borders of all images; statistics once."""
+        is_recomputed = plan.memory.recompute != "none" and self._is_block(part)
+        for call in part.told:
+            num_bytes = call.num_bytes * (micro_batch if call.operation == "send" else 1)
+            for phase in ("forward", "backward") if is_recomputed and call.phase == "again" else (call.phase,):
+                yield call._replace(num_bytes=num_bytes, phase="forward" if phase == "again" else phase)
+
+    def inside(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
         """A part's kernels and its collectives as far as nothing hides them, or what the host takes to issue them."""
         calls = list(self.calls(part, plan, micro_batch))
-        host = self._host(part, plan, sum(call.phase == "forward" for call in calls))
+        host = self._host(part, plan, sum(call.times for call in calls if call.phase == "forward"))
         return _longer(self._on_device(part, calls, plan, micro_batch), host)
 
-    def exposed(self, part: Part, plan: Plan, micro_batch: int) -> dict[str, float]:
+    def exposed(self, part: Part, plan: Plan, micro_batch: float) -> dict[str, float]:
         """What its collectives add to a part, by axis."""
         told: defaultdict[str, float] = defaultdict(float)
         for call in self.calls(part, plan, micro_batch):
-            told[call.axis] += self.seconds(call.axis, call.operation, call.num_bytes, plan)
+            told[call.axis] += call.times * self.seconds(call.axis, call.operation, call.num_bytes, plan)
         added = sum(self.inside(part, plan, micro_batch)) - sum(self.part(part, plan, micro_batch))
         return {axis: added * seconds / sum(told.values()) for axis, seconds in told.items() if seconds}
 
-    def _on_device(self, part: Part, calls: list[Call], plan: Plan, micro_batch: int) -> Seconds:
+    def _on_device(self, part: Part, calls: list[Call], plan: Plan, micro_batch: float) -> Seconds:
         own, attention = self._kernels_of(part, plan, micro_batch)
         if not calls:
             return own
         tensor, context, copied = [0.0, 0.0], [0.0, 0.0], 0.0
         for call in calls:
             phase = call.phase == "backward"
-            seconds = self.seconds(call.axis, call.operation, call.num_bytes, plan)
+            seconds = call.times * self.seconds(call.axis, call.operation, call.num_bytes, plan)
             if call.axis == "context":
                 context[phase] += seconds
                 continue
@@ -332,6 +336,8 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
         return inner, plan.tile.columns
     if axis == "rows":
         return inner * plan.tile.columns, plan.tile.rows
+    if axis == "tile":
+        return inner, plan.tile.degree
     inner *= plan.tile.degree
     if axis == "shard":
         return inner, plan.shard.degree

@@ -60,8 +60,7 @@ def _head(answer: Answer) -> str:
     facts = {
         "Model": f"{count_text(model['parameters'])} parameters in {_several(model['blocks'], 'block')}",
         "Cluster": ", ".join([f"{devices} = {_several(cluster['devices'], 'device')}", *links]),
-        "Question": f"{_several(question['batch'], 'sequence')} of {question['sequence']:,} tokens a step "
-        f"({question['tokens_per_step']:,} tokens), {question['precision']}, {wanted}"
+        "Question": f"{question['asked']} a step{_in_all(question)}, {question['precision']}, {wanted}"
         + (f"; with {', '.join(constraints)}" if constraints else ""),
     }
     lines = "".join(f"<li>{name}: {escape(words)}</li>" for name, words in facts.items())
@@ -71,16 +70,22 @@ def _head(answer: Answer) -> str:
     )
 
 
+def _in_all(question: Mapping[str, Any]) -> str:
+    """The tokens of all sequences."""
+    return f" ({question['tokens_per_step']:,} tokens)" if question["unit"] == "tokens" else ""
+
+
 def _answer(best: Mapping[str, Any], answer: Answer) -> str:
-    limit, seconds = answer["cluster"]["memory_limit_bytes"], best["seconds"]
+    limit, seconds, unit = answer["cluster"]["memory_limit_bytes"], best["seconds"], answer["question"]["unit"]
+    hours = next((name for name in best if name.startswith("device_hours_per_")), "")
     tiles = {
         "a step": seconds_text(seconds),
-        "tokens/s": number(best["tokens_per_second"]),
+        f"{unit}/s": number(best[f"{unit}_per_second"]),
         "MFU": percent(best.get("mfu")),
         f"memory, of {bytes_text(limit)}": bytes_text(best["memory_bytes"]),
         "exposed communication": percent(exposed_seconds(best["where"]) / seconds),
         "bubble": percent(best["bubble_share"]),
-        "device-hours per billion tokens": number(best.get("device_hours_per_billion_tokens")),
+        hours.replace("device_", "device-").replace("_", " "): number(best.get(hours)),
     }
     shown = "".join(f"<div><b>{escape(value)}</b><small>{escape(name)}</small></div>" for name, value in tiles.items())
     how = (
@@ -103,7 +108,8 @@ def _plans(answer: Answer) -> str:
         return ""
     limit = answer["cluster"]["memory_limit_bytes"]
     longest = max(plan["seconds"] for plan in plans)
-    heads = ("", "plan", "micro-batch", "recompute", "#step", "#tokens/s", "#MFU", f"#memory of {bytes_text(limit)}")
+    unit = answer["question"]["unit"]
+    heads = ("", "plan", "micro-batch", "recompute", "#step", f"#{unit}/s", "#MFU", f"#memory of {bytes_text(limit)}")
     rows = [
         [
             str(index + 1),
@@ -111,7 +117,7 @@ def _plans(answer: Answer) -> str:
             f"{plan['micro_batch']} × {plan['num_micro_batches']}",
             escape(plan["recompute"]),
             seconds_text(plan["seconds"]),
-            number(plan["tokens_per_second"]),
+            number(plan[f"{unit}_per_second"]),
             percent(plan.get("mfu")),
             bytes_text(plan["memory_bytes"]),
             percent(exposed_seconds(plan["where"]) / plan["seconds"]),
@@ -174,16 +180,18 @@ def _scaling(answer: Answer) -> str:
     points = sorted(answer.get("scaling") or [], key=lambda point: point["devices"])
     if not points:
         return ""
-    fitting = [point for point in points if point.get("fits", True) and point.get("tokens_per_second")]
-    ideal = {point["devices"]: rate for point, rate in zip(fitting, ideal_rates(fitting), strict=True)}
+    unit = answer["question"]["unit"]
+    rate = f"{unit}_per_second"
+    fitting = [point for point in points if point.get("fits", True) and point.get(rate)]
+    ideal = dict(zip((point["devices"] for point in fitting), ideal_rates(fitting, rate), strict=True))
     rows = [
         [
             f"{point['devices']:,}",
             f"{point['nodes']:,}",
             seconds_text(point.get("seconds")),
-            number(point.get("tokens_per_second")),
+            number(point.get(rate)),
             percent(point.get("mfu")),
-            percent(point["tokens_per_second"] / ideal[point["devices"]]) if point in fitting else "does not fit",
+            percent(point[rate] / ideal[point["devices"]]) if point in fitting else "does not fit",
             escape(point.get("axes") or "–"),
         ]
         for point in points
@@ -195,9 +203,10 @@ def _scaling(answer: Answer) -> str:
         + '<li><i class="dash"></i>ideal: the smallest count that fits, times devices</li>'
         + ("<li>✕ does not fit</li>" if len(fitting) < len(points) else ""),
     )
-    what = "Tokens per second of the best plan with the same batch on other device counts; both axes are logarithmic."
-    picture = scaling_curve(points, answer["cluster"]["devices"])
-    heads = ("#devices", "#nodes", "#step", "#tokens/s", "#MFU", "#of the ideal", "best plan")
+    what = f"{unit.capitalize()} per second of the best plan with the same batch on other device counts; "
+    what += "both axes are logarithmic."
+    picture = scaling_curve(points, answer["cluster"]["devices"], unit)
+    heads = ("#devices", "#nodes", "#step", f"#{unit}/s", "#MFU", "#of the ideal", "best plan")
     return _figure("Scaling", what, legend, picture, _table(heads, rows))
 
 

@@ -144,14 +144,14 @@ def traffic_bars(traffic: Sequence[Mapping[str, Any]], cluster: Mapping[str, Any
     return svg(WIDTH, y + 18, label, [*grid, *shapes, *axis, text(0, y + 12, "bytes, log scale", "quiet")])
 
 
-def scaling_curve(points: Sequence[Mapping[str, Any]], num_devices: int) -> str:
-    """Tokens a second against devices, both logarithmic, with the ideal line; what does not fit is a cross."""
-    points = sorted(points, key=lambda point: point["devices"])
-    fitting = [point for point in points if point.get("fits", True) and point.get("tokens_per_second")]
+def scaling_curve(points: Sequence[Mapping[str, Any]], num_devices: int, unit: str) -> str:
+    """Tokens or images a second over devices, both logarithmic, with the ideal line; what does not fit is a cross."""
+    points, key = sorted(points, key=lambda point: point["devices"]), f"{unit}_per_second"
+    fitting = [point for point in points if point.get("fits", True) and point.get(key)]
     top, bottom, left, right = 16, 300, 96, WIDTH - 130
     first, last = math.log(points[0]["devices"]), math.log(points[-1]["devices"])
-    rates = [float(point["tokens_per_second"]) for point in fitting]
-    ideal = ideal_rates(fitting)
+    rates = [float(point[key]) for point in fitting]
+    ideal = ideal_rates(fitting, key)
     low, high = math.log(min(rates, default=1)), math.log(max([*rates, *ideal], default=10))
     low, high = low - max(0.3, 0.14 * (high - low)), high + max(0.2, 0.04 * (high - low))  # room for labels
 
@@ -175,32 +175,33 @@ def scaling_curve(points: Sequence[Mapping[str, Any]], num_devices: int) -> str:
     if len(fitting) > 1:
         ends = [fitting[0]["devices"], fitting[-1]["devices"]]
         shapes.append(line(at_x(ends[0]), at_y(ideal[0]), at_x(ends[1]), at_y(ideal[-1]), "ideal"))
-        places = " ".join(f"{at_x(point['devices']):.1f},{at_y(point['tokens_per_second']):.1f}" for point in fitting)
+        places = " ".join(f"{at_x(point['devices']):.1f},{at_y(point[key]):.1f}" for point in fitting)
         shapes.append(f'<polyline points="{places}" class="curve"/>')
     for point in points:
-        place = (at_x(point["devices"]), at_y(point["tokens_per_second"]) if point in fitting else bottom - 12)
-        shapes += _scaling_point(point, point in fitting, point["devices"] == num_devices, *place)
-    shapes += [text(left - 8, top - 4, "tokens/s", "quiet", "end"), text(right + 8, bottom + 18, "devices", "quiet")]
-    label = "Tokens a second over devices, both axes logarithmic, with the ideal line through the smallest that fits"
+        place = (at_x(point["devices"]), at_y(point[key]) if point in fitting else bottom - 12)
+        shapes += _scaling_point(point, point in fitting, point["devices"] == num_devices, unit, *place)
+    shapes += [text(left - 8, top - 4, f"{unit}/s", "quiet", "end"), text(right + 8, bottom + 18, "devices", "quiet")]
+    label = (
+        f"{unit.capitalize()} a second over devices, both axes logarithmic, with the ideal line through the smallest"
+    )
     return svg(WIDTH, bottom + 26, label, shapes)
 
 
-def _scaling_point(point: Mapping[str, Any], fits: bool, is_this: bool, x: float, y: float) -> list[str]:
+def _scaling_point(point: Mapping[str, Any], fits: bool, is_this: bool, unit: str, x: float, y: float) -> list[str]:
     if not fits:
         cross = f"M{x - 5:.1f} {y - 5:.1f}l10 10m0 -10l-10 10"
         return [f'<path d="{cross}" class="cross"><title>{point["devices"]:,} devices: does not fit</title></path>']
-    title = (
-        f"{point['devices']:,} devices: {number(point['tokens_per_second'])} tokens/s, MFU {percent(point.get('mfu'))}"
-    )
+    rate = f"{number(point[f'{unit}_per_second'])} {unit}/s"
+    title = f"{point['devices']:,} devices: {rate}, MFU {percent(point.get('mfu'))}"
     kind, radius = ("ring", 6) if is_this else ("compute", 5)
     circle = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{kind}"><title>{escape(title)}</title></circle>'
     words = [percent(point["mfu"])] if point.get("mfu") is not None else []
     return [circle, *(text(x + 6, y + 20, one, "halo strong" if is_this else "halo quiet") for one in words)]
 
 
-def ideal_rates(fitting: Sequence[Mapping[str, Any]]) -> list[float]:
+def ideal_rates(fitting: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     """What each count of devices would reach if it kept the rate per device of the smallest that fits."""
-    return [point["devices"] * fitting[0]["tokens_per_second"] / fitting[0]["devices"] for point in fitting]
+    return [point["devices"] * fitting[0][key] / fitting[0]["devices"] for point in fitting]
 
 
 def _log_marks(low: float, high: float) -> list[float]:

@@ -20,6 +20,9 @@ _COLOURS = {
     "shard": ("#eda100", "#c98500"),
     "pipe": ("#e87ba4", "#d55181"),
     "context": ("#008300", "#2f9a2f"),
+    "rows": ("#eb6834", "#d95926"),  # tiles never stand beside x, y and context
+    "columns": ("#62c6e6", "#5fbcdc"),
+    "tile": ("#008300", "#2f9a2f"),
     "bubble": ("#d9d8d2", "#4a4945"),
     "optimizer": ("#4a3aa7", "#9085e9"),
     "parameters": ("#2a78d6", "#3987e5"),

@@ -1,4 +1,4 @@
-"""What is asked of the planner: a batch of sequences a step, what must hold, and what is to be best.
+"""What is asked of the planner: a batch of sequences or images a step, what must hold, and what is to be best.
 
 Constraints are words: `pipe=4`, `tensor.x<=8`, `recompute!=full`, `no recompute`, `no pipe`, `exact only`. A name is a
 field of the plan; a bare table stands for its degree (`shard<=8`), and `x`, `y`, `recompute`, `schedule`, `stage`,
@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+from weft.data.formats import Shape
 from weft.errors import ConfigError
-from weft.plan import Context, Memory, Pipe, Plan, Precision, Shard, Tensor
+from weft.plan import Context, Memory, Pipe, Plan, Precision, Shard, Tensor, Tile
 from weft.schema import nearest
 
 Objective = Literal["time", "cost", "devices"]
@@ -28,7 +29,7 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_TABLES = {"pipe": Pipe, "shard": Shard, "tensor": Tensor, "context": Context, "memory": Memory}
+_TABLES = {"pipe": Pipe, "shard": Shard, "tensor": Tensor, "context": Context, "memory": Memory, "tile": Tile}
 _SHORT = {
     "x": "tensor.x",
     "y": "tensor.y",
@@ -37,11 +38,13 @@ _SHORT = {
     "chunks": "pipe.chunks",
     "stage": "shard.stage",
     "recompute": "memory.recompute",
+    **{name: f"tile.{name}" for name in ("rows", "columns", "until", "hand_over", "fused")},
+    "tile": "tile.degree",
     "tensor": "tensor.x",
     **{table: f"{table}.degree" for table in ("pipe", "shard", "context")},
 }
 # What shapes a rank's own work; the rest is laid out around it.
-INNER = ("tensor.", "context.", "micro_batch", "memory.recompute", "precision")
+INNER = ("tensor.", "context.", "tile.", "micro_batch", "memory.recompute", "precision")
 _PATTERN = re.compile(r"\s*([a-z_][a-z_.]*)\s*(<=|>=|!=|==|=|<|>)\s*([\w.\-]+)\s*")
 
 
@@ -68,12 +71,29 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned, on all devices of the model's cluster."""
+    """What is to be planned, on all devices of the model's cluster: for `shape`, images; else sequences of tokens.
+
+    Without `exact` plans may change the mathematics (batch norm over the images of each rank alone).
+    """
 
     batch: int
     sequence: int
     precision: Precision = "bf16"
     constraints: tuple[Constraint, ...] = ()
+    shape: Shape | None = None
+    exact: bool = True
+
+    @property
+    def unit(self) -> str:
+        """What speed counts."""
+        return "tokens" if self.shape is None else "images"
+
+    def describe(self) -> str:
+        """`32 sequences of 1,024 tokens`, or `32 images of 2,048 × 2,048 pixels`."""
+        several = "s" if self.batch != 1 else ""
+        if self.shape is not None:
+            return f"{self.batch:,} image{several} of {self.shape.height:,} × {self.shape.width:,} pixels"
+        return f"{self.batch:,} sequence{several} of {self.sequence:,} tokens"
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.sequence < 1:
@@ -120,7 +140,7 @@ def _fields() -> dict[str, Any]:
     for name, hint in get_type_hints(Plan).items():
         inner = _TABLES.get(name)
         found |= {f"{name}.{k}": h for k, h in get_type_hints(inner).items()} if inner else {name: hint}
-    return found
+    return {**found, "tile.degree": int}
 
 
 def _kind_of(text: str, name: str) -> Any:
@@ -139,7 +159,7 @@ def _value(text: str, raw: str, kind: Any) -> int | str | bool:
         return raw == "true"
     if kind is int and raw.isdigit() and len(raw) < 10:
         return int(raw)
-    if isinstance(kind, tuple) and raw in kind:
+    if kind is str or (isinstance(kind, tuple) and raw in kind):
         return raw
     expects = {bool: "true or false", int: "a whole number"}.get(kind if isinstance(kind, type) else None)  # type: ignore[arg-type]
     known = expects or f"one of {', '.join(map(str, kind))}"

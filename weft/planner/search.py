@@ -10,9 +10,11 @@ their schedules' own lists. Everything is arithmetic and in one order: the same 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import Self
 
 from weft.cluster import Cluster
 from weft.parallel import STRATEGIES
@@ -46,13 +48,16 @@ class Found:
 
     best: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
-    refused: tuple[tuple[Tensor, str], ...]  # splits of the matmuls that the model does not allow, with the reason
+    refused: tuple[tuple[str, str], ...]  # what the model does not allow, with the reason
     num_considered: int
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be planned: its times, and a profile of one sequence of it (or of its first blocks) for its sizes."""
+    """A model to be planned: its times, and a profile of one sequence of it (or of its first blocks) for its sizes.
+
+    `ImageModel` is that of images.
+    """
 
     steps: StepModel
     profile: Profile
@@ -76,22 +81,34 @@ class Model:
     def cluster(self) -> Cluster:
         return self.steps.cluster
 
-    def on(self, cluster: Cluster) -> Model:
+    def on(self, cluster: Cluster) -> Self:
         """The model on another cluster."""
         return replace(self, steps=replace(self.steps, cluster=cluster))
 
+    @cached_property
+    def _sizes(self) -> dict[tuple[int, int, bool, str], Sizes]:
+        return {}
+
     def held(self, plan: Plan, num_micro_batches: int) -> Memory:
         """What the fullest rank holds."""
-        return memory(sizes(self.profile, plan), plan, self.num_blocks, num_micro_batches)
+        key = (plan.tensor.x, plan.tensor.y, plan.tensor.sequence, plan.memory.recompute)
+        if key not in self._sizes:
+            self._sizes[key] = sizes(self.profile, plan)
+        return memory(self._sizes[key], plan, self.num_blocks, num_micro_batches)
+
+    def seeker(self, question: Question, keep: int) -> Search:
+        """The search over plans for it."""
+        return TextSearch(self, question, keep)
 
 
 def search(model: Model, question: Question, keep: int = 10) -> Found:
     """The `keep` fastest plans that fit, in order."""
-    seeker = _Search(model, question, keep)
-    return seeker.run()
+    return model.seeker(question, keep).run()
 
 
-class _Search:
+class Search(ABC):
+    """What searches over plans of any kind of model share."""
+
     def __init__(self, model: Model, question: Question, keep: int) -> None:
         self.model, self.question, self.keep = model, question, keep
         self.steps = model.steps
@@ -100,8 +117,7 @@ class _Search:
         self.num_considered, self._room = 0, max(keep, NUM_TIMED)
         self._best: list[tuple[float, int, Candidate]] = []  # a heap, the slowest kept on top
         self._large: dict[tuple[int, ...], Candidate] = {}  # of each layout, the one that is nearest to fit
-        self._sizes: dict[tuple[int, int, bool, str], Sizes] = {}
-        self._refused: dict[str, Tensor] = {}  # the first split for each reason
+        self._refused: dict[str, str] = {}  # the first that has it, for each reason
         self._inner = [one for one in question.constraints if one.is_inner]
         self._outer = [one for one in question.constraints if not one.is_inner]
 
@@ -116,27 +132,97 @@ class _Search:
         fastest = timed[0].seconds if timed else float("inf")
         large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
         large = sorted(large, key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
-        refused = tuple((tensor, reason) for reason, tensor in self._refused.items())
+        refused = tuple((what, reason) for reason, what in self._refused.items())
         return Found(tuple(timed), tuple(large), refused, self.num_considered)
 
-    # --- what is inside a rank
+    @abstractmethod
+    def _inner_plans(self) -> Iterable[tuple[float, Plan]]:
+        """(bound, plan) for everything that shapes a rank's own work; the other axes are still 1."""
+
+    @abstractmethod
+    def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
+        """The schedules to try on so many ranks."""
+
+    def _allows(self, plan: Plan, num_micro_batches: int) -> bool:
+        """Whether the model can be laid out so."""
+        return True
+
+    def _reason(self, plan: Plan) -> str | None:
+        """Why the model does not allow it."""
+        reasons = (strategy.refuse(self.model.profile, plan) for strategy in STRATEGIES)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    # --- the rest
+
+    def _lay_out(self, inner: Plan) -> None:
+        group = inner.num_ranks
+        room, batch = self.num_devices // group, self.question.batch
+        assert inner.micro_batch is not None
+        for degree in divisors(room):
+            ranks = room // degree
+            if degree > self.model.num_blocks:
+                break
+            if batch % (ranks * inner.micro_batch):
+                continue
+            num_micro_batches = batch // (ranks * inner.micro_batch)
+            for pipe in self._pipes(degree, inner):
+                if self._is_slow(self.steps.bound(inner, pipe, num_micro_batches)):
+                    continue
+                for shard in divisors(ranks):
+                    for stage in (1, 2, 3) if shard > 1 else (1,):
+                        plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
+                        if all(one.holds(plan) for one in self._outer) and self._allows(plan, num_micro_batches):
+                            self._consider(plan, num_micro_batches)
+
+    def _is_slow(self, seconds: float) -> bool:
+        """Whether all plans kept so far are faster."""
+        return len(self._best) >= self._room and seconds >= -self._best[0][0]
+
+    # --- costs
+
+    def _time(self, candidate: Candidate) -> Candidate:
+        step = self.steps.step(candidate.plan, candidate.num_micro_batches)
+        return replace(candidate, seconds=step.seconds, step=step)
+
+    def _consider(self, plan: Plan, num_micro_batches: int) -> None:
+        """Keep a plan if it is among the fastest that fit, or would be and is the nearest of its layout to fit."""
+        self.num_considered += 1
+        seconds = self.steps.estimate(plan, num_micro_batches)
+        if self._is_slow(seconds):
+            return  # one that does not fit and is slower than all that do teaches nothing
+        held = self.model.held(plan, num_micro_batches)
+        candidate = Candidate(plan, num_micro_batches, seconds, held)
+        if held.total_bytes > self.limit_bytes:
+            nearest = self._large.get(tuple(plan.degrees.values()))
+            if nearest is None or held.total_bytes < nearest.memory.total_bytes:
+                self._large[tuple(plan.degrees.values())] = candidate
+            return
+        item = (-seconds, -self.num_considered, candidate)
+        if len(self._best) < self._room:
+            heapq.heappush(self._best, item)
+        elif item > self._best[0]:
+            heapq.heapreplace(self._best, item)
+
+
+class TextSearch(Search):
+    """Over x, y, sequence and context, with the schedules of equal blocks."""
 
     def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
         """(bound, plan) for everything that shapes a rank's own work; the other axes are still 1."""
-        for x in _divisors(self.num_devices):
-            for y in _divisors(self.num_devices // x):
+        for x in divisors(self.num_devices):
+            for y in divisors(self.num_devices // x):
                 for sequence in (False, True) if x > 1 else (False,):
                     tensor = Tensor(x, y, sequence)
                     reason = self._reason(Plan(tensor=tensor))
                     if reason is not None:
-                        self._refused.setdefault(reason, tensor)
+                        self._refused.setdefault(reason, f"x {x} × y {y}")
                         continue
                     for context in self._contexts(self.num_devices // (x * y)):
                         yield from self._policies(tensor, context)
 
     def _policies(self, tensor: Tensor, context: int) -> Iterator[tuple[float, Plan]]:
         batch = self.question.batch
-        for micro_batch in _divisors(batch):
+        for micro_batch in divisors(batch):
             if micro_batch > MAX_MICRO_BATCH:
                 break
             for recompute in ("none", "selective", "full"):
@@ -156,41 +242,10 @@ class _Search:
     def _contexts(self, room: int) -> list[int]:
         if self.question.sequence < LONG_SEQUENCE:
             return [1]
-        return [c for c in _divisors(room) if self.question.sequence % (2 * c) == 0 and not self._refuses_context(c)]
+        return [c for c in divisors(room) if self.question.sequence % (2 * c) == 0 and not self._refuses_context(c)]
 
     def _refuses_context(self, degree: int) -> bool:
         return degree > 1 and self._reason(Plan(context=Context(degree))) is not None
-
-    def _reason(self, plan: Plan) -> str | None:
-        """Why the model does not allow it."""
-        reasons = (strategy.refuse(self.model.profile, plan) for strategy in STRATEGIES)
-        return next((reason for reason in reasons if reason is not None), None)
-
-    # --- the rest
-
-    def _lay_out(self, inner: Plan) -> None:
-        group = inner.tensor.x * inner.tensor.y * inner.context.degree
-        room, batch = self.num_devices // group, self.question.batch
-        assert inner.micro_batch is not None
-        for degree in _divisors(room):
-            ranks = room // degree
-            if degree > self.model.num_blocks:
-                break
-            if batch % (ranks * inner.micro_batch):
-                continue
-            num_micro_batches = batch // (ranks * inner.micro_batch)
-            for pipe in self._pipes(degree, inner):
-                if self._is_slow(self.steps.bound(inner, pipe, num_micro_batches)):
-                    continue
-                for shard in _divisors(ranks):
-                    for stage in (1, 2, 3) if shard > 1 else (1,):
-                        plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
-                        if all(one.holds(plan) for one in self._outer):
-                            self._consider(plan, num_micro_batches)
-
-    def _is_slow(self, seconds: float) -> bool:
-        """Whether all plans kept so far are faster."""
-        return len(self._best) >= self._room and seconds >= -self._best[0][0]
 
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
         if degree == 1:
@@ -201,40 +256,10 @@ class _Search:
             found.append(Pipe(degree, "zero-bubble"))
         return found
 
-    # --- costs
-
-    def _time(self, candidate: Candidate) -> Candidate:
-        step = self.steps.step(candidate.plan, candidate.num_micro_batches)
-        return replace(candidate, seconds=step.seconds, step=step)
-
-    def _sizes_of(self, plan: Plan) -> Sizes:
-        key = (plan.tensor.x, plan.tensor.y, plan.tensor.sequence, plan.memory.recompute)
-        if key not in self._sizes:
-            self._sizes[key] = sizes(self.model.profile, plan)
-        return self._sizes[key]
-
-    def _consider(self, plan: Plan, num_micro_batches: int) -> None:
-        """Keep a plan if it is among the fastest that fit, or would be and is the nearest of its layout to fit."""
-        self.num_considered += 1
-        seconds = self.steps.estimate(plan, num_micro_batches)
-        if self._is_slow(seconds):
-            return  # one that does not fit and is slower than all that do teaches nothing
-        held = memory(self._sizes_of(plan), plan, self.model.num_blocks, num_micro_batches)
-        candidate = Candidate(plan, num_micro_batches, seconds, held)
-        if held.total_bytes > self.limit_bytes:
-            nearest = self._large.get(tuple(plan.degrees.values()))
-            if nearest is None or held.total_bytes < nearest.memory.total_bytes:
-                self._large[tuple(plan.degrees.values())] = candidate
-            return
-        item = (-seconds, -self.num_considered, candidate)
-        if len(self._best) < self._room:
-            heapq.heappush(self._best, item)
-        elif item > self._best[0]:
-            heapq.heapreplace(self._best, item)
-
 
 @lru_cache(maxsize=1 << 12)
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
+    """Of a number, in order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 

@@ -10,6 +10,7 @@ from weft.display import format_seconds
 from weft.planner.answer import Answer
 from weft.planner.explain import GB
 from weft.planner.page import exposed_seconds
+from weft.planner.page_style import number
 
 MAX_REFUSED = 2
 
@@ -20,7 +21,7 @@ def show_answer(console: Console, answer: Answer) -> None:
     console.print(f"[bold]machine[/]  {describe(model.cluster)}", highlight=False)
     console.print(
         f"[bold]model[/]    {answer.name}, {model.numel / 1e9:,.4g} billion parameters in {model.num_blocks} blocks; "
-        f"{question.batch:,} sequences × {question.sequence:,} tokens a step in {question.precision}",
+        f"{question.describe()} a step in {question.precision}",
         highlight=False,
     )
     told = f"; {', '.join(one.text for one in question.constraints)}" if question.constraints else ""
@@ -36,8 +37,8 @@ def show_answer(console: Console, answer: Answer) -> None:
         axes = f"{one.candidate.plan.describe_axes()}, micro-batch {one.candidate.plan.micro_batch}"
         faster = f" ({format_seconds(one.candidate.seconds)} a step)"
         console.print(f"[bold]rejected[/] {axes}{faster}: {one.reason}{remedy}", highlight=False, soft_wrap=True)
-    for tensor, reason in answer.found.refused[:MAX_REFUSED]:
-        console.print(f"[bold]refused[/]  x {tensor.x} × y {tensor.y}: {reason}", highlight=False, soft_wrap=True)
+    for what, reason in answer.found.refused[:MAX_REFUSED]:
+        console.print(f"[bold]refused[/]  {what}: {reason}", highlight=False, soft_wrap=True)
     if answer.sensitivities:
         console.print(_sensitivities(answer))
 
@@ -45,7 +46,8 @@ def show_answer(console: Console, answer: Answer) -> None:
 def _plans(answer: Answer) -> Table:
     table = Table(title="the best plan of each layout", title_justify="left", box=None, pad_edge=False)
     table.add_column("plan", overflow="fold", min_width=20)
-    for name in ("step", "tokens/s", "MFU", "memory", "exposed", "bubble"):
+    unit = answer.question.unit
+    for name in ("step", f"{unit}/s", "MFU", "memory", "exposed", "bubble"):
         table.add_column(name, justify="right", no_wrap=True)
     limit = answer.model.cluster.node.device.memory_bytes
     for index, one in enumerate(answer.layouts()):
@@ -55,7 +57,7 @@ def _plans(answer: Answer) -> Table:
         table.add_row(
             f"{one.plan.describe_axes()}, micro-batch {one.plan.micro_batch} × {one.num_micro_batches}{again}",
             format_seconds(one.seconds),
-            f"{rates['tokens_per_second']:,.0f}",
+            number(rates[f"{unit}_per_second"]),
             "" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
             f"{one.memory.total_bytes / GB:.1f}/{limit / GB:.4g} GB",
             f"{exposed_seconds(step.where) / one.seconds:.1%}",

@@ -9,15 +9,18 @@ compute loses to them while both run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import NamedTuple
 
+from weft.cluster import ring_seconds
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import Timeline, simulate
 from weft.plan import Pipe, Plan
 from weft.planner.lists import Run, run
-from weft.planner.micro_batch import Call, MicroBatchModel, Seconds, beside
+from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
+from weft.planner.workload import Part
 
 FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
 
@@ -40,6 +43,18 @@ class StepTime:
         return self.make_timeline()
 
 
+class Stage(NamedTuple):
+    """What one micro-batch takes in a stage, the parameters and blocks of one of its ranks, what that hands on, and its
+    parts with the micro-batch that each takes.
+    """
+
+    seconds: Seconds
+    numel: float
+    num_blocks: int
+    message_bytes: float
+    parts: tuple[tuple[Part, float], ...]
+
+
 @dataclass(frozen=True)
 class StepModel(MicroBatchModel):
     """Times of one model on one cluster."""
@@ -58,7 +73,7 @@ class StepModel(MicroBatchModel):
         count = max(1, len(work.blocks) // degree)
         alone, share = share, self._beside_shards(share, held, count, plan, ignored)
         makespan = _makespan(first, share, last, plan.pipe, num_micro_batches)
-        makespan += 2 * (degree - 1) * self._message_seconds(plan)
+        makespan += 2 * (degree - 1) * self.seconds("pipe", "send", self._message_bytes(plan), plan)
         reduction = self._reduction(largest, plan, [alone], count, ignored)
         return makespan + reduction + self._optimizer_seconds(largest, plan)
 
@@ -72,63 +87,66 @@ class StepModel(MicroBatchModel):
         own = numel / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
         return own * self.software.optimizer_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
 
-    def _message_seconds(self, plan: Plan) -> float:
+    def _message_bytes(self, plan: Plan) -> float:
         assert plan.micro_batch is not None
         message = 2 * self.workload.stream_numel * plan.micro_batch / plan.context.degree / plan.tensor.y
-        if self.software.splits_messages:
-            message /= plan.tensor.x
-        return self.seconds("pipe", "send", message, plan)
+        return message / plan.tensor.x if self.software.splits_messages else message
+
+    def stages(self, plan: Plan) -> list[Stage]:
+        """The blocks in equal numbers, with the ends of the model at both ends."""
+        assert plan.micro_batch is not None
+        work, micro_batch, num_stages = self.workload, plan.micro_batch, plan.pipe.num_stages
+        distinct = {id(part): part for part in (work.first, *work.blocks, work.last)}  # most blocks are one value
+        inside = {key: self.inside(part, plan, micro_batch) for key, part in distinct.items()}
+        parts: list[list[Part]] = [[] for _ in range(num_stages)]
+        for index, part in enumerate(work.blocks):
+            parts[index * num_stages // len(work.blocks)].append(part)
+        split, message, found = plan.tensor.x * plan.tensor.y, self._message_bytes(plan), []
+        for index, own in enumerate(parts):
+            first, last = index == 0, index == num_stages - 1
+            numel = len(own) * self.numel[1] + first * self.numel[0] + last * self.numel[2]
+            own = [*[work.first] * first, *own, *[work.last] * last]
+            seconds = Seconds()
+            for part in own:
+                seconds = seconds.plus(inside[id(part)])
+            count = max(1, round(numel / self.numel[1])) if self.numel[1] else 1
+            found.append(Stage(seconds, numel / split, count, message, tuple((part, micro_batch) for part in own)))
+        return found
 
     def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
         """All of it."""
-        assert plan.micro_batch is not None
-        work, micro_batch, pipe = self.workload, plan.micro_batch, plan.pipe
-        num_stages = pipe.degree * (pipe.chunks or 2 if pipe.schedule == "interleaved" else 1)
-        distinct = {id(part): part for part in work.blocks}  # most blocks of a model are one value
-        inside = {key: self.inside(part, plan, micro_batch) for key, part in distinct.items()}
-        stages = [Seconds() for _ in range(num_stages)]
-        sizes = [0] * num_stages
-        for index, part in enumerate(work.blocks):
-            place = index * num_stages // len(work.blocks)
-            stages[place] = stages[place].plus(inside[id(part)])
-            sizes[place] += self.numel[1]
-        stages[0] = stages[0].plus(self.inside(work.first, plan, micro_batch))
-        stages[-1] = stages[-1].plus(self.inside(work.last, plan, micro_batch))
-        sizes[0], sizes[-1] = sizes[0] + self.numel[0], sizes[-1] + self.numel[2]
-        split = plan.tensor.x * plan.tensor.y
-        held = [size / split for size in sizes]
-        exposed: dict[str, float] = {}
-        counts = [max(1, round(size / self.numel[1])) if self.numel[1] else 1 for size in sizes]
-        alone = stages
-        stages = [self._beside_shards(*one, plan, exposed) for one in zip(stages, held, counts, strict=True)]
-        makespan, bubble = self._run(plan, stages, num_micro_batches)
-        timeline = partial(self._timeline, plan, stages, num_micro_batches)
-        largest = max(self._on_rank(held, plan))
-        reduction = self._reduction(largest, plan, alone, max(counts), exposed)
+        stages, exposed = self.stages(plan), dict[str, float]()
+        alone = [stage.seconds for stage in stages]
+        both = [self._beside_shards(one.seconds, one.numel, one.num_blocks, plan, exposed) for one in stages]
+        messages = [self.seconds("pipe", "send", stage.message_bytes, plan) for stage in stages[:-1]]
+        makespan, bubble = self._run(plan, both, messages, num_micro_batches)
+        timeline = partial(self._timeline, plan, both, messages, num_micro_batches)
+        largest = max(sum(stages[stage].numel for stage, _ in on_rank(plan.pipe, r)) for r in range(plan.pipe.degree))
+        reduction = self._reduction(largest, plan, alone, max(stage.num_blocks for stage in stages), exposed)
         optimizer = self._optimizer_seconds(largest, plan)
-        compute = max(stage.forward + stage.backward for stage in alone) * num_micro_batches
-        own = self._where(plan, num_micro_batches, alone, stages)
+        own = self._where(plan, num_micro_batches, stages, both)
+        compute = max(self._load(plan.pipe, rank, alone) for rank in range(plan.pipe.degree)) * num_micro_batches
         where = {**own, "bubble": makespan - sum(own.values()), "data": reduction, "optimizer": optimizer}
         return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, where, timeline)
 
-    def _where(
-        self, plan: Plan, num_micro_batches: int, alone: list[Seconds], stages: list[Seconds]
-    ) -> dict[str, float]:
-        """What the busiest rank of pipe does all step: its kernels, and what each axis adds to them."""
-        work, degree, num_stages = self.workload, plan.pipe.degree, len(stages)
-        rank = max(range(degree), key=lambda rank: sum(sum(stage) for stage in stages[rank::degree]))
-        parts = Counter({work.first: rank == 0, work.last: (num_stages - 1) % degree == rank})
-        parts.update(part for i, part in enumerate(work.blocks) if i * num_stages // len(work.blocks) % degree == rank)
-        found: defaultdict[str, float] = defaultdict(float)
-        for part, count in parts.items():
-            for axis, seconds in self.exposed(part, plan, plan.micro_batch or 1).items():
-                found[axis] += count * num_micro_batches * seconds
-        both = [num_micro_batches * sum(sum(stage) for stage in each[rank::degree]) for each in (alone, stages)]
-        return {"compute": both[0] - sum(found.values()), **found, "shard": both[1] - both[0]}
+    def _load(self, pipe: Pipe, rank: int, stages: Sequence[Seconds]) -> float:
+        """What a rank of pipe computes for each micro-batch."""
+        return sum(share * sum(stages[stage]) for stage, share in on_rank(pipe, rank))
 
-    def _on_rank(self, held: list[float], plan: Plan) -> list[float]:
-        """Parameters of each rank of pipe, over its stages."""
-        return [sum(held[rank :: plan.pipe.degree]) for rank in range(plan.pipe.degree)]
+    def _where(self, plan: Plan, num_micro_batches: int, stages: list[Stage], both: list[Seconds]) -> dict[str, float]:
+        """What the busiest rank of pipe does all step: its kernels, and what each axis adds to them."""
+        rank = max(range(plan.pipe.degree), key=lambda rank: self._load(plan.pipe, rank, both))
+        parts: Counter[tuple[Part, float]] = Counter()
+        for stage, share in on_rank(plan.pipe, rank):
+            for one in stages[stage].parts:
+                parts[one] += share  # type: ignore[assignment]
+        found: defaultdict[str, float] = defaultdict(float)
+        for (part, micro_batch), count in parts.items():
+            for axis, seconds in self.exposed(part, plan, micro_batch).items():
+                found[axis] += count * num_micro_batches * seconds
+        alone = [stage.seconds for stage in stages]
+        all_of_it = [num_micro_batches * self._load(plan.pipe, rank, each) for each in (alone, both)]
+        return {"compute": all_of_it[0] - sum(found.values()), **found, "shard": all_of_it[1] - all_of_it[0]}
 
     def _beside_shards(self, stage: Seconds, size: float, count: int, plan: Plan, exposed: dict[str, float]) -> Seconds:
         """Stage 3 gathers parameters before forward and backward, one block ahead; with `accumulate = "slice"` every
@@ -148,22 +166,26 @@ class StepModel(MicroBatchModel):
         exposed["shard"] = exposed.get("shard", 0.0) + forward + backward - sum(stage)
         return Seconds(forward, backward)
 
-    def _run(self, plan: Plan, stages: list[Seconds], num_micro_batches: int) -> Run:
+    def _run(self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int) -> Run:
         if plan.pipe.degree == 1:
             return Run(sum(stages[0]) * num_micro_batches, 0.0)
-        return run(plan.pipe, num_micro_batches, stages, self._message_seconds(plan))
+        return run(plan.pipe, num_micro_batches, stages, messages)
 
-    def _timeline(self, plan: Plan, stages: list[Seconds], num_micro_batches: int) -> Timeline | None:
+    def _timeline(
+        self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int
+    ) -> Timeline | None:
         if plan.pipe.degree == 1:
             return None
         schedule = make_schedule(plan.pipe.schedule, plan.pipe.degree, num_micro_batches, **plan.pipe.options)
         halves = [stage.backward / 2 for stage in stages]
-        return simulate(schedule, [stage.forward for stage in stages], halves, halves, self._message_seconds(plan))
+        return simulate(schedule, [stage.forward for stage in stages], halves, halves, messages)
 
     def _reduction(
         self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
     ) -> float:
-        """What a step takes longer for gradients over shard, data and context; the last backward hides what it can."""
+        """What a step takes longer for gradients over shard, tiles, data and context, and between mirrored replicas;
+        the last backward hides what it can.
+        """
         size, width = largest / count, self.software.gradient_bytes  # of a block; of a parameter's gradient
         own = size / plan.shard.degree
         told = before = 0.0
@@ -182,6 +204,10 @@ class StepModel(MicroBatchModel):
             told += self.seconds("data", "all_reduce", own * width, plan)
         if plan.context.degree > 1:
             told += self.seconds("context", "all_reduce", own * width, plan)
+        if plan.tile.degree > 1:
+            told += self.seconds("tile", "all_reduce", own * width, plan)
+        if plan.pipe.is_mirrored:  # in pairs as far apart as the ends of the axis
+            told += ring_seconds("all_reduce", own * width, 2, *self._link(*place(plan, "pipe")))
         told *= count
         if self.software.hides_gradients:
             # The last stage to finish is the first; parameters gathered for backward run on the same link.
@@ -192,6 +218,13 @@ class StepModel(MicroBatchModel):
         return told
 
 
+def on_rank(pipe: Pipe, rank: int) -> list[tuple[int, float]]:
+    """The stages that a rank of pipe holds, and of each the share of the micro-batches that it computes."""
+    if pipe.is_mirrored:
+        return [(rank, 0.5), (pipe.degree - 1 - rank, 0.5)]
+    return [(stage, 1.0) for stage in range(rank, pipe.num_stages, pipe.degree)]
+
+
 def _makespan(first: Seconds, share: Seconds, last: Seconds, pipe: Pipe, num_micro_batches: int) -> float:
     """Of equal stages with these ends, by 1f1b's waits and what other schedules take off them."""
     if pipe.degree == 1:
@@ -199,6 +232,3 @@ def _makespan(first: Seconds, share: Seconds, last: Seconds, pipe: Pipe, num_mic
     chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" else 1
     wait = sum(share) / chunks - (share.backward / 2 if pipe.schedule == "zero-bubble" else 0)
     return num_micro_batches * (sum(share) + max(sum(first), sum(last))) + (pipe.degree - 1) * wait
-
-
-__all__ = ["Call", "Seconds", "StepModel", "StepTime"]

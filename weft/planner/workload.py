@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from weft.errors import PlanError
 from weft.moved import Moved
@@ -41,9 +42,43 @@ class Product:
         return self.rows, -(-self.inputs // y), -(-self.outputs // x)
 
 
+class Filter(NamedTuple):
+    """A convolution of one image as the matmul that computes it, for each of its groups: [rows, inputs · taps] ·
+    [inputs · taps, outputs]. Rows are output pixels, `in_rows` those of its input; not whole where ranks share them.
+    """
+
+    rows: float
+    in_rows: float
+    inputs: int
+    outputs: int
+    taps: int
+    groups: int = 1
+    needs_gradient: bool = True  # of its input
+
+    @property
+    def flops(self) -> float:
+        return 2 * self.rows * self.inputs * self.taps * self.outputs * self.groups
+
+    def shared(self, share: float) -> Filter:
+        """A share of its pixels."""
+        return self._replace(rows=self.rows * share, in_rows=self.in_rows * share)
+
+
+class Call(NamedTuple):
+    """A collective, or `times` of it, of one micro-batch in one block: `phase` is forward or backward; of tiles also
+    "again": forward, and with recompute once more in backward.
+    """
+
+    axis: str
+    operation: str
+    num_bytes: float
+    phase: str
+    times: float = 1
+
+
 @dataclass(frozen=True)
 class Part:
-    """What one block, or an end of the model, computes for one sequence."""
+    """What one block, or an end of the model, computes for one sequence (or image), and what its tiles say for it."""
 
     products: tuple[Product, ...] = ()
     attention_flops: int = 0  # of one forward, counted whole
@@ -52,9 +87,11 @@ class Part:
     key_numel: int = 0  # of K, and as many of V
     num_key_heads: int = 1
     num_logits: int = 0  # that the loss reads
-    other_flops: int = 0  # of one forward: convolutions, and products of the block's own
+    other_flops: int = 0  # of one forward: products of the block's own, and convolutions beside text
     inner: Moved = NOTHING
     outer: Moved = NOTHING
+    filters: tuple[Filter, ...] = ()
+    told: tuple[Call, ...] = ()
 
     @property
     def query_numel(self) -> float:
@@ -62,9 +99,10 @@ class Part:
         return self.attention_flops / (4 * self.sequence) if self.sequence else 0.0
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
         """Of one forward, attention counted whole."""
-        return sum(product.flops for product in self.products) + self.attention_flops + self.other_flops
+        products = sum(product.flops for product in self.products) + sum(one.flops for one in self.filters)
+        return products + self.attention_flops + self.other_flops
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from weft.profile.parts import (
+    WHOLE,
     Block,
     Convolution,
     Experts,
@@ -69,6 +70,7 @@ __all__ = [
     "CUTS_ATTRIBUTE",
     "KEPT_OPERATIONS",
     "STAGES_ATTRIBUTE",
+    "WHOLE",
     "Block",
     "Convolution",
     "Experts",

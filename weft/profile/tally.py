@@ -37,6 +37,7 @@ from weft.substitute import call_with
 NO_FLOPS = Flops()
 aten = torch.ops.aten
 LOOKUPS = (aten.embedding, aten.index, aten.index_select, aten.gather)
+ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
 
 
 def count(
@@ -53,9 +54,10 @@ def count(
         state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
         state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.saved.ignore(state.values())
+        given = tree_map(partial(cast, dtype=dtype), example())  # which is there before the forward
         with tally.watching(model):
             with example_labels(model, finish):
-                output = call_with(model, state, tree_map(partial(cast, dtype=dtype), example()))
+                output = call_with(model, state, given)
             if finish is not None:
                 finish(output)
     tally.blocks[""].boundary_bytes = sum(map(bytes_of, tensors_of(output)))
@@ -169,6 +171,8 @@ class Tally(TorchDispatchMode):
             here.matmuls.update([found.matmul] if found.matmul is not None else [])
             here.convolutions += [found.convolution] if found.convolution is not None else []
             self.moved.product(inputs, outputs)
+        elif func._overloadpacket in ALLOCATIONS:
+            return result
         elif not is_view(func, inputs, outputs):
             self.moved.operation(inputs, outputs, (self.running, self._behind))
         else:

@@ -1,0 +1,252 @@
+"""Plans for models of images: sections against dry runs, convolutions by hand, stages, memory, the search."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.cluster import load
+from weft.data.formats import Shape
+from weft.errors import ConfigError, PlanError
+from weft.models.catalog import load_model
+from weft.models.vision import AmoebaNetDConfig, ResNetConfig
+from weft.parallel import cost
+from weft.plan import Memory, Pipe, Plan, Tile, split_batch
+from weft.planner.image_chain import chain
+from weft.planner.image_model import ImageModel, planned_images
+from weft.planner.image_step import balanced
+from weft.planner.kernels import LAUNCH_SECONDS, MEMORY_SHARE, Kernels, Software
+from weft.planner.question import Question, parse_constraints
+from weft.planner.search import search
+from weft.planner.step import on_rank
+from weft.planner.workload import Filter
+from weft.planning import image_run
+from weft.profile import Profile, profile
+from weft.spatial.dry import dry_run
+
+SIZE = 512
+SMALL = ResNetConfig(depth=18, width=16)
+V100 = load("lassen").node.device
+
+
+@cache
+def small(cluster: str = "lassen:2", norm: Any = "batch") -> ImageModel:
+    return planned_images(replace(SMALL, norm=norm), Shape(SIZE, SIZE, 3), "fp32", load(cluster))
+
+
+@cache
+def of_four() -> Profile:
+    """Four images at once, for hand-overs to shares of the batch."""
+    model = small().profile.model
+    assert model is not None
+    return profile(model, lambda: (torch.zeros(4, 3, SIZE, SIZE),), None, torch.float32)
+
+
+# --- sections
+
+
+@pytest.mark.parametrize(
+    ("tile", "within"),  # rows send corners along, which weigh more on the small tiles of the reference
+    [
+        (Tile(2, 2), 0.12),
+        (Tile(1, 4), 0.02),
+        (Tile(4, 2), 0.12),
+        (Tile(2, 2, fused=2), 0.3),
+        (Tile(2, 2, until="layer3"), 0.07),
+        (Tile(2, 2, until="layer3", hand_over="batch"), 0.07),
+    ],
+    ids=str,
+)
+def test_sections_of_any_grid_are_near_its_dry_run(tile: Tile, within: float) -> None:
+    whole, count = (of_four(), 4) if tile.hand_over == "batch" else (small().profile, 1)
+    dry = dry_run(whole, Plan(tile=tile), {"rows": tile.rows // 2, "columns": tile.columns // 2})
+    sections = small().steps.sections.under(tile)
+    assert sum(s.part.flops * s.images for s in sections) * count == pytest.approx(dry.profile.flops, rel=0.01)
+    for kind in ("none", "selective", "full"):
+        saved = sum((block.saved_bytes or {})[kind] for block in dry.profile.all)
+        assert sum(s.saved_bytes[kind] * s.images for s in sections) * count == pytest.approx(
+            saved, rel=max(0.06, within)
+        )
+    sent, said = Counter[str](), Counter[str]()
+    times, calls = Counter[str](), Counter[str]()
+    for axis, operation, num_bytes in (one.call for one in dry.said):
+        if operation == "send":
+            sent[axis] += num_bytes
+            calls[axis] += 1
+    for call in (call for section in sections for call in section.part.told if call.operation == "send"):
+        said[call.axis] += call.num_bytes * call.times * count  # type: ignore[assignment]
+        times[call.axis] += call.times  # type: ignore[assignment]
+    assert said == pytest.approx(sent, rel=within)
+    assert times == pytest.approx(calls, abs=1)
+
+
+def test_activations_are_a_share_and_the_halo() -> None:
+    for tile in (Tile(2, 2), Tile(4, 4), Tile(1, 8)):
+        sections = small().steps.sections
+        one, whole = (sum(s.saved_bytes["none"] for s in each) for each in (sections.under(tile), sections.whole))
+        assert whole / tile.degree < one < whole / tile.degree * 1.1
+
+
+def test_the_chain_has_all_of_the_model() -> None:
+    found = small().profile
+    parts = chain(found)
+    assert [block.name for block in parts[1:-1]] == [block.name for block in found.blocks]
+    assert sum(block.numel for block in parts) == found.numel
+    assert sum(section.part.flops for section in small().steps.sections.whole) == found.flops
+    for kind in ("none", "full"):
+        saved = sum((block.saved_bytes or {})[kind] for block in found.all)
+        assert sum(section.saved_bytes[kind] for section in small().steps.sections.whole) == saved
+
+
+def test_hand_over_points_are_where_images_get_smaller() -> None:
+    assert small().steps.sections.points == ("layer2.0", "layer3.0", "layer4.0")
+
+
+def test_a_skip_around_it_leaves_no_point() -> None:
+    # Each cell of AmoebaNet takes the results of the two before it: one of them would still be in tiles.
+    model = planned_images(AmoebaNetDConfig(layers=3, filters=16), Shape(128, 128, 3), "fp32", load("lassen"))
+    assert model.steps.sections.points == ()
+
+
+def test_images_smaller_than_the_grid_are_handed_over() -> None:
+    sections = small().steps.sections
+    assert sections.handed_over_at(Tile(1, 16)) == len(sections.whole)
+    at = sections.handed_over_at(Tile(1, 32))  # layer4 has 16 × 16 pixels
+    assert sections.whole[at].name == "layer4.0"
+    assert sections.under(Tile(1, 32))[at].part.flops == sections.whole[at].part.flops
+
+
+# --- convolutions
+
+
+def test_a_large_convolution_is_near_the_peak_and_a_thin_one_at_memory() -> None:
+    kernels = Kernels(V100, Software(), "fp32")
+    wide = Filter(128 * 128, 128 * 128, 512, 512, 9)
+    forward, backward = kernels.convolution(wide, 8)
+    best = 8 * wide.flops / (15.7e12 * V100.calibration)
+    assert best < forward < 1.1 * best
+    assert 2 * best < backward < 2.3 * best
+    thin, half = Filter(1024.0 * 1024, 1024.0 * 1024, 64, 64, 1), Kernels(V100, Software(), "bf16")
+    num_bytes = 2 * (2 * 64 * 1024 * 1024 + 64 * 64)
+    assert half.convolution(thin, 1)[0] == pytest.approx(num_bytes / (900e9 * MEMORY_SHARE) + LAUNCH_SECONDS)
+    assert kernels.convolution(wide._replace(needs_gradient=False), 8)[1] < 0.6 * backward
+
+
+def test_convolutions_of_one_channel_are_bound_by_memory() -> None:
+    kernels, one = Kernels(V100, Software(), "fp32"), Filter(256.0 * 256, 256.0 * 256, 1, 1, 9, 256)
+    num_bytes = 4 * 256 * (2 * 256 * 256 + 9)
+    assert kernels.convolution(one, 1)[0] == pytest.approx(num_bytes / (900e9 * MEMORY_SHARE) + LAUNCH_SECONDS)
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(4096, 0.0755), (8192, 0.2751)])
+def test_resnet50_on_one_h200_as_measured(size: int, seconds: float) -> None:
+    # benchmarks/results/images-h200.json; nothing is fitted to it.
+    model = planned_images(load_model("resnet50"), Shape(size, size, 3), "bf16", load("h200:1x1"))  # type: ignore[arg-type]
+    assert model.steps.step(Plan(micro_batch=1, precision="bf16"), 1).seconds == pytest.approx(seconds, rel=0.2)
+
+
+# --- steps
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=4, max_size=14), st.integers(1, 4))
+def test_balanced_stages_are_the_best(seconds: list[float], num_stages: int) -> None:
+    if num_stages > len(seconds) - 2:
+        with pytest.raises(PlanError, match="stages need as many blocks"):
+            balanced(seconds, num_stages)
+        return
+    groups = balanced(seconds, num_stages)
+    assert [groups[0][0], groups[-1][1]] == [0, len(seconds)]
+    assert all(one[1] == other[0] for one, other in pairwise(groups))
+    assert all(begin < end for begin, end in groups)
+    longest = max(sum(seconds[begin:end]) for begin, end in groups)
+
+    def best(start: int, left: int) -> float:
+        if left == 1:
+            return sum(seconds[start:])
+        stops = range(max(start + 1, 2), len(seconds) - left + 1)
+        return min(max(sum(seconds[start:stop]), best(stop, left - 1)) for stop in stops)
+
+    assert longest == pytest.approx(best(0, num_stages), rel=1e-9)
+
+
+def test_mirrored_replicas_hold_two_stages_and_wait_less() -> None:
+    assert on_rank(Pipe(4, "bidirectional"), 1) == [(1, 0.5), (2, 0.5)]
+    assert on_rank(Pipe(2, "interleaved", chunks=2), 1) == [(1, 1.0), (3, 1.0)]
+    plain, both = (Plan(pipe=Pipe(4, name), micro_batch=1) for name in ("1f1b", "bidirectional"))  # type: ignore[arg-type]
+    one, other = (small().steps.step(plan, 4) for plan in (plain, both))
+    assert other.where["bubble"] < one.where["bubble"]
+    assert sum(other.where.values()) == pytest.approx(other.seconds)
+    held = [small().held(plan, 4).parameters_bytes for plan in (plain, both)]
+    assert held[1] > held[0]
+
+
+def test_memory_is_near_what_the_strategies_state() -> None:
+    found = small().profile
+    for tile, recompute in ((Tile(), "none"), (Tile(2, 2), "none"), (Tile(2, 2), "full")):
+        plan = Plan(tile=tile, micro_batch=1, memory=Memory(recompute))  # type: ignore[arg-type]
+        stated = cost(found, plan, split_batch(plan, 1, 1, "images"))
+        held = small().held(plan, 1)
+        assert held.state_bytes == pytest.approx(sum(stated.state_bytes.values()), rel=0.01)
+        assert held.saved_bytes == pytest.approx(stated.saved_bytes, rel=0.02)
+
+
+# --- the search
+
+
+def test_the_best_grid_and_hand_over_are_found() -> None:
+    question = Question(8, 1, "fp32", parse_constraints(["no pipe"]), Shape(SIZE, SIZE, 3))
+    found = search(small(), question)
+    best = found.best[0]
+    assert best.plan.tile.degree == 8  # batch norm forbids data
+    assert best.plan.tile.hand_over == "batch"
+    same = [Plan(tile=Tile(*grid), micro_batch=8) for grid in ((1, 8), (2, 4), (8, 1))]
+    assert best.seconds < min(small().steps.step(plan, 1).seconds for plan in same)
+    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
+    assert any("statistics over the batch" in reason for _, reason in found.refused)
+
+
+def test_data_is_allowed_with_other_norms_or_if_asked() -> None:
+    question = Question(8, 1, "fp32", parse_constraints(["data=8"]), Shape(SIZE, SIZE, 3))
+    assert not search(small(), question).best
+    assert search(small(), replace(question, exact=False)).best[0].plan.exact is False
+    assert search(small(norm="group"), question).best[0].plan.data == 8
+
+
+def test_constraints_on_tiles() -> None:
+    wanted = parse_constraints(["tile=4", "rows=2", "fused=1", "until=layer3.0"])
+    found = search(small(), Question(8, 1, "fp32", wanted, Shape(SIZE, SIZE, 3), exact=False)).best
+    assert {(one.plan.tile.rows, one.plan.tile.columns, one.plan.tile.fused) for one in found} == {(2, 2, 1)}
+    assert {one.plan.tile.until for one in found} == {"layer3.0"}
+    none = search(small(), Question(8, 1, "fp32", parse_constraints(["no tile"]), Shape(SIZE, SIZE, 3))).best
+    assert all(one.plan.tile.degree == 1 and one.plan.pipe.degree == 8 for one in none)
+    assert all(len(one.plan.pipe.split) == 7 for one in none)
+
+
+def test_an_image_too_large_for_one_device_is_tiled() -> None:
+    model = planned_images(SMALL, Shape(SIZE, SIZE, 3), "fp32", load("lassen:1"))
+    device = replace(model.cluster.node.device, memory_bytes=int(model.held(Plan(micro_batch=1), 1).total_bytes))
+    node = replace(model.cluster.node, device=replace(device, memory_bytes=device.memory_bytes - 10_000_000))
+    tight = model.on(replace(model.cluster, node=node))
+    best = search(
+        tight, Question(1, 1, "fp32", parse_constraints(["no recompute", "no pipe"]), Shape(SIZE, SIZE, 3))
+    ).best
+    assert best
+    assert all(one.plan.tile.degree == 4 for one in best)
+
+
+def test_words() -> None:
+    run = image_run("resnet50", "lassen:1", 8, 2048)
+    assert run.split.batch == 8
+    with pytest.raises(ConfigError, match="--model llama3-8b is of language; give --tokens-per-step"):
+        image_run("llama3-8b", "lassen:1", 8, 2048)
+    with pytest.raises(ConfigError, match="--size 100 is no multiple of 32"):
+        image_run("amoebanet-d-18-208", "lassen:1", 8, 100)
+    assert Question(1, 1, shape=Shape(64, 32, 3)).describe() == "1 image of 64 × 32 pixels"

@@ -1,0 +1,69 @@
+"""A model of images, made ready for the planner: profiled for one image, and as tiles of it when they are asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from weft.cluster import Cluster
+from weft.data.formats import Shape
+from weft.models import VisionConfig, build
+from weft.parallel.layout import COMPUTE_DTYPE
+from weft.plan import Plan
+from weft.planner.image_search import ImageSearch
+from weft.planner.image_step import ImageSteps
+from weft.planner.kernels import Software
+from weft.planner.memory import Memory
+from weft.planner.question import Question
+from weft.planner.search import Model, Search
+from weft.planner.sections import Sections
+from weft.planner.workload import Workload
+from weft.profile import profile
+
+
+@dataclass(frozen=True)
+class ImageModel(Model):
+    """A model of images to be planned; the profile is of one image, with all blocks."""
+
+    steps: ImageSteps
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the whole model."""
+        return self.profile.numel
+
+    @property
+    def flops(self) -> float:
+        """What forward and backward of one image need: recompute not at all."""
+        return float(self.profile.flops + self.profile.backward_flops)
+
+    def held(self, plan: Plan, num_micro_batches: int) -> Memory:
+        """What the fullest rank holds."""
+        return self.steps.held(plan, num_micro_batches)
+
+    def seeker(self, question: Question, keep: int) -> Search:
+        return ImageSearch(self, question, keep)
+
+
+def planned_images(
+    config: VisionConfig, shape: Shape, precision: str, cluster: Cluster, software: Software | None = None
+) -> ImageModel:
+    """The model for images of a shape on a cluster, as weft runs it unless `software` says otherwise."""
+    sections = _sections(config, shape, precision)
+    parts = [section.part for section in sections.whole]
+    work = Workload(parts[0], tuple(parts[1:-1]), parts[-1], sections.profile.stream_numel)
+    return ImageModel(ImageSteps(work, cluster, software or Software(), sections=sections), sections.profile)
+
+
+@lru_cache(maxsize=8)
+def _sections(config: VisionConfig, shape: Shape, precision: str) -> Sections:
+    with torch.device("meta"):
+        module = build(config)
+
+    def example() -> tuple[Tensor]:
+        return (torch.zeros(1, shape.channels, shape.height, shape.width, device="cpu"),)
+
+    return Sections(profile(module, example, None, COMPUTE_DTYPE[precision]))  # type: ignore[index]

@@ -1,0 +1,188 @@
+"""The time of a step, and what a rank holds, for a model of images: blocks that differ, tiles, stages balanced by time.
+
+Stages are contiguous sections whose slowest is as fast as can be. What a stage hands on is what its rank has of it: a
+tile, a whole image, or its share of the batch. Time is `StepModel`'s from there on. Memory: the state of a rank's
+stages, what the schedule keeps alive of their saved bytes, and the fullest backward of one of their sections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from weft.errors import PlanError
+from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
+from weft.pipeline.schedules import make_schedule
+from weft.pipeline.simulate import simulate
+from weft.plan import Pipe, Plan
+from weft.planner.image_chain import Section
+from weft.planner.memory import NUM_MESSAGES, Memory, alive_at_once, state
+from weft.planner.micro_batch import Seconds
+from weft.planner.sections import Sections
+from weft.planner.step import FIXED_SECONDS, Stage, StepModel, on_rank
+from weft.planner.workload import Part
+
+GRADIENTS_AT_ONCE = 2  # of a section's largest tensor, in its backward: of a result and of an operand
+STEADY_ROUNDS = 4  # micro-batches for each rank of pipe, beyond which no schedule keeps more alive
+
+
+@dataclass(frozen=True)
+class ImageSteps(StepModel):
+    """Times of one model of images on one cluster."""
+
+    sections: Sections = field(kw_only=True)
+
+    @cached_property
+    def _seconds_of(self) -> dict[Any, list[Seconds]]:
+        return {}
+
+    def _is_block(self, part: Part) -> bool:
+        return not self.sections.is_end(part)
+
+    def section_seconds(self, plan: Plan) -> list[Seconds]:
+        """One micro-batch through each section."""
+        assert plan.micro_batch is not None
+        key = (plan.tile, plan.micro_batch, plan.memory.recompute, plan.precision)
+        if key not in self._seconds_of:
+            sections = self.sections.under(plan.tile)
+            self._seconds_of[key] = [self.inside(one.part, plan, plan.micro_batch * one.images) for one in sections]
+        return self._seconds_of[key]
+
+    def chain(self, plan: Plan) -> Seconds:
+        found = Seconds()
+        for one in self.section_seconds(plan):
+            found = found.plus(one)
+        return found
+
+    def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
+        return num_micro_batches * sum(self.chain(plan)) / pipe.degree + FIXED_SECONDS
+
+    def estimate(self, plan: Plan, num_micro_batches: int) -> float:
+        return self.step(plan, num_micro_batches).seconds
+
+    def groups(self, plan: Plan) -> list[tuple[int, int]]:
+        """The sections [begin, end) of each stage: as `pipe.split` names them, or such that the slowest is fastest."""
+        names = [section.name for section in self.sections.whole]
+        if plan.pipe.split:
+            bounds = [0, *(names.index(name) for name in plan.pipe.split), len(names)]
+            return list(pairwise(bounds))
+        return balanced([sum(one) for one in self.section_seconds(plan)], plan.pipe.num_stages)
+
+    def split(self, plan: Plan) -> tuple[str, ...]:
+        """The modules at which stages begin, for `pipe.split`."""
+        return tuple(self.sections.whole[begin].name for begin, _ in self.groups(plan)[1:])
+
+    def stages(self, plan: Plan) -> list[Stage]:
+        assert plan.micro_batch is not None
+        seconds, sections, found = self.section_seconds(plan), self.sections.under(plan.tile), []
+        for begin, end in self.groups(plan):
+            total = Seconds()
+            for one in seconds[begin:end]:
+                total = total.plus(one)
+            own = sections[begin:end]
+            parts = tuple((one.part, plan.micro_batch * one.images) for one in own)
+            message = own[-1].boundary_bytes * own[-1].images * plan.micro_batch
+            found.append(Stage(total, sum(one.numel for one in own), len(own), message, parts))
+        return found
+
+    # --- memory
+
+    def held(self, plan: Plan, num_micro_batches: int) -> Memory:
+        """The fullest rank along `pipe`."""
+        sections = self.sections.under(plan.tile)
+        stages = [sections[begin:end] for begin, end in self.groups(plan)]
+        assert plan.micro_batch is not None
+        saved = [sum(_saved(one, plan) for one in own) for own in stages]
+        alive = _alive_bytes(plan, saved, num_micro_batches)
+        found = []
+        for rank in range(plan.pipe.degree):
+            own = [section for stage, _ in on_rank(plan.pipe, rank) for section in stages[stage]]
+            numel = sum(section.numel for section in own)
+            held = state(plan, numel, num_micro_batches)
+            found.append(Memory(*held, alive[rank], _transient(own, plan, numel, num_micro_batches)))
+        return max(found, key=lambda memory: memory.total_bytes)
+
+
+def _saved(section: Section, plan: Plan) -> float:
+    return section.saved_bytes[plan.memory.recompute] * section.images * (plan.micro_batch or 1)
+
+
+def _alive_bytes(plan: Plan, saved: Sequence[float], num_micro_batches: int) -> list[float]:
+    """What each rank of pipe keeps for backward at most."""
+    pipe = plan.pipe
+    if pipe.degree == 1:
+        return list(saved)
+    if pipe.schedule in ("1f1b", "gpipe"):
+        alive = alive_at_once(pipe.schedule, pipe.degree, num_micro_batches, ())
+        return [size * count for size, count in zip(saved, alive, strict=True)]
+    most = num_micro_batches
+    if most > STEADY_ROUNDS * pipe.degree and pipe.batches is None:
+        most = STEADY_ROUNDS * pipe.degree
+    schedule = make_schedule(pipe.schedule, pipe.degree, most, **pipe.options)
+    return list(simulate(schedule, activation_bytes=saved).peak_activation_bytes)
+
+
+def _transient(own: Sequence[Section], plan: Plan, numel: float, num_micro_batches: int) -> float:
+    """What comes and goes on a rank with these sections."""
+    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
+    micro_batch, policy = plan.micro_batch or 1, plan.memory.recompute
+    backward = gone = 0.0
+    for one in reversed(own):  # what later sections have saved is gone when an earlier one's backward begins
+        again = one.saved_bytes["none"] - one.saved_bytes[policy]
+        over = (again + GRADIENTS_AT_ONCE * one.largest_bytes) * one.images * micro_batch
+        backward, gone = max(backward, over - gone), gone + _saved(one, plan)
+    largest = max(one.numel for one in own)
+    if plan.pipe.degree > 1:
+        backward += NUM_MESSAGES * max(one.boundary_bytes * one.images for one in own) * micro_batch
+    if plan.shard.degree > 1 and plan.shard.stage == 3:
+        backward += 2 * largest * compute
+    if plan.shard.degree > 1 and plan.shard.stage > 1:
+        keeps_all = plan.pipe.degree > 1 or (num_micro_batches > 1 and plan.memory.accumulate == "whole")
+        backward += (numel if keeps_all else 2 * largest) * master
+    return backward
+
+
+def balanced(seconds: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
+    """Contiguous groups, each with a block at least, of which the longest is as short as can be.
+
+    The ends of the model (the first and last of the list) go with the block beside them.
+    """
+    blocks = [*seconds[1:-1]]
+    if num_stages > len(blocks):
+        raise PlanError(f"{num_stages} stages need as many blocks, and the model has {len(blocks)}; use fewer stages")
+    blocks[0] += seconds[0]
+    blocks[-1] += seconds[-1]
+    low, high = max(max(blocks), sum(blocks) / num_stages), sum(blocks)
+    for _ in range(50):
+        middle = (low + high) / 2
+        if _count(blocks, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle
+    return _cut(blocks, high, num_stages)
+
+
+def _count(blocks: Sequence[float], limit: float) -> int:
+    count, filled = 1, 0.0
+    for one in blocks:
+        if filled + one > limit:
+            count, filled = count + 1, 0.0
+        filled += one
+    return count
+
+
+def _cut(blocks: Sequence[float], limit: float, num_stages: int) -> list[tuple[int, int]]:
+    """Greedily up to the limit, but so that every later stage still gets a block."""
+    bounds, filled = [0], 0.0
+    for index, one in enumerate(blocks):
+        missing = num_stages - len(bounds)
+        is_full = filled + one > limit * (1 + 1e-12) or len(blocks) - index == missing
+        if index > bounds[-1] and missing and is_full:
+            bounds.append(index)
+            filled = 0.0
+        filled += one
+    places = [0, *(index + 1 for index in bounds[1:]), len(blocks) + 2]
+    return list(pairwise(places))
