@@ -148,6 +148,8 @@ class Plan:
     """How the work is split. `micro_batch` is sequences per forward and rank; None means one micro-batch a step.
 
     `exact = false` admits what changes the mathematics (statistics over a part of the batch, for instance).
+    `statistics`: which samples batch norms take theirs over: a "rank"'s micro-batch, or the "batch" of the micro-batches
+    that all ranks have at a time.
     `hierarchical`: two-level collectives on axes that cross nodes, between nodes and inside each.
     """
 
@@ -162,6 +164,7 @@ class Plan:
     precision: Precision = "fp32"
     exact: bool = True
     hierarchical: bool = False
+    statistics: Literal["rank", "batch"] = "rank"
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -228,6 +231,16 @@ class Plan:
     def num_batch_ranks(self) -> int:
         """How many ranks take different samples: the product of the axes that split the batch."""
         return self.data * self.shard.degree
+
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether batch norms talk to ranks that take other samples."""
+        return self.statistics == "batch" and self.num_batch_ranks > 1
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether models run under the view of `weft.spatial`: in tiles, or with statistics of the whole batch."""
+        return self.tile.degree > 1 or self.has_batch_statistics
 
     def inner(self, axis: str) -> int:
         """The product of the degrees inside `axis`: how far apart neighbours on the axis are."""

@@ -24,7 +24,7 @@ from weft.errors import VerifyError
 from weft.local import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import build, initialise
-from weft.parallel import cost, named_pieces, parallelize, refuse, state_bytes
+from weft.parallel import cost, named_buffers, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
 from weft.parallel.tile import own_tiles
 from weft.plan import BatchSplit, Plan, split_batch
@@ -148,7 +148,9 @@ def _run_rank(
     clip: float | None,
     ranks_per_node: int | None,
 ) -> dict[str, Any]:
-    part = split.micro_batch if counted_profile.batch_mixers else split.batch
+    part = split.batch
+    if counted_profile.batch_mixers:
+        part = split.micro_batch * (split.num_batch_ranks if plan.statistics == "batch" else 1)
     expected = _run_sequential(_make(model_fn), batch_fn, objective, steps, clip, part)
     mesh = Mesh(plan, ranks_per_node=ranks_per_node)
     model = parallelize(_make(model_fn), plan, mesh, example=counted_profile.example)
@@ -171,7 +173,7 @@ def _run_rank(
         "grad_norm": _worst_number(norms, expected.norms),
         "gradient": _worst_tensor(watch.gradients, expected.gradients),
         "parameter": _worst_tensor(pieces, expected.parameters),
-        "buffer": _worst_buffer(model, expected.buffers) if plan.tile.degree > 1 else None,
+        "buffer": _worst_buffer(model, expected.buffers) if plan.is_viewed else None,
         "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
@@ -291,7 +293,7 @@ def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor])
 def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float, str]:
     """Running statistics, of those that norms take over several ranks."""
     worst = (0.0, "-")
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_buffers(model):
         if buffer.numel():
             found, told = buffer.double(), expected[name].double()
             error = float((found - told).abs().max() / told.abs().max().clamp(min=1e-300))

@@ -13,11 +13,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    handle_torch_function,
+    has_torch_function,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
-from weft.blocks import find_blocks
+from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.plan import Tile
 from weft.spatial import norms
@@ -30,19 +36,35 @@ from weft.spatial.shapes import shape_of
 from weft.spatial.wide import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
-Position = tuple[str, int]  # a block ("" for the root), and the number of a layer in it
+Position = tuple[str, int]  # a unit ("" for the root), and the number of a layer in it
+_ATTRIBUTE = "_weft_tiled"
+
+
+def hand_over(tensor: Tensor) -> Tensor:
+    """A tile to whole images, or to a share of the batch; the view says which, and without one nothing happens.
+
+    It is a function like torch's own, so that whoever watches those sees it.
+    """
+    if has_torch_function((tensor,)):
+        return handle_torch_function(hand_over, (tensor,), tensor)  # type: ignore[no-any-return]
+    return tensor
 
 
 class View(TorchFunctionMode):
     """How one rank sees its tiles. `path` names the module that runs, where someone keeps it.
 
-    `extras` says how many pixels beside its own a rank computes in some layers, which are known by the block that they
+    `extras` says how many pixels beside its own a rank computes in some layers, which are known by the unit that they
     are in and their number there. It saves exchanges and changes no result: what is missing is fetched anyway.
+
+    Of a stage of a pipeline (`is_staged`) the root's code runs with parts left out. What it does then is the same in
+    every cut of the model: its layers compute no more than their own, and fetch for themselves alone.
     """
 
-    def __init__(self, grid: Grid, tile: Tile, extras: Mapping[Position, Extra] | None = None) -> None:
+    def __init__(
+        self, grid: Grid, tile: Tile, extras: Mapping[Position, Extra] | None = None, is_staged: bool = False
+    ) -> None:
         super().__init__()
-        self.grid, self.tile, self.extras = grid, tile, extras or {}
+        self.grid, self.tile, self.extras, self.is_staged = grid, tile, extras or {}, is_staged
         self.notes = Notes()
         self.path: list[str] = []
         self.position: Position = ("", 0)
@@ -54,14 +76,19 @@ class View(TorchFunctionMode):
 
     def extra(self) -> Extra:
         """What the next layer is to compute beside its own."""
-        block, number = self.position
-        self.position = block, number + 1
-        return self.extras.get((block, number), NO_EXTRA)
+        unit, number = self.position
+        self.position = unit, number + 1
+        return NO_EXTRA if self._is_between else self.extras.get((unit, number), NO_EXTRA)
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether the code between the units of a stage runs."""
+        return self.is_staged and not self.position[0]
 
     @contextmanager
-    def inside(self, block: str) -> Iterator[None]:
-        """While a block runs."""
-        before, self.position = self.position, (block, 0)
+    def inside(self, unit: str) -> Iterator[None]:
+        """While a unit runs."""
+        before, self.position = self.position, (unit, 0)
         try:
             yield
         finally:
@@ -69,8 +96,12 @@ class View(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is hand_over:
+            return self.hand_over(args[0])
         places = [place for tensor in tensors_in((args, kwargs)) if (place := place_of(tensor)) is not None]
         if not places:
+            if self.grid.batch is not None and func is F.batch_norm:
+                return _batch_norm(self.grid, *args, **kwargs)
             return func(*args, **kwargs)
         name = str(getattr(func, "__name__", type(func).__name__))
         if isinstance(func, torch._ops.OpOverload):  # as fake tensors ask for their device
@@ -92,28 +123,28 @@ class View(TorchFunctionMode):
             rule = RULES.get(plain_name(name))
             if rule is None:
                 raise Unsupported("has no rule for tiles")
-            return rule(self, func, name, args, kwargs)
+            try:
+                return rule(self, func, name, args, kwargs)
+            finally:
+                if self._is_between:
+                    forget(tensors_in((args, kwargs)))
         except Unsupported as reason:
             raise self._refusal(name, str(reason), "") from None
         except NeedsWhole as reason:
             if self.tile.until:
                 raise self._refusal(name, f"cannot go on in tiles ({reason})", " earlier") from None
-            args, kwargs = self.hand_over((args, kwargs))
+            args, kwargs = map_tensors(self.hand_over, (args, kwargs))
             return self.__torch_function__(func, types, args, kwargs)
 
-    def hand_over(self, value: Any) -> Any:
-        """Tiles to whole images, or to shares of the batch; what is whole becomes a share where the plan names both."""
-
-        def change(tensor: Tensor) -> Tensor:
-            place = place_of(tensor)
-            if self.tile.hand_over == "batch":
-                if isinstance(place, Place):
-                    return put(*to_share(self.grid, tensor, place))
-                is_whole = place is None and self.tile.until and tensor.dim() > 1
-                return put(*own_samples(self.grid, tensor)) if is_whole else tensor
-            return put(to_whole(self.grid, tensor, place), None) if isinstance(place, Place) else tensor
-
-        return map_tensors(change, value)
+    def hand_over(self, tensor: Tensor) -> Tensor:
+        """A tile to whole images, or to a share of the batch; what is whole becomes a share where the plan has both."""
+        place = place_of(tensor)
+        if self.tile.hand_over == "batch":
+            if isinstance(place, Place):
+                return put(*to_share(self.grid, tensor, place))
+            is_whole = place is None and self.tile.until and tensor.dim() > 1
+            return put(*own_samples(self.grid, tensor)) if is_whole else tensor
+        return put(to_whole(self.grid, tensor, place), None) if isinstance(place, Place) else tensor
 
     def _to_tiles(self, target: Place, tensor: Tensor) -> Tensor:
         place = place_of(tensor)
@@ -132,7 +163,7 @@ class View(TorchFunctionMode):
         if plain in ("shape", "size", "numel", "nelement", "len"):
             return shape_of(self, func, name, args, kwargs)
         if plain == "batch_norm":
-            return put(norms.batch_norm(self.grid, args[0], share, *args[1:], **kwargs), share)
+            return put(_batch_norm(self.grid, *args, **kwargs), share)
         local = share.num_samples // self.grid.tile.degree
         if plain in ("view", "reshape", "expand"):
             sizes = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
@@ -152,6 +183,12 @@ class View(TorchFunctionMode):
         )
 
 
+def _batch_norm(grid: Grid, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    place = place_of(input)
+    assert not isinstance(place, Place)
+    return norms.batch_norm(grid, input, place, *args, **kwargs)
+
+
 # --- a model under the view
 
 
@@ -163,28 +200,43 @@ class TiledModel:
         self._name, self._forward = type(model).__name__, model.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        grid, place = self.view.grid, Place.of(self.view.grid, self.sizes)
+        with self.running((args, kwargs)):
+            output = self._forward(*args, **kwargs)
+        return self.finish(output)
+
+    @contextmanager
+    def running(self, given: Any) -> Iterator[None]:
+        """While the model's code runs on the images among what it is given."""
+        images = self._images(given)
+        place = Place.of(self.view.grid, self.sizes)
+        self.view.notes.forget()
+        with self.view, self.view.inside(""):
+            try:
+                for image in images:
+                    put(image, place)
+                yield
+            finally:
+                forget(images)
+                for image in images:
+                    put(image, None)
+
+    def _images(self, given: Any) -> list[Tensor]:
+        grid = self.view.grid
+        if grid.tile.degree == 1:
+            return []
+        place = Place.of(grid, self.sizes)
         own = tuple(end - begin for begin, end in place.owned(grid))
-        images = [one for one in tensors_in((args, kwargs)) if one.dim() > 2 and tuple(one.shape[-2:]) == own]
+        images = [one for one in tensors_in(given) if one.dim() > 2 and tuple(one.shape[-2:]) == own]
         if not images:
             raise PlanError(
                 f"{self._name} was given no tile of {own[0]} × {own[1]} pixels, which is what the rank at row "
                 f"{grid.rows.index} and column {grid.columns.index} holds of images of {self.sizes[0]} × "
                 f"{self.sizes[1]}; cut them with weft.tile(image, mesh)"
             )
-        self.view.notes.forget()
-        with self.view, self.view.inside(""):
-            for image in images:
-                put(image, place)
-            try:
-                output = self._forward(*args, **kwargs)
-            finally:
-                forget(images)
-                for image in images:
-                    put(image, None)
-        return self._finish(output)
+        return images
 
-    def _finish(self, output: Any) -> Any:
+    def finish(self, output: Any) -> Any:
+        """What the model gives, out of the view: this rank's own pixels of what is in tiles."""
         found = {type(place_of(tensor)) for tensor in tensors_in(output) if tensor.dim()}
         if len(found) > 1:
             raise PlanError(
@@ -200,8 +252,8 @@ class TiledModel:
         return map_tensors(finish, output)
 
 
-def run_block(view: View, name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block's forward, which recompute may call again in backward, outside of the view."""
+def run_unit(view: View, name: str, unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A unit's forward, which (of a block) recompute may call again in backward, outside of the view."""
     try:
         if view.is_on:
             with torch._C.DisableTorchFunction():
@@ -209,7 +261,7 @@ def run_block(view: View, name: str, block: nn.Module, forward: Callable[..., An
             with view.inside(name):
                 return forward(*args, **kwargs)
         view.notes.restore((args, kwargs))
-        with view, view.inside(name), _copied_buffers(block):
+        with view, view.inside(name), _copied_buffers(unit):
             return forward(*args, **kwargs)
     finally:
         forget(tensors_in((args, kwargs)))
@@ -229,18 +281,33 @@ def _copied_buffers(block: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunction():
-        return view.hand_over((args, kwargs))
+def _before_until(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return map_tensors(hand_over, (args, kwargs))
 
 
 def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
     """Let a model run on tiles of images of these sizes, from now on."""
-    for name, block in find_blocks(model).items():
-        setattr(block, "forward", partial(run_block, view, name, block, block.forward))  # noqa: B010 (a method to mypy)
-    if view.tile.until:
-        until = model.get_submodule(view.tile.until)
-        until.register_forward_pre_hook(partial(_before_until, view), with_kwargs=True)
-    tiled = TiledModel(model, view, sizes)
-    setattr(model, "forward", tiled)  # noqa: B010
+    tiled = prepare(model, view, sizes)
+    setattr(model, "forward", tiled)  # noqa: B010 (a method to mypy)
     return tiled
+
+
+def install_stage(model: nn.Module, view: View, sizes: tuple[int, int]) -> None:
+    """The same for a stage, whose forward the pipeline leads (`tiled_of`)."""
+    model.__dict__[_ATTRIBUTE] = prepare(model, view, sizes)
+
+
+def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
+    """What runs a model on tiles; its own forward stays as it is."""
+    find = find_units if view.is_staged else find_blocks
+    for name, unit in find(model).items():
+        setattr(unit, "forward", partial(run_unit, view, name, unit, unit.forward))  # noqa: B010
+    until = dict(model.named_modules()).get(view.tile.until) if view.tile.until else None
+    if until is not None:  # a stage may not have it
+        until.register_forward_pre_hook(_before_until, with_kwargs=True)
+    return TiledModel(model, view, sizes)
+
+
+def tiled_of(model: nn.Module) -> TiledModel | None:
+    """How a stage runs on tiles; None for one that does not."""
+    return model.__dict__.get(_ATTRIBUTE)
