@@ -148,8 +148,8 @@ class Plan:
     """How the work is split. `micro_batch` is sequences per forward and rank; None means one micro-batch a step.
 
     `exact = false` admits what changes the mathematics (statistics over a part of the batch, for instance).
-    `statistics`: which samples batch norms take theirs over: a "rank"'s micro-batch, or the "batch" of the micro-batches
-    that all ranks have at a time.
+    `statistics`: which samples batch norms take theirs over: a "rank"'s micro-batch, or the "batch" that the
+    micro-batches of all ranks are together.
     `hierarchical`: two-level collectives on axes that cross nodes, between nodes and inside each.
     """
 

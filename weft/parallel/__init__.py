@@ -62,9 +62,9 @@ def parallelize(
     hold the same values. Afterwards `model.parameters()` are this rank's pieces, for any element-wise optimizer.
 
     A plan with `pipe`, `tile` or `statistics = "batch"` also needs `example()`, the arguments of one forward of a
-    micro-batch (whole sequences and images, whatever the plan; called for shapes alone). With `pipe`, what comes back is this rank's stages, a
-    `Pipeline` that `train_step` runs. `finish(output)` computes the loss, whose memory then counts where stages are
-    balanced by it; as in `weft.profile`.
+    micro-batch (whole sequences and images, whatever the plan; called for shapes alone). With `pipe`, what comes back
+    is this rank's stages, a `Pipeline` that `train_step` runs. `finish(output)` computes the loss, whose memory then
+    counts where stages are balanced by it; as in `weft.profile`.
     """
     mesh = mesh or Mesh(plan)
     is_traced = plan.pipe.degree > 1 or plan.is_viewed

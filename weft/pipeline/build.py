@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -16,8 +15,7 @@ from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.pairing import WHOLE_ATTRIBUTE
-from weft.parallel.layout import COMPUTE_DTYPE
-from weft.parallel.tiling import Tiling, mark, tiling_for
+from weft.parallel.tiling import mark, tiling_for
 from weft.parallel.unit import units_of
 from weft.pipeline.actions import Schedule, with_messages
 from weft.pipeline.check import check
@@ -28,15 +26,12 @@ from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.stage import Walk
 from weft.pipeline.stand_in import skeleton, stage_model
-from weft.pipeline.trace import Trace, trace
+from weft.pipeline.tracer import FIRST, Tile, Tracer, tile_at
 from weft.plan import Plan
 from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
-from weft.spatial.dry import cut_images, dry_stages
 from weft.strategy import Values
 
 Example = Callable[[], Any]
-Tile = tuple[int, int]  # its row and column
-FIRST: Tile = (0, 0)
 ADAM_BYTES = 16  # of state for each parameter: weight, gradient and two moments in fp32
 
 
@@ -48,9 +43,8 @@ class Staging:
     whole: nn.Module  # on the meta device
     stage_of: Mapping[str, int]
     route: Route  # of the first tile, where images are in tiles
-    over_y: int  # over how many ranks of y go the features of what units hand on
+    tracer: Tracer
     example: Example
-    tiling: Tiling | None = None
 
     @property
     def num_stages(self) -> int:
@@ -84,9 +78,9 @@ class Staging:
         model, names = self._models[stage]
         model = skeleton(model)
         model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
-        model.__dict__[WHOLE_ATTRIBUTE] = self.over_y < self.plan.tensor.y
-        if self.tiling is not None:
-            mark(model, self.tiling)
+        model.__dict__[WHOLE_ATTRIBUTE] = self.tracer.over_y < self.plan.tensor.y
+        if self.tracer.tiling is not None:
+            mark(model, self.tracer.tiling)
         return model, names
 
     @cached_property
@@ -95,11 +89,11 @@ class Staging:
 
     def profile(self, whole: Profile, stage: int, coordinates: Mapping[str, int] | None = None) -> Profile:
         """What a stage costs, from the profile of the whole (of a rank's tile), which was cut into these stages."""
-        key = stage, _tile_at(coordinates)
+        key = stage, tile_at(coordinates)
         if key not in self._profiles:
             is_first, is_last = stage == 0, stage == self.num_stages - 1
             made = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
-            if self.tiling is not None:
+            if self.tracer.tiling is not None:
                 made.kept["said"] = self.route_at(coordinates).said(stage)
             self._profiles[key] = made
         return self._profiles[key]
@@ -110,9 +104,9 @@ class Staging:
 
     def route_at(self, coordinates: Mapping[str, int] | None) -> Route:
         """The route of the example through a rank's tile."""
-        key = _tile_at(coordinates) if self.tiling is not None else FIRST
+        key = tile_at(coordinates) if self.tracer.tiling is not None else FIRST
         if key not in self._routes:
-            found = _trace(self.whole, self.example, self.plan, self.tiling, key, torch.device("cpu"), self.over_y)
+            found = self.tracer.example(self.example, torch.device("cpu"), key)
             self._routes[key] = cut(found, self.stage_of, self.num_stages)
         return self._routes[key]
 
@@ -163,26 +157,10 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     assert whole.model is not None
     bare, pipe = skeleton(whole.model), plan.pipe
     over_y = 1 if plan.tensor.y == 1 or whole.pairing.is_whole else plan.tensor.y
-    tiling = tiling_for(whole, plan)
-    found = _trace(bare, whole.example, plan, tiling, FIRST, device, over_y)
+    tracer = Tracer(bare, plan, over_y, tiling_for(whole, plan))
+    found = tracer.example(whole.example, device)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
-    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), over_y, whole.example, tiling)
-
-
-def _trace(
-    bare: nn.Module, example: Example, plan: Plan, tiling: Tiling | None, at: Tile, device: torch.device, over_y: int
-) -> Trace:
-    """The forward of an example; in tiles, of the rank at this row and column."""
-    dtype = COMPUTE_DTYPE[plan.precision]
-    if tiling is None:
-        return trace(bare, example(), {}, dtype, device, over_y)
-    with dry_stages(bare, plan, at, tiling.sizes, tiling.extras) as tiles:
-        own = cut_images(example, tiles[0].view.grid, tiling.sizes)
-        return trace(bare, own, {}, dtype, device, over_y, tiles)
-
-
-def _tile_at(coordinates: Mapping[str, int] | None) -> Tile:
-    return FIRST if coordinates is None else (coordinates["rows"], coordinates["columns"])
+    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:
@@ -233,7 +211,7 @@ def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
 
 def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Module, Values], nn.Module]) -> Pipeline:
     """This rank's part of a staging at work; `apply` lays a stage's model out over the other axes."""
-    routes = _Routes(staging, mesh)
+    routes = _Routes(staging, mesh.device, tile_at(mesh.coordinates))
     stages = [
         _build_stage(staging, number, replica, mesh, values, apply, routes)
         for number, replica in sorted(staging.held_by(mesh["pipe"].index))
@@ -267,8 +245,8 @@ def _build_stage(
 class _Routes:
     """The routes of a staging for inputs of all shapes that come; each is traced once."""
 
-    def __init__(self, staging: Staging, mesh: Mesh) -> None:
-        self.staging, self.mesh = staging, mesh
+    def __init__(self, staging: Staging, device: torch.device, at: Tile = FIRST) -> None:
+        self.staging, self.device, self.at = staging, device, at
         self._found: dict[Any, Route] = {}
 
     def find(self, args: Any, kwargs: Mapping[str, Any], training: bool = True) -> Route:
@@ -280,15 +258,9 @@ class _Routes:
         return self._found[key]
 
     def _trace(self, args: Any, kwargs: Mapping[str, Any], training: bool) -> Route:
-        staging, plan = self.staging, self.staging.plan
+        staging = self.staging
         staging.whole.train(training)
-        dtype, device, tiling = COMPUTE_DTYPE[plan.precision], self.mesh.device, staging.tiling
-        with torch.enable_grad(), ExitStack() as stack:
-            tiles = None
-            if tiling is not None:
-                at = _tile_at(self.mesh.coordinates)
-                tiles = stack.enter_context(dry_stages(staging.whole, plan, at, tiling.sizes, tiling.extras))
-            found = trace(staging.whole, args, kwargs, dtype, device, staging.over_y, tiles)
+        found = staging.tracer.own(args, kwargs, self.device, self.at)
         route = cut(found, staging.stage_of, staging.num_stages)
         if route.edges != staging.route.edges:
             raise PlanError(
