@@ -144,7 +144,7 @@ def test_tiles_cross_until_they_are_handed_over() -> None:
 
 def test_both_skips_of_a_unet_cross_as_tiles() -> None:
     found = places(over(Pipe(3, split=UNET), 2, 1), "unet")
-    assert [shape for shape, _ in found] == [(2, 4, 7, 18), (2, 8, 3, 9), (2, 8, 2, 4), (2, 8, 6, 18)] or found
+    assert [shape for shape, _ in found] == [(2, 4, 7, 18), (2, 8, 3, 9), (2, 8, 2, 4), (2, 12, 7, 18)]
     assert all(isinstance(place, Place) for _, place in found)
 
 

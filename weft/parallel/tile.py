@@ -44,15 +44,15 @@ class TileAxis(Strategy):
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         if not plan.is_viewed:
             return None
-        size = f"tile = {plan.tile.rows} × {plan.tile.columns}"
+        size, inputs = f"tile = {plan.tile.rows} × {plan.tile.columns}", "whole images"
         if plan.tile.degree == 1:
-            size = "statistics = 'batch'"
+            size, inputs = "statistics = 'batch'", "inputs"
         if plan.context.degree > 1:
             return f"{size} beside context = {plan.context.degree}, which weft does not do yet; use context = 1"
         if plan.tensor.x * plan.tensor.y > 1:
             return f"{size} beside tensor axes, which weft does not do; use tensor.x = tensor.y = 1"
         if profile.example is None:
-            return f"{size} needs an example of the whole images; pass example=, the arguments of one forward"
+            return f"{size} needs an example of the {inputs}; pass example=, the arguments of one forward"
         assert profile.model is not None
         if not profile.counted:
             return (
