@@ -28,6 +28,7 @@ from weft.pipeline.copies import Copies
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.profile import profile
+from weft.spatial.dry import dry_run
 from weft.spatial.halo import Side
 from weft.spatial.place import Place, Share
 from weft.train.step import evaluate, train_step
@@ -140,6 +141,8 @@ def test_tiles_cross_until_they_are_handed_over() -> None:
     assert (shape, place) == ((2, 8, 6, 7), None)
     ((shape, place),) = places(over(Pipe(2, split=at), 1, 2, until="layer1", hand_over="batch"))
     assert (shape, place) == ((1, 8, 6, 7), Share(2))
+    ((shape, place),) = places(over(Pipe(2, split=at), 1, 2, until="layer1.1"))  # handed over behind the message
+    assert shape == (2, 8, 6, 4)
 
 
 def test_both_skips_of_a_unet_cross_as_tiles() -> None:
@@ -165,6 +168,11 @@ def test_what_stages_say_adds_up_to_what_the_whole_says() -> None:
         for key in alone:
             if key[0] in names:
                 assert sum(part[key].num_bytes for part in parts if key in part) == alone[key].num_bytes, key
+        found = [staging.profile(whole, index, at) for index in (0, 1)]
+        local = dry_run(whole, plan, at).profile
+        assert sum(part.flops for part in found) == local.flops
+        saved = [sum((block.saved_bytes or {})["none"] for block in part.all) for part in (*found, local)]
+        assert saved[0] + saved[1] == saved[2]
 
 
 def test_code_on_the_images_alone_is_run_and_counted_by_every_stage_that_comes_there() -> None:

@@ -24,8 +24,8 @@ from weft.parallel.flat import Flat
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
-from weft.parallel.tile import TileAxis, TileGradients, localise_tile
-from weft.parallel.tiling import mark, tiling_for
+from weft.parallel.tile import TileAxis, TileGradients
+from weft.parallel.tiling import localise_tile, mark, tiling_for
 from weft.parallel.unit import Units, units_of
 from weft.pipeline.build import Staging, build, stage
 from weft.pipeline.build import refuse as refuse_pipeline
@@ -125,14 +125,12 @@ def cost(
     Whoever asks for many ranks of a plan with `pipe` gives its `staging`, so that the model is cut once.
     """
     at = coordinates or dict.fromkeys(plan.degrees, 0)
-    if plan.pipe.degree > 1:
-        staging = staging or stage(model_profile, plan)
-    model_profile = localise_tile(model_profile, plan, at)
     here = partial(localise, plan=plan, coordinates=at)
     own = partial(local_cost, plan=plan, coordinates=at)
-    if staging is not None:
+    if plan.pipe.degree > 1:
+        staging = staging or stage(model_profile, plan)
         return pipeline_cost(model_profile, staging, plan, split, at, here, own)
-    return own(here(model_profile), split)
+    return own(here(localise_tile(model_profile, plan, at)), split)
 
 
 def local_cost(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapping[str, int]) -> Cost:

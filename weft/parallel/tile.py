@@ -115,13 +115,6 @@ class TileGradients(Strategy):
         return model
 
 
-def localise_tile(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
-    """What the rank at these coordinates computes and keeps of a forward."""
-    if not plan.is_viewed or not profile.counted:
-        return profile
-    return dry_run(profile, plan, coordinates).profile
-
-
 def tile(image: Tensor, mesh: Mesh) -> Tensor:
     """This rank's tile of whole images, or of labels of their pixels: the last two dims are rows and columns."""
     for dim, name in ((-2, "rows"), (-1, "columns")):

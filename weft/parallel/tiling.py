@@ -43,3 +43,10 @@ def tiling_for(whole: Profile, plan: Plan) -> Tiling | None:
 def mark(model: nn.Module, tiling: Tiling) -> None:
     """Write down how a model is tiled."""
     model.__dict__[_ATTRIBUTE] = tiling
+
+
+def localise_tile(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+    """What the rank at these coordinates computes and keeps of a forward."""
+    if not plan.is_viewed or not profile.counted:
+        return profile
+    return dry_run(profile, plan, coordinates).profile

@@ -15,7 +15,7 @@ from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.pairing import WHOLE_ATTRIBUTE
-from weft.parallel.tiling import mark, tiling_for
+from weft.parallel.tiling import localise_tile, mark, tiling_for
 from weft.parallel.unit import units_of
 from weft.pipeline.actions import Schedule, with_messages
 from weft.pipeline.check import check
@@ -88,10 +88,13 @@ class Staging:
         return {}
 
     def profile(self, whole: Profile, stage: int, coordinates: Mapping[str, int] | None = None) -> Profile:
-        """What a stage costs, from the profile of the whole (of a rank's tile), which was cut into these stages."""
+        """What a stage costs a rank (the first, unless its coordinates are given), from the profile of the whole, which
+        was cut into these stages.
+        """
         key = stage, tile_at(coordinates)
         if key not in self._profiles:
             is_first, is_last = stage == 0, stage == self.num_stages - 1
+            whole = localise_tile(whole, self.plan, {"rows": key[1][0], "columns": key[1][1]})
             made = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
             if self.tracer.tiling is not None:
                 made.kept["said"] = self.route_at(coordinates).said(stage)
