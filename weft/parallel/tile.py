@@ -32,7 +32,8 @@ from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
 from weft.spatial.dry import dry_run
 from weft.spatial.place import Grid
-from weft.spatial.view import View, install, install_stage
+from weft.spatial.tiled import install, install_stage
+from weft.spatial.view import View
 from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
 
 

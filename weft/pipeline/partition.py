@@ -10,7 +10,7 @@ from weft.errors import PlanError
 from weft.pipeline.actions import Edge
 from weft.pipeline.trace import Trace
 from weft.plan import Pipe
-from weft.spatial.dry import Said
+from weft.spatial.said import Said
 
 
 @dataclass(frozen=True)

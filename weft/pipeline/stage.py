@@ -30,9 +30,10 @@ from weft.pipeline.draws import Draws, is_random
 from weft.pipeline.nested import map_tensors, same, tensors_in
 from weft.pipeline.partition import Route
 from weft.pipeline.stand_in import ABSENT, Elsewhere
-from weft.pipeline.trace import END, Event, Watch, operation_name, outcome
+from weft.pipeline.trace import END, Event
+from weft.pipeline.watch import Watch, operation_name, outcome
 from weft.spatial.place import put
-from weft.spatial.view import tiled_of
+from weft.spatial.tiled import tiled_of
 
 Take = Callable[[int], Tensor]  # the real tensor of a number, from the stage that made it
 FindRoute = Callable[[Any, Mapping[str, Any], bool], Route]
