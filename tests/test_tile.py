@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,7 @@ from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
 from weft.spatial import halo, norms
 from weft.spatial.halo import Side
+from weft.spatial.place import Notes, Share, place_of, put
 from weft.train.state import pieces_to_save
 from weft.train.step import evaluate, train_step
 from weft.verify import Report, verify
@@ -423,6 +425,16 @@ def test_tiles_drop_pixels_apart_and_channels_alike() -> None:
     assert left["2"] != right["2"]
     assert left["6"] == right["6"]
     assert left["after"] == right["after"]
+
+
+def test_copies_of_a_model_know_nothing_of_its_memory() -> None:
+    notes, image = Notes(), torch.zeros(2, 3)
+    notes.take_down(put(image, Share(4)))
+    again, other = (image.view(2, 3) for _ in range(2))
+    copy.deepcopy(notes).restore(other)
+    notes.restore(again)
+    assert place_of(other) is None
+    assert place_of(again) == Share(4)
 
 
 # --- bad input
