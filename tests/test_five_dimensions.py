@@ -15,6 +15,7 @@ import torch
 from tensor_for_tests import failures
 from tiles_for_tests import Mixed, UNet, images
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.comm import meet
 from weft.errors import PlanError
@@ -149,6 +150,20 @@ def test_both_skips_of_a_unet_cross_as_tiles() -> None:
     found = places(over(Pipe(3, split=UNET), 2, 1), "unet")
     assert [shape for shape, _ in found] == [(2, 4, 7, 18), (2, 8, 3, 9), (2, 8, 2, 4), (2, 12, 7, 18)]
     assert all(isinstance(place, Place) for _, place in found)
+
+
+def test_no_rank_makes_a_whole_image() -> None:
+    seen = []
+
+    def example() -> tuple[Tensor]:
+        seen.append(torch.zeros(2, 3, 11, 14))
+        return (seen[-1],)
+
+    plan = over(Pipe(2), 1, 2)
+    whole = profile(images_for_tests.batch_resnet(), example)
+    cost(whole, plan, split_batch(plan, 8, 1))
+    assert len(seen) > 2
+    assert all(isinstance(image, FakeTensor) for image in seen)
 
 
 def test_messages_have_the_bytes_of_a_ranks_own_tile() -> None:

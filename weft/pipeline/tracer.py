@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.tiling import Tiling
+from weft.pipeline.nested import map_tensors
 from weft.pipeline.trace import Trace, trace
 from weft.plan import Plan
 from weft.spatial.dry import cut_images, dry_stages
@@ -37,9 +39,9 @@ class Tracer:
         """The forward of an example of whole images, at a tile."""
         if self.tiling is None:
             return self.own(example(), {}, device)
-        with dry_stages(self.model, self.plan, at, self.tiling.sizes, self.tiling.extras) as (tiled, _):
-            own = cut_images(example, tiled.view.grid, self.tiling.sizes)
-        return self.own(own, {}, device, at)
+        with FakeTensorMode(allow_non_fake_inputs=True):  # a whole image may not fit
+            own = cut_images(example, self.plan, at, self.tiling.sizes)
+        return self.own(map_tensors(_zeros, own), {}, device, at)
 
     def own(self, args: Any, kwargs: Mapping[str, Any], device: torch.device, at: Tile = FIRST) -> Trace:
         """The forward of what the rank at a tile is given."""
@@ -49,3 +51,7 @@ class Tracer:
                 return trace(self.model, args, kwargs, dtype, device, self.over_y)
             with dry_stages(self.model, self.plan, at, self.tiling.sizes, self.tiling.extras) as tiles:
                 return trace(self.model, args, kwargs, dtype, device, self.over_y, tiles)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)

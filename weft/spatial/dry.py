@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.comm import Axis
+from weft.cut import share
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.profile import Profile, Tally, count
@@ -115,7 +116,7 @@ def _run(
     view = View(_dry_grid(plan, coordinates, recorder, take), plan.tile, extras, plan.pipe.degree > 1)
     with _restored(whole.model), _compared(whole.model, view, _outline(whole)):
         tiled = install(whole.model, view, sizes)
-        example = partial(cut_images, whole.example, view.grid, sizes)
+        example = partial(cut_images, whole.example, plan, (coordinates["rows"], coordinates["columns"]), sizes)
         counted = count(whole.model, example, None, whole.dtype, whole, _Tally(recorder))
     kept = {name: getattr(counted, name) for name in ("root", "blocks", "units", "stream_numel")}
     return Dry(tuple(recorder.said), sizes, tiled.output, extras, replace(whole, **kept))
@@ -164,16 +165,15 @@ def check_sizes(sizes: Sizes, plan: Plan) -> None:
             )
 
 
-def cut_images(example: Callable[[], Any], grid: Grid, sizes: Sizes) -> Any:
-    """The arguments that a rank's forward is given: its tiles of whole images."""
-    if grid.tile.degree == 1:
+def cut_images(example: Callable[[], Any], plan: Plan, at: tuple[int, int], sizes: Sizes) -> Any:
+    """The arguments that the forward of the rank at a row and column is given: its tiles of whole images."""
+    if plan.tile.degree == 1:
         return example()
-    place = Place.of(grid, sizes)
+    (top, bottom), (left, right) = share(sizes[0], plan.tile.rows, at[0]), share(sizes[1], plan.tile.columns, at[1])
 
     def part(tensor: Tensor) -> Tensor:
         if tensor.dim() < 3 or tuple(tensor.shape[-2:]) != sizes:
             return tensor
-        (top, bottom), (left, right) = place.owned(grid)
         return tensor[..., top:bottom, left:right].clone()
 
     return map_tensors(part, example())
