@@ -73,6 +73,10 @@ CASES: dict[str, tuple[str, Plan]] = {
     "interleaved": ("BatchNorm", over(Pipe(2, "interleaved", split=RESNET), 1, 2)),
     "whole behind a stage": ("BatchNorm", over(Pipe(2, split=RESNET[2:]), 2, 1, until="layer2")),
     "shares behind a stage": ("BatchNorm", over(Pipe(3, split=RESNET[1:]), 1, 2, until="layer2", hand_over="batch")),
+    "whole inside a stage": (
+        "BatchNorm",
+        over(Pipe(2, split=RESNET[1:2]), 1, 2, until="layer1.1", memory=Memory("full")),
+    ),
     "shares inside a stage": ("flatten", over(Pipe(2, split=("conv2",)), 1, 2, hand_over="batch")),
     "fused over stages": ("BatchNorm", over(Pipe(2), 2, 1, fused=3)),
     "zero-bubble": ("mixed", over(Pipe(2, "zero-bubble", split=("expand",)), 1, 2)),

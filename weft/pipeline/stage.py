@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
+from weft.elsewhere import Elsewhere
 from weft.errors import PlanError
 from weft.pipeline.draws import Draws, is_random
 from weft.pipeline.nested import map_tensors, same, tensors_in
 from weft.pipeline.partition import Route
-from weft.pipeline.stand_in import ABSENT, Elsewhere
+from weft.pipeline.stand_in import ABSENT
 from weft.pipeline.trace import END, Event
 from weft.pipeline.watch import Watch, operation_name, outcome
 from weft.spatial.place import put

@@ -186,7 +186,7 @@ def trace(
         if call is None:  # a unit inside a unit is not one
             return None
         recorder.switch(False)
-        ledger.event, ledger.block = len(recorder.events), name if name in blocks else ""
+        ledger.event = len(recorder.events)
 
         def copy(tensor: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
@@ -198,6 +198,10 @@ def trace(
         args, kwargs = map_tensors(copy, (args, kwargs))
         fake.__enter__()
         return args, kwargs
+
+    def begin(name: str, *_: Any) -> None:
+        if inside[-1] is not None and name in blocks:  # behind hand-overs, which recompute does not do again
+            ledger.block = name
 
     def leave(_: nn.Module, __: Any, result: Any) -> Any:
         call = inside.pop()
@@ -213,6 +217,7 @@ def trace(
     handles = []
     for name, module in units.items():
         handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_pre_hook(partial(begin, name)))
         handles.append(module.register_forward_hook(leave))
     try:
         with _in_tiles((args, kwargs), tiled, ledger), recorder.watching(state):

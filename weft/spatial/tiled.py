@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.blocks import find_blocks, find_units
+from weft.elsewhere import Elsewhere
 from weft.errors import PlanError
 from weft.spatial.hand_over import own_part
 from weft.spatial.operands import map_tensors
@@ -133,7 +134,7 @@ def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
     for name, unit in find(model).items():
         setattr(unit, "forward", partial(run_unit, view, name, unit, unit.forward))  # noqa: B010
     until = dict(model.named_modules()).get(view.tile.until) if view.tile.until else None
-    if until is not None:  # a stage may not have it
+    if until is not None and not isinstance(until, Elsewhere):  # a stage may not have it
         until.register_forward_pre_hook(_before_until, with_kwargs=True)
     return TiledModel(model, view, sizes)
 
