@@ -70,6 +70,7 @@ def test_axes_talk_to_the_ranks_that_differ_in_them_alone() -> None:
         "y": [0, [5]],
         "batch": [2, [1, 3, 5, 7]],
         "tile": [0, [5]],
+        "samples": [2, [1, 3, 5, 7]],
         "tokens": [2, [1, 3, 5, 7]],
         "losses": [2, [1, 3, 5, 7]],
         "state": [1, [4, 5, 6, 7]],
@@ -154,9 +155,9 @@ def test_rectangles_are_groups_with_the_same_places_in_equally_many_nodes(plan: 
 
 def test_which_axes_have_levels() -> None:
     plan = Plan(data=2, shard=Shard(4), hierarchical=True)
-    joint = dict.fromkeys(("batch", "tokens", "losses", "world"), (4, 2))
+    joint = dict.fromkeys(("batch", "samples", "tokens", "losses", "world"), (4, 2))
     assert level_degrees(plan, 2) == {"shard": (2, 2), "state": (2, 2), **joint}
-    assert level_degrees(plan, 4) == dict.fromkeys(("batch", "tokens", "losses", "world"), (2, 4))
+    assert level_degrees(plan, 4) == dict.fromkeys(("batch", "samples", "tokens", "losses", "world"), (2, 4))
     for ranks_per_node in (1, 8, None):  # each alone, all in one node, not known
         assert level_degrees(plan, ranks_per_node) == {}
     assert level_degrees(Plan(data=2, shard=Shard(4)), 2) == {}
@@ -201,7 +202,8 @@ def test_equal_groups_of_levels_are_made_once() -> None:
         ([2, 2, 2, 2], None),
         (
             [3, 3, 3, 3],
-            "plan.hierarchical: the ranks of data, batch, tokens, losses, world do not fill equal parts of nodes of 3; "
+            "plan.hierarchical: the ranks of data, batch, samples, tokens, losses, world do not fill equal parts of "
+            "nodes of 3; "
             "their collectives stay flat",
         ),
         ([3, 3, 3, 1], "plan.hierarchical: the ranks per node are not known or differ; collectives stay flat"),

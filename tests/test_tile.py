@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +23,15 @@ from weft.local import run_local
 from weft.mesh import Mesh
 from weft.parallel import cost, parallelize, refuse
 from weft.parallel.flat import Flat
-from weft.parallel.tile import TileGradients, tile, tiling_of
+from weft.parallel.tile import TileGradients, tile
+from weft.parallel.tiling import tiling_of
 from weft.parallel.unit import units_of
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
 from weft.spatial import halo, norms
 from weft.spatial.halo import Side
+from weft.spatial.place import Notes, Share, place_of, put
 from weft.train.state import pieces_to_save
 from weft.train.step import evaluate, train_step
 from weft.verify import Report, verify
@@ -197,8 +200,8 @@ def test_finds_gradients_that_are_not_summed(monkeypatch: Patch) -> None:
 def test_finds_statistics_of_single_tiles(monkeypatch: Patch) -> None:
     original = norms._whole_moments
 
-    def local(own: Tensor, counts: Tensor, grid: Any) -> Any:
-        original(own, counts, grid)
+    def local(own: Tensor, counts: Tensor, axis: Any) -> Any:
+        original(own, counts, axis)
         return torch.var_mean(own, [dim for dim in range(own.dim()) if dim != 1], correction=0)[::-1]
 
     monkeypatch.setattr(norms, "_whole_moments", local)
@@ -424,6 +427,16 @@ def test_tiles_drop_pixels_apart_and_channels_alike() -> None:
     assert left["after"] == right["after"]
 
 
+def test_copies_of_a_model_know_nothing_of_its_memory() -> None:
+    notes, image = Notes(), torch.zeros(2, 3)
+    notes.take_down(put(image, Share(4)))
+    again, other = (image.view(2, 3) for _ in range(2))
+    copy.deepcopy(notes).restore(other)
+    notes.restore(again)
+    assert place_of(other) is None
+    assert place_of(again) == Share(4)
+
+
 # --- bad input
 
 
@@ -543,7 +556,11 @@ def test_images_and_grids_that_do_not_fit() -> None:
             "tile = 1 × 2 beside tensor axes, which weft does not do; use tensor.x = tensor.y = 1",
         ),
         ({"context": Context(2)}, "tile = 1 × 2 beside context = 2, which weft does not do yet; use context = 1"),
-        ({"pipe": Pipe(2)}, "tile = 1 × 2 beside pipe = 2, which weft does not do yet; use pipe = 1"),
+        (
+            {"pipe": Pipe(2, "message")},
+            "pipe.schedule = 'message' lets each rank choose its own order, but the ranks of a stage (columns = 2) "
+            "must share one; use data beside it, or another schedule",
+        ),
     ],
 )
 def test_axes_that_do_not_go_together(others: dict[str, Any], words: str) -> None:

@@ -17,7 +17,8 @@ from weft.parallel.tile import tile
 from weft.plan import Plan, Tile
 from weft.spatial.dry import Dry, dry_run
 from weft.spatial.place import Grid
-from weft.spatial.view import View, install
+from weft.spatial.tiled import install
+from weft.spatial.view import View
 
 NUM_CLASSES = 5
 Make = Callable[[], nn.Module]

@@ -1,9 +1,10 @@
 """The mesh: a plan's axes as named process groups. The only file that makes groups; it is passed, never global.
 
 Ranks are laid out in the order of `plan.AXES`, outermost first. Besides each axis there are joint ones, over all ranks
-that differ in some of them: `batch` (take different samples), `tile` (different parts of their images), `tokens`
-(different tokens or pixels: counts of targets), `losses` (and different stages, of which the last knows the loss),
-`state` (hold different parts of the model: the gradient norm) and `world` (decisions to stop).
+that differ in some of them: `batch` (take different samples), `tile` (different parts of their images), `samples`
+(either: statistics over the batch), `tokens` (different tokens or pixels: counts of targets), `losses` (and different
+stages, of which the last knows the loss), `state` (hold different parts of the model: the gradient norm) and `world`
+(decisions to stop).
 
 A hierarchical plan gives two levels to every axis that crosses nodes: `data/node` between nodes among equal local
 indices, and `data/local` inside the node. Nodes are runs of `ranks_per_node` ranks.
@@ -30,6 +31,7 @@ logger = logging.getLogger("weft")
 JOINT_AXES = {
     "batch": ("data", "shard"),
     "tile": ("rows", "columns"),
+    "samples": ("data", "shard", "rows", "columns"),
     "tokens": ("data", "shard", "rows", "columns", "context"),
     "losses": ("data", "pipe", "shard", "rows", "columns", "context"),
     "state": ("pipe", "shard", "x", "y"),

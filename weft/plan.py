@@ -164,6 +164,8 @@ class Plan:
 
     `matmul = "fp8"`: linears of blocks multiply numbers of 8 bits instead of `precision`.
     `exact = false` admits what changes the mathematics (statistics over a part of the batch, for instance).
+    `statistics`: which samples batch norms take theirs over: a "rank"'s micro-batch, or the "batch" that the
+    micro-batches of all ranks are together.
     `hierarchical`: two-level collectives on axes that cross nodes, between nodes and inside each.
     """
 
@@ -179,6 +181,7 @@ class Plan:
     matmul: Literal["compute", "fp8"] = "compute"
     exact: bool = True
     hierarchical: bool = False
+    statistics: Literal["rank", "batch"] = "rank"
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -289,6 +292,16 @@ class Plan:
     def num_batch_ranks(self) -> int:
         """How many ranks take different samples: the product of the axes that split the batch."""
         return self.data * self.shard.degree
+
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether batch norms talk to ranks that take other samples."""
+        return self.statistics == "batch" and self.num_batch_ranks > 1
+
+    @property
+    def is_viewed(self) -> bool:
+        """Whether models run under the view of `weft.spatial`: in tiles, or with statistics of the whole batch."""
+        return self.tile.degree > 1 or self.has_batch_statistics
 
     def inner(self, axis: str) -> int:
         """The product of the degrees inside `axis`: how far apart neighbours on the axis are."""

@@ -108,10 +108,11 @@ def tally(pairs: list[tuple[Key, int]]) -> dict[Key, Traffic]:
 
 def refuse_batch_mixers(profile: Profile, plan: Plan, axis: str, degree: int) -> str | None:
     """Layers that mix the samples of a batch compute something else when each rank has its own part of it."""
-    if degree > 1 and plan.exact and profile.batch_mixers:
+    if degree > 1 and plan.exact and profile.batch_mixers and plan.statistics == "rank":
         return (
             f"layer '{profile.batch_mixers[0]}' takes statistics over the batch, which {axis} = {degree} splits; "
-            f"set plan.exact = false to accept statistics per rank, or use GroupNorm or LayerNorm"
+            f"set plan.statistics = 'batch' to take them over all ranks, plan.exact = false to accept those of each "
+            f"rank, or use GroupNorm or LayerNorm"
         )
     return None
 

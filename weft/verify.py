@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 import weft.optim
 from weft.cluster import load
@@ -25,11 +25,22 @@ from weft.errors import VerifyError
 from weft.local import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import build, initialise
-from weft.parallel import all_units, cost, host_bytes, named_pieces, parallelize, refuse, state_bytes
+from weft.parallel import all_units, cost, host_bytes, named_buffers, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
 from weft.parallel.tile import own_tiles
+from weft.pipeline.schedules import make_schedule
 from weft.plan import BatchSplit, Memory, Plan, split_batch
 from weft.profile import Profile, profile
+from weft.sequential import (
+    LEARNING_RATE,
+    BatchFn,
+    ModelFn,
+    double_of,
+    make_model,
+    make_optimizer,
+    run_sequential,
+    to_double,
+)
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
 from weft.train.task import task_of
 
@@ -37,10 +48,6 @@ TOLERANCE = 1e-9
 # Tensors much smaller than the largest one are compared with this fraction of it: the gradient of an attention key's
 # bias, for one, is zero in mathematics and noise in any floating point.
 FLOOR = 1e-6
-LEARNING_RATE = 1e-2
-
-ModelFn = Callable[[], nn.Module]
-BatchFn = Callable[[int], Batch]
 
 
 @dataclass(frozen=True)
@@ -153,11 +160,14 @@ def _run_rank(
     clip: float | None,
     ranks_per_node: int | None,
 ) -> dict[str, Any]:
-    part = split.micro_batch if counted_profile.batch_mixers else split.batch
-    expected = _run_sequential(_make(model_fn), batch_fn, objective, steps, clip, part)
+    part = split.batch
+    if counted_profile.batch_mixers:
+        part = split.micro_batch * (split.num_batch_ranks if plan.statistics == "batch" else 1)
+    replicas = _replicas(plan, split) if _has_alike_buffers(plan) else []
+    expected = run_sequential(make_model(model_fn), batch_fn, objective, steps, clip, part, replicas)
     mesh = Mesh(plan, ranks_per_node=ranks_per_node)
-    model = parallelize(_make(model_fn), plan, mesh, example=counted_profile.example)
-    optimizer = _optimizer(model)
+    model = parallelize(make_model(model_fn), plan, mesh, example=counted_profile.example)
+    optimizer = weft.optim.AdamW(model, lr=LEARNING_RATE) if all_units(model) else make_optimizer(model)
     watch = _Watch(model, optimizer)
     mesh.ledger.clear()
     losses, norms = [], []
@@ -176,7 +186,7 @@ def _run_rank(
         "grad_norm": _worst_number(norms, expected.norms),
         "gradient": _worst_tensor(watch.gradients, expected.gradients),
         "parameter": _worst_tensor(pieces, expected.parameters),
-        "buffer": _worst_buffer(model, expected.buffers) if plan.tile.degree > 1 else None,
+        "buffer": _worst_buffer(model, expected.buffers) if _has_alike_buffers(plan) else None,
         "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
@@ -188,37 +198,20 @@ def _run_rank(
     }
 
 
-@dataclass
-class _Sequential:
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
+    """The replica of each micro-batch, where a pipeline has mirrored ones."""
+    pipe = plan.pipe
+    if pipe.degree == 1:
+        return []
+    schedule = make_schedule(pipe.schedule, pipe.degree, split.accumulation, **pipe.options)
+    steps = [step for rank in range(pipe.degree) for step in schedule.compute(rank)]
+    found = {step.micro_batch: step.replica for step in steps}
+    return [found[number] for number in sorted(found)] if len(schedule.placement) > 1 else []
 
 
-def _run_sequential(
-    model: nn.Module, batch_fn: BatchFn, objective: Objective, steps: int, clip: float | None, part: int
-) -> _Sequential:
-    """`part` samples at a time: all, unless their statistics are to be those of micro-batches."""
-    optimizer = _optimizer(model)
-    losses, norms, gradients = [], [], {}
-    for step in range(steps):
-        batch = _to_double(batch_fn(step))
-        count, loss = objective.count(batch).clamp(min=1), torch.zeros((), dtype=torch.float64)
-        for start in range(0, len(batch[0]), part):
-            mean = objective.total(model, tuple(tensor[start : start + part] for tensor in batch)) / count
-            mean.backward()
-            loss += mean.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
-        if step == 0:
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        norms.append(norm.item())
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return _Sequential(losses, norms, gradients, parameters, dict(model.named_buffers()))
+def _has_alike_buffers(plan: Plan) -> bool:
+    """Whether running statistics are to be those of the sequential model: of views, with the samples of all ranks."""
+    return plan.is_viewed and (plan.num_batch_ranks == 1 or plan.statistics == "batch")
 
 
 class _Watch:
@@ -243,34 +236,14 @@ class _Watch:
         self.host = host_bytes(self.model, optimizer)
 
 
-def _make(model_fn: ModelFn) -> nn.Module:
-    torch.manual_seed(0)
-    return model_fn().double()
-
-
-def _optimizer(model: nn.Module) -> Optimizer:
-    if all_units(model):
-        return weft.optim.AdamW(model, lr=LEARNING_RATE)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return AdamW(trained or [torch.zeros(0, requires_grad=True)], lr=LEARNING_RATE, foreach=True)  # a frozen stage
-
-
 def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit) -> Profile:
     inputs = batch[0][: split.micro_batch]
-    return profile(_make(model_fn), lambda: (inputs.to("cpu", _double(inputs.dtype), copy=True),))
+    return profile(make_model(model_fn), lambda: (inputs.to("cpu", double_of(inputs.dtype), copy=True),))
 
 
 def _own_batches(batch: Batch, split: BatchSplit, index: int) -> list[Batch]:
     rows = local_indices(torch.arange(split.batch).numpy(), split.micro_batch, split.num_batch_ranks, index)
-    return [tuple(tensor[torch.from_numpy(chosen)] for tensor in _to_double(batch)) for chosen in rows]
-
-
-def _to_double(batch: Batch) -> Batch:
-    return tuple(tensor.to(_double(tensor.dtype)) for tensor in batch)
-
-
-def _double(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
+    return [tuple(tensor[torch.from_numpy(chosen)] for tensor in to_double(batch)) for chosen in rows]
 
 
 def _pieces(model: nn.Module) -> list[tuple[Part, Tensor]]:
@@ -303,7 +276,7 @@ def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor])
 def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float, str]:
     """Running statistics, of those that norms take over several ranks."""
     worst = (0.0, "-")
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_buffers(model):
         if buffer.numel():
             found, told = buffer.double(), expected[name].double()
             error = float((found - told).abs().max() / told.abs().max().clamp(min=1e-300))

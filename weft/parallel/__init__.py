@@ -26,7 +26,8 @@ from weft.parallel.fp8 import Fp8Matmuls
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor import TensorAxes, localise
-from weft.parallel.tile import TileAxis, TileGradients, localise_tile, prepare
+from weft.parallel.tile import TileAxis, TileGradients
+from weft.parallel.tiling import localise_tile, mark, tiling_for
 from weft.parallel.unit import Units, units_of
 from weft.pipeline.build import Staging, build, stage
 from weft.pipeline.build import refuse as refuse_pipeline
@@ -63,18 +64,18 @@ def parallelize(
     meta device takes its parameters from `values(name)`, one at a time; otherwise from itself, and every rank must
     hold the same values. Afterwards `model.parameters()` are this rank's pieces, for any element-wise optimizer.
 
-    A plan with `pipe` or `tile` also needs `example()`, the arguments of one forward of a micro-batch (whole sequences
-    and images, whatever the plan; called for shapes alone). With `pipe`, what comes back is this rank's stages, a
-    `Pipeline` that `train_step` runs. `finish(output)` computes the loss, whose memory then counts where stages are
-    balanced by it; as in `weft.profile`.
+    A plan with `pipe`, `tile` or `statistics = "batch"` also needs `example()`, the arguments of one forward of a
+    micro-batch (whole sequences and images, whatever the plan; called for shapes alone). With `pipe`, what comes back
+    is this rank's stages, a `Pipeline` that `train_step` runs. `finish(output)` computes the loss, whose memory then
+    counts where stages are balanced by it; as in `weft.profile`.
     """
     mesh = mesh or Mesh(plan)
-    is_traced = plan.pipe.degree * plan.tile.degree > 1
+    is_traced = plan.pipe.degree > 1 or plan.is_viewed
     if is_loss_in_head(plan):
         install_loss_head(model)
     whole = profile(model, example if is_traced else None, finish, COMPUTE_DTYPE[plan.precision])
     refuse(whole, plan)
-    prepare(model, whole, plan)
+    tiling = tiling_for(whole, plan)
     if values is None:
         if any(parameter.is_meta for parameter in model.parameters()):
             raise PlanError("the model is on the meta device; pass values=, which gives a parameter's tensor by name")
@@ -85,9 +86,14 @@ def parallelize(
                 f"buffer '{name}' is on the meta device, and its value is not among values=; build the model on a real "
                 f"device, or set its buffers first"
             )
-    if plan.pipe.degree > 1:
-        return build(stage(whole, plan, mesh.device), mesh, values, partial(_lay_out, plan, mesh))
-    return _lay_out(plan, mesh, model, values)
+    if tiling is not None:
+        mark(model, tiling)
+    if plan.pipe.degree == 1:
+        return _lay_out(plan, mesh, model, values)
+    pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_lay_out, plan, mesh))
+    if tiling is not None:
+        mark(pipeline, tiling)
+    return pipeline
 
 
 def _lay_out(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) -> nn.Module:
@@ -124,14 +130,12 @@ def cost(
     Whoever asks for many ranks of a plan with `pipe` gives its `staging`, so that the model is cut once.
     """
     at = coordinates or dict.fromkeys(plan.degrees, 0)
-    if plan.tile.degree > 1:
-        model_profile = localise_tile(model_profile, plan, at)
     here = partial(localise, plan=plan, coordinates=at)
     own = partial(local_cost, plan=plan, coordinates=at)
     if plan.pipe.degree > 1:
         staging = staging or stage(model_profile, plan)
         return pipeline_cost(model_profile, staging, plan, split, at, here, own)
-    return own(here(model_profile), split)
+    return own(here(localise_tile(model_profile, plan, at)), split)
 
 
 def local_cost(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapping[str, int]) -> Cost:

@@ -6,6 +6,9 @@ operation needs whole images, tiles are handed over. Weights are whole on every 
 over the tiles: one all-reduce of each trained slice a step. The loss is the sum of what the ranks compute, divided by
 the targets that all of them count, so that what several compute alike counts once.
 
+The same view serves `plan.statistics = "batch"`, with tiles or without: batch norms take statistics over all ranks that
+have other samples.
+
 Bytes of a halo: for an inner tile of h × w with a kernel's halo of a rows and b columns each way and c channels,
 2·b·h·c along columns and 2·a·(w + 2·b)·c along rows, forward and backward. The cost is counted, not estimated: by a
 dry run of the rank's own forward.
@@ -14,7 +17,6 @@ dry run of the rank's own forward.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -24,32 +26,15 @@ from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.parallel.draws import Draws
 from weft.parallel.layout import master_bytes, trained_layouts
+from weft.parallel.tiling import tiling_of
 from weft.parallel.unit import units_of
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
 from weft.spatial.dry import dry_run
 from weft.spatial.place import Grid
-from weft.spatial.view import Position, View, install
-from weft.spatial.windows import Extra
+from weft.spatial.tiled import install, install_stage
+from weft.spatial.view import View
 from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
-
-_ATTRIBUTE = "_weft_tiling"
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Of a model: the sizes of its images, how its result lies ("tile", "whole" on every rank, or "batch"), and what
-    its layers compute beside their own pixels, so that later ones need not ask.
-    """
-
-    sizes: tuple[int, int]
-    output: str
-    extras: Mapping[Position, Extra] = field(default_factory=dict)
-
-
-def tiling_of(model: nn.Module) -> Tiling | None:
-    """How a model is tiled, or None for one that is not."""
-    return model.__dict__.get(_ATTRIBUTE)
 
 
 class TileAxis(Strategy):
@@ -58,16 +43,17 @@ class TileAxis(Strategy):
     name = "tile"
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
-        if plan.tile.degree == 1:
+        if not plan.is_viewed:
             return None
-        size = f"tile = {plan.tile.rows} × {plan.tile.columns}"
-        for axis, degree in (("pipe", plan.pipe.degree), ("context", plan.context.degree)):
-            if degree > 1:
-                return f"{size} beside {axis} = {degree}, which weft does not do yet; use {axis} = 1"
+        size, inputs = f"tile = {plan.tile.rows} × {plan.tile.columns}", "whole images"
+        if plan.tile.degree == 1:
+            size, inputs = "statistics = 'batch'", "inputs"
+        if plan.context.degree > 1:
+            return f"{size} beside context = {plan.context.degree}, which weft does not do yet; use context = 1"
         if plan.tensor.x * plan.tensor.y > 1:
             return f"{size} beside tensor axes, which weft does not do; use tensor.x = tensor.y = 1"
         if profile.example is None:
-            return f"{size} needs an example of the whole images; pass example=, the arguments of one forward"
+            return f"{size} needs an example of the {inputs}; pass example=, the arguments of one forward"
         assert profile.model is not None
         if not profile.counted:
             return (
@@ -82,15 +68,17 @@ class TileAxis(Strategy):
         return None
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
-        if plan.tile.degree == 1:
+        if not plan.is_viewed:
             return Cost()
         pairs: list[tuple[Key, int]] = []
-        for layout in trained_layouts(profile, plan):
-            one = (("tile", "all_reduce"), layout.slice_numel * master_bytes(plan))
-            pairs += [one] * reductions_per_step(plan, split)
+        if plan.tile.degree > 1:
+            for layout in trained_layouts(profile, plan):
+                one = (("tile", "all_reduce"), layout.slice_numel * master_bytes(plan))
+                pairs += [one] * reductions_per_step(plan, split)
         in_backward = {block.name for block in profile.blocks if block.in_backward}
         is_again = plan.memory.recompute != "none"
-        for said in dry_run(profile, plan, coordinates).said:
+        calls = profile.kept["said"] if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).said
+        for said in calls:
             axis, operation, num_bytes = said.call
             times = 1 + (is_again and said.again and said.block in in_backward)
             pairs += [((axis, operation), num_bytes)] * (times * split.accumulation)
@@ -100,13 +88,17 @@ class TileAxis(Strategy):
         tiling = tiling_of(model)
         if tiling is None:
             return model
+        is_over_batch, is_staged = plan.has_batch_statistics, plan.pipe.degree > 1
         grid = Grid(
             mesh["rows"],
             mesh["columns"],
             mesh["tile"],
             Draws(mesh["tile"], mesh.device),
+            samples=mesh["samples"] if is_over_batch else None,
+            batch=mesh["batch"] if is_over_batch else None,
         )
-        install(model, View(grid, plan.tile, tiling.extras), tiling.sizes)
+        put_under = install_stage if is_staged else install
+        put_under(model, View(grid, plan.tile, tiling.extras, is_staged), tiling.sizes)
         return model
 
 
@@ -122,20 +114,6 @@ class TileGradients(Strategy):
             for flat in units.flats:
                 flat.sum_over.append(mesh["tile"])
         return model
-
-
-def prepare(model: nn.Module, whole: Profile, plan: Plan) -> None:
-    """Write down how a model is to be tiled, before a plan that was not refused is applied."""
-    if plan.tile.degree > 1:
-        found = dry_run(whole, plan, {"rows": 0, "columns": 0})
-        model.__dict__[_ATTRIBUTE] = Tiling(found.sizes, found.output, found.extras)
-
-
-def localise_tile(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
-    """What the rank at these coordinates computes and keeps of a forward."""
-    if plan.tile.degree == 1 or not profile.counted:
-        return profile
-    return dry_run(profile, plan, coordinates).profile
 
 
 def tile(image: Tensor, mesh: Mesh) -> Tensor:
@@ -168,7 +146,7 @@ def _own_samples(targets: Tensor, mesh: Mesh) -> Tensor:
 def own_tiles(batch: tuple[Tensor, ...], model: nn.Module, mesh: Mesh) -> tuple[Tensor, ...]:
     """A rank's part of a batch of whole images, as its loader would give it: targets in tiles if the result is."""
     tiling = tiling_of(model)
-    if tiling is None:
+    if tiling is None or mesh["tile"].degree == 1:
         return batch
     targets = [tile(one, mesh) if tiling.output == "tile" else one for one in batch[1:]]
     return tile(batch[0], mesh), *targets

@@ -15,7 +15,7 @@ from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.mesh import Mesh
 from weft.pairing import WHOLE_ATTRIBUTE
-from weft.parallel.layout import COMPUTE_DTYPE
+from weft.parallel.tiling import localise_tile, mark, tiling_for
 from weft.parallel.unit import units_of
 from weft.pipeline.actions import Schedule, with_messages
 from weft.pipeline.check import check
@@ -26,11 +26,12 @@ from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.stage import Walk
 from weft.pipeline.stand_in import skeleton, stage_model
-from weft.pipeline.trace import trace
+from weft.pipeline.tracer import FIRST, Tile, Tracer, tile_at
 from weft.plan import Plan
 from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
 from weft.strategy import Values
 
+Example = Callable[[], Any]
 ADAM_BYTES = 16  # of state for each parameter: weight, gradient and two moments in fp32
 
 
@@ -41,8 +42,9 @@ class Staging:
     plan: Plan
     whole: nn.Module  # on the meta device
     stage_of: Mapping[str, int]
-    route: Route
-    over_y: int  # over how many ranks of y go the features of what units hand on
+    route: Route  # of the first tile, where images are in tiles
+    tracer: Tracer
+    example: Example
 
     @property
     def num_stages(self) -> int:
@@ -76,19 +78,40 @@ class Staging:
         model, names = self._models[stage]
         model = skeleton(model)
         model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
-        model.__dict__[WHOLE_ATTRIBUTE] = self.over_y < self.plan.tensor.y
+        model.__dict__[WHOLE_ATTRIBUTE] = self.tracer.over_y < self.plan.tensor.y
+        if self.tracer.tiling is not None:
+            mark(model, self.tracer.tiling)
         return model, names
 
     @cached_property
-    def _profiles(self) -> dict[int, Profile]:
+    def _profiles(self) -> dict[tuple[int, Tile], Profile]:
         return {}
 
-    def profile(self, whole: Profile, stage: int) -> Profile:
-        """What a stage costs, from the profile of the whole, which was cut into these stages."""
-        if stage not in self._profiles:
+    def profile(self, whole: Profile, stage: int, coordinates: Mapping[str, int] | None = None) -> Profile:
+        """What a stage costs a rank (the first, unless its coordinates are given), from the profile of the whole, which
+        was cut into these stages.
+        """
+        key = stage, tile_at(coordinates)
+        if key not in self._profiles:
             is_first, is_last = stage == 0, stage == self.num_stages - 1
-            self._profiles[stage] = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
-        return self._profiles[stage]
+            whole = localise_tile(whole, self.plan, {"rows": key[1][0], "columns": key[1][1]})
+            made = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
+            if self.tracer.tiling is not None:
+                made.kept["said"] = self.route_at(coordinates).said(stage)
+            self._profiles[key] = made
+        return self._profiles[key]
+
+    @cached_property
+    def _routes(self) -> dict[Tile, Route]:
+        return {FIRST: self.route}
+
+    def route_at(self, coordinates: Mapping[str, int] | None) -> Route:
+        """The route of the example through a rank's tile."""
+        key = tile_at(coordinates) if self.tracer.tiling is not None else FIRST
+        if key not in self._routes:
+            found = self.tracer.example(self.example, torch.device("cpu"), key)
+            self._routes[key] = cut(found, self.stage_of, self.num_stages)
+        return self._routes[key]
 
     def copies(self, stages: tuple[int, ...]) -> int:
         """How many ranks along `pipe` hold a parameter that these stages hold."""
@@ -137,9 +160,10 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     assert whole.model is not None
     bare, pipe = skeleton(whole.model), plan.pipe
     over_y = 1 if plan.tensor.y == 1 or whole.pairing.is_whole else plan.tensor.y
-    found = trace(bare, whole.example(), {}, COMPUTE_DTYPE[plan.precision], device, over_y)
+    tracer = Tracer(bare, plan, over_y, tiling_for(whole, plan))
+    found = tracer.example(whole.example, device)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
-    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), over_y)
+    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:
@@ -148,12 +172,18 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
     if pipe.degree == 1:
         return None
     make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options)
-    inside = {axis: plan.degree(axis) for axis in ("shard", "context", "x", "y") if plan.degree(axis) > 1}
+    axes = ("shard", "rows", "columns", "context", "x", "y")
+    inside = {axis: plan.degree(axis) for axis in axes if plan.degree(axis) > 1}
     given = ", ".join(f"{axis} = {degree}" for axis, degree in inside.items())
     if pipe.schedule == "message" and inside:
         return (
             f"pipe.schedule = 'message' lets each rank choose its own order, but the ranks of a stage ({given}) must "
             f"share one; use data beside it, or another schedule"
+        )
+    if pipe.schedule == "message" and plan.has_batch_statistics:
+        return (
+            f"pipe.schedule = 'message' lets each rank choose its own order, but statistics = 'batch' lets data = "
+            f"{plan.data} ranks talk inside a stage; use statistics = 'rank', or another schedule"
         )
     if pipe.schedule == "zero-bubble" and plan.tensor.x * plan.tensor.y > 1:
         return (
@@ -184,7 +214,7 @@ def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
 
 def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Module, Values], nn.Module]) -> Pipeline:
     """This rank's part of a staging at work; `apply` lays a stage's model out over the other axes."""
-    routes = _Routes(staging, mesh.device)
+    routes = _Routes(staging, mesh.device, tile_at(mesh.coordinates))
     stages = [
         _build_stage(staging, number, replica, mesh, values, apply, routes)
         for number, replica in sorted(staging.held_by(mesh["pipe"].index))
@@ -218,8 +248,8 @@ def _build_stage(
 class _Routes:
     """The routes of a staging for inputs of all shapes that come; each is traced once."""
 
-    def __init__(self, staging: Staging, device: torch.device) -> None:
-        self.staging, self.device = staging, device
+    def __init__(self, staging: Staging, device: torch.device, at: Tile = FIRST) -> None:
+        self.staging, self.device, self.at = staging, device, at
         self._found: dict[Any, Route] = {}
 
     def find(self, args: Any, kwargs: Mapping[str, Any], training: bool = True) -> Route:
@@ -231,10 +261,9 @@ class _Routes:
         return self._found[key]
 
     def _trace(self, args: Any, kwargs: Mapping[str, Any], training: bool) -> Route:
-        staging, plan = self.staging, self.staging.plan
+        staging = self.staging
         staging.whole.train(training)
-        with torch.enable_grad():
-            found = trace(staging.whole, args, kwargs, COMPUTE_DTYPE[plan.precision], self.device, staging.over_y)
+        found = staging.tracer.own(args, kwargs, self.device, self.at)
         route = cut(found, staging.stage_of, staging.num_stages)
         if route.edges != staging.route.edges:
             raise PlanError(

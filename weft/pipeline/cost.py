@@ -31,11 +31,11 @@ def pipeline_cost(
 ) -> Cost:
     """The rank's stages, each with its micro-batches; saved bytes are those alive at once by the schedule."""
     schedule, index = staging.schedule(split.accumulation), coordinates["pipe"]
-    total, step_bytes = Cost(tally(_messages(staging, schedule, index))), 0
+    total, step_bytes = Cost(tally(_messages(staging, schedule, coordinates))), 0
     pairs: list[tuple[Key, int]] = []
     stages: dict[int, StageBytes] = {}
     for stage, replica in staging.held_by(index):
-        part = localise(staging.profile(whole, stage))
+        part = localise(staging.profile(whole, stage, coordinates))
         own = stage_cost(part, replace(split, accumulation=_count(schedule, stage, replica)))
         stages[stage] = _stage_bytes(own, part, plan)
         step_bytes += own.transient.step_bytes
@@ -43,7 +43,7 @@ def pipeline_cost(
         pairs += _copies(staging, part, plan, stage, replica)
     saved = [float(stages[stage].saved_bytes) if stage in stages else 0.0 for stage in range(staging.num_stages)]
     alive = int(simulate(schedule, activation_bytes=saved).peak_activation_bytes[index])
-    beside = most_held(schedule, index, stages, edge_bytes(staging)) - alive
+    beside = most_held(schedule, index, stages, edge_bytes(staging, coordinates)) - alive
     return total + Cost(tally(pairs), transient=Transient(step_bytes, beside, beside), saved_bytes=alive)
 
 
@@ -71,15 +71,16 @@ def _count(schedule: Schedule, stage: int, replica: int) -> int:
     return sum((step.kind, step.stage, step.replica) == ("forward", stage, replica) for step in steps)
 
 
-def edge_bytes(staging: Staging) -> list[int]:
-    """The bytes of a message over each edge between stages."""
-    values, route = staging.route.trace.values, staging.route
+def edge_bytes(staging: Staging, coordinates: Mapping[str, int] | None = None) -> list[int]:
+    """The bytes of a message over each edge between stages; of the first tile, unless coordinates say which."""
+    route = staging.route_at(coordinates)
+    values = route.trace.values
     return [values[int(edge.name)].num_bytes // staging.plan.context.degree for edge in route.edges]
 
 
-def _messages(staging: Staging, schedule: Schedule, index: int) -> list[tuple[Key, int]]:
-    sizes = edge_bytes(staging)
-    sent = [step for step in schedule.lists[index] if isinstance(step, Message) and step.is_send]
+def _messages(staging: Staging, schedule: Schedule, coordinates: Mapping[str, int]) -> list[tuple[Key, int]]:
+    sizes = edge_bytes(staging, coordinates)
+    sent = [step for step in schedule.lists[coordinates["pipe"]] if isinstance(step, Message) and step.is_send]
     return [(("pipe", "send"), sizes[message.edge]) for message in sent]
 
 

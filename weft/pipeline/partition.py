@@ -10,6 +10,7 @@ from weft.errors import PlanError
 from weft.pipeline.actions import Edge
 from weft.pipeline.trace import Trace
 from weft.plan import Pipe
+from weft.spatial.said import Said
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,19 @@ class Route:
             if stage is not None:
                 last[stage] = place
         return tuple(last)
+
+    def said(self, stage: int) -> tuple[Said, ...]:
+        """What a stage says in its forward, and will in backward: in its events, and in the code on the model's inputs
+        that it comes through.
+        """
+        begun = self.last_event[stage] + 1
+        others = [place for place in range(begun, len(self.stages)) if not self.does(stage, place)]
+        left = others[0] if others else len(self.stages)
+        return tuple(
+            one
+            for one in self.trace.said
+            if (one.place <= left if one.event is None else self.stages[one.event] == stage)
+        )
 
     def does(self, stage: int, place: int) -> bool:
         """Whether a stage does the event at `place` itself."""

@@ -5,6 +5,9 @@ such a tensor first takes the real one from the stage that made it, as a leaf wh
 once the stage has done its part, the forward is left. So any model becomes stages without being edited or rewritten,
 and hooks, names and classes inside a stage are the model's own.
 
+Images in tiles: all this happens under the view of the rank's tile, and what is taken from another stage lies where the
+trace says.
+
 Random draws: what the objective and the model's own code draw without any result (noise, say) is the same in all
 stages, which all run that code; units and operations on results draw from a state of their stage's own.
 """
@@ -12,7 +15,7 @@ stages, which all run that code; units and operations on results draw from a sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,12 +25,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
+from weft.elsewhere import Elsewhere
 from weft.errors import PlanError
 from weft.pipeline.draws import Draws, is_random
 from weft.pipeline.nested import map_tensors, same, tensors_in
 from weft.pipeline.partition import Route
-from weft.pipeline.stand_in import ABSENT, Elsewhere
-from weft.pipeline.trace import END, Event, Watch, operation_name, outcome
+from weft.pipeline.stand_in import ABSENT
+from weft.pipeline.trace import END, Event
+from weft.pipeline.watch import Watch, operation_name, outcome
+from weft.spatial.place import put
+from weft.spatial.tiled import tiled_of
 
 Take = Callable[[int], Tensor]  # the real tensor of a number, from the stage that made it
 FindRoute = Callable[[Any, Mapping[str, Any], bool], Route]
@@ -61,6 +68,7 @@ class Walk(Watch):
         self._found: Route | None = None  # what `look` looks for
         self._place, self._has_begun = 0, False
         self._draws = Draws(stage, device)
+        self._tiled, self._view = tiled_of(model), ExitStack()
         model.register_forward_pre_hook(self._begin_model, with_kwargs=True)  # the last: it sees what the model will
         model.register_forward_hook(self._end_model)
         for name in units:
@@ -80,6 +88,7 @@ class Walk(Watch):
             result = None
         finally:
             self.switch(False)
+            self._view.close()
             self._draws.end()
             self.numbers.clear()
         done, self.now, self._take = self.now, None, None
@@ -111,6 +120,8 @@ class Walk(Watch):
         self.numbers.clear()
         if any(self.now.route.parameters):
             self._number_parameters(self.now.route)
+        if self._tiled is not None:  # beneath this watch, which sees operations first
+            self._view.enter_context(self._tiled.running((args, kwargs)))
         self.switch(True)
 
     def _number_parameters(self, route: Route) -> None:
@@ -124,7 +135,9 @@ class Walk(Watch):
     def _end_model(self, _: nn.Module, __: Any, output: Any) -> Any:
         self.switch(False)
         self._next(END, is_call=False)
-        return map_tensors(self._real, output)
+        output = map_tensors(self._real, output)
+        self._view.close()
+        return output if self._tiled is None else self._tiled.finish(output)
 
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
         name, event = operation_name(func), self._expected()
@@ -229,8 +242,10 @@ class Walk(Watch):
         assert self._take is not None
         number = self.numbers[tensor]
         if number not in self.now.real:
-            taken = self.now.received[number] = self._take(number)
-            self.now.real[number] = _HandOn.apply(taken) if taken.requires_grad else taken
+            with torch._C.DisableTorchFunction():
+                taken = self.now.received[number] = self._take(number)
+                real = _HandOn.apply(taken) if taken.requires_grad else taken
+            self.now.real[number] = put(real, self.now.route.trace.values[number].place)
         return self.now.real[number]
 
     def _another_way(self, name: str) -> PlanError:

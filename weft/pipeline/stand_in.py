@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from weft.elsewhere import Elsewhere
 from weft.errors import PlanError
 from weft.pipeline.partition import Route
 
 ABSENT = "_weft_absent"  # of a stage's model: parameters that only other stages use, as shapes
-
-
-class Elsewhere(nn.Module):
-    """Stands for a unit of another stage; what it has beside parameters and modules can still be asked."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["module_name"], self.__dict__["stands_for"] = name, module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["stands_for"], name)
-
-    def answer_by(self, pass_by: Callable[[str], Any]) -> None:
-        """What to say for its result when it is called, by its name."""
-        self.__dict__["pass_by"] = pass_by
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.__dict__["pass_by"](self.__dict__["module_name"])
 
 
 def skeleton(model: nn.Module) -> nn.Module:

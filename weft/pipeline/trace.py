@@ -5,11 +5,13 @@ head). What the code between them does to their results is recorded as operation
 so a tensor's number means the same everywhere, and a cut of the list into stages says which tensors cross the cut.
 Nothing is computed: units run on fake tensors. Code between units that only looks at the model's inputs (positions,
 masks) runs for real and is no event: every rank has the inputs.
+
+A model in tiles is traced under the view of the rank's tile, beneath which this one watches: tensors between units are
+tiles, whose places other stages learn from the trace, and what is said in each event is taken down for the costs.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +26,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.autograd.graph import saved_tensors_hooks
 
-from weft.blocks import find_units
+from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.pipeline.nested import map_tensors, same, tensors_in
+from weft.pipeline.watch import Watch, operation_name, outcome
+from weft.spatial.place import Place, Share, place_of, put
+from weft.spatial.said import Recorder, Said
+from weft.spatial.tiled import TiledModel
 from weft.substitute import call_with
 
 END = "the end of the forward"
@@ -54,9 +60,10 @@ class Event:
 class Value:
     """What is known of a numbered tensor."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # this rank's part of it
     dtype: torch.dtype
     needs_gradient: bool
+    place: Place | Share | None = None  # in the whole image
 
     @property
     def num_bytes(self) -> int:
@@ -71,96 +78,15 @@ class Trace:
     values: tuple[Value, ...]
     parameters: Mapping[str, int]
     fakes: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # the parameters, as shapes
-
-
-class Numbers:
-    """The numbers of tensors by identity. A tensor that nobody holds has none: another may take its place."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-
-    def __setitem__(self, tensor: Tensor, number: int) -> None:
-        self._found[id(tensor)] = weakref.ref(tensor), number
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        reference, _ = self._found.get(id(tensor), (None, 0))
-        return reference is not None and reference() is tensor
-
-    def __getitem__(self, tensor: Tensor) -> int:
-        assert tensor in self
-        return self._found[id(tensor)][1]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        alive = [reference() for reference, _ in self._found.values()]
-        return iter([tensor for tensor in alive if tensor is not None])
-
-    def clear(self) -> None:
-        self._found.clear()
-
-
-class Watch(TorchFunctionMode):
-    """Sees every operation of the code between units; subclasses say what becomes of it. Inside a unit it is off."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = Numbers()
-        self._is_on = False
-
-    @contextmanager
-    def watching(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """While a model's own code runs with these parameters."""
-        self.numbers.clear()
-        self.begin(parameters)
-        self.switch(True)
-        try:
-            yield
-        finally:
-            self.switch(False)
-
-    def switch(self, on: bool) -> None:
-        """On in the code between units, off inside them."""
-        if on and not self._is_on:
-            _push_mode(self)
-        elif self._is_on and not on:
-            _pop_mode()
-        self._is_on = on
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = tensors_in(args) + tensors_in(kwargs) if kwargs else tensors_in(args)
-        numbered = [tensor for tensor in tensors if tensor in self.numbers]
-        if not numbered:
-            return self.without_results(func, args, kwargs)
-        return self.operation(func, args, kwargs, numbered)  # torch has switched this mode off meanwhile
-
-    def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        raise NotImplementedError
-
-    def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
-        raise NotImplementedError
-
-    def without_results(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on the model's inputs, or on nothing."""
-        return func(*args, **kwargs)
-
-
-def operation_name(func: Any) -> str:
-    """What an operation is called, the same in every process; an attribute by its own name."""
-    name = str(getattr(func, "__name__", type(func).__name__))
-    return str(func.__self__.__name__) if name == "__get__" else name
-
-
-def outcome(name: str, args: Any, result: Any) -> Any:
-    """What an operation gives: an assignment to a part of a tensor gives that tensor."""
-    return args[0] if name == "__setitem__" else result
+    said: tuple[Said, ...] = ()  # by a rank's tiles
 
 
 class _Recorder(Watch):
     """Numbers tensors and writes events."""
 
-    def __init__(self, fake: FakeTensorMode) -> None:
+    def __init__(self, fake: FakeTensorMode, ledger: Recorder) -> None:
         super().__init__()
-        self.fake = fake
+        self.fake, self.ledger = fake, ledger
         self.events: list[Event] = []
         self.values: list[Value] = []
         self.lineage: dict[int, frozenset[str]] = {}  # number -> parameters that it comes from, where from nothing else
@@ -170,7 +96,9 @@ class _Recorder(Watch):
 
     def number(self, tensor: Tensor) -> int:
         self.numbers[tensor] = len(self.values)
-        self.values.append(Value(tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        with torch._C.DisableTorchFunction():  # a tile's own shape
+            value = Value(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, place_of(tensor))
+        self.values.append(value)
         return len(self.values) - 1
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
@@ -180,7 +108,9 @@ class _Recorder(Watch):
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
         name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
         versions = [(tensor, tensor._version) for tensor in (*self.numbers, *tensors_in((args, kwargs)))]
+        self.ledger.event = len(self.events)
         result = outcome(name, args, func(*args, **kwargs))
+        self.ledger.event = None
         changed = [tensor for tensor, before in versions if tensor._version != before]
         if any(tensor not in self.numbers for tensor in changed):
             raise PlanError(
@@ -208,6 +138,7 @@ class _Recorder(Watch):
         self.events.append(
             Event(name, is_call, tuple(inputs), tuple(outputs), parameters, tuple(dict.fromkeys(changed)), same(result))
         )
+        self.ledger.place = len(self.events)
 
 
 @dataclass
@@ -224,21 +155,29 @@ class _Call:
 
 
 def trace(
-    model: nn.Module, args: Any, kwargs: Mapping[str, Any], dtype: torch.dtype, device: torch.device, y: int = 1
+    model: nn.Module,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+    y: int = 1,
+    tiles: tuple[TiledModel, Recorder] | None = None,
 ) -> Trace:
     """Records one forward of a model of which only the shapes matter; parameters count as of `dtype` on `device`.
 
     So do inputs, which a parallel model casts.
 
     Over `y` > 1 ranks, what units hand on has a part of its features (its last dim), and so have other parameters.
+    With `tiles` (`dry_stages`), the model is given this rank's tiles.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = _Recorder(fake)
+    tiled, ledger = tiles or (None, Recorder())
+    recorder = _Recorder(fake, ledger)
     args, kwargs = map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
     )
     units = find_units(model)
-    state = _fake_state(model, units, fake, dtype, device, y)
+    blocks, state = find_blocks(model), _fake_state(model, units, fake, dtype, device, y)
     inside: list[_Call | None] = []  # the unit under way
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -247,9 +186,11 @@ def trace(
         if call is None:  # a unit inside a unit is not one
             return None
         recorder.switch(False)
+        ledger.event = len(recorder.events)
 
         def copy(tensor: Tensor) -> Tensor:
-            wide = _widen(recorder, fake, tensor, y)
+            with torch._C.DisableTorchFunction():
+                wide = put(_widen(recorder, fake, tensor, y), place_of(tensor))
             if tensor in recorder.numbers:
                 call.copies.append((recorder.numbers[tensor], wide, wide._version))
             return wide
@@ -258,11 +199,16 @@ def trace(
         fake.__enter__()
         return args, kwargs
 
+    def begin(name: str, *_: Any) -> None:
+        if inside[-1] is not None and name in blocks:  # behind hand-overs, which recompute does not do again
+            ledger.block = name
+
     def leave(_: nn.Module, __: Any, result: Any) -> Any:
         call = inside.pop()
         if call is None:
             return None
         result = map_tensors(lambda tensor: _narrow(tensor, y), result)
+        ledger.event, ledger.block = None, ""
         fake.__exit__(None, None, None)
         recorder.write(call.name, True, call.inputs, result, call.changed)
         recorder.switch(True)
@@ -271,9 +217,10 @@ def trace(
     handles = []
     for name, module in units.items():
         handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_pre_hook(partial(begin, name)))
         handles.append(module.register_forward_hook(leave))
     try:
-        with recorder.watching(state):
+        with _in_tiles((args, kwargs), tiled, ledger), recorder.watching(state):
             output = call_with(model, state, args, kwargs)
             recorder.write(END, False, recorder.find(output), None)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -289,7 +236,23 @@ def trace(
             handle.remove()
         if any(call is not None for call in inside):
             fake.__exit__(None, None, None)
-    return Trace(tuple(recorder.events), tuple(recorder.values), {name: i for i, name in enumerate(state)}, state)
+    numbers = {name: number for number, name in enumerate(state)}
+    return Trace(tuple(recorder.events), tuple(recorder.values), numbers, state, tuple(ledger.said))
+
+
+@contextmanager
+def _in_tiles(given: Any, tiled: TiledModel | None, ledger: Recorder) -> Iterator[None]:
+    """Under the view of the rank's tile, if there is one; the ledger is told when something is saved."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        ledger.saved()
+        return tensor
+
+    if tiled is None:
+        yield
+    else:
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor), tiled.running(given):
+            yield
 
 
 def _fake_state(

@@ -34,7 +34,8 @@ from weft.planner.image_chain import (
 )
 from weft.planner.workload import Call, Filter, Part, Product
 from weft.profile import Block, Profile
-from weft.spatial.dry import Dry, Said, dry_run, image_sizes
+from weft.spatial.dry import Dry, dry_run, image_sizes
+from weft.spatial.said import Said
 
 LARGEST_REFERENCE = 4  # tiles along each dim of the grid that runs dry
 Sizes = tuple[int, int]

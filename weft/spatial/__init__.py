@@ -11,6 +11,7 @@ hand_over.py   from tiles to whole images, shares of the batch or sums, and back
 rules.py       what each of torch's functions means on a tile; with names.py, operands.py and shapes.py
 overlap.py     inner outputs while halos travel
 fuse.py, wide.py   one exchange for several layers
-view.py        the mode under which the model runs, and its forward in it
-dry.py         the same forward on shapes: what it says, and where its result lies
+view.py        the mode under which the model runs
+tiled.py       a model's forward in it
+dry.py         the same forward on shapes: what it says (said.py), and where its result lies
 """

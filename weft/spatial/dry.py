@@ -19,27 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.comm import Axis, Ledger
+from weft.comm import Axis
+from weft.cut import share
 from weft.errors import PlanError
 from weft.plan import Plan
 from weft.profile import Profile, Tally, count
 from weft.spatial.fuse import Layer, fuse
 from weft.spatial.operands import map_tensors
-from weft.spatial.place import Call, Grid, Needs, Place, tensors_in
-from weft.spatial.view import Position, View, install
+from weft.spatial.place import Grid, Needs, Place, tensors_in
+from weft.spatial.said import Recorder, Said
+from weft.spatial.tiled import TiledModel, install, prepare
+from weft.spatial.view import Position, View
 from weft.spatial.windows import Extra
 
 Sizes = tuple[int, int]
-
-
-@dataclass
-class Said:
-    """One call: of forward, or (`is_backward`) of backward. `again` is whether recompute makes it once more."""
-
-    block: str
-    call: Call
-    is_backward: bool = False
-    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,42 +46,22 @@ class Dry:
     profile: Profile
 
 
-class _Recorder(Ledger):
-    """Takes down the calls of a dry run with the block that makes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[Said] = []
-        self.tally: _Tally | None = None
-
-    @property
-    def block(self) -> str:
-        return self.tally.running if self.tally is not None else ""
-
-    def record(self, axis: str, operation: str, num_bytes: int) -> None:
-        self.said.append(Said(self.block, (axis, operation, num_bytes)))
-
-    def note(self, calls: list[Call]) -> None:
-        """What backward will say."""
-        self.said += [Said(self.block, call, is_backward=True) for call in calls]
-
-    def saved(self) -> None:
-        """The block under way has saved something: recompute comes as far as here."""
-        for one in reversed(self.said):
-            if one.block != self.block or one.again:
-                break
-            one.again = not one.is_backward
-
-
 class _Tally(Tally):
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
-        recorder.tally = self
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.recorder.saved()
         return super()._pack(tensor)
+
+    def _enter(self, name: str, *given: Any) -> None:
+        super()._enter(name, *given)
+        self.recorder.block = self.running
+
+    def _leave(self, name: str, *given: Any) -> None:
+        super()._leave(name, *given)
+        self.recorder.block = self.running
 
 
 def image_sizes(example: Any) -> Sizes:
@@ -101,7 +74,8 @@ def image_sizes(example: Any) -> Sizes:
 
 def dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
     """What the rank at these coordinates does."""
-    key = f"dry {plan.tile} {coordinates['rows']} {coordinates['columns']}"
+    over = f"{plan.statistics} over {plan.num_batch_ranks}, {'staged' if plan.pipe.degree > 1 else 'whole'}"
+    key = f"dry {plan.tile} {over} {coordinates['rows']} {coordinates['columns']}"
     if key not in whole.kept:
         whole.kept[key] = _dry_run(whole, plan, coordinates)
     found: Dry = whole.kept[key]
@@ -110,9 +84,11 @@ def dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
 
 def _dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
     assert whole.model is not None and whole.example is not None  # noqa: PT018
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        sizes = image_sizes(whole.example())
-    check_sizes(sizes, plan)
+    sizes = (0, 0)
+    if plan.tile.degree > 1:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            sizes = image_sizes(whole.example())
+        check_sizes(sizes, plan)
     if plan.tile.fused == 1:
         return _run(whole, plan, coordinates, sizes, {})
     layers: list[Layer] = []
@@ -130,28 +106,54 @@ def _run(
 ) -> Dry:
     """One forward; `layers` takes those that look at neighbours."""
     assert whole.model is not None and whole.example is not None  # noqa: PT018
-    recorder, tile, (row, column) = _Recorder(), plan.tile, (coordinates["rows"], coordinates["columns"])
-    axis = partial(Axis, group=None, ledger=recorder, dry=True)
+    recorder = Recorder()
 
     def take(taken: Place, given: Place, needs: tuple[Needs, Needs]) -> None:
         if layers is not None:
-            block, number = view.position  # which has gone on to the next
-            layers.append(Layer((block, number - 1), taken, given, needs))
+            unit, number = view.position  # which has gone on to the next
+            layers.append(Layer((unit, number - 1), taken, given, needs))
 
-    grid = Grid(
+    view = View(_dry_grid(plan, coordinates, recorder, take), plan.tile, extras, plan.pipe.degree > 1)
+    with _restored(whole.model), _compared(whole.model, view, _outline(whole)):
+        tiled = install(whole.model, view, sizes)
+        example = partial(cut_images, whole.example, plan, (coordinates["rows"], coordinates["columns"]), sizes)
+        counted = count(whole.model, example, None, whole.dtype, whole, _Tally(recorder))
+    kept = {name: getattr(counted, name) for name in ("root", "blocks", "units", "stream_numel")}
+    return Dry(tuple(recorder.said), sizes, tiled.output, extras, replace(whole, **kept))
+
+
+def _dry_grid(
+    plan: Plan,
+    coordinates: Mapping[str, int],
+    recorder: Recorder,
+    layer: Callable[[Place, Place, tuple[Needs, Needs]], None] | None = None,
+) -> Grid:
+    """The axes of a rank, on which calls are only counted."""
+    tile, (row, column) = plan.tile, (coordinates["rows"], coordinates["columns"])
+    axis = partial(Axis, group=None, ledger=recorder, dry=True)
+    num_ranks, is_over_batch = plan.num_batch_ranks, plan.has_batch_statistics
+    return Grid(
         axis("rows", tile.rows, row),
         axis("columns", tile.columns, column),
         axis("tile", tile.degree, row * tile.columns + column),
         note=recorder.note,
-        layer=take,
+        layer=layer,
+        samples=axis("samples", num_ranks * tile.degree, 0) if is_over_batch else None,
+        batch=axis("batch", num_ranks, 0) if is_over_batch else None,
     )
-    view = View(grid, tile, extras)
-    with _restored(whole.model), _compared(whole.model, view, _outline(whole)):
-        tiled = install(whole.model, view, sizes)
-        example = partial(_cut, whole.example, grid, sizes)
-        counted = count(whole.model, example, None, whole.dtype, whole, _Tally(recorder))
-    kept = {name: getattr(counted, name) for name in ("root", "blocks", "units", "stream_numel")}
-    return Dry(tuple(recorder.said), sizes, tiled.output, extras, replace(whole, **kept))
+
+
+@contextmanager
+def dry_stages(
+    model: nn.Module, plan: Plan, at: tuple[int, int], sizes: Sizes, extras: Mapping[Position, Extra]
+) -> Iterator[tuple[TiledModel, Recorder]]:
+    """A model that a pipeline's trace can run on shapes as the stages of the rank at this row and column will run it,
+    and what takes down its calls.
+    """
+    recorder, coordinates = Recorder(), {"rows": at[0], "columns": at[1]}
+    view = View(_dry_grid(plan, coordinates, recorder), plan.tile, extras, is_staged=True)
+    with _restored(model):
+        yield prepare(model, view, sizes), recorder
 
 
 def check_sizes(sizes: Sizes, plan: Plan) -> None:
@@ -163,13 +165,15 @@ def check_sizes(sizes: Sizes, plan: Plan) -> None:
             )
 
 
-def _cut(example: Callable[[], Any], grid: Grid, sizes: Sizes) -> Any:
-    place = Place.of(grid, sizes)
+def cut_images(example: Callable[[], Any], plan: Plan, at: tuple[int, int], sizes: Sizes) -> Any:
+    """The arguments that the forward of the rank at a row and column is given: its tiles of whole images."""
+    if plan.tile.degree == 1:
+        return example()
+    (top, bottom), (left, right) = share(sizes[0], plan.tile.rows, at[0]), share(sizes[1], plan.tile.columns, at[1])
 
     def part(tensor: Tensor) -> Tensor:
         if tensor.dim() < 3 or tuple(tensor.shape[-2:]) != sizes:
             return tensor
-        (top, bottom), (left, right) = place.owned(grid)
         return tensor[..., top:bottom, left:right].clone()
 
     return map_tensors(part, example())

@@ -240,10 +240,6 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
 def _empty_like(value: Tensor, shape: Sequence[int]) -> Tensor:
     """Uninitialised, in the order of dims in memory (channels last) of `value`."""
     is_last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
-    is_last = is_last and not value.is_contiguous()
-    return torch.empty(
-        *shape,
-        dtype=value.dtype,
-        device=value.device,
-        memory_format=torch.channels_last if is_last else torch.contiguous_format,
-    )
+    if not is_last or value.is_contiguous():
+        return value.new_empty(shape)
+    return value.new_empty([shape[0], *shape[2:], shape[1]]).permute(0, 3, 1, 2)

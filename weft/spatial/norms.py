@@ -3,7 +3,8 @@
 Each rank takes mean and variance of the pixels it owns; one all-gather brings those of all ranks, which every rank
 combines alike (Chan et al. 1979: no difference of large squares). Pixels held beside the own ones are normalised and
 not counted. Backward sums two numbers for each channel over the tiles. Bytes for c channels of s bytes an element:
-all-gather of 2·c·s·tiles forward, all-reduce of 2·c·s backward.
+all-gather of 2·c·s·tiles forward, all-reduce of 2·c·s backward. With `plan.statistics = "batch"` batch norm does so
+over the ranks of all samples, with tiles or without.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from weft.comm import all_gather, all_reduce
+from weft.comm import Axis, all_gather, all_reduce
 from weft.spatial.hand_over import own_part, to_tile
 from weft.spatial.place import Grid, Place, Share
 
@@ -35,14 +36,15 @@ class _Normalise(Function):
         counts: Tensor,
         place: Place | None,
         grid: Grid,
+        axis: Axis,
         eps: float,
     ) -> Any:
         own = value if place is None else own_part(value, place, grid)
-        mean, variance = _whole_moments(own, counts, grid)
+        mean, variance = _whole_moments(own, counts, axis)
         if grid.note is not None and ctx.needs_input_grad[0]:
-            grid.note([(grid.tile.name, "all_reduce", 2 * mean.numel() * mean.element_size())])
+            grid.note([(axis.name, "all_reduce", 2 * mean.numel() * mean.element_size())])
         ctx.save_for_backward(value, weight, mean, variance)
-        ctx.place, ctx.grid, ctx.eps, ctx.num_pixels = place, grid, eps, counts.sum()
+        ctx.place, ctx.grid, ctx.axis, ctx.eps, ctx.num_pixels = place, grid, axis, eps, counts.sum()
         ctx.mark_non_differentiable(mean, variance)
         wide = [None if one is None else one.to(mean.dtype) for one in (weight, bias)]
         out = F.batch_norm(value, mean, variance, wide[0], wide[1], False, 0.0, eps)
@@ -60,7 +62,7 @@ class _Normalise(Function):
         )
         if ctx.needs_input_grad[0]:
             sums = torch.stack([of_bias, of_weight])
-            all_reduce(sums, ctx.grid.tile).wait()
+            all_reduce(sums, ctx.axis).wait()
             scale = (variance + ctx.eps).rsqrt() * (1 if wide is None else wide) / ctx.num_pixels
             slope = scale * sums[1] * (variance + ctx.eps).rsqrt()
             shape = [1, -1, *(1 for _ in range(value.dim() - 2))]
@@ -71,26 +73,26 @@ class _Normalise(Function):
             own.sub_(pixels * slope.view(shape).to(value.dtype)).sub_(shift.view(shape).to(value.dtype))
         of_weight = of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         of_bias = of_bias.to(value.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
-        return found, of_weight, of_bias, None, None, None, None
+        return found, of_weight, of_bias, None, None, None, None, None
 
 
-def _whole_moments(own: Tensor, counts: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance of each channel over the samples and tiles."""
+def _whole_moments(own: Tensor, counts: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Mean and (biased) variance of each channel over the samples and pixels of all ranks."""
     dims = [dim for dim in range(own.dim()) if dim != 1]
     wide = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
     variance, mean = torch.var_mean(wide, dims, correction=0)
-    parts = mean.new_empty(grid.tile.degree, 2, mean.numel())
-    all_gather(parts.view(-1), torch.stack([mean, variance]).view(-1), grid.tile).wait()
+    parts = mean.new_empty(axis.degree, 2, mean.numel())
+    all_gather(parts.view(-1), torch.stack([mean, variance]).view(-1), axis).wait()
     shares = (counts / counts.sum()).to(mean.dtype).view(-1, 1)
     mean = (parts[:, 0] * shares).sum(0)
     variance = ((parts[:, 1] + (parts[:, 0] - mean).square()) * shares).sum(0)
     return mean, variance
 
 
-def _counts(grid: Grid, value: Tensor, place: Place | Share) -> Tensor:
-    """How many pixels (of one channel and all its samples) each rank of the tiles owns."""
-    if isinstance(place, Share):
-        counts = [value.numel() // value.shape[1]] * grid.tile.degree
+def _counts(axis: Axis, value: Tensor, place: Place | Share | None) -> Tensor:
+    """How many pixels (of one channel and all its samples) each rank of the axis owns; tiles are its innermost."""
+    if not isinstance(place, Place):
+        counts = [value.numel() // value.shape[1]]
     else:
         others = value.numel() // value.shape[1] // (value.shape[-1] * value.shape[-2])
         counts = [
@@ -98,13 +100,14 @@ def _counts(grid: Grid, value: Tensor, place: Place | Share) -> Tensor:
             for row in place.rows.owned
             for column in place.columns.owned
         ]
+    counts *= axis.degree // len(counts)
     return torch.tensor(counts, dtype=torch.float64, device=value.device)
 
 
 def batch_norm(
     grid: Grid,
     value: Tensor,
-    place: Place | Share,
+    place: Place | Share | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -116,9 +119,11 @@ def batch_norm(
     """F.batch_norm."""
     if not training:
         return F.batch_norm(value, running_mean, running_var, weight, bias, False, momentum, eps)
-    counts = _counts(grid, value, place)
-    tiles = None if isinstance(place, Share) else place
-    out, mean, variance = _Normalise.apply(value, weight, bias, counts, tiles, grid, eps)
+    axis = grid.batch if place is None else grid.samples or grid.tile  # what is whole, all tiles have alike
+    assert axis is not None
+    counts = _counts(axis, value, place)
+    tiles = place if isinstance(place, Place) else None
+    out, mean, variance = _Normalise.apply(value, weight, bias, counts, tiles, grid, axis, eps)
     if running_mean is not None and running_var is not None:
         num_pixels = counts.sum().to(variance.dtype)
         with torch.no_grad():
@@ -140,8 +145,8 @@ def group_norm(
     """F.group_norm: the groups of each sample as channels of one."""
     shape = value.shape
     grouped = value.reshape(1, shape[0] * num_groups, -1, *shape[-2:])  # [1, groups of all, channels.., rows, columns]
-    counts = _counts(grid, grouped, place)
-    out = _Normalise.apply(grouped, None, None, counts, place, grid, eps)[0].reshape(shape)
+    counts = _counts(grid.tile, grouped, place)
+    out = _Normalise.apply(grouped, None, None, counts, place, grid, grid.tile, eps)[0].reshape(shape)
     return _affine(out, weight, bias, [-1, *(1 for _ in shape[2:])])
 
 
@@ -162,8 +167,8 @@ def instance_norm(
         return F.instance_norm(value, running_mean, running_var, weight, bias, False, momentum, eps)
     shape = value.shape
     flat = value.reshape(1, shape[0] * shape[1], *shape[2:])
-    counts = _counts(grid, flat, place)
-    out, mean, variance = _Normalise.apply(flat, None, None, counts, place, grid, eps)
+    counts = _counts(grid.tile, flat, place)
+    out, mean, variance = _Normalise.apply(flat, None, None, counts, place, grid, grid.tile, eps)
     if running_mean is not None and running_var is not None:
         num_pixels = counts.sum().to(variance.dtype)
         unbiased = variance * (num_pixels / (num_pixels - 1))
@@ -179,8 +184,8 @@ def layer_norm(
     """F.layer_norm over the last `num_dims` dims, rows and columns among them."""
     shape = value.shape
     flat = value.reshape(1, -1, *shape[len(shape) - num_dims :])  # [1, samples, ..., rows, columns]
-    counts = _counts(grid, flat, place)
-    out = _Normalise.apply(flat, None, None, counts, place, grid, eps)[0].reshape(shape)
+    counts = _counts(grid.tile, flat, place)
+    out = _Normalise.apply(flat, None, None, counts, place, grid, grid.tile, eps)[0].reshape(shape)
     weight, bias = (None if one is None else to_tile(one, place, grid) for one in (weight, bias))
     return _affine(out, weight, bias, None)
 

@@ -30,6 +30,9 @@ class Grid:
 
     A dry run's `note` takes what backward will say, and its `layer` each operation that looks at neighbours: where its
     input and output lie, and what outputs need along rows and columns.
+
+    Where batch norms take statistics over ranks with other samples too, `samples` are all ranks with other pixels or
+    samples, and `batch` those with other samples.
     """
 
     rows: Axis
@@ -38,6 +41,8 @@ class Grid:
     draws: Draws | None = None
     note: Callable[[list[Call]], None] | None = None
     layer: Callable[[Place, Place, tuple[Needs, Needs]], None] | None = None
+    samples: Axis | None = None
+    batch: Axis | None = None
 
     def line(self, axis: Axis, size: int) -> Line:
         """A dim of which every rank holds what it owns."""
@@ -133,6 +138,9 @@ class Notes:
         for tensor in tensors_in(value):
             if place_of(tensor) is None and (known := self._found.get(_memory(tensor))) is not None:
                 put(tensor, known[1])
+
+    def __deepcopy__(self, memo: Any) -> Notes:
+        return Notes()  # of other memory; and weak references to storages are not to be copied
 
     def forget(self) -> None:
         """Drop what is about memory that is gone."""

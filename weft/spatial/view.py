@@ -7,21 +7,25 @@ needs whole images is where tiles are handed over (unless the plan says where).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import _disable_current_modes
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    handle_torch_function,
+    has_torch_function,
+)
 
-from weft.blocks import find_blocks
 from weft.errors import PlanError
 from weft.plan import Tile
 from weft.spatial import norms
-from weft.spatial.hand_over import from_share, own_part, own_samples, to_share, to_whole
+from weft.spatial.hand_over import from_share, own_samples, to_share, to_whole
 from weft.spatial.names import DRAWS, META, plain_name
 from weft.spatial.operands import draws, map_tensors
 from weft.spatial.place import Grid, Notes, Place, Share, place_of, put, tensors_in
@@ -30,19 +34,34 @@ from weft.spatial.shapes import shape_of
 from weft.spatial.wide import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
-Position = tuple[str, int]  # a block ("" for the root), and the number of a layer in it
+Position = tuple[str, int]  # a unit ("" for the root), and the number of a layer in it
+
+
+def hand_over(tensor: Tensor) -> Tensor:
+    """A tile to whole images, or to a share of the batch; the view says which, and without one nothing happens.
+
+    It is a function like torch's own, so that whoever watches those sees it.
+    """
+    if has_torch_function((tensor,)):
+        return handle_torch_function(hand_over, (tensor,), tensor)  # type: ignore[no-any-return]
+    return tensor
 
 
 class View(TorchFunctionMode):
     """How one rank sees its tiles. `path` names the module that runs, where someone keeps it.
 
-    `extras` says how many pixels beside its own a rank computes in some layers, which are known by the block that they
+    `extras` says how many pixels beside its own a rank computes in some layers, which are known by the unit that they
     are in and their number there. It saves exchanges and changes no result: what is missing is fetched anyway.
+
+    Of a stage of a pipeline (`is_staged`) the root's code runs with parts left out. What it does then is the same in
+    every cut of the model: its layers compute no more than their own, and fetch for themselves alone.
     """
 
-    def __init__(self, grid: Grid, tile: Tile, extras: Mapping[Position, Extra] | None = None) -> None:
+    def __init__(
+        self, grid: Grid, tile: Tile, extras: Mapping[Position, Extra] | None = None, is_staged: bool = False
+    ) -> None:
         super().__init__()
-        self.grid, self.tile, self.extras = grid, tile, extras or {}
+        self.grid, self.tile, self.extras, self.is_staged = grid, tile, extras or {}, is_staged
         self.notes = Notes()
         self.path: list[str] = []
         self.position: Position = ("", 0)
@@ -54,14 +73,19 @@ class View(TorchFunctionMode):
 
     def extra(self) -> Extra:
         """What the next layer is to compute beside its own."""
-        block, number = self.position
-        self.position = block, number + 1
-        return self.extras.get((block, number), NO_EXTRA)
+        unit, number = self.position
+        self.position = unit, number + 1
+        return NO_EXTRA if self._is_between else self.extras.get((unit, number), NO_EXTRA)
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether the code between the units of a stage runs."""
+        return self.is_staged and not self.position[0]
 
     @contextmanager
-    def inside(self, block: str) -> Iterator[None]:
-        """While a block runs."""
-        before, self.position = self.position, (block, 0)
+    def inside(self, unit: str) -> Iterator[None]:
+        """While a unit runs."""
+        before, self.position = self.position, (unit, 0)
         try:
             yield
         finally:
@@ -69,8 +93,12 @@ class View(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is hand_over:
+            return self.hand_over(args[0])
         places = [place for tensor in tensors_in((args, kwargs)) if (place := place_of(tensor)) is not None]
         if not places:
+            if self.grid.batch is not None and func is F.batch_norm:
+                return _batch_norm(self.grid, *args, **kwargs)
             return func(*args, **kwargs)
         name = str(getattr(func, "__name__", type(func).__name__))
         if isinstance(func, torch._ops.OpOverload):  # as fake tensors ask for their device
@@ -92,28 +120,28 @@ class View(TorchFunctionMode):
             rule = RULES.get(plain_name(name))
             if rule is None:
                 raise Unsupported("has no rule for tiles")
-            return rule(self, func, name, args, kwargs)
+            try:
+                return rule(self, func, name, args, kwargs)
+            finally:
+                if self._is_between:
+                    forget(tensors_in((args, kwargs)))
         except Unsupported as reason:
             raise self._refusal(name, str(reason), "") from None
         except NeedsWhole as reason:
             if self.tile.until:
                 raise self._refusal(name, f"cannot go on in tiles ({reason})", " earlier") from None
-            args, kwargs = self.hand_over((args, kwargs))
+            args, kwargs = map_tensors(self.hand_over, (args, kwargs))
             return self.__torch_function__(func, types, args, kwargs)
 
-    def hand_over(self, value: Any) -> Any:
-        """Tiles to whole images, or to shares of the batch; what is whole becomes a share where the plan names both."""
-
-        def change(tensor: Tensor) -> Tensor:
-            place = place_of(tensor)
-            if self.tile.hand_over == "batch":
-                if isinstance(place, Place):
-                    return put(*to_share(self.grid, tensor, place))
-                is_whole = place is None and self.tile.until and tensor.dim() > 1
-                return put(*own_samples(self.grid, tensor)) if is_whole else tensor
-            return put(to_whole(self.grid, tensor, place), None) if isinstance(place, Place) else tensor
-
-        return map_tensors(change, value)
+    def hand_over(self, tensor: Tensor) -> Tensor:
+        """A tile to whole images, or to a share of the batch; what is whole becomes a share where the plan has both."""
+        place = place_of(tensor)
+        if self.tile.hand_over == "batch":
+            if isinstance(place, Place):
+                return put(*to_share(self.grid, tensor, place))
+            is_whole = place is None and self.tile.until and tensor.dim() > 1
+            return put(*own_samples(self.grid, tensor)) if is_whole else tensor
+        return put(to_whole(self.grid, tensor, place), None) if isinstance(place, Place) else tensor
 
     def _to_tiles(self, target: Place, tensor: Tensor) -> Tensor:
         place = place_of(tensor)
@@ -132,7 +160,7 @@ class View(TorchFunctionMode):
         if plain in ("shape", "size", "numel", "nelement", "len"):
             return shape_of(self, func, name, args, kwargs)
         if plain == "batch_norm":
-            return put(norms.batch_norm(self.grid, args[0], share, *args[1:], **kwargs), share)
+            return put(_batch_norm(self.grid, *args, **kwargs), share)
         local = share.num_samples // self.grid.tile.degree
         if plain in ("view", "reshape", "expand"):
             sizes = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
@@ -152,95 +180,7 @@ class View(TorchFunctionMode):
         )
 
 
-# --- a model under the view
-
-
-class TiledModel:
-    """A model's forward on a rank's tile. `output` says how its last result lies: "tile", "whole" or "batch"."""
-
-    def __init__(self, model: nn.Module, view: View, sizes: tuple[int, int]) -> None:
-        self.view, self.sizes, self.output = view, sizes, "whole"
-        self._name, self._forward = type(model).__name__, model.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        grid, place = self.view.grid, Place.of(self.view.grid, self.sizes)
-        own = tuple(end - begin for begin, end in place.owned(grid))
-        images = [one for one in tensors_in((args, kwargs)) if one.dim() > 2 and tuple(one.shape[-2:]) == own]
-        if not images:
-            raise PlanError(
-                f"{self._name} was given no tile of {own[0]} × {own[1]} pixels, which is what the rank at row "
-                f"{grid.rows.index} and column {grid.columns.index} holds of images of {self.sizes[0]} × "
-                f"{self.sizes[1]}; cut them with weft.tile(image, mesh)"
-            )
-        self.view.notes.forget()
-        with self.view, self.view.inside(""):
-            for image in images:
-                put(image, place)
-            try:
-                output = self._forward(*args, **kwargs)
-            finally:
-                forget(images)
-                for image in images:
-                    put(image, None)
-        return self._finish(output)
-
-    def _finish(self, output: Any) -> Any:
-        found = {type(place_of(tensor)) for tensor in tensors_in(output) if tensor.dim()}
-        if len(found) > 1:
-            raise PlanError(
-                f"{self._name} returns tensors in tiles beside others that are whole; return one kind, or hand tiles "
-                f"over before them (tile.until)"
-            )
-        self.output = {Place: "tile", Share: "batch"}.get(found.pop() if found else type(None), "whole")
-
-        def finish(tensor: Tensor) -> Tensor:
-            place = place_of(tensor)
-            return put(own_part(tensor, place, self.view.grid) if isinstance(place, Place) else tensor, None)
-
-        return map_tensors(finish, output)
-
-
-def run_block(view: View, name: str, block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A block's forward, which recompute may call again in backward, outside of the view."""
-    try:
-        if view.is_on:
-            with torch._C.DisableTorchFunction():
-                view.notes.take_down((args, kwargs))
-            with view.inside(name):
-                return forward(*args, **kwargs)
-        view.notes.restore((args, kwargs))
-        with view, view.inside(name), _copied_buffers(block):
-            return forward(*args, **kwargs)
-    finally:
-        forget(tensors_in((args, kwargs)))
-
-
-@contextmanager
-def _copied_buffers(block: nn.Module) -> Iterator[None]:
-    """Running statistics have been counted in forward: what computes again changes copies of them."""
-    held = [(module, dict(module._buffers)) for module in block.modules() if module._buffers]
-    try:
-        with _disable_current_modes():  # selective recompute watches operations, and knows of none here
-            for module, buffers in held:
-                module._buffers.update({key: None if one is None else one.clone() for key, one in buffers.items()})
-        yield
-    finally:
-        for module, buffers in held:
-            module._buffers.update(buffers)
-
-
-def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunction():
-        return view.hand_over((args, kwargs))
-
-
-def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
-    """Let a model run on tiles of images of these sizes, from now on."""
-    for name, block in find_blocks(model).items():
-        setattr(block, "forward", partial(run_block, view, name, block, block.forward))  # noqa: B010 (a method to mypy)
-    if view.tile.until:
-        until = model.get_submodule(view.tile.until)
-        until.register_forward_pre_hook(partial(_before_until, view), with_kwargs=True)
-    tiled = TiledModel(model, view, sizes)
-    setattr(model, "forward", tiled)  # noqa: B010
-    return tiled
+def _batch_norm(grid: Grid, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    place = place_of(input)
+    assert not isinstance(place, Place)
+    return norms.batch_norm(grid, input, place, *args, **kwargs)
