@@ -18,6 +18,7 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 from weft import __version__
+from weft.agent import Restarts, Source, start_local
 from weft.checkpoint import steps
 from weft.config import Run, load_run
 from weft.display import (
@@ -33,8 +34,10 @@ from weft.display import (
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
-from weft.launch import Place, detect, start_local
+from weft.launch import Place, detect
+from weft.lock import locked
 from weft.models import LanguageConfig, VisionConfig
+from weft.nursery import Nursery
 from weft.plan_command import PlanOptions, predict_plan, search_plans, split_off_file
 from weft.planner.question import parse_count
 from weft.planning import ask_for, catalog_run, has_layout, planning_cluster, with_plan
@@ -44,6 +47,7 @@ from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train.loop import device_type, train
+from weft.train.resume import found_checkpoints
 from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
 from weft.verify import Report, verify_run
@@ -73,40 +77,12 @@ def train_command(
     as_json: Json = False,
 ) -> None:
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
-    run = load_run(run_file, overrides or [])
-    device_type(run)  # refuses one that is not there
     place = detect(os.environ)
-    console = _console(as_json)
-    if not has_layout(run):
-        run, overrides = _plan_first(run, place, console, overrides or [])
-    if run.train.timeline is not None:
-        refuse_timeline(run.plan, Path(run.train.timeline))
     if place is not None:
-        if fresh:
-            raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
-        _train_rank(run, place, as_json)
+        _train_under_launcher(load_run(run_file, overrides or []), place, fresh, as_json)
         return
-    if fresh:
-        _move_aside(run, console)
-    _show(run, console)
-    done = steps(run.folder / "checkpoints")
-    if done and done[-1] >= run.train.steps:
-        console.print(
-            f"\nThis run is finished: step {done[-1]} of {run.train.steps} is in {run.folder}. "
-            f"To start anew: weft train {run_file} --fresh. To go on: weft train {run_file} "
-            f"train.steps={done[-1] + run.train.steps}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    else:
-        _prepare(run, console)
-        if verify:
-            _verify(run, console)
-        _run_ranks(run, run_file, overrides or [], as_json)
-    if as_json:
-        print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
-    elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
-        (_show_sample if isinstance(run.model, LanguageConfig) else _show_accuracy)(run, run_file, console)
+    with Nursery(_run_as_rank, _import_for_ranks) as nursery:  # first: before this process has threads or a GPU
+        _train_here(nursery, run_file, overrides or [], verify, fresh, as_json)
 
 
 @app.command(
@@ -264,6 +240,61 @@ def main() -> None:
 # --- steps of `weft train`
 
 
+def _run_as_rank(arguments: list[str]) -> None:
+    """`weft ARGUMENTS` in a rank that was forked; its errors are the agent's to show."""
+    app(arguments, standalone_mode=False)
+
+
+def _import_for_ranks() -> None:
+    """What ranks would otherwise each import: optimizers and profiles need it, for seconds."""
+    import torch._dynamo  # noqa: F401
+
+
+def _train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> None:
+    device_type(run)  # refuses one that is not there
+    if fresh:
+        raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
+    if not has_layout(run):
+        run, _ = _plan_first(run, place, _console(as_json), [])
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    _train_rank(run, place, as_json)
+
+
+def _train_here(
+    nursery: Nursery, run_file: Path, overrides: list[str], verify: bool, fresh: bool, as_json: bool
+) -> None:
+    """The whole of it on this machine, with ranks from the nursery."""
+    run = load_run(run_file, overrides)
+    device_type(run)  # refuses one that is not there
+    console = _console(as_json)
+    if not has_layout(run):
+        run, overrides = _plan_first(run, None, console, overrides)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    if fresh:
+        _move_aside(run, console)
+    _show(run, console)
+    done = steps(run.folder / "checkpoints")
+    if done and done[-1] >= run.train.steps:
+        console.print(
+            f"\nThis run is finished: step {done[-1]} of {run.train.steps} is in {run.folder}. "
+            f"To start anew: weft train {run_file} --fresh. To go on: weft train {run_file} "
+            f"train.steps={done[-1] + run.train.steps}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    else:
+        _prepare(run, console)
+        if verify:
+            _verify(run, console)
+        _run_ranks(nursery, run, run_file, overrides, as_json)
+    if as_json:
+        print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
+    elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
+        (_show_sample if isinstance(run.model, LanguageConfig) else _show_accuracy)(run, run_file, console)
+
+
 def _plan_first(run: Run, place: Place | None, console: Console, overrides: list[str]) -> tuple[Run, list[str]]:
     """The run under the best plan for the devices that are there, and the overrides that say so to local ranks."""
     speaks = place is None or place.rank == 0
@@ -296,12 +327,18 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
         )
 
 
-def _run_ranks(run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:
+def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:
     if run.plan.num_ranks == 1:
         _train_rank(run, Place(), as_json)
         return
-    command = [sys.executable, "-m", "weft", "train", str(run_file), *overrides, *(["--json"] if as_json else [])]
-    status = start_local(run.plan.num_ranks, command, {})
+
+    def newest() -> Source:
+        found = found_checkpoints([run.folder / "checkpoints"])
+        return Source(found[0].step, str(found[0].path)) if found else Source()
+
+    arguments = ["train", str(run_file), *overrides, *(["--json"] if as_json else [])]
+    restarts = Restarts(run.restart.limit, run.restart.window_seconds)
+    status = start_local(nursery, run.plan.num_ranks, arguments, {}, restarts, newest)
     if status:
         raise SystemExit(status)
 
@@ -340,7 +377,8 @@ def _move_aside(run: Run, console: Console) -> None:
     number = 1
     while (aside := run.folder.with_name(f"{run.folder.name}.old-{number}")).exists():
         number += 1
-    run.folder.rename(aside)
+    with locked(run.folder):  # not under a job that runs
+        run.folder.rename(aside)
     console.print(f"moved the earlier run to {aside}")
 
 

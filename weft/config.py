@@ -106,6 +106,18 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class RestartConfig:
+    """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`."""
+
+    limit: int = 5
+    window_seconds: int = 3600
+
+    def __post_init__(self) -> None:
+        at_least("restart.limit", self.limit, 0)
+        at_least("restart.window_seconds", self.window_seconds, 1)
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Metrics always go to metrics.jsonl in the run folder; these are beside it."""
 
@@ -126,6 +138,7 @@ class Run:
     plan: Plan
     cluster: str = "local"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    restart: RestartConfig = field(default_factory=RestartConfig)
     log: LogConfig = field(default_factory=LogConfig)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -162,7 +175,7 @@ class Run:
             "folder": str(self.folder),
             "cluster": self.cluster,
             "model": _model_table(self),
-            **{key: to_table(getattr(self, key)) for key in ("data", "train", "plan", "checkpoint", "log")},
+            **{key: to_table(getattr(self, key)) for key in ("data", "train", "plan", "checkpoint", "restart", "log")},
         }
         lines, section = [], ""
         for line in dump_toml(tables).splitlines():
@@ -174,7 +187,7 @@ class Run:
         return "\n".join(lines) + "\n"
 
 
-_TABLES = ("model", "data", "train", "plan", "checkpoint", "log")
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "log")
 _VALUES = ("name", "folder", "cluster")
 # Tables that a bare number is short for, and the key that it stands for.
 _SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": "degree", "plan.tensor": "x"}
@@ -217,6 +230,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         plan=build_dataclass(Plan, tables.get("plan", {}), "plan"),
         cluster=tables.get("cluster", "local"),
         checkpoint=build_dataclass(CheckpointConfig, tables.get("checkpoint", {}), "checkpoint"),
+        restart=build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
         log=build_dataclass(LogConfig, tables.get("log", {}), "log"),
         origins=origins,
     )

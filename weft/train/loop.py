@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -20,11 +20,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.checkpoint import Checkpoint, Saver, latest
+from weft.checkpoint import Saver
 from weft.comm import broadcast
 from weft.config import Run
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import ConfigError
 from weft.launch import Place, check_world, init_process_group, shutdown
+from weft.lock import locked
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
@@ -34,12 +35,14 @@ from weft.parallel.layout import MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
 from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
+from weft.status import Status
 from weft.strategy import Values
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.documents import has_separate_documents, separate_documents
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
+from weft.train.resume import resume
 from weft.train.schedule import learning_rate
-from weft.train.state import load_state, make_optimizer, pieces_to_save
+from weft.train.state import make_optimizer, pieces_to_save
 from weft.train.step import evaluate, train_step
 from weft.train.stop import Stop
 from weft.train.task import task_of
@@ -75,7 +78,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         refuse_timeline(run.plan, Path(run.train.timeline))
     objective = task_of(run).objective
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
-    with _world(run, place) as mesh:
+    status = Status(os.environ, place.rank)
+    with locked(run.folder) if place.rank == 0 else nullcontext(), _world(run, place) as mesh:
         _set_determinism(run)
         model = parallelize(
             _build(run), run.plan, mesh, _values(run), partial(example_inputs, run), partial(example_loss, run)
@@ -85,7 +89,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         data = data.on_tile(mesh)
         optimizer = make_optimizer(model, run.train)
         saver = _saver(run, mesh)
-        step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
+        step = resume(run, model, optimizer, data, mesh, reporter.say if mesh.is_first else lambda message: None)
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
             _report_skipped(data, log, step, reporter)
@@ -93,6 +97,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         loss: float | None = None
         evaluation: dict[str, float] = {}
         while step < run.train.steps and not stop.agreed:
+            status.note("training", step)
             rate = _set_learning_rate(run, optimizer, step)
             batches = data.batches(run, step, mesh["batch"], mesh.device)
             seed_dropout = partial(_seed_dropout, run, step, mesh)
@@ -191,48 +196,6 @@ def _saver(run: Run, mesh: Mesh) -> Saver:
         keep_last=run.checkpoint.keep_last,
         keep_every=run.checkpoint.keep_every,
     )
-
-
-def _resume(run: Run, model: nn.Module, optimizer: Optimizer, data: TrainingData, reporter: Reporter | None) -> int:
-    """Load the newest checkpoint of the run folder, if there is one, and return the step to go on from."""
-    path = latest(run.folder / "checkpoints")
-    if path is None:
-        return 0
-    checkpoint = Checkpoint(path)
-    found = checkpoint.state.get("data", {}).get("fingerprint")
-    if found != data.fingerprint:
-        raise CheckpointError(
-            f"{path} was trained on other data (fingerprint {found}, now {data.fingerprint}); give the same data (and "
-            f"tokenizer), or start anew in another folder (folder = ...)"
-        )
-    _refuse_other_model(checkpoint, run)
-    _refuse_other_order(checkpoint, run)
-    load_state(checkpoint, model, optimizer)
-    if reporter is not None:
-        reporter.say(f"resumed at step {checkpoint.step} from {path}")
-    return checkpoint.step
-
-
-def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
-    """Shapes do not tell: other rotary frequencies, say, would go on in silence with another network."""
-    saved, now = checkpoint.state["model"], to_table(run.model)
-    for key in {**now, **saved}:
-        if saved.get(key) != now.get(key):
-            raise CheckpointError(
-                f"{checkpoint.path} was trained with model.{key} = {saved.get(key)}, now it is {now.get(key)}; give "
-                f"the same model, or start anew in another folder (folder = ...)"
-            )
-
-
-def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:
-    """The order of samples follows from seed, step and batch: with another, data would be skipped or repeated."""
-    batch, seed = checkpoint.state["data"]["samples"] // max(1, checkpoint.step), checkpoint.state["seed"]
-    if (batch, seed) != (run.split.batch, run.train.seed):
-        raise CheckpointError(
-            f"{checkpoint.path} was trained with {batch} {run.split.samples} a step and seed {seed}, now "
-            f"{run.split.batch} and {run.train.seed}; keep both (any plan may change), or start anew in another folder "
-            f"(folder = ...)"
-        )
 
 
 def _report_skipped(data: TrainingData, log: MetricsLog, step: int, reporter: Reporter) -> None:
