@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
+import uuid
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +36,7 @@ from weft.display import (
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
-from weft.launch import Place, detect
+from weft.launch import LOCAL_RUN_ID_PREFIX, Place, detect
 from weft.lock import locked
 from weft.models import LanguageConfig, VisionConfig
 from weft.nursery import Nursery
@@ -48,6 +50,7 @@ from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train.loop import device_type, train
 from weft.train.resume import found_checkpoints
+from weft.train.shared_memory import complete_steps, job_folder
 from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
 from weft.verify import Report, verify_run
@@ -332,13 +335,21 @@ def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str],
         _train_rank(run, Place(), as_json)
         return
 
+    run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
+    copies = job_folder(run_id) if run.checkpoint.memory_every is not None else None
+
     def newest() -> Source:
-        found = found_checkpoints([run.folder / "checkpoints"])
-        return Source(found[0].step, str(found[0].path)) if found else Source()
+        in_memory = complete_steps(copies) if copies is not None else []
+        found = found_checkpoints(run.folder / "checkpoints", in_memory)
+        return Source(found[0].step, str(found[0].path or "memory")) if found else Source()
 
     arguments = ["train", str(run_file), *overrides, *(["--json"] if as_json else [])]
     restarts = Restarts(run.restart.limit, run.restart.window_seconds)
-    status = start_local(nursery, run.plan.num_ranks, arguments, {}, restarts, newest)
+    try:
+        status = start_local(nursery, run.plan.num_ranks, arguments, {"TORCHELASTIC_RUN_ID": run_id}, restarts, newest)
+    finally:
+        if copies is not None:
+            shutil.rmtree(copies, ignore_errors=True)
     if status:
         raise SystemExit(status)
 

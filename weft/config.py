@@ -91,15 +91,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save (every n steps, and always at the end) and what to keep."""
+    """When to save (every n steps, and always at the end) and what to keep; `memory_every` keeps copies in memory."""
 
     every: int | None = None
+    memory_every: int | None = None
     keep_last: int = 2
     keep_every: int | None = None
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("every", "keep_last", "keep_every"):
+        for name in ("every", "memory_every", "keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None:
                 at_least(f"checkpoint.{name}", value, 1)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -39,9 +39,11 @@ from weft.status import Status
 from weft.strategy import Values
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.documents import has_separate_documents, separate_documents
+from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
-from weft.train.resume import resume
+from weft.train.resume import Trained, resume
 from weft.train.schedule import learning_rate
+from weft.train.shared_memory import folder_of
 from weft.train.state import make_optimizer, pieces_to_save
 from weft.train.step import evaluate, train_step
 from weft.train.stop import Stop
@@ -89,7 +91,9 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         data = data.on_tile(mesh)
         optimizer = make_optimizer(model, run.train)
         saver = _saver(run, mesh)
-        step = resume(run, model, optimizer, data, mesh, reporter.say if mesh.is_first else lambda message: None)
+        say = reporter.say if mesh.is_first else lambda message: None
+        memory = _memory(run, mesh, place, say)
+        step = resume(Trained(run, model, optimizer, data, mesh), memory, say)
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
             _report_skipped(data, log, step, reporter)
@@ -121,10 +125,15 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.write("evaluation", step, evaluation)
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
+            if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
+                memory.save(step, pieces_to_save(model, optimizer, mesh), _state(run, step, data))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
-                _save(run, saver, step, model, optimizer, mesh, data)
+                pieces = pieces_to_save(model, optimizer, mesh)
+                saver.save(step, pieces, _state(run, step, data), asynchronous=run.checkpoint.asynchronous)
                 clock.skip(step)
         saver.wait(published=True)
+        if memory is not None:
+            memory.close()
         _draw_step(run, model, mesh, reporter)
         stop.close()  # last: a signal must not end a rank that still writes
         if log is not None:
@@ -198,6 +207,14 @@ def _saver(run: Run, mesh: Mesh) -> Saver:
     )
 
 
+def _memory(run: Run, mesh: Mesh, place: Place, say: Callable[[str], None]) -> MemoryCopies | None:
+    """Copies in memory, where they are asked for and somebody would start the ranks again."""
+    folder = folder_of(os.environ)
+    if run.checkpoint.memory_every is None or folder is None or place.num_ranks == 1:
+        return None
+    return MemoryCopies(folder, mesh, place, say)
+
+
 def _report_skipped(data: TrainingData, log: MetricsLog, step: int, reporter: Reporter) -> None:
     """Say what is left out of the data, once and with a name."""
     name, reason = next(iter(data.skipped.items()))
@@ -267,14 +284,12 @@ def _draw_step(run: Run, model: nn.Module, mesh: Mesh, reporter: Reporter) -> No
         reporter.say(f"drew the last step to {run.train.timeline}")
 
 
-def _save(
-    run: Run, saver: Saver, step: int, model: nn.Module, optimizer: Optimizer, mesh: Mesh, data: TrainingData
-) -> None:
-    state = {
+def _state(run: Run, step: int, data: TrainingData) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors."""
+    return {
         "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
         "seed": run.train.seed,
         "model": to_table(run.model),
         "plan": run.plan.to_toml(),
         "run": run.to_toml(),
     }
-    saver.save(step, pieces_to_save(model, optimizer, mesh), state, asynchronous=run.checkpoint.asynchronous)

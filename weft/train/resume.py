@@ -7,22 +7,21 @@ samples is never passed over: it is an error of the user's, and going on from an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from weft.checkpoint import Checkpoint, steps
 from weft.checkpoint.folder import step_name
-from weft.comm import all_reduce
 from weft.config import Run
 from weft.errors import CheckpointError, DamagedError
 from weft.mesh import Mesh
 from weft.schema import to_table
 from weft.train.batches import TrainingData
+from weft.train.memory import MemoryCopies, all_agree
 from weft.train.state import load_state
 
 DAMAGED_PREFIX = "damaged-"
@@ -30,57 +29,72 @@ DAMAGED_PREFIX = "damaged-"
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint, by its name; whether its files are whole is seen when they are read."""
+    """A complete checkpoint, by its name, or in memory; whether its files are whole is seen when they are read."""
 
     step: int
-    path: Path
+    path: Path | None = None
 
 
-def found_checkpoints(folders: list[Path]) -> list[Found]:
-    """The complete checkpoints in some folders, newest first; of one step, that of the folder named first."""
-    found = {step: Found(step, folder / step_name(step)) for folder in reversed(folders) for step in steps(folder)}
-    return [found[step] for step in sorted(found, reverse=True)]
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint is to fill, and what it must belong to."""
+
+    run: Run
+    model: nn.Module
+    optimizer: Optimizer
+    data: TrainingData
+    mesh: Mesh
 
 
-def resume(
-    run: Run, model: nn.Module, optimizer: Optimizer, data: TrainingData, mesh: Mesh, say: Callable[[str], None]
-) -> int:
+def found_checkpoints(folder: Path, in_memory: Sequence[int]) -> list[Found]:
+    """The complete checkpoints, newest first; of one step, that in memory."""
+    found = [Found(step, folder / step_name(step)) for step in steps(folder)] + [Found(step) for step in in_memory]
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path is None), reverse=True)
+
+
+def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], None]) -> int:
     """Load the newest checkpoint that is whole, if there is one, and return the step to go on from."""
+    folder, world = trained.run.folder / "checkpoints", trained.mesh["world"]
+    step = 0
     damage: DamagedError | None = None
-    for found in found_checkpoints([run.folder / "checkpoints"]):
-        damage = _try(found, run, model, optimizer, data)
-        if _all_did(damage is None, mesh):
-            say(f"resumed at step {found.step} from {found.path}")
-            return found.step
-        damage = damage or DamagedError(f"{found.path} cannot be used: another rank could not read its part")
-        say(f"{damage}: it is kept as {DAMAGED_PREFIX}{found.path.name} and the one before is used")
-        if mesh.is_first:
-            _put_aside(found.path)
+    for found in found_checkpoints(folder, memory.steps() if memory is not None else []):
+        damage = _try(found, trained, memory)
+        if all_agree(damage is None, world):
+            step = found.step
+            say(f"resumed at step {step} from {found.path or 'memory'}")
+            break
+        damage = damage or DamagedError(f"step {found.step}: another rank could not read its part")
+        if found.path is None:
+            say(f"{damage}; older copies and checkpoints are tried")
+        else:
+            say(f"{damage}. It is kept as {DAMAGED_PREFIX}{found.path.name}")
+            if trained.mesh.is_first:
+                _put_aside(found.path)
+    if memory is not None:
+        memory.forget_after(step)
     if damage is not None:
         raise CheckpointError(
-            f"no checkpoint in {run.folder / 'checkpoints'} is whole; the last that was tried: {damage}. To start "
-            f"anew, choose another folder (folder = ...)"
+            f"no checkpoint in {folder} is whole; the last that was tried: {damage}. To start anew, choose another "
+            f"folder (folder = ...)"
         )
-    return 0
+    return step
 
 
-def _try(found: Found, run: Run, model: nn.Module, optimizer: Optimizer, data: TrainingData) -> DamagedError | None:
+def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> DamagedError | None:
     """Read this rank's part; what is wrong with the files, if anything is."""
     try:
-        checkpoint = Checkpoint(found.path)
-        _refuse_other_data(checkpoint, data)
-        _refuse_other_model(checkpoint, run)
-        _refuse_other_order(checkpoint, run)
-        load_state(checkpoint, model, optimizer)
+        path = found.path
+        if path is None:
+            assert memory is not None, "who found it?"
+            path = memory.assemble(found.step)
+        checkpoint = Checkpoint(path)
+        _refuse_other_data(checkpoint, trained.data)
+        _refuse_other_model(checkpoint, trained.run)
+        _refuse_other_order(checkpoint, trained.run)
+        load_state(checkpoint, trained.model, trained.optimizer)
     except DamagedError as error:
         return error
     return None
-
-
-def _all_did(mine: bool, mesh: Mesh) -> bool:
-    flag = torch.tensor([int(mine)], dtype=torch.int32)
-    all_reduce(flag, mesh["world"], "min").wait()
-    return bool(flag.item())
 
 
 def _put_aside(path: Path) -> None:
