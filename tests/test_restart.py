@@ -14,7 +14,10 @@ from restarts_for_tests import (
     table,
     train_under_agent,
 )
-from runs_for_tests import DEEP, losses, make_run, write_run_file
+from runs_for_tests import DEEP, losses, make_run, train_on_ranks, write_run_file
+
+from weft.checkpoint import steps
+from weft.local import LocalError
 
 SAMPLE = {"data 2 x shard 2": [(0, 1), (2, 5), (3, 12)], "pipe 4": [(1, 2), (0, 7)]}
 
@@ -52,3 +55,40 @@ def test_every_rank_at_every_step(layout: str, tmp_path: Path, capfd: pytest.Cap
     seconds = kill_all(layout, kills, tmp_path, capfd)
     with capfd.disabled():
         print("\n" + table({layout: seconds}))
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00001.safetensors"])
+def test_a_damaged_checkpoint_is_passed_over(file: str, tmp_path: Path) -> None:
+    """Rank 1's pieces are read by rank 1 alone: both ranks must go back."""
+    run_file = write_run_file(tmp_path)
+    run, whole = make_run(run_file, "damaged", "plan.shard=2"), make_run(run_file, "whole", "plan.shard=2")
+    train_on_ranks(make_run(run_file, "damaged", "plan.shard=2", "train.steps=9", "train.schedule=constant"))
+    flip_a_bit(run.folder / "checkpoints" / "step-00000009" / file)
+    again = make_run(run_file, "damaged", "plan.shard=2", "train.schedule=constant")
+    train_on_ranks(again)
+    train_on_ranks(make_run(run_file, "whole", "plan.shard=2", "train.schedule=constant"))
+    assert losses(run.folder) == losses(whole.folder)
+    assert (run.folder / "checkpoints" / "damaged-step-00000009").is_dir()
+    assert steps(run.folder / "checkpoints") == [3, 6, 9, 12, 15]  # and a whole one in its place
+
+
+def test_a_run_of_damaged_checkpoints_does_not_start_anew(tmp_path: Path) -> None:
+    run = make_run(write_run_file(tmp_path), "damaged", "train.steps=3")
+    train_on_ranks(run)
+    flip_a_bit(run.folder / "checkpoints" / "step-00000003" / "rank-00000.safetensors")
+    with pytest.raises(LocalError, match=r"no checkpoint in .* is whole; the last that was tried: .*SHA-256"):
+        train_on_ranks(run)
+
+
+def test_a_checkpoint_of_something_else_is_not_passed_over(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    train_on_ranks(make_run(run_file, "other", "train.steps=3"))
+    with pytest.raises(LocalError, match=r"was trained with 16 sequences a step and seed 0, now 16 and 1"):
+        train_on_ranks(make_run(run_file, "other", "train.seed=1"))
+    assert steps(tmp_path / "other" / "checkpoints") == [3]
