@@ -119,26 +119,28 @@ class _Loss:
     codes: Mapping[int, int]
     culprit: int | None
     failure: Failure | None
-    step: int | None
+    step: int | None  # that the rank at fault had finished
+    done: int  # that any rank had finished
     began_at: int
 
     @staticmethod
     def of(folder: Path, codes: Mapping[int, int], num_ranks: int, began_at: int) -> _Loss:
         codes = {rank: code for rank, code in codes.items() if code}
-        seen = [found.step for rank in range(num_ranks) if (found := last_seen(folder, rank)) is not None]
-        step = max(seen, default=None)
+        seen = {rank: found.step for rank in range(num_ranks) if (found := last_seen(folder, rank)) is not None}
+        done = max(seen.values(), default=began_at)
+        killed = [rank for rank, code in codes.items() if code < 0]
         left = failures(folder, num_ranks)
-        if not left or any(code < 0 for code in codes.values()):  # a killed rank explains the others' errors
-            return _Loss(codes, None, None, step, began_at)
+        if killed or not left:  # a killed rank explains the others' errors
+            return _Loss(codes, None, None, seen.get(min(killed or codes)), done, began_at)
         culprit = next(iter(left))
-        return _Loss(codes, culprit, left[culprit], step, began_at)
+        return _Loss(codes, culprit, left[culprit], seen.get(culprit), done, began_at)
 
     @property
     def may_come_right(self) -> bool:
         """Whether another attempt may end better. Kills may; an error must have let some step pass."""
         if any(code < 0 for code in self.codes.values()):
             return True
-        return self.failure is not None and not self.failure.final and (self.step or 0) > self.began_at
+        return self.failure is not None and not self.failure.final and self.done > self.began_at
 
     @property
     def status(self) -> int:
@@ -165,9 +167,8 @@ class _Loss:
     def paragraph(self, source: Source, number: int, restarts: Restarts) -> str:
         """Who died, how, when, from where it goes on, and what was lost."""
         trace = f"{self.failure.trace}\n" if self.failure is not None else ""
-        done = source.step if self.step is None else max(self.step, source.step)
         when = "before the first step" if self.step is None else f"in step {self.step + 1}"
-        again = done - source.step
+        again = max(0, self.done - source.step)
         lost = "no finished step is lost" if not again else f"{again} finished step{'s' * (again > 1)} to do again"
         return (
             f"{trace}weft: {self._who()}, {when}. All ranks start again (restart {number} of at most {restarts.limit} "

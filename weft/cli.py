@@ -36,13 +36,13 @@ from weft.display import (
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
-from weft.launch import LOCAL_RUN_ID_PREFIX, Place, detect
+from weft.launch import LOCAL_RUN_ID_PREFIX, Place, detect, is_elastic
 from weft.lock import locked
 from weft.models import LanguageConfig, VisionConfig
 from weft.nursery import Nursery
 from weft.plan_command import PlanOptions, predict_plan, search_plans, split_off_file
 from weft.planner.question import parse_count
-from weft.planning import ask_for, catalog_run, has_layout, planning_cluster, with_plan
+from weft.planning import ask_for, catalog_run, fit_to_ranks, has_layout, planning_cluster, with_plan
 from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.schema import inline, to_table
 from weft.train.batches import prepare_data
@@ -69,6 +69,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables
 
 MAX_VERIFIED_RANKS = 8
 PROMPT = "def "
+UNFINISHED = 75  # the exit status for "try again later" (EX_TEMPFAIL)
 
 
 @app.command("train", epilog="Example: weft train examples/quickstart.toml train.steps=50")
@@ -259,9 +260,24 @@ def _train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) ->
         raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
     if not has_layout(run):
         run, _ = _plan_first(run, place, _console(as_json), [])
+    elif is_elastic(os.environ, place):
+        run = _fit(run, place, as_json)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
     _train_rank(run, place, as_json)
+
+
+def _fit(run: Run, place: Place, as_json: bool) -> Run:
+    """The run for the ranks that a launcher found, which may be others after a restart."""
+    fitted = fit_to_ranks(run, place)
+    if fitted is not run and place.rank == 0:
+        _console(as_json).print(
+            f"the plan needs {run.plan.num_ranks} ranks ({run.plan.describe_axes()}) and {place.num_ranks} are there: "
+            f"it goes on as {fitted.plan.describe_axes()}, {fitted.split.identity(fitted.plan)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return fitted
 
 
 def _train_here(
@@ -328,6 +344,8 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
         _console(True).print(
             f"stopped at step {outcome.step} and saved; run the same command to go on", highlight=False
         )
+    if not outcome.finished and is_elastic(os.environ, place):
+        raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts come: they must not look as if all were done
 
 
 def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:

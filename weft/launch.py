@@ -16,6 +16,7 @@ import math
 import os
 import re
 import socket
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _COMMANDS: dict[Launcher, str] = {
 }
 # The elastic run id of ranks that weft's own agent started, which is how they know it was not torchrun.
 LOCAL_RUN_ID_PREFIX = "weft-local-"
+_MEETING_POLL_SECONDS = 0.01
 # SLURM numbers what is not an srun (batch scripts, interactive shells) above this.
 _SLURM_MAX_STEP_ID = 0xFFFFFFF0
 
@@ -182,6 +184,11 @@ def _integers(environ: Mapping[str, str], names: Sequence[str], command: str) ->
     return [int(environ[name]) for name in names]
 
 
+def is_elastic(environ: Mapping[str, str], place: Place) -> bool:
+    """Whether torchrun may start the ranks again, and then perhaps others: with --max-restarts above 0."""
+    return place.launcher == "torchrun" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def check_world(place: Place, num_ranks: int, degrees: Mapping[str, int]) -> None:
     """Refuse a job whose launcher started more or fewer processes than the plan's degrees need."""
     if place.num_ranks == num_ranks:
@@ -257,11 +264,7 @@ def _numbers(ranges: str, nodelist: str) -> list[str]:
 
 
 def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: timedelta) -> torch.device:
-    """Join the world group and return this rank's device. `timeout` bounds the meeting and every collective.
-
-    The store's keys carry the elastic restart count: after a restart the agent's store still holds the addresses of
-    the dead ranks, which the new ones must not read.
-    """
+    """Join the world group and return this rank's device. `timeout` bounds the meeting and every collective."""
     rank_device = torch.device("cpu") if device == "cpu" else torch.device("cuda", _cuda_index(place))
     if device == "cuda":
         torch.cuda.set_device(rank_device)
@@ -270,21 +273,48 @@ def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: ti
     address, port = rendezvous(os.environ, place)
     try:
         store = _open_store(address, port, place, timeout)
+        meeting = _agree_on_meeting(store, place, timeout)
     except (OSError, dist.DistError) as error:
         raise LaunchError(
             f"rank {place.rank} of {place.num_ranks} did not meet the others at {address}:{port} ({error}); "
             "start every rank, or export another MASTER_ADDR and MASTER_PORT"
         ) from error
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        store=PrefixStore(f"weft/restart-{restart}", store),
+        store=PrefixStore(f"weft/{meeting}", store),
         rank=place.rank,
         world_size=place.num_ranks,
         timeout=timeout,
         device_id=None if device == "cpu" else rank_device,
     )
     return rank_device
+
+
+def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
+    """A random name for this start of these ranks, under which their keys are.
+
+    After a restart torchrun's store still holds the addresses of dead ranks, which must not be read; and its count of
+    restarts differs between agents of which one came later. Each rank says a random word and waits for rank 0's answer
+    to that word; rank 0 goes on answering until as many ranks as there should be have heard it.
+    """
+    own = os.urandom(8).hex()
+    if place.rank > 0:
+        store.set(f"weft/word/{place.rank}", own)
+        store.wait([f"weft/answer/{own}"], timeout)
+        meeting = store.get(f"weft/answer/{own}").decode()
+        store.add(f"weft/{meeting}/heard", 1)
+        return meeting
+    answered = dict.fromkeys(range(1, place.num_ranks), "")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while store.add(f"weft/{own}/heard", 0) < len(answered):
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks are missing after {timeout.total_seconds():.0f} s")
+        for rank, word in answered.items():
+            if store.check([f"weft/word/{rank}"]) and (said := store.get(f"weft/word/{rank}").decode()) != word:
+                answered[rank] = said
+                store.set(f"weft/answer/{said}", own)
+        time.sleep(_MEETING_POLL_SECONDS)
+    return own
 
 
 def shutdown() -> None:
@@ -313,7 +343,7 @@ def _open_store(address: str, port: int, place: Place, timeout: timedelta) -> St
     return TCPStore(address, port, place.num_ranks, serves, timeout)
 
 
-def _serve_loopback(port: int, num_ranks: int, timeout: timedelta) -> TCPStore:
+def _serve_loopback(port: int, num_ranks: int | None, timeout: timedelta) -> TCPStore:
     """A store that only this host can reach; TCPStore by itself listens on every interface."""
     given = os.environ.pop(LISTENER_VARIABLE, None)  # bound before the ranks were forked
     listener = socket.socket(fileno=int(given)) if given is not None else socket.create_server((LOOPBACK, port))
