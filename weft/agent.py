@@ -26,6 +26,7 @@ from weft.nursery import SAVE_SECONDS, Nursery
 from weft.status import FOLDER_VARIABLE, Failure, clear, failures, last_seen
 
 _POLL_SECONDS = 0.1
+_CAUSE_SECONDS = 0.5  # for the cause of an error to show
 _END_SECONDS = 30.0  # for ranks that were asked to end, once one of them has failed
 _SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends as well: copies are one request
 
@@ -92,9 +93,10 @@ def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop) -> dict[int, int]
         while len(codes) < len(pids) and not any(codes.values()):
             stop.look_at_the_clock()
             death = nursery.death(_POLL_SECONDS)
-            while death is not None:  # all that are known by now
+            while death is not None:  # and those that come with it: of a rank that is killed, its peers know first
                 codes[death.rank] = death.status
-                death = nursery.death(0)
+                is_explained = not any(codes.values()) or min(codes.values()) < 0
+                death = nursery.death(0 if is_explained else _CAUSE_SECONDS)
         deadline = time.monotonic() + _END_SECONDS
         while stop.order is not None and len(codes) < len(pids) and time.monotonic() < deadline:
             death = nursery.death(_POLL_SECONDS)  # all were asked to end: the others may still be at it
