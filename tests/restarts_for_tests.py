@@ -23,10 +23,12 @@ from weft.config import Run, load_run
 from weft.launch import LOCAL_RUN_ID_PREFIX, detect
 from weft.nursery import Nursery
 from weft.train import loop
+from weft.train.batches import TrainingData
 from weft.train.resume import found_checkpoints
 from weft.train.shared_memory import complete_steps, job_folder
 
 NUM_STEPS = 12
+HANG_SECONDS = 10.0
 OVERRIDES = [f"train.steps={NUM_STEPS}", "checkpoint.every=5", "checkpoint.memory_every=1"]
 RESTARTED_LAYOUTS = {
     "data 2 x shard 2": ["plan.data=2", "plan.shard=2"],
@@ -41,6 +43,7 @@ class Kill:
     rank: int
     step: int
     call: int
+    how: str = "kill"  # or "hang": it sleeps at that call; or "hang in loading", before the step
 
     @staticmethod
     def drawn(rank: int, step: int) -> Kill:
@@ -60,7 +63,11 @@ def rank_main(arguments: list[str]) -> None:
     def record(ledger: Ledger, *arguments: Any) -> None:
         dying.record(ledger, *arguments)
 
-    with patch.object(loop, "train_step", dying.train_step), patch.object(Ledger, "record", record):
+    with (
+        patch.object(loop, "train_step", dying.train_step),
+        patch.object(Ledger, "record", record),
+        patch.object(TrainingData, "batches", lambda data, *arguments: dying.batches(data, *arguments)),
+    ):
         loop.train(run, place, Silent())
 
 
@@ -69,18 +76,23 @@ class _Dying:
 
     def __init__(self, kill: Kill | None, folder: Path) -> None:
         self._kill, self._folder = kill, folder
-        self._record, self._train_step = Ledger.record, loop.train_step
+        self._record, self._train_step, self._batches = Ledger.record, loop.train_step, TrainingData.batches
         self._step = self._calls = 0
 
     def train_step(self, *arguments: Any, **named: Any) -> Any:
         self._step, self._calls = self._step + 1, 0
         result = self._train_step(*arguments, **named)
         if self._kill is not None and self._kill.step == self._step:
-            self._die()
+            self._die()  # it had fewer calls
         stepped = self._folder / "stepped"
         if not stepped.exists() and os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
             stepped.write_text(str(time.time()))
         return result
+
+    def batches(self, data: TrainingData, *arguments: Any) -> Any:
+        if self._kill is not None and self._kill.how == "hang in loading" and self._kill.step == self._step + 1:
+            self._die()
+        return self._batches(data, *arguments)
 
     def record(self, ledger: Ledger, *arguments: Any) -> None:
         self._record(ledger, *arguments)
@@ -91,6 +103,8 @@ class _Dying:
 
     def _die(self) -> None:
         (self._folder / "killed").write_text(str(time.time()))
+        if self._kill is not None and self._kill.how != "kill":
+            time.sleep(1000)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -112,7 +126,9 @@ def train_under_agent(run_file: Path, run: Run, overrides: list[str], kill: Kill
     }
     environ = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": run_id}
     with Nursery(rank_main) as nursery:
-        status = start_local(nursery, run.plan.num_ranks, [json.dumps(spec)], environ, Restarts(1, 600), newest)
+        restarts = Restarts(1, 600, HANG_SECONDS)
+        arguments = [json.dumps(spec)]
+        status = start_local(nursery, run.plan.num_ranks, arguments, environ, restarts, newest, run.folder)
     assert status == 0
     assert not job_folder(run_id).exists()
     assert (folder / "killed").exists() == (kill is not None)

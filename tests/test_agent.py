@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,13 @@ def run(main: Callable[[], object], restarts: Restarts = LIMIT, newest: Callable
         return start_local(nursery, 2, [], {}, restarts, newest)
 
 
+def begin_step(step: int) -> Status:
+    status = Status(os.environ, rank())
+    status.step_begins(step)
+    status.phase("forward and backward")
+    return status
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -43,7 +51,7 @@ def die() -> None:
 def fail_after_step_7(error: Exception) -> None:
     """Rank 1 fails once, after step 7; the other waits, as in a collective."""
     if attempt() == 0:
-        Status(os.environ, rank()).note("training", 7)
+        begin_step(7)
         if rank() == 1:
             raise error
         time.sleep(DEADLINE_SECONDS)
@@ -52,7 +60,7 @@ def fail_after_step_7(error: Exception) -> None:
 def test_a_killed_rank_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
         if attempt() == 0:
-            Status(os.environ, rank()).note("training", 7)
+            begin_step(7)
             if rank() == 1:
                 die()
             time.sleep(0.2)  # and then this rank loses the other
@@ -81,7 +89,7 @@ def test_a_lost_message_is_tried_again(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_an_error_before_a_step_was_done_would_come_again(capfd: pytest.CaptureFixture[str]) -> None:
     def main() -> None:
-        Status(os.environ, rank()).note("training", 5)
+        begin_step(5)
         raise ValueError("wrong from the start")
 
     assert run(main, newest=lambda: Source(5, "a checkpoint")) == 1
@@ -196,3 +204,100 @@ def test_a_run_folder_is_for_one_job_and_free_when_its_holder_is_killed(tmp_path
         holder.kill()
     with locked(folder):
         pass
+
+
+# --- the watch over hangs
+
+
+def work_and_hang(hangs: Callable[[Status], object]) -> None:
+    """Rank 1 hangs in its third step; rank 0 waits for it in an all-reduce that was its second call."""
+    status = begin_step(0)
+    for step in range(3):
+        status.step_begins(step)
+        status.phase("forward and backward")
+        time.sleep(0.1)
+    status.num_calls += 1
+    if attempt() == 0:
+        if rank() == 1:
+            hangs(status)
+        else:
+            status.num_calls += 1
+            status.wait_begins("all_reduce over data (#2)")
+        time.sleep(DEADLINE_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("hangs", "where"),
+    [
+        (lambda status: status.phase("loading data"), "loading data of step 3 (after 1 collectives)"),
+        (
+            lambda status: status.wait_begins("forward of micro-batch 2 over pipe"),
+            "forward of micro-batch 2 over pipe of step 3 (after 1 collectives)",
+        ),
+    ],
+)
+def test_a_rank_that_hangs_is_named_and_all_start_again(
+    hangs: Callable[[Status], object], where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In its own work, and in a receive of something else than the others wait for."""
+    with Nursery(lambda arguments: work_and_hang(hangs)) as nursery:
+        assert start_local(nursery, 2, [], {}, Restarts(1, 600, hang_seconds=1.2), stacks=tmp_path) == 0
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert re.match(
+        rf"weft: no sign of life for [1-9] s: rank 1 did not enter all_reduce over data; last seen in "
+        rf"{re.escape(where)}, [1-9] s ago \(rank 0 is waiting in all_reduce over data \(#2\)\); their stacks are in "
+        rf"{tmp_path}/hang-[0-9-]*\.txt, in step 3\. All ranks start again",
+        said,
+    ), said
+    stacks = next(tmp_path.glob("hang-*.txt")).read_text()
+    assert stacks.count("in work_and_hang") == 2
+
+
+def test_a_hang_that_comes_again_ends_the_job(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        status = begin_step(0)
+        time.sleep(0.1)
+        status.step_begins(1)
+        status.phase("loading data")
+        time.sleep(DEADLINE_SECONDS)
+
+    assert run(main, Restarts(1, 600, hang_seconds=1.0)) == 124
+    assert "rank 0 does not get on; last seen in loading data of step 2" in capfd.readouterr().err
+
+
+def test_work_that_takes_its_time_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
+    """Ten steps' time may pass, a slow save may take as long as it likes, and so may the first step."""
+
+    def main() -> None:
+        status = begin_step(0)
+        time.sleep(0.5)
+        for step in range(1, 4):
+            status.step_begins(step)
+            status.phase("forward and backward")
+            time.sleep(0.3)
+        time.sleep(1)
+        status.phase("saving")
+        time.sleep(4)
+
+    assert run(main, Restarts(1, 600, hang_seconds=0.5)) == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_straggler_is_named_once_within_ten_steps(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        status = begin_step(0)
+        for step in range(1, 15):
+            time.sleep(0.12 if rank() == 1 else 0.04)
+            status.wait_begins("all_reduce over data (#1)")
+            time.sleep(0.0 if rank() == 1 else 0.08)
+            status.wait_ends()
+            status.step_begins(step)
+            status.phase("forward and backward")
+            if rank() == 1 and step == 11:
+                time.sleep(0.3)  # until the agent has looked
+
+    assert run(main) == 0
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert "weft: rank 1 is slow: it computes 0." in said

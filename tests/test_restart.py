@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,35 @@ def kill_all(layout: str, kills: list[tuple[int, int]], folder: Path, capfd: pyt
 @pytest.mark.parametrize("layout", RESTARTED_LAYOUTS)
 def test_a_killed_rank_changes_nothing(layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kill_all(layout, SAMPLE[layout], tmp_path, capfd)
+
+
+HANGS = {
+    # rank 2 never comes to the first collective of its step, in which the others wait
+    "data 2 x shard 2": (
+        Kill(2, 6, 0, "hang in loading"),
+        r"rank 2 did not enter \w+ over \w+; last seen in loading data",
+    ),
+    # rank 1 hangs before it sends what rank 2 waits to receive
+    "pipe 4": (Kill(1, 6, 3, "hang"), r"rank 1 did not enter .* over pipe; last seen in forward and backward"),
+}
+
+
+@pytest.mark.parametrize("layout", RESTARTED_LAYOUTS)
+def test_a_rank_that_hangs_is_named_and_changes_nothing(
+    layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*RESTARTED_LAYOUTS[layout], *OVERRIDES]
+    run_file = write_run_file(tmp_path, DEEP)
+    whole, run = (make_run(run_file, name, *overrides) for name in ("whole", "hang"))
+    train_on_ranks(whole)
+    hang, words = HANGS[layout]
+    train_under_agent(run_file, run, overrides, hang)
+    said = capfd.readouterr().err
+    assert re.search(rf"weft: no sign of life for 1\d s: {words} of step 6 .*, in step 6\. All ranks start", said), said
+    stacks = next(run.folder.glob("hang-*.txt")).read_text()
+    assert stacks.count("_die") == 1
+    assert stacks.count("in train\n") >= 4
+    assert_same_end(run, whole)
 
 
 @pytest.mark.soak

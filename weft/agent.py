@@ -24,19 +24,24 @@ from types import FrameType
 from weft.launch import LOCAL_RUN_ID_PREFIX
 from weft.nursery import SAVE_SECONDS, Nursery
 from weft.status import FOLDER_VARIABLE, Failure, clear, failures, last_seen
+from weft.watchdog import Watchdog, ask_for_stacks, keep_stacks
 
 _POLL_SECONDS = 0.1
 _CAUSE_SECONDS = 0.5  # for the cause of an error to show
 _END_SECONDS = 30.0  # for ranks that were asked to end, once one of them has failed
+_HUNG = 124  # the exit status of a job that was given up, as timeout(1) has it
 _SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends as well: copies are one request
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often to start again: at most `limit` times within `window_seconds`."""
+    """How often to start again: at most `limit` times within `window_seconds`. Ranks hang that show no sign of life for
+    `hang_seconds` (and ten of their steps).
+    """
 
     limit: int = 0
     window_seconds: float = 3600.0
+    hang_seconds: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -54,11 +59,13 @@ def start_local(
     environ: Mapping[str, str],
     restarts: Restarts = Restarts(),  # noqa: B008 (frozen)
     newest: Callable[[], Source] = Source,
+    stacks: Path | None = None,
 ) -> int:
     """Run the nursery's program as `num_ranks` local ranks with `environ` added to theirs; the exit status.
 
-    0 when all ranks left with 0. When one fails or is killed, the others are killed and all start again, as `restarts`
-    allows; else one line says which rank it was, and the status is that rank's, or 128 + the number of its signal.
+    0 when all ranks left with 0. When one fails, hangs or is killed, the others are killed and all start again, as
+    `restarts` allows; else one line says which rank it was, and the status is that rank's, or 128 + the number of its
+    signal. Stacks of ranks that hang go to a file in the folder `stacks`.
     The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C here asks the ranks to stop with SIGTERM and leaves them 10 minutes
     to save; a second Ctrl-C kills them.
     """
@@ -72,10 +79,13 @@ def start_local(
             began_at = newest().step
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = nursery.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
-            codes = _watch(nursery, pids, stop)
-            if not any(codes.values()):
+            watchdog = Watchdog(Path(name), num_ranks, restarts.hang_seconds)
+            codes, hang = _watch(nursery, pids, stop, watchdog)
+            if hang is None and not any(codes.values()):
                 return 0
-            loss = _Loss.of(Path(name), codes, num_ranks, began_at)
+            if hang is not None and stacks is not None:
+                hang += f"; their stacks are in {keep_stacks(Path(name), num_ranks, stacks)}"
+            loss = _Loss.of(Path(name), codes, num_ranks, began_at, hang)
             now = time.monotonic()
             recent = [at for at in ended_at if at > now - restarts.window_seconds]
             if stop.order is not None or not loss.may_come_right or len(recent) >= restarts.limit:
@@ -85,23 +95,27 @@ def start_local(
             _say(loss.paragraph(newest(), len(recent) + 1, restarts))
 
 
-def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop) -> dict[int, int]:
-    """Wait until all ranks have ended; what each left with, up to the first that failed and those that died with it."""
+def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdog) -> tuple[dict[int, int], str | None]:
+    """Wait until all ranks have ended; what each left with, up to the first that failed and those that died with it.
+
+    Or until none gets on any more: then who it was, in words.
+    """
     codes: dict[int, int] = {}
+    hang: str | None = None
     stop.watch(pids)
     try:
-        while len(codes) < len(pids) and not any(codes.values()):
+        while len(codes) < len(pids) and not any(codes.values()) and hang is None:
             stop.look_at_the_clock()
-            death = nursery.death(_POLL_SECONDS)
-            while death is not None:  # and those that come with it: of a rank that is killed, its peers know first
-                codes[death.rank] = death.status
-                is_explained = not any(codes.values()) or min(codes.values()) < 0
-                death = nursery.death(0 if is_explained else _CAUSE_SECONDS)
+            _collect(nursery, codes)
+            if not codes:
+                hang, slow = watchdog.look()
+                if slow is not None:
+                    _say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
         while stop.order is not None and len(codes) < len(pids) and time.monotonic() < deadline:
-            death = nursery.death(_POLL_SECONDS)  # all were asked to end: the others may still be at it
-            if death is not None:
-                codes[death.rank] = death.status
+            _collect(nursery, codes)  # all were asked to end: the others may still be at it
+        if hang is not None:
+            ask_for_stacks(pids)
     finally:
         stop.watch([])
         for pid in pids:  # the living, those that lead no session yet, and what the dead have left running
@@ -111,7 +125,16 @@ def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop) -> dict[int, int]
     for _ in range(len(pids) - len(codes)):
         while nursery.death(_POLL_SECONDS) is None:
             pass
-    return codes
+    return codes, hang
+
+
+def _collect(nursery: Nursery, codes: dict[int, int]) -> None:
+    """Wait a moment for a death; where an error is all that is known, a little longer for what caused it."""
+    death = nursery.death(_POLL_SECONDS)
+    while death is not None:
+        codes[death.rank] = death.status
+        is_explained = not any(codes.values()) or min(codes.values()) < 0  # of a killed rank its peers know first
+        death = nursery.death(0 if is_explained else _CAUSE_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -124,12 +147,15 @@ class _Loss:
     step: int | None  # that the rank at fault had finished
     done: int  # that any rank had finished
     began_at: int
+    hang: str | None = None
 
     @staticmethod
-    def of(folder: Path, codes: Mapping[int, int], num_ranks: int, began_at: int) -> _Loss:
+    def of(folder: Path, codes: Mapping[int, int], num_ranks: int, began_at: int, hang: str | None) -> _Loss:
         codes = {rank: code for rank, code in codes.items() if code}
         seen = {rank: found.step for rank in range(num_ranks) if (found := last_seen(folder, rank)) is not None}
         done = max(seen.values(), default=began_at)
+        if hang is not None:
+            return _Loss({}, None, None, done, done, began_at, hang)
         killed = [rank for rank, code in codes.items() if code < 0]
         left = failures(folder, num_ranks)
         if killed or not left:  # a killed rank explains the others' errors
@@ -140,15 +166,19 @@ class _Loss:
     @property
     def may_come_right(self) -> bool:
         """Whether another attempt may end better. Kills may; an error must have let some step pass."""
-        if any(code < 0 for code in self.codes.values()):
+        if self.hang is not None or any(code < 0 for code in self.codes.values()):
             return True
         return self.failure is not None and not self.failure.final and self.done > self.began_at
 
     @property
     def status(self) -> int:
+        if self.hang is not None:
+            return _HUNG
         return self.failure.status if self.failure is not None else describe_failures(self.codes)[1]
 
     def _who(self) -> str:
+        if self.hang is not None:
+            return self.hang
         if self.failure is None:
             return describe_failures(self.codes)[0]
         return f"rank {self.culprit} failed: {self.failure.message}"

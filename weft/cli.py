@@ -362,9 +362,10 @@ def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str],
         return Source(found[0].step, str(found[0].path or "memory")) if found else Source()
 
     arguments = ["train", str(run_file), *overrides, *(["--json"] if as_json else [])]
-    restarts = Restarts(run.restart.limit, run.restart.window_seconds)
+    restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds)
     try:
-        status = start_local(nursery, run.plan.num_ranks, arguments, {"TORCHELASTIC_RUN_ID": run_id}, restarts, newest)
+        environ = {"TORCHELASTIC_RUN_ID": run_id}
+        status = start_local(nursery, run.plan.num_ranks, arguments, environ, restarts, newest, run.folder)
     finally:
         if copies is not None:
             shutil.rmtree(copies, ignore_errors=True)

@@ -108,14 +108,19 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RestartConfig:
-    """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`."""
+    """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`.
+
+    Ranks that show no sign of life for `hang_seconds`, and for as long as ten steps take, are started again as well.
+    """
 
     limit: int = 5
     window_seconds: int = 3600
+    hang_seconds: int = 60
 
     def __post_init__(self) -> None:
         at_least("restart.limit", self.limit, 0)
         at_least("restart.window_seconds", self.window_seconds, 1)
+        at_least("restart.hang_seconds", self.hang_seconds, 1)
 
 
 @dataclass(frozen=True)

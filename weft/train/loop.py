@@ -93,6 +93,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         saver = _saver(run, mesh)
         say = reporter.say if mesh.is_first else lambda message: None
         memory = _memory(run, mesh, place, say)
+        mesh.ledger.status = status
         step = resume(Trained(run, model, optimizer, data, mesh), memory, say)
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
@@ -101,14 +102,17 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         loss: float | None = None
         evaluation: dict[str, float] = {}
         while step < run.train.steps and not stop.agreed:
-            status.note("training", step)
+            status.step_begins(step)
             rate = _set_learning_rate(run, optimizer, step)
+            status.phase("loading data")
             batches = data.batches(run, step, mesh["batch"], mesh.device)
             seed_dropout = partial(_seed_dropout, run, step, mesh)
             if isinstance(model, Pipeline):
                 model.timed = run.train.timeline is not None and step == run.train.steps - 1
+            status.phase("forward and backward")
             result = train_step(model, optimizer, batches, mesh, objective, run.train.clip, seed_dropout)
             step += 1
+            status.phase("between steps")
             stop.ask()
             if _due(step, run.train.log_every, run.train.steps):
                 loss = float(result.loss)
@@ -117,6 +121,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.step(metrics)
                     reporter.step(metrics)
             if _due(step, run.train.evaluate_every, run.train.steps):
+                status.phase("evaluating")
                 held_out = data.evaluation_batches(run, mesh["batch"], mesh.device)
                 if held_out:
                     means = evaluate(model, held_out, mesh, objective).flatten().tolist()
@@ -125,12 +130,14 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.write("evaluation", step, evaluation)
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
+            status.phase("saving")
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
                 memory.save(step, pieces_to_save(model, optimizer, mesh), _state(run, step, data))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
                 pieces = pieces_to_save(model, optimizer, mesh)
                 saver.save(step, pieces, _state(run, step, data), asynchronous=run.checkpoint.asynchronous)
                 clock.skip(step)
+        status.phase("saving")
         saver.wait(published=True)
         if memory is not None:
             memory.close()

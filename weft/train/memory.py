@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import Manifest
 from weft.checkpoint.save import Piece, Saver
-from weft.comm import Axis, all_gather, all_reduce, broadcast, shift
+from weft.comm import Axis, Ledger, all_gather, all_reduce, broadcast, shift
 from weft.errors import CheckpointError, DamagedError
 from weft.launch import Place
 from weft.mesh import Mesh
@@ -39,7 +40,8 @@ class MemoryCopies(Saver):
         super().__init__(folder, mesh.rank, mesh.plan.num_ranks, "memory")
         self._world, self._place, self._say = mesh["world"], place, say
         self._hop = place.num_local_ranks  # to the same place on the next host
-        self._ring = mesh.again("world", "memory") if place.num_hosts > 1 else None
+        # With a ledger of its own: it waits in another thread, and what it says is no part of a step.
+        self._ring = replace(mesh.again("world", "memory"), ledger=Ledger()) if place.num_hosts > 1 else None
         self._is_on: bool | None = None  # not known before the first save
         self._last: Key | None = None
         self._held: list[Listing] = []
