@@ -24,7 +24,7 @@ def place(num_ranks: int) -> Place:
         (["plan.data=2", "plan.shard=2"], 4, "data 2 × shard 2 (stage 3)", 1),  # as it was
         (["plan.data=2", "plan.shard=2"], 2, "shard 2 (stage 3)", 2),  # memory stays, so does the micro-batch
         (["plan.data=2", "plan.shard=2"], 8, "data 4 × shard 2 (stage 3)", 1),
-        (["plan.data=2", "plan.shard=2"], 1, "sequential", 4),
+        (["plan.data=2", "plan.shard=2"], 1, "1 process", 4),
         (["plan.shard=4"], 2, "shard 2 (stage 3)", 2),
         (["plan.pipe=2", "plan.data=2", "plan.micro_batch=2"], 2, "pipe 2 (1f1b)", 8),
         (["plan.pipe=4", "plan.micro_batch=2"], 2, "pipe 2 (1f1b)", 8),

@@ -304,6 +304,8 @@ def _train_here(
             soft_wrap=True,
         )
     else:
+        with locked(run.folder):  # what rank 0 will hold: told now, not after the proof
+            pass
         _prepare(run, console)
         if verify:
             _verify(run, console)

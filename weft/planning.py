@@ -6,6 +6,7 @@ to the planner.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,8 @@ def ask_for(
 
 
 def fit_to_ranks(run: Run, place: Place) -> Run:
-    """The run under the plan nearest to its own for the ranks that are there; the batch stays, and so does its split.
+    """The run under the plan nearest to its own for the ranks that are there; the batch stays, and micro-batches do
+    where they divide it.
 
     Degrees of `data` change first, which leaves a rank's memory as it is; then those of `shard`; then those of `pipe`.
     """
@@ -97,7 +99,8 @@ def fit_to_ranks(run: Run, place: Place) -> Run:
     if old.num_ranks == place.num_ranks:
         return run
     for plan in _nearest(old, place.num_ranks):
-        near = replace(run, plan=replace(plan, micro_batch=run.split.micro_batch))
+        per_rank = run.split.batch // plan.num_batch_ranks
+        near = replace(run, plan=replace(plan, micro_batch=math.gcd(per_rank, run.split.micro_batch) or None))
         try:
             prediction = predict(near, run_cluster(near, place.num_hosts))
         except ConfigError as error:
