@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +18,18 @@ from unittest.mock import patch
 import torch
 from runs_for_tests import Silent
 
-from weft.agent import Restarts, Source, start_local
 from weft.checkpoint import Checkpoint
 from weft.comm import Ledger
 from weft.config import Run, load_run
-from weft.launch import LOCAL_RUN_ID_PREFIX, detect
+from weft.launch import detect
 from weft.nursery import Nursery
-from weft.train import loop
+from weft.train import loop, shared_memory
 from weft.train.batches import TrainingData
-from weft.train.resume import found_checkpoints
-from weft.train.shared_memory import complete_steps, job_folder
+from weft.train_command import start_ranks
 
 NUM_STEPS = 12
-HANG_SECONDS = 10.0
 OVERRIDES = [f"train.steps={NUM_STEPS}", "checkpoint.every=5", "checkpoint.memory_every=1"]
+OVERRIDES += ["restart.limit=1", "restart.hang_seconds=10"]
 RESTARTED_LAYOUTS = {
     "data 2 x shard 2": ["plan.data=2", "plan.shard=2"],
     "pipe 4": ["plan.pipe=4", "plan.micro_batch=4"],
@@ -112,25 +112,20 @@ def train_under_agent(run_file: Path, run: Run, overrides: list[str], kill: Kill
     """Train under the agent; the seconds from the kill to the next finished step, where there was a kill."""
     folder = run.folder.with_name(run.folder.name + ".times")
     folder.mkdir()
-    run_id = LOCAL_RUN_ID_PREFIX + run.name + os.urandom(4).hex()
-
-    def newest() -> Source:
-        found = found_checkpoints(run.folder / "checkpoints", complete_steps(job_folder(run_id)))
-        return Source(found[0].step, str(found[0].path or "memory")) if found else Source()
-
     spec = {
         "run_file": str(run_file),
         "overrides": [*overrides, f"folder={run.folder}"],
         "kill": vars(kill) if kill is not None else None,
         "folder": str(folder),
     }
-    environ = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": run_id}
-    with Nursery(rank_main) as nursery:
-        restarts = Restarts(1, 600, HANG_SECONDS)
-        arguments = [json.dumps(spec)]
-        status = start_local(nursery, run.plan.num_ranks, arguments, environ, restarts, newest, run.folder)
-    assert status == 0
-    assert not job_folder(run_id).exists()
+    memory = Path(tempfile.mkdtemp(prefix="weft-test-", dir=shared_memory.SHARED_MEMORY))
+    try:
+        with patch.object(shared_memory, "SHARED_MEMORY", memory), patch.dict(os.environ, OMP_NUM_THREADS="1"):
+            with Nursery(rank_main) as nursery:
+                assert start_ranks(nursery, run, [json.dumps(spec)]) == 0
+        assert os.listdir(memory) == []
+    finally:
+        shutil.rmtree(memory)
     assert (folder / "killed").exists() == (kill is not None)
     if kill is None:
         return None

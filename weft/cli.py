@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
-import uuid
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +18,6 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 from weft import __version__
-from weft.agent import Restarts, Source, start_local
 from weft.checkpoint import steps
 from weft.config import Run, load_run
 from weft.display import (
@@ -36,7 +33,7 @@ from weft.display import (
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
-from weft.launch import LOCAL_RUN_ID_PREFIX, Place, detect, is_elastic
+from weft.launch import Place, detect, is_elastic
 from weft.lock import locked
 from weft.models import LanguageConfig, VisionConfig
 from weft.nursery import Nursery
@@ -49,10 +46,9 @@ from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train.loop import device_type, train
-from weft.train.resume import found_checkpoints
-from weft.train.shared_memory import complete_steps, job_folder
 from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
+from weft.train_command import import_for_ranks, start_ranks
 from weft.verify import Report, verify_run
 
 app = typer.Typer(
@@ -85,7 +81,7 @@ def train_command(
     if place is not None:
         _train_under_launcher(load_run(run_file, overrides or []), place, fresh, as_json)
         return
-    with Nursery(_run_as_rank, _import_for_ranks) as nursery:  # first: before this process has threads or a GPU
+    with Nursery(_run_as_rank, import_for_ranks) as nursery:  # first: before this process has threads or a GPU
         _train_here(nursery, run_file, overrides or [], verify, fresh, as_json)
 
 
@@ -249,11 +245,6 @@ def _run_as_rank(arguments: list[str]) -> None:
     app(arguments, standalone_mode=False)
 
 
-def _import_for_ranks() -> None:
-    """What ranks would otherwise each import: optimizers and profiles need it, for seconds."""
-    import torch._dynamo  # noqa: F401
-
-
 def _train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> None:
     device_type(run)  # refuses one that is not there
     if fresh:
@@ -355,22 +346,8 @@ def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str],
         _train_rank(run, Place(), as_json)
         return
 
-    run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
-    copies = job_folder(run_id) if run.checkpoint.memory_every is not None else None
-
-    def newest() -> Source:
-        in_memory = complete_steps(copies) if copies is not None else []
-        found = found_checkpoints(run.folder / "checkpoints", in_memory)
-        return Source(found[0].step, str(found[0].path or "memory")) if found else Source()
-
     arguments = ["train", str(run_file), *overrides, *(["--json"] if as_json else [])]
-    restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds)
-    try:
-        environ = {"TORCHELASTIC_RUN_ID": run_id}
-        status = start_local(nursery, run.plan.num_ranks, arguments, environ, restarts, newest, run.folder)
-    finally:
-        if copies is not None:
-            shutil.rmtree(copies, ignore_errors=True)
+    status = start_ranks(nursery, run, arguments)
     if status:
         raise SystemExit(status)
 
