@@ -120,9 +120,12 @@ def train_under_agent(run_file: Path, run: Run, overrides: list[str], kill: Kill
     }
     memory = Path(tempfile.mkdtemp(prefix="weft-test-", dir=shared_memory.SHARED_MEMORY))
     try:
-        with patch.object(shared_memory, "SHARED_MEMORY", memory), patch.dict(os.environ, OMP_NUM_THREADS="1"):
-            with Nursery(rank_main) as nursery:
-                assert start_ranks(nursery, run, [json.dumps(spec)]) == 0
+        with (
+            patch.object(shared_memory, "SHARED_MEMORY", memory),
+            patch.dict(os.environ, OMP_NUM_THREADS="1"),
+            Nursery(rank_main) as nursery,
+        ):
+            assert start_ranks(nursery, run, [json.dumps(spec)]) == 0
         assert os.listdir(memory) == []
     finally:
         shutil.rmtree(memory)

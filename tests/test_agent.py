@@ -292,6 +292,7 @@ def test_a_straggler_is_named_once_within_ten_steps(capfd: pytest.CaptureFixture
             status.wait_begins("all_reduce over data (#1)")
             time.sleep(0.0 if rank() == 1 else 0.08)
             status.wait_ends()
+            status.step_ends()
             status.step_begins(step)
             status.phase("forward and backward")
             if rank() == 1 and step == 11:

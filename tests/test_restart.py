@@ -38,7 +38,7 @@ def kill_all(layout: str, kills: list[tuple[int, int]], folder: Path, capfd: pyt
         said = capfd.readouterr().err
         assert f"weft: rank {rank} was killed by SIGKILL" in said
         assert f"in step {step}. All ranks start again (restart 1 of at most 1" in said or step == 1, said
-        assert said.count("weft:") == 1
+        assert said.count("weft: rank") == 1 + said.count("is slow")  # which ranks may be, on a busy machine
         assert losses(run.folder) == losses(whole.folder)
         assert_same_end(run, whole)
     return seconds

@@ -30,7 +30,7 @@ _NO_STEP = -1
 @dataclass(frozen=True)
 class Seen:
     """A rank as it was last seen: the steps of the run that were done, the collectives that it had entered, how long
-    the last step took (0: none was done yet) and how much of that without waiting for others, when this was written
+    the last step took (0: none was done yet) and how much of that it computed or loaded data, when this was written
     (time.monotonic), and what it did.
     """
 
@@ -82,8 +82,12 @@ class Status:
         now = time.monotonic()
         if self._step != _NO_STEP:
             self._step_seconds = now - self._step_began_at
-            self._busy_seconds = self._step_seconds - self._waited_seconds
         self._step, self._step_began_at, self._waited_seconds = step, now, 0.0
+
+    def step_ends(self) -> None:
+        """What every rank does in a step is done; what follows (logs, files) some do for all."""
+        self._busy_seconds = time.monotonic() - self._step_began_at - self._waited_seconds
+        self.phase("between steps")
 
     def phase(self, doing: str) -> None:
         """What the rank does from here on."""

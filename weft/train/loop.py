@@ -112,7 +112,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             status.phase("forward and backward")
             result = train_step(model, optimizer, batches, mesh, objective, run.train.clip, seed_dropout)
             step += 1
-            status.phase("between steps")
+            status.step_ends()
             stop.ask()
             if _due(step, run.train.log_every, run.train.steps):
                 loss = float(result.loss)
