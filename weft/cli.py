@@ -34,7 +34,7 @@ from weft.display import (
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
 from weft.launch import Place, detect, is_elastic
-from weft.lock import locked
+from weft.lock import locked, refuse_if_used
 from weft.models import LanguageConfig, VisionConfig
 from weft.nursery import Nursery
 from weft.plan_command import PlanOptions, predict_plan, search_plans, split_off_file
@@ -295,8 +295,7 @@ def _train_here(
             soft_wrap=True,
         )
     else:
-        with locked(run.folder):  # what rank 0 will hold: told now, not after the proof
-            pass
+        refuse_if_used(run.folder)  # told now, not after the proof
         _prepare(run, console)
         if verify:
             _verify(run, console)

@@ -40,3 +40,10 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+def refuse_if_used(folder: Path) -> None:
+    """Say early that another job has the folder: before the work that comes ahead of locking it."""
+    if folder.exists():
+        with locked(folder):
+            pass
