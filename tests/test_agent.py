@@ -288,9 +288,9 @@ def test_a_straggler_is_named_once_within_ten_steps(capfd: pytest.CaptureFixture
     def main() -> None:
         status = begin_step(0)
         for step in range(1, 15):
-            time.sleep(0.12 if rank() == 1 else 0.04)
+            time.sleep(0.3 if rank() == 1 else 0.05)
             status.wait_begins("all_reduce over data (#1)")
-            time.sleep(0.0 if rank() == 1 else 0.08)
+            time.sleep(0.0 if rank() == 1 else 0.25)
             status.wait_ends()
             status.step_ends()
             status.step_begins(step)

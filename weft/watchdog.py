@@ -2,8 +2,8 @@
 
 A rank that hangs takes the others with it: they wait in a collective that it does not enter. So a hang is silence of
 all ranks (none writes to its page, see status.py) for longer than ten usual steps, and never less than a floor. Whoever
-does not wait is named; where all wait, whoever has entered the fewest collectives. A rank that computes twice as long
-as the median rank (in the median of ten steps) is a straggler, and named once.
+does not wait is named; where all wait, whoever has entered the fewest collectives. A rank that in each of ten steps
+computes twice as long as the median rank is a straggler, and named once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.status import Seen, last_seen, stack_path
 _STEPS_OF_SILENCE = 10
 _NUM_STEPS = 10  # that a straggler is judged by
 _SLOW = 2.0
-_MIN_SLOW_SECONDS = 0.05  # a step; below, differences are mostly those of a busy machine
+_MIN_SLOW_SECONDS = 0.1  # a step; below, differences are mostly those of a busy machine
 _STACK_SECONDS = 0.5
 _SAVING = "saving"  # may be silent for as long as a file system takes
 
@@ -77,14 +77,14 @@ class Watchdog:
     def _find_straggler(self) -> str | None:
         if any(len(busy) < _NUM_STEPS for busy in self._busy):
             return None
-        seconds = [statistics.median(busy) for busy in self._busy]
-        usual = statistics.median_low(seconds)
-        for rank, own in enumerate(seconds):
+        usual = statistics.median_low([statistics.median(busy) for busy in self._busy])
+        for rank, busy in enumerate(self._busy):
+            own = min(busy)  # slow in every step: on a busy machine anybody is, now and then
             if own > _SLOW * usual and own > _MIN_SLOW_SECONDS and rank not in self._named:
                 self._named.add(rank)
                 return (
-                    f"rank {rank} is slow: it computes {own:.2f} s a step, the median rank {usual:.2f} s (of the "
-                    f"last {_NUM_STEPS} steps); the others wait for it"
+                    f"rank {rank} is slow: it computes {own:.2f} s a step or more, the median rank {usual:.2f} s "
+                    f"(last {_NUM_STEPS} steps); the others wait for it"
                 )
         return None
 
