@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import weft.agent as agent
 import weft.launch as launch
+from weft.agent import describe_failures, start_local
 from weft.errors import LaunchError
-from weft.launch import Place, check_world, describe_failures, detect, expand_hosts, rendezvous, start_local
+from weft.launch import Place, check_world, detect, expand_hosts, rendezvous
+from weft.nursery import Nursery
 
 DEADLINE_SECONDS = 60
 FORK = multiprocessing.get_context("fork")
@@ -355,6 +359,11 @@ def test_describe_failures(exit_codes: dict[int, int], line: str, status: int) -
     assert describe_failures(exit_codes) == (line, status)
 
 
+def become(command: list[str]) -> None:
+    """The rank's program: another one."""
+    os.execvp(command[0], command)
+
+
 class Parent:
     """A process that runs `start_local`, as `weft train` would, with its ranks' files and its stderr in a folder."""
 
@@ -369,7 +378,8 @@ class Parent:
             os.dup2(file.fileno(), 2)
             sys.stderr = file  # pytest's own would not lead there
             before()
-            status = start_local(num_ranks, command, {"FOLDER": str(self.folder)})
+            with Nursery(become) as nursery:
+                status = start_local(nursery, num_ranks, command, {"FOLDER": str(self.folder)})
         os._exit(status)
 
     def read(self, name: str) -> str:
@@ -470,6 +480,8 @@ port = format(int(os.environ["MASTER_PORT"]), "04X")
 lines = [line.split() for name in ("tcp", "tcp6") for line in open("/proc/self/net/" + name)]
 listening = [line[1].split(":") for line in lines if line[3] == "0A"]
 write("listening", " ".join(address for address, its_port in listening if its_port == port))
+while rank == "0" and not os.path.exists(os.path.join(os.environ["FOLDER"], "listening1")):
+    time.sleep(0.01)  # rank 0 holds the socket
 """
     parent = start.script(2, script, "$$ ${local_rank}", before=lambda: os.environ.pop("OMP_NUM_THREADS", None))
     assert parent.end() == 0
@@ -478,7 +490,7 @@ write("listening", " ".join(address for address, its_port in listening if its_po
         environ = dict(line.split("=", 1) for line in parent.read("environ" + rank).splitlines() if "=" in line)
         assert detect(environ) == Place(int(rank), 2, int(rank), 2, 1, "weft")
         assert environ["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
-        assert parent.read("argument" + rank) == "$$ ${local_rank}"  # as given, not as the agent's template
+        assert parent.read("argument" + rank) == "$$ ${local_rank}"  # as given
         assert parent.read("listening" + rank) == "0100007F"  # 127.0.0.1 and nothing else
 
 
@@ -528,7 +540,7 @@ def test_a_rank_that_is_killed(start: Start) -> None:
 def test_a_signal_lets_the_ranks_save(start: Start, number: signal.Signals) -> None:
     def before() -> None:
         signal.signal(number, signal.SIG_DFL)
-        launch._SAME_PRESS_SECONDS = DEADLINE_SECONDS
+        agent._SAME_PRESS_SECONDS = DEADLINE_SECONDS
 
     parent = start.script(2, WAIT_AND_SAVE, before=before)
     for rank in range(2):
@@ -552,7 +564,7 @@ def test_ignored_signals_stay_ignored(start: Start) -> None:
 
 
 def test_a_second_interrupt_kills(start: Start) -> None:
-    parent = start.script(2, WAIT_WHATEVER_HAPPENS, before=lambda: setattr(launch, "_SAME_PRESS_SECONDS", 0))
+    parent = start.script(2, WAIT_WHATEVER_HAPPENS, before=lambda: setattr(agent, "_SAME_PRESS_SECONDS", 0))
     pids = [int(parent.read(f"ready{rank}")) for rank in range(2)]
     os.kill(parent.pid, signal.SIGINT)
     for rank in range(2):
@@ -564,7 +576,7 @@ def test_a_second_interrupt_kills(start: Start) -> None:
 
 
 def test_ranks_that_never_save_are_killed(start: Start) -> None:
-    parent = start.script(1, WAIT_WHATEVER_HAPPENS, before=lambda: setattr(launch, "_SAVE_SECONDS", 0.3))
+    parent = start.script(1, WAIT_WHATEVER_HAPPENS, before=lambda: setattr(agent, "SAVE_SECONDS", 0.3))
     pid = int(parent.read("ready0"))
     os.kill(parent.pid, signal.SIGTERM)
     assert parent.end() == 128 + signal.SIGKILL
@@ -574,13 +586,13 @@ def test_ranks_that_never_save_are_killed(start: Start) -> None:
 
 def test_a_signal_before_the_ranks_have_started(start: Start) -> None:
     def send_early() -> None:
-        meet = launch._LoopbackRendezvous.next_rendezvous
+        begin = Nursery.start
 
-        def send_and_meet(self: launch._LoopbackRendezvous) -> object:
+        def send_and_begin(self: Nursery, *arguments: Any) -> list[int]:
             signal.raise_signal(signal.SIGTERM)
-            return meet(self)
+            return begin(self, *arguments)
 
-        launch._LoopbackRendezvous.next_rendezvous = send_and_meet  # type: ignore[assignment, method-assign]
+        Nursery.start = send_and_begin  # type: ignore[method-assign]
 
     parent = start.command(2, ["sleep", "60"], send_early)
     assert parent.end() == 128 + signal.SIGTERM
@@ -588,10 +600,10 @@ def test_a_signal_before_the_ranks_have_started(start: Start) -> None:
 
 
 def test_the_parent_is_left_as_it_was() -> None:
-    """In this very process: handlers, timer and environment are restored."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM)}
+    """In this very process: handlers and environment are restored."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     environ = dict(os.environ)
-    assert start_local(1, ["true"], {"EXTRA": "1"}) == 0
+    with Nursery(become) as nursery:
+        assert start_local(nursery, 1, ["true"], {"EXTRA": "1"}) == 0
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert dict(os.environ) == environ
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

@@ -150,3 +150,41 @@ def test_nobody_stops_without_a_signal() -> None:
         return stop.agreed
 
     assert run_local(rank, 2) == [False, False]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_killed_rank_does_not_end_the_command(tmp_path: Path, started: list[Command]) -> None:
+    """The whole way: the nursery's ranks are the grandchildren of the command."""
+    run_file = write_run_file(tmp_path)
+    run = make_run(run_file, "killed", *OVERRIDES)
+    command = Command(run_file, run, "--no-verify", "checkpoint.memory_every=2")
+    started.append(command)
+    command.wait_for_step(8)
+    (nursery,) = children(command.process.pid)
+    os.kill(children(nursery)[1], signal.SIGKILL)
+    status, out, err = command.end()
+    assert status == 0, err
+    assert err.startswith("weft: rank 1 was killed by SIGKILL")
+    assert "All ranks start again (restart 1 of at most 5 within 3600 s) and go on after step" in err
+    assert "from memory" in out
+    assert f"step {NUM_STEPS}/{NUM_STEPS}  loss" in out
+    whole = make_run(run_file, "whole", *OVERRIDES)
+    train_on_ranks(whole)
+    assert losses(run.folder) == losses(whole.folder)
+
+
+def test_a_second_command_in_the_same_folder_is_locked_out(tmp_path: Path, started: list[Command]) -> None:
+    run_file = write_run_file(tmp_path)
+    run = make_run(run_file, "shared", *OVERRIDES, "train.steps=2000")
+    started.append(Command(run_file, run, "--no-verify", "train.steps=2000"))
+    started[0].wait_for_step(2)
+    second = Command(run_file, run, "--no-verify", "train.steps=2000")
+    started.append(second)
+    status, _, err = second.end()
+    assert status == 2
+    assert f"weft: {run.folder} is in use by process" in err
+    assert err.count("\n") == 1
+    assert started[0].process.poll() is None

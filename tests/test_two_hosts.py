@@ -1,27 +1,20 @@
-"""One job over two hosts: two network namespaces of one machine, joined by a cable, with torchrun in each.
+"""One job over two hosts, with torchrun in each."""
 
-Each namespace has its own loopback and its own address, so that what wrongly binds or names loopback cannot work
-here, as it could not on two machines. Making namespaces needs root and `ip`.
-"""
-
-import contextlib
 import os
-import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hosts_for_tests import ADDRESSES, PORT, end_all, hosts
 from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 
 from weft.checkpoint import Checkpoint
 
+__all__ = ["hosts"]  # a fixture
 DEADLINE_SECONDS = 90
 NUM_LOCAL_RANKS = 2
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PORT = 29511
 
 # Adds up rank + 1 over all ranks, and says what it found where.
 SUM_OF_RANKS = """
@@ -37,36 +30,6 @@ weft.launch.shutdown()
 print(f"{place.launcher}: rank {place.rank} of {place.num_ranks}, local {place.local_rank} of "
       f"{place.num_local_ranks}, {place.num_hosts} hosts: {number.item()}\\n", end="", flush=True)
 """
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
-
-
-@pytest.fixture
-def hosts() -> Iterator[list[str]]:
-    """The names of two namespaces, each with one end of a cable, named as its namespace."""
-    if shutil.which("ip") is None:
-        pytest.skip("network namespaces need the `ip` command (iproute2)")
-    names = [f"weft{os.getpid() % 1000000}{end}" for end in "ab"]  # an interface's name has 15 characters at most
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
-            for name, address in zip(names, ADDRESSES, strict=True):
-                ip("-n", name, "address", "add", f"{address}/24", "dev", name)
-                ip("-n", name, "link", "set", "lo", "up")
-                ip("-n", name, "link", "set", name, "up")
-        except subprocess.CalledProcessError as error:
-            if "not permitted" in error.stderr or "denied" in error.stderr:
-                pytest.skip(f"network namespaces are not allowed here: {error.stderr.strip()}")
-            raise
-        yield names
-    finally:
-        for name in names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "delete", name)  # takes its end of the cable along
 
 
 def run_on(hosts: Sequence[str], command: Sequence[str], folder: Path) -> tuple[list[int], list[str]]:
@@ -93,14 +56,6 @@ def run_on(hosts: Sequence[str], command: Sequence[str], folder: Path) -> tuple[
         for process in processes:
             process.wait()
     return codes, [output.read_text() for output in outputs]
-
-
-def end_all(host: str) -> None:
-    """Kill what still runs in a namespace: torchrun's ranks lead sessions of their own and may outlive it."""
-    pids = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(int(pid), signal.SIGKILL)
 
 
 def test_one_job_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:

@@ -33,11 +33,13 @@ from weft.display import (
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
-from weft.launch import Place, detect, start_local
+from weft.launch import Place, detect, is_elastic
+from weft.lock import locked, refuse_if_used
 from weft.models import LanguageConfig, VisionConfig
+from weft.nursery import Nursery
 from weft.plan_command import PlanOptions, predict_plan, search_plans, split_off_file
 from weft.planner.question import parse_count
-from weft.planning import ask_for, catalog_run, has_layout, image_run, planning_cluster, with_plan
+from weft.planning import ask_for, catalog_run, fit_to_ranks, has_layout, image_run, planning_cluster, with_plan
 from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.schema import inline, to_table
 from weft.train.batches import prepare_data
@@ -46,6 +48,7 @@ from weft.train.generate import generate, load_for_generation
 from weft.train.loop import device_type, train
 from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
+from weft.train_command import import_for_ranks, start_ranks
 from weft.verify import Report, verify_run
 
 app = typer.Typer(
@@ -62,6 +65,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables
 
 MAX_VERIFIED_RANKS = 8
 PROMPT = "def "
+UNFINISHED = 75  # the exit status for "try again later" (EX_TEMPFAIL)
 
 
 @app.command("train", epilog="Example: weft train examples/quickstart.toml train.steps=50")
@@ -73,40 +77,12 @@ def train_command(
     as_json: Json = False,
 ) -> None:
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
-    run = load_run(run_file, overrides or [])
-    device_type(run)  # refuses one that is not there
     place = detect(os.environ)
-    console = _console(as_json)
-    if not has_layout(run):
-        run, overrides = _plan_first(run, place, console, overrides or [])
-    if run.train.timeline is not None:
-        refuse_timeline(run.plan, Path(run.train.timeline))
     if place is not None:
-        if fresh:
-            raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
-        _train_rank(run, place, as_json)
+        _train_under_launcher(load_run(run_file, overrides or []), place, fresh, as_json)
         return
-    if fresh:
-        _move_aside(run, console)
-    _show(run, console)
-    done = steps(run.folder / "checkpoints")
-    if done and done[-1] >= run.train.steps:
-        console.print(
-            f"\nThis run is finished: step {done[-1]} of {run.train.steps} is in {run.folder}. "
-            f"To start anew: weft train {run_file} --fresh. To go on: weft train {run_file} "
-            f"train.steps={done[-1] + run.train.steps}",
-            highlight=False,
-            soft_wrap=True,
-        )
-    else:
-        _prepare(run, console)
-        if verify:
-            _verify(run, console)
-        _run_ranks(run, run_file, overrides or [], as_json)
-    if as_json:
-        print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
-    elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
-        (_show_sample if isinstance(run.model, LanguageConfig) else _show_accuracy)(run, run_file, console)
+    with Nursery(_run_as_rank, import_for_ranks) as nursery:  # first: before this process has threads or a GPU
+        _train_here(nursery, run_file, overrides or [], verify, fresh, as_json)
 
 
 @app.command(
@@ -277,6 +253,72 @@ def main() -> None:
 # --- steps of `weft train`
 
 
+def _run_as_rank(arguments: list[str]) -> None:
+    """`weft ARGUMENTS` in a rank that was forked; its errors are the agent's to show."""
+    app(arguments, standalone_mode=False)
+
+
+def _train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> None:
+    device_type(run)  # refuses one that is not there
+    if fresh:
+        raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
+    if not has_layout(run):
+        run, _ = _plan_first(run, place, _console(as_json), [])
+    elif is_elastic(os.environ, place):
+        run = _fit(run, place, as_json)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    _train_rank(run, place, as_json)
+
+
+def _fit(run: Run, place: Place, as_json: bool) -> Run:
+    """The run for the ranks that a launcher found, which may be others after a restart."""
+    fitted = fit_to_ranks(run, place)
+    if fitted is not run and place.rank == 0:
+        _console(as_json).print(
+            f"the plan needs {run.plan.num_ranks} ranks ({run.plan.describe_axes()}) and {place.num_ranks} are there: "
+            f"it goes on as {fitted.plan.describe_axes()}, {fitted.split.identity(fitted.plan)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return fitted
+
+
+def _train_here(
+    nursery: Nursery, run_file: Path, overrides: list[str], verify: bool, fresh: bool, as_json: bool
+) -> None:
+    """The whole of it on this machine, with ranks from the nursery."""
+    run = load_run(run_file, overrides)
+    device_type(run)  # refuses one that is not there
+    console = _console(as_json)
+    if not has_layout(run):
+        run, overrides = _plan_first(run, None, console, overrides)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    if fresh:
+        _move_aside(run, console)
+    _show(run, console)
+    done = steps(run.folder / "checkpoints")
+    if done and done[-1] >= run.train.steps:
+        console.print(
+            f"\nThis run is finished: step {done[-1]} of {run.train.steps} is in {run.folder}. "
+            f"To start anew: weft train {run_file} --fresh. To go on: weft train {run_file} "
+            f"train.steps={done[-1] + run.train.steps}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    else:
+        refuse_if_used(run.folder)  # told now, not after the proof
+        _prepare(run, console)
+        if verify:
+            _verify(run, console)
+        _run_ranks(nursery, run, run_file, overrides, as_json)
+    if as_json:
+        print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
+    elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
+        (_show_sample if isinstance(run.model, LanguageConfig) else _show_accuracy)(run, run_file, console)
+
+
 def _plan_first(run: Run, place: Place | None, console: Console, overrides: list[str]) -> tuple[Run, list[str]]:
     """The run under the best plan for the devices that are there, and the overrides that say so to local ranks."""
     speaks = place is None or place.rank == 0
@@ -307,14 +349,17 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
         _console(True).print(
             f"stopped at step {outcome.step} and saved; run the same command to go on", highlight=False
         )
+    if not outcome.finished and is_elastic(os.environ, place):
+        raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts come: they must not look as if all were done
 
 
-def _run_ranks(run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:
+def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:
     if run.plan.num_ranks == 1:
         _train_rank(run, Place(), as_json)
         return
-    command = [sys.executable, "-m", "weft", "train", str(run_file), *overrides, *(["--json"] if as_json else [])]
-    status = start_local(run.plan.num_ranks, command, {})
+
+    arguments = ["train", str(run_file), *overrides, *(["--json"] if as_json else [])]
+    status = start_ranks(nursery, run, arguments)
     if status:
         raise SystemExit(status)
 
@@ -353,7 +398,8 @@ def _move_aside(run: Run, console: Console) -> None:
     number = 1
     while (aside := run.folder.with_name(f"{run.folder.name}.old-{number}")).exists():
         number += 1
-    run.folder.rename(aside)
+    with locked(run.folder):  # not under a job that runs
+        run.folder.rename(aside)
     console.print(f"moved the earlier run to {aside}")
 
 

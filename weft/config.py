@@ -101,18 +101,36 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save (every n steps, and always at the end) and what to keep."""
+    """When to save (every n steps, and always at the end) and what to keep; `memory_every` keeps copies in memory."""
 
     every: int | None = None
+    memory_every: int | None = None
     keep_last: int = 2
     keep_every: int | None = None
     asynchronous: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("every", "keep_last", "keep_every"):
+        for name in ("every", "memory_every", "keep_last", "keep_every"):
             value = getattr(self, name)
             if value is not None:
                 at_least(f"checkpoint.{name}", value, 1)
+
+
+@dataclass(frozen=True)
+class RestartConfig:
+    """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`.
+
+    Ranks that show no sign of life for `hang_seconds`, and for as long as ten steps take, are started again as well.
+    """
+
+    limit: int = 5
+    window_seconds: int = 3600
+    hang_seconds: int = 60
+
+    def __post_init__(self) -> None:
+        at_least("restart.limit", self.limit, 0)
+        at_least("restart.window_seconds", self.window_seconds, 1)
+        at_least("restart.hang_seconds", self.hang_seconds, 1)
 
 
 @dataclass(frozen=True)
@@ -136,6 +154,7 @@ class Run:
     plan: Plan
     cluster: str = "local"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    restart: RestartConfig = field(default_factory=RestartConfig)
     log: LogConfig = field(default_factory=LogConfig)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -172,7 +191,7 @@ class Run:
             "folder": str(self.folder),
             "cluster": self.cluster,
             "model": _model_table(self),
-            **{key: to_table(getattr(self, key)) for key in ("data", "train", "plan", "checkpoint", "log")},
+            **{key: to_table(getattr(self, key)) for key in ("data", "train", "plan", "checkpoint", "restart", "log")},
         }
         lines, section = [], ""
         for line in dump_toml(tables).splitlines():
@@ -184,7 +203,7 @@ class Run:
         return "\n".join(lines) + "\n"
 
 
-_TABLES = ("model", "data", "train", "plan", "checkpoint", "log")
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "log")
 _VALUES = ("name", "folder", "cluster")
 # Tables that a bare number is short for, and the key that it stands for.
 _SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": "degree", "plan.tensor": "x"}
@@ -227,6 +246,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         plan=build_dataclass(Plan, tables.get("plan", {}), "plan"),
         cluster=tables.get("cluster", "local"),
         checkpoint=build_dataclass(CheckpointConfig, tables.get("checkpoint", {}), "checkpoint"),
+        restart=build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
         log=build_dataclass(LogConfig, tables.get("log", {}), "log"),
         origins=origins,
     )

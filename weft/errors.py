@@ -25,6 +25,10 @@ class CheckpointError(WeftError):
     """A checkpoint that is incomplete, corrupt or of another model. Names the file."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not what was saved. Another one may do."""
+
+
 class VerifyError(WeftError):
     """A parallel run that differs from the sequential model. Exit status 1."""
 

@@ -1,45 +1,34 @@
-"""Starting processes: who started this one, where the ranks meet, and how `weft` starts them itself.
+"""Starting processes: who started this one, and where the ranks meet.
 
 The same command runs under torchrun, SLURM's srun and MPI's mpirun, told apart by the variables that each of them
-sets, and on one machine without any of them: then torch's elastic agent starts the local ranks. All that weft
-knows about launchers is in this file.
+sets, and on one machine without any of them: then `weft` starts the local ranks (agent.py). All that weft knows about
+launchers is in this file.
 
     detect(environ)               -> Place, or None when nobody has started ranks yet
     rendezvous(environ, place)    -> the address and port at which rank 0's store answers
     init_process_group(place, ..) -> the world group, and this rank's device
-    start_local(num_ranks, ..)    -> the exit status of local ranks that the agent starts and watches
 
 A job on one host listens on loopback only: its store takes orders from whoever can reach it.
 """
 
 import itertools
-import logging
 import math
 import os
 import re
-import signal
 import socket
-import sys
-import tempfile
 import time
-import uuid
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # as documented
-from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from weft.errors import LaunchError
+from weft.nursery import LISTENER_VARIABLE, LOOPBACK
 
 Launcher = Literal["none", "weft", "torchrun", "slurm", "mpi"]
 
@@ -50,15 +39,11 @@ _COMMANDS: dict[Launcher, str] = {
     "slurm": "srun",
     "mpi": "mpirun",
 }
-_LOOPBACK = "127.0.0.1"
-# The elastic run id of ranks that `start_local` started, which is how they know it was not torchrun.
-_LOCAL_RUN_ID_PREFIX = "weft-local-"
+# The elastic run id of ranks that weft's own agent started, which is how they know it was not torchrun.
+LOCAL_RUN_ID_PREFIX = "weft-local-"
+_MEETING_POLL_SECONDS = 0.01
 # SLURM numbers what is not an srun (batch scripts, interactive shells) above this.
 _SLURM_MAX_STEP_ID = 0xFFFFFFF0
-
-_SAVE_SECONDS = 600.0  # how long ranks that were asked to stop may take to save
-_START_POLL_SECONDS = 0.1  # how soon to look again for ranks that are still being started
-_SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends as well: copies are one request
 
 
 @dataclass(frozen=True)
@@ -115,7 +100,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
     local_names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]
     if run_id is None and not any(name in environ for name in local_names):
         # Set by hand. Which ranks share a host decides which device each takes: only loopback tells.
-        if environ["MASTER_ADDR"] in ("localhost", _LOOPBACK, "::1"):
+        if environ["MASTER_ADDR"] in ("localhost", LOOPBACK, "::1"):
             return Place(rank, num_ranks, rank, num_ranks, 1, "torchrun")
         raise LaunchError(
             "RANK and WORLD_SIZE are set but LOCAL_RANK is not; "
@@ -126,7 +111,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
         (num_hosts,) = _integers(environ, ["GROUP_WORLD_SIZE"], "torchrun")
     else:
         num_hosts = math.ceil(num_ranks / max(1, num_local_ranks))
-    launcher: Launcher = "weft" if (run_id or "").startswith(_LOCAL_RUN_ID_PREFIX) else "torchrun"
+    launcher: Launcher = "weft" if (run_id or "").startswith(LOCAL_RUN_ID_PREFIX) else "torchrun"
     return Place(rank, num_ranks, local_rank, num_local_ranks, num_hosts, launcher)
 
 
@@ -199,6 +184,11 @@ def _integers(environ: Mapping[str, str], names: Sequence[str], command: str) ->
     return [int(environ[name]) for name in names]
 
 
+def is_elastic(environ: Mapping[str, str], place: Place) -> bool:
+    """Whether torchrun may start the ranks again, and then perhaps others: with --max-restarts above 0."""
+    return place.launcher == "torchrun" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
 def check_world(place: Place, num_ranks: int, degrees: Mapping[str, int]) -> None:
     """Refuse a job whose launcher started more or fewer processes than the plan's degrees need."""
     if place.num_ranks == num_ranks:
@@ -223,12 +213,12 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
             raise LaunchError(f"MASTER_PORT = {port} is not a port; use 1 to 65535")
         return environ["MASTER_ADDR"], port
     if place.num_ranks == 1:
-        return _LOOPBACK, 0  # nobody else has to find it: any free port
+        return LOOPBACK, 0  # nobody else has to find it: any free port
     if place.launcher == "slurm":
         _require(environ, ["SLURM_JOB_ID", "SLURM_STEP_ID"], "srun")
         port = _port(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
         if place.num_hosts == 1:
-            return _LOOPBACK, port
+            return LOOPBACK, port
         # Task 0 runs on the first host of the step in every distribution but `arbitrary`.
         name = _step_or_job(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
         _require(environ, [name], "srun")
@@ -240,7 +230,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
             "e.g. mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500"
         )
     # Hydra has no job name: two such jobs on one host need a MASTER_PORT each, as the error on the taken port says.
-    return _LOOPBACK, _port(environ.get("PMIX_NAMESPACE", "mpi"))
+    return LOOPBACK, _port(environ.get("PMIX_NAMESPACE", "mpi"))
 
 
 def _port(job: str) -> int:
@@ -274,11 +264,7 @@ def _numbers(ranges: str, nodelist: str) -> list[str]:
 
 
 def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: timedelta) -> torch.device:
-    """Join the world group and return this rank's device. `timeout` bounds the meeting and every collective.
-
-    The store's keys carry the elastic restart count: after a restart the agent's store still holds the addresses of
-    the dead ranks, which the new ones must not read.
-    """
+    """Join the world group and return this rank's device. `timeout` bounds the meeting and every collective."""
     rank_device = torch.device("cpu") if device == "cpu" else torch.device("cuda", _cuda_index(place))
     if device == "cuda":
         torch.cuda.set_device(rank_device)
@@ -287,21 +273,48 @@ def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: ti
     address, port = rendezvous(os.environ, place)
     try:
         store = _open_store(address, port, place, timeout)
+        meeting = _agree_on_meeting(store, place, timeout)
     except (OSError, dist.DistError) as error:
         raise LaunchError(
             f"rank {place.rank} of {place.num_ranks} did not meet the others at {address}:{port} ({error}); "
             "start every rank, or export another MASTER_ADDR and MASTER_PORT"
         ) from error
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-        store=PrefixStore(f"weft/restart-{restart}", store),
+        store=PrefixStore(f"weft/{meeting}", store),
         rank=place.rank,
         world_size=place.num_ranks,
         timeout=timeout,
         device_id=None if device == "cpu" else rank_device,
     )
     return rank_device
+
+
+def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
+    """A random name for this start of these ranks, under which their keys are.
+
+    After a restart torchrun's store still holds the addresses of dead ranks, which must not be read; and its count of
+    restarts differs between agents of which one came later. Each rank says a random word and waits for rank 0's answer
+    to that word; rank 0 goes on answering until as many ranks as there should be have heard it.
+    """
+    own = os.urandom(8).hex()
+    if place.rank > 0:
+        store.set(f"weft/word/{place.rank}", own)
+        store.wait([f"weft/answer/{own}"], timeout)
+        meeting = store.get(f"weft/answer/{own}").decode()
+        store.add(f"weft/{meeting}/heard", 1)
+        return meeting
+    answered = dict.fromkeys(range(1, place.num_ranks), "")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while store.add(f"weft/{own}/heard", 0) < len(answered):
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks are missing after {timeout.total_seconds():.0f} s")
+        for rank, word in answered.items():
+            if store.check([f"weft/word/{rank}"]) and (said := store.get(f"weft/word/{rank}").decode()) != word:
+                answered[rank] = said
+                store.set(f"weft/answer/{said}", own)
+        time.sleep(_MEETING_POLL_SECONDS)
+    return own
 
 
 def shutdown() -> None:
@@ -323,189 +336,16 @@ def _cuda_index(place: Place) -> int:
 
 
 def _open_store(address: str, port: int, place: Place, timeout: timedelta) -> Store:
-    """Connect to the elastic agent's store, or to the one that rank 0 serves where there is no agent."""
+    """Connect to the elastic agent's store, or to the one that rank 0 serves where there is none."""
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    if serves and address == _LOOPBACK:
+    if serves and address == LOOPBACK:
         return _serve_loopback(port, place.num_ranks, timeout)
     return TCPStore(address, port, place.num_ranks, serves, timeout)
 
 
 def _serve_loopback(port: int, num_ranks: int | None, timeout: timedelta) -> TCPStore:
     """A store that only this host can reach; TCPStore by itself listens on every interface."""
-    listener = socket.create_server((_LOOPBACK, port))
+    given = os.environ.pop(LISTENER_VARIABLE, None)  # bound before the ranks were forked
+    listener = socket.socket(fileno=int(given)) if given is not None else socket.create_server((LOOPBACK, port))
     port = listener.getsockname()[1]
-    return TCPStore(_LOOPBACK, port, num_ranks, True, timeout, master_listen_fd=listener.detach())
-
-
-# --- starting local ranks -----------------------------------------------------------------------------------------
-
-
-def start_local(num_ranks: int, command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run `command` as `num_ranks` local ranks with `environ` added to theirs, and return the exit status.
-
-    0 when all ranks left with 0. When one fails or is killed, the agent stops the others (SIGTERM, SIGKILL after
-    30 s), one line says which rank it was, and the status is that rank's, or 128 + the number of its signal.
-    The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C here asks the ranks to stop with SIGTERM and leaves them 10 minutes
-    to save; a second Ctrl-C kills them.
-    """
-    # The agent reports through its own loggers what the line at the end says better.
-    agent_log = logging.getLogger("torch.distributed.elastic")
-    agent_log.propagate = False
-    agent_log.addHandler(logging.NullHandler())
-    num_threads = max(1, _num_cores() // num_ranks)
-    # An empty list: the agent must not replace the handlers below with its own, which kill after 30 s.
-    added = {"OMP_NUM_THREADS": str(num_threads), **os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": "", **environ}
-    with ExitStack() as stack:
-        logs = DefaultLogsSpecs(log_dir=stack.enter_context(tempfile.TemporaryDirectory(prefix="weft-")))
-        spec = WorkerSpec(
-            role="rank",
-            local_world_size=num_ranks,
-            rdzv_handler=_LoopbackRendezvous(),
-            entrypoint=command[0],
-            # The agent fills in ${local_rank} in the arguments; they are meant literally here.
-            args=tuple(argument.replace("$", "$$") for argument in command[1:]),
-            max_restarts=0,
-        )
-        agent = LocalElasticAgent(spec, logs)
-        stack.enter_context(_environment(added))
-        stack.enter_context(_signals_passed_on(agent))
-        result = agent.run()
-    if not result.is_failed():
-        return 0
-    line, status = describe_failures({rank: failure.exitcode for rank, failure in result.failures.items()})
-    print(f"weft: {line}", file=sys.stderr, flush=True)
-    return status
-
-
-def describe_failures(exit_codes: Mapping[int, int]) -> tuple[str, int]:
-    """What to say of ranks that left with these codes (-n: killed by signal n), and the exit status of the whole.
-
-    The agent ends the ranks that were left with SIGTERM: they are named only when there is no better culprit. A rank
-    killed by a signal comes first: the others' errors are mostly that they lost it.
-    """
-    culprits = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
-    ranks_by_code: dict[int, list[int]] = {}
-    for rank, code in sorted(culprits.items(), key=lambda item: (item[1] > 0, item[0])):
-        ranks_by_code.setdefault(code, []).append(rank)
-    phrases = []
-    for code, ranks in ranks_by_code.items():
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        if code > 0:
-            phrases.append(f"{who} left with status {code}")
-            continue
-        was = "was" if len(ranks) == 1 else "were"
-        hint = " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
-        phrases.append(f"{who} {was} killed by {signal.Signals(-code).name}{hint}")
-    first = next(iter(ranks_by_code))
-    return "; ".join(phrases), first if first > 0 else 128 - first
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for a while: the agent's children copy this process's environment."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-class _LoopbackRendezvous(RendezvousHandler):
-    """The meeting of one agent with itself, around a store on loopback that the ranks then use.
-
-    torch's own handlers would serve that store on every interface of the host.
-    """
-
-    def __init__(self) -> None:
-        self._run_id = _LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
-        self._store = _serve_loopback(0, None, timedelta(seconds=60))
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_LOOPBACK, self._store.port))
-
-    def get_backend(self) -> str:
-        return "loopback"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        return
-
-    def shutdown(self) -> bool:
-        return True
-
-
-@contextmanager
-def _signals_passed_on(agent: LocalElasticAgent) -> Iterator[None]:
-    """Turn signals at this process into signals at the ranks, which live in sessions of their own."""
-    stop = _Stop(agent)
-    before = {}
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGALRM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and background jobs ask for
-            before[number] = signal.signal(number, stop.handle)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-class _Stop:
-    """The order given to the ranks: none, then SIGTERM, then SIGKILL. SIGALRM is this class's own clock."""
-
-    def __init__(self, agent: LocalElasticAgent) -> None:
-        self._agent = agent
-        self._order: signal.Signals | None = None
-        self._sent = False
-        self._asked_at = 0.0
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if number == signal.SIGALRM:
-            if self._sent:
-                self._give(signal.SIGKILL, f"weft: not saved within {_SAVE_SECONDS:.0f} s; killing the ranks")
-        elif self._order is None:
-            self._asked_at = now
-            name = signal.Signals(number).name
-            self._give(signal.SIGTERM, f"weft: {name}: the ranks save and stop; Ctrl-C once more kills them")
-        elif number == signal.SIGINT and now - self._asked_at > _SAME_PRESS_SECONDS:
-            self._give(signal.SIGKILL, "weft: killing the ranks")
-        self._send()
-
-    def _give(self, order: signal.Signals, message: str) -> None:
-        self._order, self._sent = order, False
-        print(message, file=sys.stderr, flush=True)
-
-    def _send(self) -> None:
-        if self._order is None or self._sent:
-            return
-        group = self._agent.get_worker_group()
-        if group.state is WorkerState.INIT:  # not all ranks have started: look again
-            signal.setitimer(signal.ITIMER_REAL, _START_POLL_SECONDS)
-            return
-        for worker in group.workers:
-            with suppress(ProcessLookupError):
-                if self._order is signal.SIGTERM:
-                    os.kill(worker.id, self._order)  # the rank alone: it may need its data workers to save
-                else:
-                    os.killpg(worker.id, self._order)
-        self._sent = True
-        signal.setitimer(signal.ITIMER_REAL, _SAVE_SECONDS if self._order is signal.SIGTERM else 0)
+    return TCPStore(LOOPBACK, port, num_ranks, True, timeout, master_listen_fd=listener.detach())

@@ -82,8 +82,9 @@ class Mesh:
 
     def again(self, name: str, label: str) -> Axis:
         """The axis with a group of its own, where nothing waits for what is said on the axis. See `neighbours`."""
+        whole = self[name]
         group = self._group_among(ranks_of(self.plan, name), f"{name} {label}", label)
-        return Axis(name, self.plan.degree(name), self.coordinates[name], group, self.ledger)
+        return Axis(name, whole.degree, whole.index, group, self.ledger)
 
     def among(self, name: str, indices: Sequence[int], label: str) -> Axis | None:
         """The ranks at these indices of an axis, as an axis called `label`; None elsewhere. See `neighbours`."""

@@ -6,22 +6,24 @@ to the planner.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from weft.cluster import Cluster, load, local_cluster
 from weft.config import Run, TrainConfig
 from weft.data.config import Data, DataConfig, ImagesConfig
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
 from weft.launch import Place
 from weft.measure import is_cpu, with_assumed_rates
 from weft.models import GPT2Config, LanguageConfig, ModelConfig
 from weft.models.catalog import load_model
 from weft.parallel import cost
-from weft.plan import Plan, Precision
+from weft.plan import Pipe, Plan, Precision
 from weft.planner.answer import Answer, Progress, ask
 from weft.planner.question import Constraint, Objective, Question
-from weft.predict import micro_batch_profile
+from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.train.loop import device_type
 
 NOT_LAYOUT = ("plan.precision", "plan.matmul", "plan.exact", "plan.hierarchical")
@@ -108,6 +110,54 @@ def ask_for(
         exact &= not any(one.name == "exact" and one.value is False for one in constraints)
     question = Question(alone.split.batch, alone.split.sequence, precision, constraints, shape, exact)
     return ask(run.name, run.model, cluster, question, objective, say)
+
+
+def fit_to_ranks(run: Run, place: Place) -> Run:
+    """The run under the plan nearest to its own for the ranks that are there; the batch stays, and micro-batches do
+    where they divide it.
+
+    Degrees of `data` change first, which leaves a rank's memory as it is; then those of `shard`; then those of `pipe`.
+    """
+    old, refusals = run.plan, list[str]()
+    if old.num_ranks == place.num_ranks:
+        return run
+    for plan in _nearest(old, place.num_ranks):
+        per_rank = run.split.batch // plan.num_batch_ranks
+        near = replace(run, plan=replace(plan, micro_batch=math.gcd(per_rank, run.split.micro_batch) or None))
+        try:
+            prediction = predict(near, run_cluster(near, place.num_hosts))
+        except ConfigError as error:
+            refusals.append(f"{plan.describe_axes()}: {error}")
+            continue
+        if prediction.cost.memory_bytes <= prediction.memory_limit_bytes:
+            return near
+        refusals.append(f"{plan.describe_axes()}: it needs {prediction.cost.memory_bytes:,} bytes a device")
+    raise PlanError(
+        f"the plan needs {old.num_ranks} ranks ({old.describe_axes()}), {place.num_ranks} are there, and no plan near "
+        f"it suits them ({refusals[0] if refusals else 'the degrees of the model do not divide them'}); start a number "
+        f"of ranks that divides the batch, or change the plan"
+    )
+
+
+def _nearest(plan: Plan, num_ranks: int) -> Iterator[Plan]:
+    """Plans for another number of ranks, the least changed first."""
+    model_ranks = plan.num_ranks // (plan.data * plan.shard.degree * plan.pipe.degree)
+    for pipe in _divisors_near(plan.pipe.degree, num_ranks):
+        for shard in _divisors_near(plan.shard.degree, num_ranks):
+            data, rest = divmod(num_ranks, model_ranks * pipe * shard)
+            if rest == 0:
+                yield replace(
+                    plan,
+                    data=data,
+                    shard=replace(plan.shard, degree=shard),
+                    pipe=replace(plan.pipe, degree=pipe) if pipe > 1 else Pipe(),
+                )
+
+
+def _divisors_near(degree: int, number: int) -> list[int]:
+    """The divisors of a number, those nearest to a degree (as a ratio) first."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return sorted(divisors, key=lambda divisor: (max(divisor / degree, degree / divisor), -divisor))
 
 
 def with_plan(run: Run, answer: Answer) -> Run:

@@ -24,6 +24,16 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
+def shard_name(rank: int) -> str:
+    """The file of a rank's pieces."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def partial_name(rank: int) -> str:
+    """The manifest of a rank's pieces, until there is one of all."""
+    return f"rank-{rank:05d}.json"
+
+
 def steps(folder: str | os.PathLike[str]) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order; none if there is no folder."""
     folder = Path(folder)

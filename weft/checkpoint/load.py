@@ -31,7 +31,7 @@ from weft.checkpoint.manifest import (
     num_chunks,
 )
 from weft.checkpoint.region import Region, overlap
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, DamagedError
 
 __all__ = ["Checkpoint", "latest", "steps"]
 
@@ -152,7 +152,7 @@ class Checkpoint:
         earlier = [step for step in steps(self.path.parent) if own is not None and step < own]
         previous = self.path.parent / step_name(earlier[-1]) if earlier else None
         advice = f"use the previous checkpoint {previous}" if previous else "there is no earlier checkpoint beside it"
-        raise CheckpointError(f"{self.path / file} cannot be used: {why}; {advice}")
+        raise DamagedError(f"{self.path / file} cannot be used: {why}; {advice}")
 
 
 def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:

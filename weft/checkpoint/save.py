@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.checkpoint.folder import step_name, steps
+from weft.checkpoint.folder import partial_name, shard_name, step_name, steps
 from weft.checkpoint.manifest import (
     DTYPE_NAMES,
     MANIFEST,
@@ -150,8 +150,15 @@ class Saver:
         saving = self.folder / f".saving-{final.name}-{self._token}-{attempt}"
         if self._rank == 0:
             self._remove_leftovers(attempt)  # a failed attempt of this run may still fill the disk
+        own = self._write_part(saving, manifest, pieces)
+        if self._rank == 0:
+            self._publish(own, saving, final)
+            self._retain(manifest.step)
+
+    def _write_part(self, saving: Path, manifest: Manifest, pieces: Sequence[Piece]) -> Manifest:
+        """Write this rank's pieces to a folder and, last of all, their partial manifest, which it returns."""
         saving.mkdir(exist_ok=True)
-        shard = saving / f"rank-{self._rank:05d}.safetensors"
+        shard = saving / shard_name(self._rank)
         entries, tensors = _index(shard.name, pieces)
         files = {}
         if tensors:
@@ -166,13 +173,11 @@ class Saver:
         self._do(f"fsync {saving.name}", _fsync, saving)
         # From here on rank 0 may rename the folder: its own fsync makes this last rename durable.
         self._do(f"rename {partial.name}", temporary.rename, partial)
-        if self._rank == 0:
-            self._publish(own, saving, final)
-            self._retain(manifest.step)
+        return own
 
     def _publish(self, own: Manifest, saving: Path, final: Path) -> None:
         """Merge the ranks' manifests and give the folder its name."""
-        partials = [saving / f"rank-{rank:05d}.json" for rank in range(self._num_ranks)]
+        partials = [saving / partial_name(rank) for rank in range(self._num_ranks)]
         self._poll(
             lambda: all(partial.exists() for partial in partials),
             lambda: (

@@ -54,9 +54,9 @@ class Pending:
             raise self._error
         ledger = self._axis.ledger
         for work in self._works:
-            ledger.doing = f"{self._operation} over {self._axis.name}"
+            ledger.wait_begins(self._axis.name, self._operation)
             work.wait()
-            ledger.doing = ""
+            ledger.wait_ends()
         self._works = []
 
     def block(self) -> None:

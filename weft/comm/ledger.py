@@ -12,6 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from weft.status import Status
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -50,15 +52,33 @@ def add_traffic(*parts: Traffics) -> dict[Key, Traffic]:
 
 
 class Ledger:
-    """Counts every collective of one rank; `doing` names the one that the rank waits in, for the watch over hangs."""
+    """Counts every collective of one rank; `doing` names the one that the rank waits in, for the watch over hangs.
+
+    Where somebody watches, `status` is told of calls and waits.
+    """
 
     def __init__(self) -> None:
         self._entries: defaultdict[Key, Counter[int]] = defaultdict(Counter)  # calls by their bytes
         self.doing = ""
+        self.status: Status | None = None
 
     def record(self, axis: str, operation: str, num_bytes: int) -> None:
         """Enter one call."""
         self._entries[axis, operation][num_bytes] += 1
+        if self.status is not None:
+            self.status.num_calls += 1
+
+    def wait_begins(self, axis: str, operation: str) -> None:
+        """The rank waits in an operation."""
+        self.doing = f"{operation} over {axis}"
+        if self.status is not None:
+            self.status.wait_begins(f"{self.doing} (#{self.status.num_calls})")
+
+    def wait_ends(self) -> None:
+        """It has waited; not said of a wait that fails."""
+        self.doing = ""
+        if self.status is not None:
+            self.status.wait_ends()
 
     def entries(self) -> dict[Key, Traffic]:
         """What has been counted so far, sorted by axis and operation."""

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.checkpoint import Checkpoint, Saver, latest
+from weft.checkpoint import Saver
 from weft.comm import broadcast
 from weft.config import Run
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import ConfigError
 from weft.launch import Place, check_world, init_process_group, shutdown
 from weft.layer_drop import Gates, drop_layers
+from weft.lock import locked
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
@@ -35,15 +36,19 @@ from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
 from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
+from weft.status import Status
 from weft.strategy import Values
 from weft.train.ahead import Batches, Late
 from weft.train.attention_kernel import attention_shape, fastest_attention
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.documents import has_separate_documents, separate_documents
+from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
+from weft.train.resume import Trained, resume
 from weft.train.schedule import learning_rate
-from weft.train.state import load_state, make_optimizer, pieces_to_save
+from weft.train.shared_memory import folder_of
+from weft.train.state import make_optimizer, pieces_to_save
 from weft.train.step import evaluate, train_step
 from weft.train.stop import Stop
 from weft.train.task import task_of
@@ -79,13 +84,15 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         refuse_timeline(run.plan, Path(run.train.timeline))
     objective = task_of(run).objective
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
-    with _world(run, place) as mesh, _attention(run, mesh) as kernel:
+    status = Status(os.environ, place.rank)
+    lock = locked(run.folder) if place.rank == 0 else nullcontext()
+    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel:
         _set_determinism(run)
         model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_inputs, run), example_loss(run))
         if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
+        say = reporter.say if mesh.is_first else _say_nothing
         if wants_compile(run, mesh.device):
-            say = reporter.say if mesh.is_first else _say_nothing
             say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
             compile_blocks(model, say)
         data = data.on_tile(mesh)
@@ -93,7 +100,9 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         drop = run.train.layer_drop
         gates = None if drop is None else drop_layers(model, drop, run.train.seed, run.plan, optimizer)
         saver = _saver(run, mesh)
-        step = _resume(run, model, optimizer, data, reporter if mesh.is_first else None)
+        memory = _memory(run, mesh, place, say)
+        mesh.ledger.status = status
+        step = resume(Trained(run, model, optimizer, data, mesh), memory, say)
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
             _report_skipped(data, log, step, reporter)
@@ -104,13 +113,18 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         batches = Batches(lambda at: data.batches(run, at, mesh["batch"], mesh.device), run.train.steps, mesh.device)
         report = partial(_report, run, clock, mesh, log, reporter)
         while step < run.train.steps and not stop.agreed:
+            status.step_begins(step)
             rate = _set_learning_rate(run, optimizer, step)
+            status.phase("loading data")
+            given = batches.take(step)
             before = partial(_before_micro_batch, run, step, mesh, gates)
             if isinstance(model, Pipeline):
                 model.timed = run.train.timeline is not None and step == run.train.steps - 1
-            result = train_step(model, optimizer, batches.take(step), mesh, objective, run.train.clip, before)
+            status.phase("forward and backward")
+            result = train_step(model, optimizer, given, mesh, objective, run.train.clip, before)
             step += 1
             batches.prepare(step)
+            status.step_ends()
             stop.ask()
             if late is not None:  # the device has the next step to do
                 loss, late = report(late), None
@@ -119,6 +133,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             if late is not None and (_pauses(run, step) or stop.agreed or mesh.device.type == "cpu"):
                 loss, late = report(late), None
             if _due(step, run.train.evaluate_every, run.train.steps):
+                status.phase("evaluating")
                 held_out = data.evaluation_batches(run, mesh["batch"], mesh.device)
                 if held_out:
                     means = evaluate(model, held_out, mesh, objective).flatten().tolist()
@@ -127,10 +142,17 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.write("evaluation", step, evaluation)
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
+            status.phase("saving")
+            if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
+                memory.save(step, pieces_to_save(model, optimizer, mesh), _state(run, step, data))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
-                _save(run, saver, step, model, optimizer, mesh, data)
+                pieces = pieces_to_save(model, optimizer, mesh)
+                saver.save(step, pieces, _state(run, step, data), asynchronous=_is_asynchronous(run))
                 clock.skip(step)
+        status.phase("saving")
         saver.wait(published=True)
+        if memory is not None:
+            memory.close()
         _draw_step(run, model, mesh, reporter)
         stop.close()  # last: a signal must not end a rank that still writes
         if log is not None:
@@ -212,46 +234,12 @@ def _saver(run: Run, mesh: Mesh) -> Saver:
     )
 
 
-def _resume(run: Run, model: nn.Module, optimizer: Optimizer, data: TrainingData, reporter: Reporter | None) -> int:
-    """Load the newest checkpoint of the run folder, if there is one, and return the step to go on from."""
-    path = latest(run.folder / "checkpoints")
-    if path is None:
-        return 0
-    checkpoint = Checkpoint(path)
-    found = checkpoint.state.get("data", {}).get("fingerprint")
-    if found != data.fingerprint:
-        raise CheckpointError(
-            f"{path} was trained on other data (fingerprint {found}, now {data.fingerprint}); give the same data (and "
-            f"tokenizer), or start anew in another folder (folder = ...)"
-        )
-    _refuse_other_model(checkpoint, run)
-    _refuse_other_order(checkpoint, run)
-    load_state(checkpoint, model, optimizer)
-    if reporter is not None:
-        reporter.say(f"resumed at step {checkpoint.step} from {path}")
-    return checkpoint.step
-
-
-def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
-    """Shapes do not tell: other rotary frequencies, say, would go on in silence with another network."""
-    saved, now = checkpoint.state["model"], to_table(run.model)
-    for key in {**now, **saved}:
-        if saved.get(key) != now.get(key):
-            raise CheckpointError(
-                f"{checkpoint.path} was trained with model.{key} = {saved.get(key)}, now it is {now.get(key)}; give "
-                f"the same model, or start anew in another folder (folder = ...)"
-            )
-
-
-def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:
-    """The order of samples follows from seed, step and batch: with another, data would be skipped or repeated."""
-    batch, seed = checkpoint.state["data"]["samples"] // max(1, checkpoint.step), checkpoint.state["seed"]
-    if (batch, seed) != (run.split.batch, run.train.seed):
-        raise CheckpointError(
-            f"{checkpoint.path} was trained with {batch} {run.split.samples} a step and seed {seed}, now "
-            f"{run.split.batch} and {run.train.seed}; keep both (any plan may change), or start anew in another folder "
-            f"(folder = ...)"
-        )
+def _memory(run: Run, mesh: Mesh, place: Place, say: Callable[[str], None]) -> MemoryCopies | None:
+    """Copies in memory, where they are asked for and somebody would start the ranks again."""
+    folder = folder_of(os.environ)
+    if run.checkpoint.memory_every is None or folder is None or place.num_ranks == 1:
+        return None
+    return MemoryCopies(folder, mesh, place, say)
 
 
 def _report_skipped(data: TrainingData, log: MetricsLog, step: int, reporter: Reporter) -> None:
@@ -340,16 +328,17 @@ def _draw_step(run: Run, model: nn.Module, mesh: Mesh, reporter: Reporter) -> No
         reporter.say(f"drew the last step to {run.train.timeline}")
 
 
-def _save(
-    run: Run, saver: Saver, step: int, model: nn.Module, optimizer: Optimizer, mesh: Mesh, data: TrainingData
-) -> None:
-    state = {
+def _state(run: Run, step: int, data: TrainingData) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors."""
+    return {
         "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
         "seed": run.train.seed,
         "model": to_table(run.model),
         "plan": run.plan.to_toml(),
         "run": run.to_toml(),
     }
-    # State on the host is not copied there once more: it is written while training waits.
-    asynchronous = run.checkpoint.asynchronous and not run.plan.memory.offload
-    saver.save(step, pieces_to_save(model, optimizer, mesh), state, asynchronous=asynchronous)
+
+
+def _is_asynchronous(run: Run) -> bool:
+    """State on the host is not copied there once more: it is written while training waits."""
+    return run.checkpoint.asynchronous and not run.plan.memory.offload

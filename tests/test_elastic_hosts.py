@@ -1,0 +1,148 @@
+"""A host is lost and comes back: the job goes on with the ranks that are left, under another plan, and takes it in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts_for_tests import ADDRESSES, PORT, end_all, hosts
+from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
+
+from weft.checkpoint import Checkpoint
+
+__all__ = ["hosts"]  # a fixture
+DEADLINE_SECONDS = 150
+NUM_STEPS = 30
+LOST_AFTER, BACK_AFTER = 10, 20
+# Nothing on disk before the end: what comes back after a loss comes from memory.
+OVERRIDES = ["plan.data=2", "plan.shard=2", f"train.steps={NUM_STEPS}", "checkpoint.memory_every=1"]
+OVERRIDES += ["checkpoint.every=100"]
+
+# `weft` that waits: four ranks after LOST_AFTER steps, until the test has killed a host; two after BACK_AFTER, until
+# their agent asks them to make place for more.
+PACED = f"""
+import os, sys, time
+from weft import cli
+from weft.train import loop
+from weft.train.stop import Stop
+
+folder, steps, asked = sys.argv.pop(1), 0, []
+train_step, handle, resume = loop.train_step, Stop._handle, loop.resume
+
+def wait(condition):
+    deadline = time.monotonic() + {DEADLINE_SECONDS}
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+def paced_step(*arguments, **named):
+    global steps
+    if steps == {LOST_AFTER} and os.environ["WORLD_SIZE"] == "4":
+        wait(lambda: os.path.exists(os.path.join(folder, "lost")))
+    if steps == {BACK_AFTER} and os.environ["WORLD_SIZE"] == "2":
+        wait(lambda: asked)
+    steps += 1
+    return train_step(*arguments, **named)
+
+def counted_resume(*arguments):
+    global steps
+    steps = resume(*arguments)
+    return steps
+
+def noted_handle(self, number, frame):
+    asked.append(number)
+    handle(self, number, frame)
+
+loop.train_step, loop.resume, Stop._handle = paced_step, counted_resume, noted_handle
+cli.main()
+"""
+
+
+class Hosts:
+    """Elastic torchruns on two hosts."""
+
+    def __init__(self, names: list[str], command: list[str], folder: Path) -> None:
+        self._names, self._command, self._folder = names, command, folder
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, index: int) -> None:
+        host, conf = self._names[index], "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=8"
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
+        torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}"]
+        torchrun += [f"--local-addr={ADDRESSES[index]}", f"--rdzv-conf=is_host={int(index == 0)},{conf}"]
+        # Memory of its own, as a host has.
+        mounted = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+        line = ["ip", "netns", "exec", host, *mounted, *torchrun, "--rdzv-id=test", "--no-python", *self._command]
+        root = str(Path(__file__).parents[1])
+        environ = os.environ | {"GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
+        environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else torchrun takes in no host that comes later
+        with open(self._folder / f"{host}.log", "ab") as file:
+            process = subprocess.Popen(line, env=environ, stdout=file, stderr=file, start_new_session=True)
+        self.processes[index] = process
+
+    def kill(self, index: int) -> None:
+        """A power cut: everything on the host at once."""
+        end_all(self._names[index])
+        self.processes.pop(index).wait()
+
+    def wait(self) -> list[int]:
+        try:
+            return [process.wait(DEADLINE_SECONDS) for process in self.processes.values()]
+        except subprocess.TimeoutExpired:
+            pytest.fail("the job did not end:\n" + self.output())
+
+    def output(self) -> str:
+        return "\n".join((self._folder / f"{name}.log").read_text() for name in self._names)
+
+
+@pytest.fixture
+def elastic(hosts: list[str], tmp_path: Path) -> Iterator[Hosts]:
+    run_file = write_run_file(tmp_path)
+    (tmp_path / "paced.py").write_text(PACED)
+    command = [sys.executable, str(tmp_path / "paced.py"), str(tmp_path), "train", str(run_file), *OVERRIDES]
+    pair = Hosts(hosts, [*command, f"folder={tmp_path / 'elastic'}"], tmp_path)
+    yield pair
+    for host in hosts:
+        end_all(host)
+    for process in pair.processes.values():
+        process.wait()
+
+
+def wait_for_step(folder: Path, step: int, pair: Hosts) -> None:
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    path = folder / "metrics.jsonl"
+    while not path.exists() or f'"step", "step": {step},' not in path.read_text():
+        assert time.monotonic() < deadline, f"no step {step}:\n{pair.output()}"
+        assert pair.processes[0].poll() is None, pair.output()
+        time.sleep(0.05)
+
+
+def test_a_host_is_lost_and_comes_back(elastic: Hosts, tmp_path: Path) -> None:
+    run_file = tmp_path / "tiny.toml"
+    run, whole = make_run(run_file, "elastic", *OVERRIDES), make_run(run_file, "whole", *OVERRIDES)
+    elastic.start(0)
+    elastic.start(1)
+    wait_for_step(run.folder, LOST_AFTER, elastic)
+    elastic.kill(1)
+    (tmp_path / "lost").touch()
+    wait_for_step(run.folder, BACK_AFTER, elastic)
+    elastic.start(1)
+    codes = elastic.wait()
+    said = elastic.output()
+    assert codes == [0, 0], said
+    assert "the plan needs 4 ranks (data 2 × shard 2 (stage 3)) and 2 are there: it goes on as shard 2" in said
+    assert (
+        f"resumed at step {LOST_AFTER} from memory" in said or f"resumed at step {LOST_AFTER - 1} from memory" in said
+    )
+    assert f"stopped at step {BACK_AFTER + 2} and saved" in said  # all agree a step after they are asked
+    assert f"resumed at step {BACK_AFTER + 2} from" in said
+    train_on_ranks(whole)
+    assert [event["step"] for event in events(run.folder)] == list(range(1, NUM_STEPS + 1))
+    assert losses(run.folder) == pytest.approx(losses(whole.folder), rel=1e-4)
+    last = Checkpoint(run.folder / "checkpoints" / f"step-{NUM_STEPS:08d}")
+    assert last.state["data"]["samples"] == NUM_STEPS * 16
+    assert len({piece.file for entry in last.entries() for piece in entry.pieces}) == 4  # four ranks wrote the end

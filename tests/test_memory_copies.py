@@ -1,0 +1,192 @@
+"""Copies in memory: of one host and around a ring of two; lost, damaged and half written ones; no room."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from weft.checkpoint import Checkpoint, Piece, Region
+from weft.comm import meet
+from weft.errors import DamagedError
+from weft.launch import Place
+from weft.local import run_local
+from weft.mesh import Mesh
+from weft.plan import Plan
+from weft.train import memory as memory_module
+from weft.train.memory import MemoryCopies
+from weft.train.shared_memory import Listing, claim, complete_steps, folder_of, listing, parts_name
+
+SHAPE = (10, 7)
+
+
+def pieces_of(step: int, rank: int, num_ranks: int) -> list[Piece]:
+    values = torch.arange(70.0) * step
+    region = Region.flat(SHAPE, 70 * rank // num_ranks, 70 * (rank + 1) // num_ranks)
+    return [Piece("w", "parameter", region, values[region.start : region.stop])]
+
+
+def on_hosts(folder: Path, num_hosts: int, work: Callable[[MemoryCopies, list[str]], Any], num_ranks: int = 4) -> Any:
+    """`work(copies, said)` on ranks that are spread over hosts, each of which has a folder of its own."""
+
+    def rank(index: int) -> Any:
+        num_local = num_ranks // num_hosts
+        place = Place(index, num_ranks, index % num_local, num_local, num_hosts)
+        said: list[str] = []
+        own = folder / f"host-{index // num_local}"
+        return work(MemoryCopies(own, Mesh(Plan(data=num_ranks)), place, said.append), said)
+
+    return run_local(rank, num_ranks)
+
+
+def save(copies: MemoryCopies, *steps: int) -> None:
+    for step in steps:
+        copies.save(step, pieces_of(step, copies._rank, copies._num_ranks), {"step": step})
+    copies.wait()
+    meet()
+
+
+def read(copies: MemoryCopies, step: int) -> bool:
+    """Whether every rank reads what was saved."""
+    checkpoint = Checkpoint(copies.assemble(step))
+    assert checkpoint.state == {"step": step}
+    return torch.equal(checkpoint.read("w", "parameter"), (torch.arange(70.0) * step).view(SHAPE))
+
+
+def test_the_last_two_steps_are_there_and_no_more(tmp_path: Path) -> None:
+    def work(copies: MemoryCopies, said: list[str]) -> Any:
+        save(copies, 2, 4, 6)
+        return [copies.steps(), read(copies, 6), said]
+
+    assert on_hosts(tmp_path, 1, work) == [[[6, 4], True, []]] * 4
+    assert complete_steps(tmp_path / "host-0") == [4, 6]
+
+
+def test_a_host_that_is_lost_is_made_up_for_by_its_neighbour(tmp_path: Path) -> None:
+    on_hosts(tmp_path, 2, lambda copies, said: save(copies, 2, 4))
+    for host in (0, 1):
+        assert {key: sorted(parts) for key, parts in listing(tmp_path / f"host-{host}").items()} == {
+            (2, 4): [0, 1, 2, 3],  # its own and those of the host before: of two, all
+            (4, 4): [0, 1, 2, 3],
+        }
+    os.rename(tmp_path / "host-1", tmp_path / "lost")
+    assert on_hosts(tmp_path, 2, lambda copies, said: [copies.steps(), read(copies, 4)]) == [[[4, 2], True]] * 4
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+def test_of_three_hosts_one_may_be_lost(tmp_path: Path, num_lost: int) -> None:
+    on_hosts(tmp_path, 3, lambda copies, said: save(copies, 2), num_ranks=6)
+    held = [sorted(listing(tmp_path / f"host-{host}")[2, 6]) for host in range(3)]
+    assert held == [[0, 1, 4, 5], [0, 1, 2, 3], [2, 3, 4, 5]]
+    for host in range(num_lost):
+        os.rename(tmp_path / f"host-{host}", tmp_path / f"lost-{host}")
+    found = on_hosts(tmp_path, 3, lambda copies, said: [step for step in copies.steps() if read(copies, step)], 6)
+    assert found == [[2] if num_lost == 1 else []] * 6
+
+
+def test_fewer_ranks_read_what_more_have_saved(tmp_path: Path) -> None:
+    on_hosts(tmp_path, 2, lambda copies, said: save(copies, 2))
+    assert on_hosts(tmp_path, 1, lambda copies, said: [copies.steps(), read(copies, 2)], 2) == [[[2], True]] * 2
+
+
+def test_a_copy_that_is_half_written_does_not_count(tmp_path: Path) -> None:
+    on_hosts(tmp_path, 1, lambda copies, said: save(copies, 2, 4))
+    (tmp_path / "host-0" / parts_name((4, 4)) / "rank-00002.json").unlink()
+    assert on_hosts(tmp_path, 1, lambda copies, said: [copies.steps(), read(copies, 2)]) == [[[2], True]] * 4
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    on_hosts(tmp_path, 1, lambda copies, said: save(copies, 2))
+    path = tmp_path / "host-0" / parts_name((2, 4)) / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+    def work(copies: MemoryCopies, said: list[str]) -> str:
+        copies.steps()
+        with pytest.raises(DamagedError) as caught:
+            read(copies, 2)
+        return str(caught.value)
+
+    assert all("do not match their SHA-256" in text for text in on_hosts(tmp_path, 1, work))
+
+
+def test_a_damaged_manifest_is_found_by_all(tmp_path: Path) -> None:
+    on_hosts(tmp_path, 1, lambda copies, said: save(copies, 2))
+    (tmp_path / "host-0" / parts_name((2, 4)) / "rank-00003.json").write_text("{}")
+
+    def work(copies: MemoryCopies, said: list[str]) -> bool:
+        copies.steps()
+        with pytest.raises(DamagedError):
+            copies.assemble(2)
+        return True
+
+    assert on_hosts(tmp_path, 1, work) == [True] * 4
+
+
+def test_later_copies_are_forgotten_when_the_run_goes_on_from_before(tmp_path: Path) -> None:
+    def work(copies: MemoryCopies, said: list[str]) -> Any:
+        save(copies, 2, 4)
+        copies.forget_after(3)
+        return copies.steps()
+
+    assert on_hosts(tmp_path, 1, work) == [[2]] * 4
+
+
+def test_without_room_there_are_no_copies_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_module, "free_bytes", lambda folder: 600)
+
+    def work(copies: MemoryCopies, said: list[str]) -> Any:
+        save(copies, 2, 4)
+        return [copies.steps(), said[0].replace(str(tmp_path), ""), len(said)]
+
+    # 17 floats of rank 0, for 4 ranks, twice
+    wrong = "no copies are kept in memory from here on: they need 544 bytes in /host-0, and 600 are free"
+    answers = on_hosts(tmp_path, 1, work)
+    assert answers[0] == [[], wrong, 1]
+
+
+def test_a_copy_that_fails_turns_them_off_on_all_ranks(tmp_path: Path) -> None:
+    def work(copies: MemoryCopies, said: list[str]) -> Any:
+        if copies._rank == 2:
+            copies._write_part = lambda *_: (_ for _ in ()).throw(OSError("no space"))  # type: ignore[method-assign]
+        copies.save(2, pieces_of(2, copies._rank, 4), {})
+        copies.save(4, pieces_of(4, copies._rank, 4), {})
+        return [len(said), copies.steps()]
+
+    assert on_hosts(tmp_path, 1, work) == [[1, []]] * 4
+
+
+def test_the_folder_of_a_dead_job_is_removed_by_the_next(tmp_path: Path) -> None:
+    prefix = f"weft-copies-{os.getuid()}-"
+    with claim(tmp_path / f"{prefix}old"), claim(tmp_path / f"{prefix}fresh"):
+        pass
+    os.utime(tmp_path / f"{prefix}old", (0, 0))
+    used = tmp_path / f"{prefix}used"
+    child = os.fork()
+    if child == 0:
+        held = claim(used)
+        os.utime(used, (0, 0))
+        (tmp_path / "ready").touch()
+        signal.pause()
+        held.close()
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    claim(tmp_path / f"{prefix}new").close()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    left = {path.name.removeprefix(prefix) for path in tmp_path.glob(prefix + "*")}
+    assert left == {"fresh", "used", "new"}
+
+
+def test_only_jobs_that_are_started_again_have_a_folder() -> None:
+    assert folder_of({}) is None
+    assert folder_of({"TORCHELASTIC_RUN_ID": "a"}) != folder_of({"TORCHELASTIC_RUN_ID": "b"})
+    held = Listing({(3, 2): {0: (10, 20), 1: (0, 5)}})
+    assert Listing.decode(held.encode()) == held

@@ -1,0 +1,124 @@
+"""Kill -9 of a rank in the middle of a step: the job goes on by itself and ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from restarts_for_tests import (
+    NUM_STEPS,
+    OVERRIDES,
+    RESTARTED_LAYOUTS,
+    Kill,
+    assert_same_end,
+    table,
+    train_under_agent,
+)
+from runs_for_tests import DEEP, losses, make_run, train_on_ranks, write_run_file
+
+from weft.checkpoint import steps
+from weft.local import LocalError
+
+SAMPLE = {"data 2 x shard 2": [(0, 1), (2, 5), (3, 12)], "pipe 4": [(1, 2), (0, 7)]}
+
+
+def kill_all(layout: str, kills: list[tuple[int, int]], folder: Path, capfd: pytest.CaptureFixture[str]) -> list[float]:
+    """One run for each kill, each compared with the run that nobody disturbed; the times to recover."""
+    overrides = [*RESTARTED_LAYOUTS[layout], *OVERRIDES]
+    run_file = write_run_file(folder, DEEP)
+    whole = make_run(run_file, "whole", *overrides)
+    train_under_agent(run_file, whole, overrides, None)
+    seconds = []
+    for rank, step in kills:
+        run = make_run(run_file, f"kill-{rank}-{step}", *overrides)
+        recovered = train_under_agent(run_file, run, overrides, Kill.drawn(rank, step))
+        assert recovered is not None
+        seconds.append(recovered)
+        said = capfd.readouterr().err
+        assert f"weft: rank {rank} was killed by SIGKILL" in said
+        assert f"in step {step}. All ranks start again (restart 1 of at most 1" in said or step == 1, said
+        assert said.count("weft: rank") == 1 + said.count("is slow")  # which ranks may be, on a busy machine
+        assert losses(run.folder) == losses(whole.folder)
+        assert_same_end(run, whole)
+    return seconds
+
+
+@pytest.mark.parametrize("layout", RESTARTED_LAYOUTS)
+def test_a_killed_rank_changes_nothing(layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kill_all(layout, SAMPLE[layout], tmp_path, capfd)
+
+
+HANGS = {
+    # rank 2 never comes to the first collective of its step, in which the others wait
+    "data 2 x shard 2": (
+        Kill(2, 6, 0, "hang in loading"),
+        r"rank 2 did not enter \w+ over \w+; last seen in loading data",
+    ),
+    # rank 1 hangs before it sends what rank 2 waits to receive
+    "pipe 4": (Kill(1, 6, 3, "hang"), r"rank 1 did not enter .* over pipe; last seen in forward and backward"),
+}
+
+
+@pytest.mark.parametrize("layout", RESTARTED_LAYOUTS)
+def test_a_rank_that_hangs_is_named_and_changes_nothing(
+    layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*RESTARTED_LAYOUTS[layout], *OVERRIDES]
+    run_file = write_run_file(tmp_path, DEEP)
+    whole, run = (make_run(run_file, name, *overrides) for name in ("whole", "hang"))
+    train_on_ranks(whole)
+    hang, words = HANGS[layout]
+    train_under_agent(run_file, run, overrides, hang)
+    said = capfd.readouterr().err
+    assert re.search(rf"weft: no sign of life for 1\d s: {words} of step 6 .*, in step 6\. All ranks start", said), said
+    stacks = next(run.folder.glob("hang-*.txt")).read_text()
+    assert stacks.count("_die") == 1
+    assert stacks.count("in train\n") >= 4
+    assert_same_end(run, whole)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", RESTARTED_LAYOUTS)
+def test_every_rank_at_every_step(layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    kills = [(rank, step) for rank in range(4) for step in range(1, NUM_STEPS + 1)]
+    seconds = kill_all(layout, kills, tmp_path, capfd)
+    with capfd.disabled():
+        print("\n" + table({layout: seconds}))
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00001.safetensors"])
+def test_a_damaged_checkpoint_is_passed_over(file: str, tmp_path: Path) -> None:
+    """Rank 1's pieces are read by rank 1 alone: both ranks must go back."""
+    run_file = write_run_file(tmp_path)
+    run, whole = make_run(run_file, "damaged", "plan.shard=2"), make_run(run_file, "whole", "plan.shard=2")
+    train_on_ranks(make_run(run_file, "damaged", "plan.shard=2", "train.steps=9", "train.schedule=constant"))
+    flip_a_bit(run.folder / "checkpoints" / "step-00000009" / file)
+    again = make_run(run_file, "damaged", "plan.shard=2", "train.schedule=constant")
+    train_on_ranks(again)
+    train_on_ranks(make_run(run_file, "whole", "plan.shard=2", "train.schedule=constant"))
+    assert losses(run.folder) == losses(whole.folder)
+    assert (run.folder / "checkpoints" / "damaged-step-00000009").is_dir()
+    assert steps(run.folder / "checkpoints") == [3, 6, 9, 12, 15]  # and a whole one in its place
+
+
+def test_a_run_of_damaged_checkpoints_does_not_start_anew(tmp_path: Path) -> None:
+    run = make_run(write_run_file(tmp_path), "damaged", "train.steps=3")
+    train_on_ranks(run)
+    flip_a_bit(run.folder / "checkpoints" / "step-00000003" / "rank-00000.safetensors")
+    with pytest.raises(LocalError, match=r"no checkpoint in .* is whole; the last that was tried: .*SHA-256"):
+        train_on_ranks(run)
+
+
+def test_a_checkpoint_of_something_else_is_not_passed_over(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    train_on_ranks(make_run(run_file, "other", "train.steps=3"))
+    with pytest.raises(LocalError, match=r"was trained with 16 sequences a step and seed 0, now 16 and 1"):
+        train_on_ranks(make_run(run_file, "other", "train.seed=1"))
+    assert steps(tmp_path / "other" / "checkpoints") == [3]

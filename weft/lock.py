@@ -1,0 +1,49 @@
+"""One job for a run folder: a second would write over the first one's metrics and checkpoints.
+
+The lock is the kernel's, on an open file: it ends with the process that holds it, however that dies, and is not
+inherited by what it starts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from weft.errors import LaunchError
+
+LOCK = "lock"
+logger = logging.getLogger("weft")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder alone, or refuse."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read(200).strip() or "another process"
+            raise LaunchError(
+                f"{folder} is in use by {holder}; wait until that job ends, or train in another folder (folder = ...)"
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked (%s): see to it that no second job uses it", folder, error)
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def refuse_if_used(folder: Path) -> None:
+    """Say early that another job has the folder: before the work that comes ahead of locking it."""
+    if folder.exists():
+        with locked(folder):
+            pass

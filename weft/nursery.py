@@ -1,0 +1,210 @@
+"""A process that forks ranks: made before this one computes anything, so that a rank starts in milliseconds.
+
+Importing torch takes seconds, on every rank and at every restart. The nursery is forked from a process that has
+imported everything but has used neither threads nor a GPU, and stays that way: it waits, forks ranks, tells who died.
+
+    nursery = Nursery(main)                      early
+    pids = nursery.start(4, arguments, environ)  main(arguments) on four ranks, each in a session of its own
+    nursery.death(timeout_seconds)               -> Death(rank, status), or None
+
+Both talk in lines of JSON over a pair of sockets that nobody else can reach. When this process dies, the nursery asks
+its ranks to save and stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.errors import LaunchError
+from weft.status import record_failure
+
+Main = Callable[[list[str]], object]
+
+LOOPBACK = "127.0.0.1"
+LISTENER_VARIABLE = "WEFT_LISTENER"  # the descriptor of the socket at which rank 0's store is to answer
+SAVE_SECONDS = 600.0  # how long ranks that were asked to stop may take to save
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that has ended: with this status, or -n for signal n."""
+
+    rank: int
+    status: int
+
+
+class Nursery:
+    """This process's end. Ranks run `main(arguments)`; `warm` is run once, before the first of them."""
+
+    def __init__(self, main: Main, warm: Callable[[], object] = lambda: None) -> None:
+        ours, theirs = socket.socketpair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            ours.close()
+            try:
+                _Server(theirs, main).serve(warm)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._lines = _Lines(ours)
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        os.waitpid(self._pid, 0)
+
+    def start(self, num_ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+        """Start all ranks with this environment and their places in it; their process ids, in order."""
+        self._lines.write({"num_ranks": num_ranks, "arguments": list(arguments), "environ": dict(environ)})
+        answer = self._read(None)
+        assert answer is not None
+        return list(answer["pids"])
+
+    def death(self, timeout_seconds: float) -> Death | None:
+        """The next rank that has ended, if one does in this time."""
+        answer = self._read(timeout_seconds)
+        return None if answer is None else Death(answer["rank"], answer["status"])
+
+    def _read(self, timeout_seconds: float | None) -> dict[str, Any] | None:
+        try:
+            return self._lines.read(timeout_seconds)
+        except (EOFError, OSError):
+            raise LaunchError("the process that starts the ranks was killed; run the same command to go on") from None
+
+
+class _Lines:
+    """JSON values over a socket, one a line."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self._text = b""
+
+    def write(self, value: Mapping[str, Any]) -> None:
+        self.link.sendall(json.dumps(value).encode() + b"\n")
+
+    def read(self, timeout_seconds: float | None) -> dict[str, Any] | None:
+        """The next value; None if none came in time. EOFError when the other end is gone."""
+        while b"\n" not in self._text:
+            if not select.select([self.link], [], [], timeout_seconds)[0]:
+                return None
+            chunk = self.link.recv(1 << 16)
+            if not chunk:
+                raise EOFError
+            self._text += chunk
+        line, _, self._text = self._text.partition(b"\n")
+        value: dict[str, Any] = json.loads(line)
+        return value
+
+    def close(self) -> None:
+        self.link.close()
+
+
+class _Server:
+    """The nursery's own end."""
+
+    def __init__(self, link: socket.socket, main: Main) -> None:
+        self._lines, self._main = _Lines(link), main
+        self._ranks: dict[int, int] = {}  # process id -> rank
+
+    def serve(self, warm: Callable[[], object]) -> None:
+        os.setsid()  # signals of the terminal are for the process that asks
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(wake)
+        warm()
+        with suppress(EOFError, OSError):  # OSError: it died while this process wrote to it
+            while True:
+                ready, _, _ = select.select([self._lines.link.fileno(), woken], [], [])
+                if woken in ready:
+                    os.read(woken, 4096)
+                    self._reap()
+                if self._lines.link.fileno() in ready:
+                    request = self._lines.read(None)
+                    assert request is not None
+                    self._lines.write({"pids": self._start(**request)})
+        self._end()
+
+    def _reap(self) -> None:
+        """Tell of all that have died by now."""
+        while self._ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._lines.write({"rank": self._ranks.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+
+    def _start(self, num_ranks: int, arguments: list[str], environ: dict[str, str]) -> list[int]:
+        # Bound here, so that the port is known to all ranks and nobody else can take it before rank 0 answers.
+        pids = []
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            port = listener.getsockname()[1]
+            for rank in range(num_ranks):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+                place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
+                if rank == 0:
+                    place[LISTENER_VARIABLE] = listener.fileno()
+                pid = os.fork()
+                if pid == 0:
+                    if rank == 0:
+                        listener.set_inheritable(True)  # for programs that it becomes
+                    else:
+                        listener.close()
+                    self._lines.close()
+                    own = {"MASTER_ADDR": LOOPBACK, **{name: str(value) for name, value in place.items()}}
+                    _run(self._main, arguments, environ | own)
+                pids.append(pid)
+                self._ranks[pid] = rank
+        return pids
+
+    def _end(self) -> None:
+        """Nobody asks any more: let the ranks save, then see them end."""
+        for pid in self._ranks:
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + SAVE_SECONDS
+        while self._ranks and time.monotonic() < deadline:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            self._ranks.pop(pid, None)
+            time.sleep(0.05)
+        for pid in self._ranks:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _run(main: Main, arguments: list[str], environ: dict[str, str]) -> None:
+    """A rank, from its first moment to its last."""
+    status = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(environ)
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # OpenMP was loaded before that was set
+        main(arguments)
+        status = 0
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException as error:
+        status = record_failure(environ, int(environ["RANK"]), error)
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)

@@ -1,0 +1,138 @@
+"""Going on: the newest checkpoint that all ranks can read, and the refusal of one that belongs to something else.
+
+A checkpoint whose files were damaged is passed over, and said to be: every rank tries to read its part, all agree on
+whether it worked, and the next older one is tried. A checkpoint of other data, another model or another order of
+samples is never passed over: it is an error of the user's, and going on from an older one would hide it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from weft.checkpoint import Checkpoint, steps
+from weft.checkpoint.folder import step_name
+from weft.config import Run
+from weft.errors import CheckpointError, DamagedError
+from weft.mesh import Mesh
+from weft.schema import to_table
+from weft.train.batches import TrainingData
+from weft.train.memory import MemoryCopies, all_agree
+from weft.train.state import load_state
+
+DAMAGED_PREFIX = "damaged-"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint, by its name, or in memory; whether its files are whole is seen when they are read."""
+
+    step: int
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint is to fill, and what it must belong to."""
+
+    run: Run
+    model: nn.Module
+    optimizer: Optimizer
+    data: TrainingData
+    mesh: Mesh
+
+
+def found_checkpoints(folder: Path, in_memory: Sequence[int]) -> list[Found]:
+    """The complete checkpoints, newest first; of one step, that in memory."""
+    found = [Found(step, folder / step_name(step)) for step in steps(folder)] + [Found(step) for step in in_memory]
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path is None), reverse=True)
+
+
+def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], None]) -> int:
+    """Load the newest checkpoint that is whole, if there is one, and return the step to go on from."""
+    folder, world = trained.run.folder / "checkpoints", trained.mesh["world"]
+    step = 0
+    damage: DamagedError | None = None
+    for found in found_checkpoints(folder, memory.steps() if memory is not None else []):
+        damage = _try(found, trained, memory)
+        if all_agree(damage is None, world):
+            step = found.step
+            say(f"resumed at step {step} from {found.path or 'memory'}")
+            break
+        damage = damage or DamagedError(f"step {found.step}: another rank could not read its part")
+        if found.path is None:
+            say(f"{damage}; older copies and checkpoints are tried")
+        else:
+            say(f"{damage}. It is kept as {DAMAGED_PREFIX}{found.path.name}")
+            if trained.mesh.is_first:
+                _put_aside(found.path)
+    if memory is not None:
+        memory.forget_after(step)
+    if damage is not None:
+        raise CheckpointError(
+            f"no checkpoint in {folder} is whole; the last that was tried: {damage}. To start anew, choose another "
+            f"folder (folder = ...)"
+        )
+    return step
+
+
+def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> DamagedError | None:
+    """Read this rank's part; what is wrong with the files, if anything is."""
+    try:
+        path = found.path
+        if path is None:
+            assert memory is not None, "who found it?"
+            path = memory.assemble(found.step)
+        checkpoint = Checkpoint(path)
+        _refuse_other_data(checkpoint, trained.data)
+        _refuse_other_model(checkpoint, trained.run)
+        _refuse_other_order(checkpoint, trained.run)
+        load_state(checkpoint, trained.model, trained.optimizer)
+    except DamagedError as error:
+        return error
+    return None
+
+
+def _put_aside(path: Path) -> None:
+    """Under another name, so that the step can be saved again and a person can look."""
+    aside = path.with_name(DAMAGED_PREFIX + path.name)
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}-{number}")
+    path.rename(aside)
+
+
+def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData) -> None:
+    found = checkpoint.state.get("data", {}).get("fingerprint")
+    if found != data.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.path} was trained on other data (fingerprint {found}, now {data.fingerprint}); give the same "
+            f"data (and tokenizer), or start anew in another folder (folder = ...)"
+        )
+
+
+def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
+    """Shapes do not tell: other rotary frequencies, say, would go on in silence with another network."""
+    saved, now = checkpoint.state["model"], to_table(run.model)
+    for key in {**now, **saved}:
+        if saved.get(key) != now.get(key):
+            raise CheckpointError(
+                f"{checkpoint.path} was trained with model.{key} = {saved.get(key)}, now it is {now.get(key)}; give "
+                f"the same model, or start anew in another folder (folder = ...)"
+            )
+
+
+def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:
+    """The order of samples follows from seed, step and batch: with another, data would be skipped or repeated."""
+    batch, seed = checkpoint.state["data"]["samples"] // max(1, checkpoint.step), checkpoint.state["seed"]
+    if (batch, seed) != (run.split.batch, run.train.seed):
+        raise CheckpointError(
+            f"{checkpoint.path} was trained with {batch} {run.split.samples} a step and seed {seed}, now "
+            f"{run.split.batch} and {run.train.seed}; keep both (any plan may change), or start anew in another folder "
+            f"(folder = ...)"
+        )

@@ -1,0 +1,154 @@
+"""The folder of memory copies on one host: which parts it holds, whether they fit, and who may remove it.
+
+It lies in /dev/shm, which is memory. A job that ends removes its folder; what a job that was killed left behind is
+removed by the next one, which sees by a lock that nobody uses it any more.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint.folder import partial_name, shard_name
+from weft.checkpoint.manifest import MANIFEST, decode, encode, merge
+from weft.errors import CheckpointError
+
+SHARED_MEMORY = Path("/dev/shm")
+LOCK = "lock"
+
+_PREFIX = "weft-copies-"
+_PARTS = re.compile(r"parts-([0-9]{8,19})-of-([0-9]{5,9})")
+_PARTIAL = re.compile(r"rank-([0-9]{5,9})\.json")
+_IDLE_SECONDS = 600.0  # ranks that torchrun starts again may leave a folder alone for a while
+
+Key = tuple[int, int]  # step, number of ranks that saved
+
+
+class Listing(dict[Key, dict[int, tuple[int, int]]]):
+    """The parts on a host: by (step, ranks) and rank, the bytes of its pieces and of their manifest."""
+
+    def encode(self) -> bytes:
+        """As JSON, the smallest way."""
+        rows = [[*key, [[rank, *sizes] for rank, sizes in parts.items()]] for key, parts in self.items()]
+        return json.dumps(rows, separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(text: bytes) -> Listing:
+        """From JSON."""
+        return Listing(
+            {
+                (step, num_ranks): {rank: (shard, partial) for rank, shard, partial in parts}
+                for step, num_ranks, parts in json.loads(text)
+            }
+        )
+
+
+def folder_of(environ: Mapping[str, str]) -> Path | None:
+    """Where the ranks of a job keep their copies on this host; None where nobody would start them again."""
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    return None if run_id is None else job_folder(run_id)
+
+
+def job_folder(run_id: str) -> Path:
+    """The folder of the job with this id."""
+    if not SHARED_MEMORY.is_dir():
+        raise CheckpointError(f"checkpoint.memory_every needs {SHARED_MEMORY}, which this system does not have")
+    return SHARED_MEMORY / f"{_PREFIX}{os.getuid()}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}"
+
+
+def claim(folder: Path) -> IO[str]:
+    """Use a folder for as long as the file that is returned is open; remove those that nobody uses."""
+    _sweep(folder)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise CheckpointError(f"{folder} belongs to somebody else; remove it")
+    file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 (the caller's)
+    fcntl.lockf(file, fcntl.LOCK_SH)
+    return file
+
+
+def _sweep(own: Path) -> None:
+    for folder in own.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
+        lock = folder / LOCK
+        if folder == own or not lock.is_file() or lock.is_symlink():
+            continue
+        with open(lock, "r+") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            if time.time() - folder.stat().st_mtime > _IDLE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def parts_name(key: Key) -> str:
+    """The folder of a step's parts."""
+    return f"parts-{key[0]:08d}-of-{key[1]:05d}"
+
+
+def files_of(parts: Path, rank: int) -> tuple[Path, Path]:
+    """A part's pieces and, written after them, its manifest."""
+    return parts / shard_name(rank), parts / partial_name(rank)
+
+
+def listing(folder: Path) -> Listing:
+    """The parts that are in a folder, each with its manifest."""
+    found = Listing()
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _PARTS.fullmatch(path.name)
+        if match is None:
+            continue
+        ranks = [int(partial[1]) for name in os.listdir(path) if (partial := _PARTIAL.fullmatch(name))]
+        found[int(match[1]), int(match[2])] = {rank: _sizes(path, rank) for rank in sorted(ranks)}
+    return found
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of which this host alone holds every part."""
+    return sorted(step for (step, num_ranks), parts in listing(folder).items() if len(parts) == num_ranks)
+
+
+def _sizes(parts: Path, rank: int) -> tuple[int, int]:
+    shard, partial = files_of(parts, rank)
+    return shard.stat().st_size if shard.exists() else 0, partial.stat().st_size
+
+
+def assemble(parts: Path, whole: Path, num_ranks: int) -> None:
+    """Make a checkpoint of the parts of all ranks, without copying them."""
+    shutil.rmtree(whole, ignore_errors=True)
+    whole.mkdir(parents=True)
+    manifests = []
+    for rank in range(num_ranks):
+        shard, partial = files_of(parts, rank)
+        manifests.append(decode(partial.read_bytes(), complete=False))
+        if shard.exists():
+            os.link(shard, whole / shard.name)
+    (whole / MANIFEST).write_bytes(encode(merge(manifests)))
+
+
+def mapped(path: Path, size_bytes: int) -> Tensor:
+    """A file's bytes, to read or to write: it is made if it is not there."""
+    return torch.from_file(str(path), shared=True, size=size_bytes, dtype=torch.uint8)
+
+
+def free_bytes(folder: Path) -> int:
+    """The memory that files in this folder may still take."""
+    status = os.statvfs(folder)
+    free = status.f_bavail * status.f_frsize
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        available = re.search(r"^MemAvailable:\s+([0-9]+) kB$", meminfo.read_text(), re.MULTILINE)
+        if available is not None:
+            free = min(free, int(available[1]) * 1024)
+    return free
