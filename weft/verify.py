@@ -322,7 +322,7 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
     ]
     checks += [
         _equal(f"host: {kind}", answers, "predicted_host", "counted_host", kind, _bytes_text)
-        for kind in {key for answer in answers for key in (*answer["predicted_host"], *answer["counted_host"])}
+        for kind in sorted({key for answer in answers for key in (*answer["predicted_host"], *answer["counted_host"])})
     ]
     return checks
 
