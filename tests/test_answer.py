@@ -73,12 +73,12 @@ def test_rejected_plans_say_how_much_and_what_would_fit() -> None:
 
 
 def test_what_does_not_fit_says_how_many_nodes_would() -> None:
-    found = ask("huge", load_model("gpt-39b"), load("a100-40:1x8"), Question(64, 2048))
+    found = ask("huge", load_model("gpt-145b"), load("a100-40:1x8"), Question(64, 2048))
     assert not found.found.best
     assert "No plan fits: the one that holds least" in found.why
     nodes = int(found.why.split(" nodes (")[0].split()[-1])
     assert nodes > 1
-    assert ask("huge", load_model("gpt-39b"), load(f"a100-40:{nodes}x8"), Question(64, 2048)).found.best
+    assert ask("huge", load_model("gpt-145b"), load(f"a100-40:{nodes}x8"), Question(64, 2048)).found.best
     with pytest.raises(PlanError, match=r"No plan fits.* nodes \("):
         _ = found.best
 

@@ -30,6 +30,9 @@ PLAN = Plan(
         ("recompute!=full", True),
         ("recompute=none", False),
         ("no recompute", False),
+        ("no offload", True),
+        ("offload<=0.5", True),
+        ("offload>0.25", False),
         ("no context", True),
         ("no pipe", False),
         ("schedule=interleaved", True),
@@ -65,8 +68,9 @@ def test_several_in_one_text() -> None:
         ("recompute=some", "'some' is not one of none, selective, full"),
         ("recompute<full", "memory.recompute is not a number, so only = and != compare it"),
         ("sequence=yes", "'yes' is not true or false"),
-        ("no micro_batch", "axes, recompute and sequence can be left out"),
-        ("no schedule", "axes, recompute and sequence can be left out"),
+        ("offload=all", "'all' is not a number"),
+        ("no micro_batch", "axes, recompute, offload and sequence can be left out"),
+        ("no schedule", "axes, recompute, offload and sequence can be left out"),
     ],
 )
 def test_what_is_not_understood(text: str, message: str) -> None:

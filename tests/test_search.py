@@ -109,6 +109,58 @@ PLANS = [
 ]
 
 
+def on_one_device(memory_bytes: int, **node_changes: Any) -> Model:
+    cluster = load("h100:1x1")
+    node = replace(cluster.node, device=replace(cluster.node.device, memory_bytes=memory_bytes), **node_changes)
+    return small("h100:1x1").on(replace(cluster, node=node))
+
+
+def test_the_least_state_that_must_goes_to_the_host() -> None:
+    roomy = on_one_device(10**12)
+    question = Question(4, 1024, constraints=parse_constraints(["no recompute", "micro_batch=1"]))
+    whole = search(roomy, question).best[0]
+    assert whole.plan.memory.offload == 0
+    limit = int(whole.memory.total_bytes - 0.32 * 12 * roomy.numel)  # a third of the state, of 12 bytes a parameter
+    found = search(on_one_device(limit), question)
+    share = found.best[0].plan.memory.offload
+    assert 0.32 <= share <= 0.4
+    assert found.best[0].memory.total_bytes <= limit
+    less = replace(found.best[0].plan, memory=replace(found.best[0].plan.memory, offload=round(share - 0.05, 2)))
+    assert roomy.held(less, found.best[0].num_micro_batches).total_bytes > limit
+    link = roomy.cluster.node.host_link_bytes_per_second
+    assert link is not None
+    step = found.best[0].step
+    assert step is not None
+    first, block, last = roomy.steps.numel  # a tied table counts at both ends
+    numel = first + roomy.num_blocks * block + last
+    assert step.optimizer_seconds == pytest.approx(share * 12 * numel / link)
+    assert found.best[0].seconds > whole.seconds
+    assert [one.plan.memory.offload for one in found.too_large] == [0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"host_link_bytes_per_second": None}, []),
+        ({"host_memory_bytes": 3 << 30}, []),
+        ({}, ["no offload"]),
+        ({}, ["offload<0.1"]),
+    ],
+)
+def test_without_a_host_for_it_nothing_fits(changes: dict[str, Any], where: list[str]) -> None:
+    model = on_one_device(10**12)
+    limit = int(search(model, Question(4, 1024)).best[-1].memory.total_bytes - 0.5 * 12 * model.numel)
+    given = parse_constraints(["no recompute", "micro_batch=1", *where])
+    assert search(on_one_device(limit), Question(4, 1024, constraints=given[:2])).best
+    assert not search(on_one_device(limit, **changes), Question(4, 1024, constraints=given)).best
+
+
+def test_more_may_be_asked_for_than_must() -> None:
+    best = search(small(), Question(16, 1024, constraints=parse_constraints(["offload>=0.5"]))).best
+    assert best
+    assert {one.plan.memory.offload for one in best} == {0.5}
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.describe_axes())
 def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
     plan, model = replace(plan, precision="bf16"), small()

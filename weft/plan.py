@@ -157,6 +157,12 @@ class Memory:
     offload: float = 0.0
     delay: bool = False
 
+    @property
+    def words(self) -> str:
+        """`, recompute full, offload 0.35`; nothing where there is neither."""
+        again = "" if self.recompute == "none" else f", recompute {self.recompute}"
+        return again + (f", offload {self.offload:g}" if self.offload else "")
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -124,6 +124,7 @@ class Answer:
             "micro_batch": one.plan.micro_batch,
             "num_micro_batches": one.num_micro_batches,
             "recompute": one.plan.memory.recompute,
+            "offload": one.plan.memory.offload,
             **self.rates(one),
             "where": step.where,
             "memory": one.memory.parts(),

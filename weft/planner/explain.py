@@ -98,10 +98,9 @@ def _larger_that_fits(model: Model, question: Question) -> Model | None:
 
 
 def short(plan: Plan) -> str:
-    """A plan's axes, micro-batch and recompute in a few words."""
+    """A plan's axes, micro-batch and memory policy in a few words."""
     batch = "" if plan.micro_batch is None else f", micro-batch {plan.micro_batch}"
-    recompute = "" if plan.memory.recompute == "none" else f", recompute {plan.memory.recompute}"
-    return f"{plan.describe_axes()}{batch}{recompute}"
+    return f"{plan.describe_axes()}{batch}{plan.memory.words}"
 
 
 def _word(name: str) -> str:

@@ -170,6 +170,12 @@ def state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, floa
     return parameters, gradients, 2 * own * here * (1 + 4 / CODE_BLOCK if moment is None else moment.itemsize)
 
 
+def host_bytes(plan: Plan, numel: float) -> float:
+    """Bytes of state in host memory, of so many parameters on a rank of pipe."""
+    here = replace(plan, memory=replace(plan.memory, offload=0.0))
+    return sum(state(here, numel, 1)) - sum(state(plan, numel, 1))
+
+
 def sizes(profile: Profile, plan: Plan) -> Sizes:
     """A rank's part of one block and of the ends, from a profile of one sequence; that of a head which gives the loss,
     if there is one, where a plan leaves the loss to the head.

@@ -38,6 +38,7 @@ _SHORT = {
     "chunks": "pipe.chunks",
     "stage": "shard.stage",
     "recompute": "memory.recompute",
+    "offload": "memory.offload",
     **{name: f"tile.{name}" for name in ("rows", "columns", "until", "hand_over", "fused")},
     "tile": "tile.degree",
     "tensor": "tensor.x",
@@ -55,13 +56,17 @@ class Constraint:
     text: str
     name: str
     comparison: str
-    value: int | str | bool
+    value: float | str | bool
 
     def holds(self, plan: Plan) -> bool:
         found: Any = plan
         for step in self.name.split("."):
             found = getattr(found, step)
-        return found is not None and COMPARISONS[self.comparison](found, self.value)
+        return found is not None and self.compare(found)
+
+    def compare(self, found: Any) -> bool:
+        """Whether a value of the field holds."""
+        return COMPARISONS[self.comparison](found, self.value)
 
     @property
     def is_inner(self) -> bool:
@@ -119,7 +124,7 @@ def _parse(text: str) -> Constraint:
     name = _SHORT.get(match[1], match[1])
     kind = _kind_of(text, name)
     value = _value(text, match[3], kind)
-    if match[2] not in ("=", "==", "!=") and kind is not int:
+    if match[2] not in ("=", "==", "!=") and kind not in (int, float):
         raise ConfigError(f"constraint '{text}': {name} is not a number, so only = and != compare it")
     return Constraint(text, name, match[2], value)
 
@@ -127,10 +132,12 @@ def _parse(text: str) -> Constraint:
 def _none_of(text: str, what: str) -> Constraint:
     name = _SHORT.get(what, what)
     kind = _kind_of(text, name)
-    words: dict[str, int | str | bool] = {"memory.recompute": "none", "tensor.sequence": False}
+    words: dict[str, float | str | bool] = {"memory.recompute": "none", "memory.offload": 0, "tensor.sequence": False}
     none = words.get(name, 1 if kind is int else None)  # type: ignore[arg-type]
     if none is None or name in ("micro_batch", "shard.stage"):
-        raise ConfigError(f"constraint '{text}' is not understood; axes, recompute and sequence can be left out")
+        raise ConfigError(
+            f"constraint '{text}' is not understood; axes, recompute, offload and sequence can be left out"
+        )
     return Constraint(text, name, "=", none)
 
 
@@ -154,15 +161,17 @@ def _kind_of(text: str, name: str) -> Any:
     return int if options and all(type(option) is int for option in options) else tuple(options) or hint
 
 
-def _value(text: str, raw: str, kind: Any) -> int | str | bool:
+def _value(text: str, raw: str, kind: Any) -> float | str | bool:
     if kind is bool and raw in ("true", "false"):
         return raw == "true"
     if kind is int and raw.isdigit() and len(raw) < 10:
         return int(raw)
+    if kind is float and re.fullmatch(r"\d{1,9}(\.\d{1,9})?", raw):
+        return float(raw)
     if kind is str or (isinstance(kind, tuple) and raw in kind):
         return raw
-    expects = {bool: "true or false", int: "a whole number"}.get(kind if isinstance(kind, type) else None)  # type: ignore[arg-type]
-    known = expects or f"one of {', '.join(map(str, kind))}"
+    expects = {bool: "true or false", int: "a whole number", float: "a number"}
+    known = expects[kind] if kind in expects else f"one of {', '.join(map(str, kind))}"
     raise ConfigError(f"constraint '{text}': '{raw}' is not {known}")
 
 

@@ -2,9 +2,10 @@
 
 What is inside a rank (x, y, sequence, context, micro-batch, recompute) is tried in the order of a bound: the step can
 be no shorter than its compute spread over all devices without a wait or a word. For each, every way to lay the rest out
-(pipe with its schedules, shard with its stages, data) is checked for memory and timed in closed form; the search ends
-when no bound beats the plans found. So nothing is left out that could have been among them. The best are then timed by
-their schedules' own lists. Everything is arithmetic and in one order: the same question has the same answer.
+(pipe with its schedules, shard with its stages, data) is checked for memory and timed in closed form; one that does not
+fit is tried with the least share of its state on the host with which it does. The search ends when no bound beats the
+plans found. So nothing is left out that could have been among them. The best are then timed by their schedules' own
+lists. Everything is arithmetic and in one order: the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Self
 
 from weft.cluster import Cluster
+from weft.memory.host import KEPT_FREE_BYTES
 from weft.parallel import STRATEGIES
 from weft.plan import Context, Pipe, Plan, Shard, Tensor
 from weft.plan import Memory as MemoryPolicy
@@ -29,6 +31,7 @@ MAX_MICRO_BATCH = 64
 LONG_SEQUENCE = 16384  # from here on context is tried
 NUM_TIMED = 48  # of the best in closed form, timed by their lists
 NUM_TOO_LARGE = 5
+OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,9 @@ class Search(ABC):
         self._large: dict[tuple[int, ...], Candidate] = {}  # of each layout, the one that is nearest to fit
         self._refused: dict[str, str] = {}  # the first that has it, for each reason
         self._inner = [one for one in question.constraints if one.is_inner]
-        self._outer = [one for one in question.constraints if not one.is_inner]
+        self._outer = [one for one in question.constraints if not one.is_inner and one.name != OFFLOAD]
+        limits = [one for one in question.constraints if one.name == OFFLOAD]
+        self._shares = [share for share in SHARES if all(one.compare(share) for one in limits)]
 
     def run(self) -> Found:
         inner = sorted(self._inner_plans(), key=lambda pair: pair[0])
@@ -184,6 +189,27 @@ class Search(ABC):
         step = self.steps.step(candidate.plan, candidate.num_micro_batches)
         return replace(candidate, seconds=step.seconds, step=step)
 
+    def _offloaded(self, candidate: Candidate) -> Candidate | None:
+        """A plan with the least share of its state on the host that is allowed and fits; None if there is none."""
+        node, count = self.steps.cluster.node, candidate.num_micro_batches
+        if node.host_link_bytes_per_second is None or not self._shares:
+            return None
+        held = candidate.memory.total_bytes
+        hosted = held - self._with_share(candidate, 1.0).memory.total_bytes
+        least = max(0.0, (held - self.limit_bytes) / hosted) if hosted > 0 else 2.0
+        share = next((share for share in self._shares if share >= least), None)
+        room = node.host_memory_bytes / node.num_devices - KEPT_FREE_BYTES
+        if share is None or hosted * share > room:
+            return None
+        found = self._with_share(candidate, share)
+        if found.memory.total_bytes > self.limit_bytes:
+            return None
+        return replace(found, seconds=self.steps.estimate(found.plan, count))
+
+    def _with_share(self, candidate: Candidate, share: float) -> Candidate:
+        plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
+        return replace(candidate, plan=plan, memory=self.model.held(plan, candidate.num_micro_batches))
+
     def _consider(self, plan: Plan, num_micro_batches: int) -> None:
         """Keep a plan if it is among the fastest that fit, or would be and is the nearest of its layout to fit."""
         self.num_considered += 1
@@ -191,13 +217,17 @@ class Search(ABC):
         if self._is_slow(seconds):
             return  # one that does not fit and is slower than all that do teaches nothing
         held = self.model.held(plan, num_micro_batches)
-        candidate = Candidate(plan, num_micro_batches, seconds, held)
+        candidate: Candidate | None = Candidate(plan, num_micro_batches, seconds, held)
+        assert candidate is not None
         if held.total_bytes > self.limit_bytes:
             nearest = self._large.get(tuple(plan.degrees.values()))
             if nearest is None or held.total_bytes < nearest.memory.total_bytes:
                 self._large[tuple(plan.degrees.values())] = candidate
+        if held.total_bytes > self.limit_bytes or self._shares[:1] != [0.0]:
+            candidate = self._offloaded(candidate)
+        if candidate is None or self._is_slow(candidate.seconds):
             return
-        item = (-seconds, -self.num_considered, candidate)
+        item = (-candidate.seconds, -self.num_considered, candidate)
         if len(self._best) < self._room:
             heapq.heappush(self._best, item)
         elif item > self._best[0]:

@@ -52,10 +52,10 @@ def _plans(answer: Answer) -> Table:
     limit = answer.model.cluster.node.device.memory_bytes
     for index, one in enumerate(answer.layouts()):
         rates, step = answer.rates(one), one.step
-        again = "" if one.plan.memory.recompute == "none" else f", recompute {one.plan.memory.recompute}"
         assert step is not None
         table.add_row(
-            f"{one.plan.describe_axes()}, micro-batch {one.plan.micro_batch} × {one.num_micro_batches}{again}",
+            f"{one.plan.describe_axes()}, micro-batch {one.plan.micro_batch} × {one.num_micro_batches}"
+            f"{one.plan.memory.words}",
             format_seconds(one.seconds),
             number(rates[f"{unit}_per_second"]),
             "" if rates["mfu"] is None else f"{rates['mfu']:.1%}",

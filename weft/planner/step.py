@@ -19,6 +19,7 @@ from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import Timeline, simulate
 from weft.plan import Pipe, Plan
 from weft.planner.lists import Run, run
+from weft.planner.memory import host_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.workload import Part
 
@@ -85,7 +86,11 @@ class StepModel(MicroBatchModel):
 
     def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
         own = numel / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
-        return own * self.software.optimizer_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
+        updated = own * self.software.optimizer_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
+        link = self.cluster.node.host_link_bytes_per_second
+        if not plan.memory.offload or link is None:
+            return updated
+        return max(updated, host_bytes(plan, numel) / link)  # up and down at once, beside the update of what stayed
 
     def _message_bytes(self, plan: Plan) -> float:
         assert plan.micro_batch is not None
