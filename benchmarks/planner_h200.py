@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from weft.cluster import Cluster, load
+from weft.config import TrainConfig
 from weft.live import LiveTensors
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, initialise
@@ -29,6 +30,8 @@ from weft.models.catalog import load_model
 from weft.parallel import parallelize, state_tensors
 from weft.plan import Memory, Plan, Recompute
 from weft.planner.model import planned_model
+from weft.train.compiling import compile_blocks
+from weft.train.state import make_optimizer
 from weft.train.step import train_step
 
 RESULT = Path(__file__).parent / "results" / "planner-h200.json"
@@ -82,7 +85,9 @@ def measure(case: Case, is_tiny: bool) -> dict[str, float]:
     initialise(model, 0)
     mesh = Mesh(plan, device)
     model = parallelize(model, plan, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if device.type == "cuda":
+        compile_blocks(model, print)
+    optimizer = make_optimizer(model, TrainConfig(steps=1, batch=1))
     tokens = torch.randint(config.vocab_size, (case.micro_batch, case.sequence + 1), device=device)
     batches = [(tokens[:, :-1], tokens[:, 1:])] * case.num_micro_batches
     seconds = []

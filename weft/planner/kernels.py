@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from weft.cluster import Device
+from weft.cluster import Cluster, Device
+from weft.measure import is_cpu
 from weft.moved import Moved
 from weft.planner.workload import Filter
 
@@ -57,7 +58,7 @@ TURN_BYTES = 2
 
 @dataclass(frozen=True)
 class Software:
-    """How steps are run, beside the plan: facts about a framework. The defaults are weft's own.
+    """How steps are run, beside the plan: facts about a framework. The defaults are weft's own, uncompiled.
 
     `attention`: a key of FLASH, or "plain" with scores in memory. `fused`: operations between matmuls are one kernel
     (torch.compile, or fused by hand). `host_seconds`: what the host takes to issue one operation; where kernels are
@@ -89,6 +90,14 @@ class Software:
     # Moved for each parameter: AdamW and new 16-bit weights 30, norm 4, taking gradients 6. (One rank: 28, 2 and 4.)
     optimizer_bytes: int = 40
     gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward
+
+
+def software_for_text(cluster: Cluster) -> Software:
+    """How weft trains models of language on a cluster: compiled on GPUs, with the fastest attention kernel."""
+    if is_cpu(cluster):
+        return Software()
+    attention = "flash3" if cluster.node.device.is_newer else "flash2"  # Hopper's has a kernel of its own
+    return Software(attention, fused=True, loss_bytes=COMPILED_LOSS_BYTES)
 
 
 @dataclass(frozen=True)

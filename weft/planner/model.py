@@ -16,7 +16,7 @@ from weft.head import install_loss_head
 from weft.models import GPT2Config, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.plan import Plan
-from weft.planner.kernels import Software
+from weft.planner.kernels import Software, software_for_text
 from weft.planner.memory import IN_HEAD, sizes
 from weft.planner.search import Model
 from weft.planner.step import StepModel
@@ -51,5 +51,5 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())
     numel = (int(held.first_numel), found.blocks[-1].numel, int(held.last_numel))
-    steps = StepModel(work, cluster, software or Software(), numel)
+    steps = StepModel(work, cluster, software or software_for_text(cluster), numel)
     return Model(steps, found)
