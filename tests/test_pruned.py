@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint, Saver
 from weft.errors import PlanError
+from weft.head import install_loss_head
 from weft.local import run_local
 from weft.memory.pruned import prune
 from weft.mesh import Mesh
@@ -56,6 +57,7 @@ def train_masked(pruned: float, count: int) -> dict[str, Tensor]:
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.mul_(kept[name])
+    install_loss_head(model)  # as parallelize does: sums in the same order
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     for step in range(STEPS):
         tokens, labels = models.token_batch(step)
