@@ -850,11 +850,15 @@ def test_a_forward_that_takes_another_way_is_refused() -> None:
     plan = Plan(pipe=Pipe(2), precision="fp64")
     inputs, labels = double(vectors(2)(0))
 
-    def rank(index: int) -> None:
+    def rank(index: int) -> str:
         mesh = Mesh(plan)
         model = on_stages(Fickle, plan, mesh, (inputs.abs(), labels))
         batches = [(inputs.abs(), labels), (-inputs.abs(), labels)]
-        train_step(model, SGD(model.parameters(), lr=0.1), batches, mesh)
+        try:
+            train_step(model, SGD(model.parameters(), lr=0.1), batches, mesh)
+        except Exception as error:  # of the other rank: its neighbour is gone, which it may see first
+            return str(error)
+        return "nothing"
 
-    with pytest.raises(LocalError, match=r"stage 0: the model's forward came to 'blocks\.0' where its trace has 'mul'"):
-        run_local(rank, 2)
+    told = run_local(rank, 2)[0]
+    assert "stage 0: the model's forward came to 'blocks.0' where its trace has 'mul'" in told
