@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ from weft.errors import CheckpointError, DamagedError
 
 __all__ = ["Checkpoint", "latest", "steps"]
 
+Stated = TypeVar("Stated")
+MAX_REASON = 1000  # letters
 _PICKLED_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
 
 
@@ -84,6 +86,16 @@ class Checkpoint:
                     self._verify(piece, stored, runs)
                     _copy_runs(runs, stored, local)
             return local if out is None or straight else out.copy_(local)
+
+    def stated(self, key: str, kind: type[Stated]) -> Stated:
+        """A value of the state, which must be of this type: who sealed the manifest may have been somebody else."""
+        value = self.state.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(
+                f"{self.path / MANIFEST} cannot be used: its state has no {kind.__name__} {key!r}; it was not saved by "
+                f"weft train"
+            )
+        return value
 
     def _entry(self, name: str, kind: str) -> Entry:
         if (kind, name) not in self._entries:
@@ -152,7 +164,13 @@ class Checkpoint:
         earlier = [step for step in steps(self.path.parent) if own is not None and step < own]
         previous = self.path.parent / step_name(earlier[-1]) if earlier else None
         advice = f"use the previous checkpoint {previous}" if previous else "there is no earlier checkpoint beside it"
-        raise DamagedError(f"{self.path / file} cannot be used: {why}; {advice}")
+        raise DamagedError(f"{self.path / file} cannot be used: {_one_line(why)}; {advice}")
+
+
+def _one_line(text: str) -> str:
+    """What others said of a file, which may quote it: nothing that moves a terminal's cursor, and not all of it."""
+    shown = text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
 
 
 def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:
