@@ -7,6 +7,7 @@ import random
 import re
 import struct
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 HUGE = [2**31, 2**32, 2**53 + 1, 2**60, 2**63 - 1, 2**63, 2**64, 10**30, 10**400, 10**4000, -1, -(2**63), 0, 1]
@@ -78,7 +79,7 @@ def spoil_text(draw: random.Random, raw: bytes) -> bytes:
 def spoil_values(draw: random.Random, raw: bytes) -> bytes:
     """Parse, change one to three values, write: swaps of fields, wrong types, huge numbers, paths, names."""
     content = json.loads(raw)
-    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+    for number in range(draw.choice([1, 1, 1, 2, 3])):
         places = list(all_places(content))
         if not places:
             break
@@ -89,7 +90,7 @@ def spoil_values(draw: random.Random, raw: bytes) -> bytes:
                 other, its_key = draw.choice(places)
                 container[key], other[its_key] = json.loads(json.dumps([other[its_key], value]))
             case 1:
-                container[key] = draw.choice(WRONG)
+                container[key] = deepcopy(draw.choice(WRONG))  # it may be changed next
             case 2:
                 container[key] = draw.choice(HUGE)
             case 3 if isinstance(value, int):
@@ -101,9 +102,9 @@ def spoil_values(draw: random.Random, raw: bytes) -> bytes:
             case 6 if isinstance(container, dict):
                 container[draw.choice(PATHS + TEXTS)] = container.pop(key)
             case 7 if isinstance(container, list):
-                container.extend([value] * draw.choice([1, 2, 5000]))
+                container.extend([value] * draw.choice([1, 2, 1 if number else 5000]))  # many times once
             case _:
-                container[key] = nested(draw.choice([10, 100, 300]), value)
+                container[key] = nested(draw.choice([10, 100, 250]), value)
     text = json.dumps(content, separators=(",", ":"))
     if draw.randrange(20) == 0:  # a key twice, with the same or another value
         pairs = list(re.finditer(r'"[a-z_]+":("[^"]*"|[0-9]+)', text))

@@ -200,7 +200,7 @@ def check(found: dict[str, Any], num_cases: int) -> None:
 
 
 def test_spoiled_checkpoints_give_the_clear_error_and_nothing_else(original: Path) -> None:
-    check(fuzz(original, 3000, seed=8), 3000)
+    check(fuzz(original, 2500, seed=8), 2500)
 
 
 @pytest.mark.soak

@@ -17,6 +17,8 @@ try:
 except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
+from torch import OutOfMemoryError
+
 from weft import __version__
 from weft.checkpoint import steps
 from weft.config import Run, load_run
@@ -46,6 +48,7 @@ from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train.loop import device_type, train
+from weft.train.out_of_memory import out_of_memory
 from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
 from weft.train_command import import_for_ranks, start_ranks
@@ -343,6 +346,8 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
     reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
     try:
         outcome = train(run, place, reporter)
+    except OutOfMemoryError as error:
+        raise out_of_memory(run, run_cluster(run, place.num_hosts), error) from error
     finally:
         reporter.close()
     if place.rank == 0 and not outcome.finished:

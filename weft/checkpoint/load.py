@@ -106,6 +106,7 @@ class Checkpoint:
         path = self.path / MANIFEST
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is no checkpoint folder")
+        self._refuse_unreadable(self.path, os.R_OK | os.X_OK)
         pickled = sorted(name for name in os.listdir(self.path) if name.endswith(_PICKLED_SUFFIXES))
         if pickled:
             raise CheckpointError(f"{self.path / pickled[0]}: weft never unpickles; export it with safetensors first")
@@ -113,6 +114,7 @@ class Checkpoint:
             newest = latest(self.path)
             advice = f"; did you mean {newest}?" if newest else ""
             raise CheckpointError(f"{self.path} has no {MANIFEST}, so it is no complete checkpoint{advice}")
+        self._refuse_unreadable(path, os.R_OK)
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             self._refuse(MANIFEST, f"it has more than {MAX_MANIFEST_BYTES} bytes")
         try:
@@ -129,6 +131,7 @@ class Checkpoint:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.files[name]:
                 self._refuse(name, f"it has {status.st_size} bytes, the manifest says {manifest.files[name]}")
+            self._refuse_unreadable(path, os.R_OK)
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError, RuntimeError) as error:
             self._refuse(name, str(error))
@@ -158,6 +161,11 @@ class Checkpoint:
             if chunk_hash(stored, chunk) != piece.sha256[chunk]:
                 self._refuse(piece.file, f"the bytes of {piece.key!r} do not match their SHA-256")
             self._verified.add((piece.file, piece.key, chunk))
+
+    def _refuse_unreadable(self, path: Path, mode: int) -> None:
+        """What may not be read is not damaged: another checkpoint must not take its place."""
+        if not os.access(path, mode, effective_ids=True):
+            raise CheckpointError(f"{path} may not be read by user {os.geteuid()}; give it the permission")
 
     def _refuse(self, file: str, why: str) -> NoReturn:
         own = step_of(self.path.name)
