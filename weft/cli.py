@@ -109,6 +109,8 @@ def plan_command(
     search: Annotated[bool, typer.Option("--search", help="search, though the run file has a [plan]")] = False,
     write: Annotated[Path | None, typer.Option(help="write the run with the best plan, for weft train")] = None,
     report: Annotated[Path | None, typer.Option(help="write a page (HTML) about what was found")] = None,
+    mtbf: Annotated[str | None, typer.Option(help="time between failures of a device, e.g. 5y: adds goodput")] = None,
+    mtbf_cluster: Annotated[str | None, typer.Option(help="the same of the whole cluster, e.g. 3h")] = None,
     timeline: Annotated[
         bool,
         typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
@@ -116,7 +118,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
-    asks = PlanOptions(where or [], best, write, report)
+    asks = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
     if model is not None:
         if run_file is not None:
             raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
@@ -147,7 +149,7 @@ def plan_command(
     if asks.is_search or search or not has_layout(run):
         search_plans(run, asks, _console(as_json), as_json)
     else:
-        predict_plan(run, timeline, path, _console(as_json), as_json)
+        predict_plan(run, asks, timeline, path, _console(as_json), as_json)
 
 
 @app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2")
