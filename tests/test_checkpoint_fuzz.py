@@ -205,9 +205,9 @@ def test_spoiled_checkpoints_give_the_clear_error_and_nothing_else(original: Pat
 
 @pytest.mark.soak
 def test_a_hundred_thousand_spoiled_checkpoints(original: Path) -> None:
-    found = fuzz(original, 100_000, seed=1)
+    found = fuzz(original, 101_000, seed=1)  # some draw no change
     print(json.dumps(found, indent=2))
-    check(found, 100_000)
+    check(found, 101_000)
 
 
 @pytest.mark.parametrize("sabotage", ["allocate", "write", "crash"])
