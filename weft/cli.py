@@ -17,6 +17,8 @@ try:
 except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
+from torch import OutOfMemoryError
+
 from weft import __version__
 from weft.checkpoint import steps
 from weft.config import Run, load_run
@@ -46,6 +48,7 @@ from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train.loop import device_type, train
+from weft.train.out_of_memory import out_of_memory
 from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
 from weft.train_command import import_for_ranks, start_ranks
@@ -106,6 +109,8 @@ def plan_command(
     search: Annotated[bool, typer.Option("--search", help="search, though the run file has a [plan]")] = False,
     write: Annotated[Path | None, typer.Option(help="write the run with the best plan, for weft train")] = None,
     report: Annotated[Path | None, typer.Option(help="write a page (HTML) about what was found")] = None,
+    mtbf: Annotated[str | None, typer.Option(help="time between failures of a device, e.g. 5y: adds goodput")] = None,
+    mtbf_cluster: Annotated[str | None, typer.Option(help="the same of the whole cluster, e.g. 3h")] = None,
     timeline: Annotated[
         bool,
         typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
@@ -113,7 +118,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
-    asks = PlanOptions(where or [], best, write, report)
+    asks = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
     if model is not None:
         if run_file is not None:
             raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
@@ -144,7 +149,7 @@ def plan_command(
     if asks.is_search or search or not has_layout(run):
         search_plans(run, asks, _console(as_json), as_json)
     else:
-        predict_plan(run, timeline, path, _console(as_json), as_json)
+        predict_plan(run, asks, timeline, path, _console(as_json), as_json)
 
 
 @app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2")
@@ -343,6 +348,8 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
     reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
     try:
         outcome = train(run, place, reporter)
+    except OutOfMemoryError as error:
+        raise out_of_memory(run, run_cluster(run, place.num_hosts), error) from error
     finally:
         reporter.close()
     if place.rank == 0 and not outcome.finished:

@@ -11,8 +11,9 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from weft.errors import LaunchError
 
@@ -23,8 +24,7 @@ logger = logging.getLogger("weft")
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder alone, or refuse."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+    with _opened(folder) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -35,11 +35,23 @@ def locked(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s): see to it that no second job uses it", folder, error)
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        with suppress(OSError):  # a full disk: the lock holds without a name in it
+            file.seek(0)
+            file.truncate()
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         yield
+
+
+def _opened(folder: Path) -> IO[str]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return open(folder / LOCK, "a+", encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(
+            f"the run's folder {folder} cannot be written: {error.strerror}; give it permission and space, or choose "
+            f"another (folder = ...)"
+        ) from error
 
 
 def refuse_if_used(folder: Path) -> None:

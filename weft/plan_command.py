@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from weft.cluster import Cluster
 from weft.config import Run
 from weft.display import format_bytes, print_json, show_run, show_timeline
 from weft.errors import ConfigError
 from weft.planner.answer import with_more, with_scaling
+from weft.planner.goodput import Failures, cluster_mtbf, failures
 from weft.planner.page import page
 from weft.planner.question import OBJECTIVES, parse_constraints
 from weft.planner.show import show_answer
@@ -27,10 +29,17 @@ class PlanOptions(NamedTuple):
     best: str
     write: Path | None
     report: Path | None
+    mtbf: str | None = None
+    mtbf_cluster: str | None = None
 
     @property
     def is_search(self) -> bool:
         return bool(self.where or self.best != "time" or self.write or self.report)
+
+    def failures(self, num_parameters: int, precision: str, cluster: Cluster) -> Failures | None:
+        """What failures cost on a cluster, where it is asked how often they come."""
+        mtbf_seconds = cluster_mtbf(self.mtbf, self.mtbf_cluster, cluster.num_devices)
+        return None if mtbf_seconds is None else failures(num_parameters, precision, cluster, mtbf_seconds)
 
 
 def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -> None:
@@ -38,11 +47,13 @@ def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -
     if asks.best not in OBJECTIVES:
         raise ConfigError(f"--best {asks.best} is not one of {', '.join(OBJECTIVES)}")
     constraints = parse_constraints(asks.where)
+    cluster = planning_cluster(run)
+    cluster_mtbf(asks.mtbf, asks.mtbf_cluster, cluster.num_devices)  # refused before the search
     for path in (asks.write, asks.report):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: its folder {path.parent} does not exist")
     with console.status("planning") as status:
-        answer = ask_for(run, planning_cluster(run), constraints, asks.best, status.update)  # type: ignore[arg-type]
+        answer = ask_for(run, cluster, constraints, asks.best, status.update)  # type: ignore[arg-type]
         answer = with_more(answer, status.update)
         if answer.found.best and (as_json or asks.report is not None):
             status.update("traffic of the first plan")
@@ -50,10 +61,12 @@ def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -
         if asks.report is not None:
             answer = with_scaling(answer, status.update)
     found = answer.to_json()
+    cost = asks.failures(answer.model.numel, answer.question.precision, answer.model.cluster)
     if as_json:
-        print_json(found)
+        print_json(found if cost is None else {**found, "failures": cost.to_json()})
     else:
         show_answer(console, answer)
+        _show_failures(console, cost)
     if asks.report is not None:
         asks.report.write_text(page(found), encoding="utf-8")
         console.print(f"wrote {asks.report}", highlight=False, soft_wrap=True)
@@ -63,20 +76,32 @@ def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -
         console.print(f"wrote {asks.write}; run it with: weft train {asks.write}", highlight=False, soft_wrap=True)
 
 
-def predict_plan(run: Run, timeline: bool, path: Path | None, console: Console, as_json: bool) -> None:
+def _show_failures(console: Console, cost: Failures | None) -> None:
+    for line in [] if cost is None else cost.lines():
+        console.print(f"[bold]failures[/] {line}", highlight=False, soft_wrap=True)
+
+
+def predict_plan(
+    run: Run, asks: PlanOptions, timeline: bool, path: Path | None, console: Console, as_json: bool
+) -> None:
     """What the run's own plan costs."""
     if timeline:
         refuse_timeline(run.plan, path)
     cluster = run_cluster(run)
+    profile = micro_batch_profile(run)
+    failing = asks.failures(profile.numel, run.plan.precision, cluster)
     prediction, form, fitting = predict(run, cluster), better_form(run, cluster), fitting_offload(run, cluster)
     if as_json:
         found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
         better: dict[str, Any] = {} if form is None else {"better_form": asdict(form)}
         if fitting is not None:
             better["fitting_offload"] = fitting.offload
+        if failing is not None:
+            better["failures"] = failing.to_json()
         print_json({**found, **prediction.to_json(), **better})
     else:
-        show_run(console, run, cluster, micro_batch_profile(run), prediction)
+        show_run(console, run, cluster, profile, prediction)
+        _show_failures(console, failing)
         if form is not None:
             console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
         if fitting is not None:

@@ -34,6 +34,11 @@ def partial_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def failed_name(rank: int) -> str:
+    """The mark of a rank that could not write its part, so that nobody waits for it."""
+    return f"rank-{rank:05d}.failed"
+
+
 def steps(folder: str | os.PathLike[str]) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order; none if there is no folder."""
     folder = Path(folder)

@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ from weft.errors import CheckpointError, DamagedError
 
 __all__ = ["Checkpoint", "latest", "steps"]
 
+Stated = TypeVar("Stated")
+MAX_REASON = 1000  # letters
 _PICKLED_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
 
 
@@ -85,6 +87,16 @@ class Checkpoint:
                     _copy_runs(runs, stored, local)
             return local if out is None or straight else out.copy_(local)
 
+    def stated(self, key: str, kind: type[Stated]) -> Stated:
+        """A value of the state, which must be of this type: who sealed the manifest may have been somebody else."""
+        value = self.state.get(key)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(
+                f"{self.path / MANIFEST} cannot be used: its state has no {kind.__name__} {key!r}; it was not saved by "
+                f"weft train"
+            )
+        return value
+
     def _entry(self, name: str, kind: str) -> Entry:
         if (kind, name) not in self._entries:
             raise CheckpointError(f"{self.path} has no {kind} {name!r}; it is of another model or optimizer")
@@ -94,6 +106,7 @@ class Checkpoint:
         path = self.path / MANIFEST
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path} is no checkpoint folder")
+        self._refuse_unreadable(self.path, os.R_OK | os.X_OK)
         pickled = sorted(name for name in os.listdir(self.path) if name.endswith(_PICKLED_SUFFIXES))
         if pickled:
             raise CheckpointError(f"{self.path / pickled[0]}: weft never unpickles; export it with safetensors first")
@@ -101,6 +114,7 @@ class Checkpoint:
             newest = latest(self.path)
             advice = f"; did you mean {newest}?" if newest else ""
             raise CheckpointError(f"{self.path} has no {MANIFEST}, so it is no complete checkpoint{advice}")
+        self._refuse_unreadable(path, os.R_OK)
         if path.stat().st_size > MAX_MANIFEST_BYTES:
             self._refuse(MANIFEST, f"it has more than {MAX_MANIFEST_BYTES} bytes")
         try:
@@ -117,6 +131,7 @@ class Checkpoint:
             status = path.stat()
             if not stat.S_ISREG(status.st_mode) or status.st_size != manifest.files[name]:
                 self._refuse(name, f"it has {status.st_size} bytes, the manifest says {manifest.files[name]}")
+            self._refuse_unreadable(path, os.R_OK)
             return safe_open(path, framework="pt")
         except (OSError, SafetensorError, RuntimeError) as error:
             self._refuse(name, str(error))
@@ -147,12 +162,23 @@ class Checkpoint:
                 self._refuse(piece.file, f"the bytes of {piece.key!r} do not match their SHA-256")
             self._verified.add((piece.file, piece.key, chunk))
 
+    def _refuse_unreadable(self, path: Path, mode: int) -> None:
+        """What may not be read is not damaged: another checkpoint must not take its place."""
+        if not os.access(path, mode, effective_ids=True):
+            raise CheckpointError(f"{path} may not be read by user {os.geteuid()}; give it the permission")
+
     def _refuse(self, file: str, why: str) -> NoReturn:
         own = step_of(self.path.name)
         earlier = [step for step in steps(self.path.parent) if own is not None and step < own]
         previous = self.path.parent / step_name(earlier[-1]) if earlier else None
         advice = f"use the previous checkpoint {previous}" if previous else "there is no earlier checkpoint beside it"
-        raise DamagedError(f"{self.path / file} cannot be used: {why}; {advice}")
+        raise DamagedError(f"{self.path / file} cannot be used: {_one_line(why)}; {advice}")
+
+
+def _one_line(text: str) -> str:
+    """What others said of a file, which may quote it: nothing that moves a terminal's cursor, and not all of it."""
+    shown = text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
 
 
 def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:

@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from weft.checkpoint.folder import partial_name, shard_name, step_name, steps
+from weft.checkpoint.folder import failed_name, partial_name, shard_name, step_name, steps
 from weft.checkpoint.manifest import (
     DTYPE_NAMES,
     MANIFEST,
@@ -94,6 +94,9 @@ class Saver:
             self.folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 self._remove_leftovers(self._attempt)
+                probe = self.folder / f".saving-step-0-{token}-0"  # what cannot be written is told before training
+                probe.mkdir()
+                probe.rmdir()
 
     def save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], asynchronous: bool = True) -> None:
         """Copy the pieces now and write them in the background, or write them as they are and wait for it. `state` is
@@ -150,7 +153,12 @@ class Saver:
         saving = self.folder / f".saving-{final.name}-{self._token}-{attempt}"
         if self._rank == 0:
             self._remove_leftovers(attempt)  # a failed attempt of this run may still fill the disk
-        own = self._write_part(saving, manifest, pieces)
+        try:
+            own = self._write_part(saving, manifest, pieces)
+        except (OSError, SafetensorError):
+            with suppress(OSError):  # an empty file mostly finds room where nothing else does
+                (saving / failed_name(self._rank)).touch()
+            raise
         if self._rank == 0:
             self._publish(own, saving, final)
             self._retain(manifest.step)
@@ -178,8 +186,16 @@ class Saver:
     def _publish(self, own: Manifest, saving: Path, final: Path) -> None:
         """Merge the ranks' manifests and give the folder its name."""
         partials = [saving / partial_name(rank) for rank in range(self._num_ranks)]
+        failed = [saving / failed_name(rank) for rank in range(self._num_ranks)]
+
+        def is_decided() -> bool:
+            lost = [rank for rank, mark in enumerate(failed) if mark.exists()]
+            if lost:
+                raise CheckpointError(f"step {own.step} was not published: ranks {lost} could not save their part")
+            return all(partial.exists() for partial in partials)
+
         self._poll(
-            lambda: all(partial.exists() for partial in partials),
+            is_decided,
             lambda: (
                 f"step {own.step} was not published: no part from ranks "
                 f"{[rank for rank, partial in enumerate(partials) if not partial.exists()]}"

@@ -11,10 +11,13 @@ from torch import nn
 from weft.checkpoint import Checkpoint, latest
 from weft.data.config import DataConfig
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.models import LanguageConfig, build, config_from_table, read_config, read_weights
+from weft.models.hf import parameter_shapes
 from weft.schema import build_dataclass, parse_toml
 from weft.train.state import load_parameters
+
+MAX_SIZE = 2**27  # of anything in a model that a checkpoint states
 
 
 def generate(
@@ -65,19 +68,34 @@ def load_for_generation(path: Path, tokenizer: str | None = None) -> tuple[nn.Mo
 
 def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
     """The model of language that a checkpoint is of; nothing but the checkpoint is needed."""
-    config = config_from_table(checkpoint.state["model"])
+    table = checkpoint.stated("model", dict)
+    if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in table.values()):
+        raise CheckpointError(
+            f"{checkpoint.path} states a model with a size above {MAX_SIZE}; it is not what was saved"
+        )
+    config = config_from_table(table)
     if not isinstance(config, LanguageConfig):
         raise ConfigError(
             f"{checkpoint.path} is of a model of images ('{config.architecture}'), which writes no text and has no "
             f"Hugging Face folder; read its parameters with weft.checkpoint.Checkpoint"
         )
+    _refuse_other_shapes(checkpoint, config)
     return config
+
+
+def _refuse_other_shapes(checkpoint: Checkpoint, config: LanguageConfig) -> None:
+    """Before any room is made for a model: what it would hold must be what the checkpoint holds."""
+    held = {entry.name: entry.shape for entry in checkpoint.entries("parameter")}
+    if config.num_layers > len(held) or parameter_shapes(config) != held:
+        raise CheckpointError(f"{checkpoint.path} states a model whose parameters are not those that it holds")
 
 
 def saved_data(checkpoint: Checkpoint) -> DataConfig:
     """What a checkpoint's run was trained on."""
-    tables = parse_toml(str(checkpoint.state["run"]), str(checkpoint.path))
-    return build_dataclass(DataConfig, tables["data"], "data")
+    data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
+    return build_dataclass(DataConfig, data, "data")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -46,6 +46,7 @@ from weft.train.documents import has_separate_documents, separate_documents
 from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.resume import Trained, resume
+from weft.train.saving import save_or_tell
 from weft.train.schedule import learning_rate
 from weft.train.shared_memory import folder_of
 from weft.train.state import make_optimizer, pieces_to_save
@@ -147,7 +148,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                 memory.save(step, pieces_to_save(model, optimizer, mesh), _state(run, step, data))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
                 pieces = pieces_to_save(model, optimizer, mesh)
-                saver.save(step, pieces, _state(run, step, data), asynchronous=_is_asynchronous(run))
+                is_last = step == run.train.steps or stop.agreed
+                save_or_tell(saver, step, pieces, _state(run, step, data), _is_asynchronous(run), is_last)
                 clock.skip(step)
         status.phase("saving")
         saver.wait(published=True)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from weft.config import Run
 from weft.errors import ConfigError
+
+logger = logging.getLogger("weft")
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,8 @@ class MetricsLog:
         run.folder.mkdir(parents=True, exist_ok=True)
         path = run.folder / "metrics.jsonl"
         _forget_after(path, step)
-        self._file: IO[str] = open(path, "a", encoding="utf-8")  # noqa: SIM115 (see close)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (see close)
+        self._is_full = False
         self._writers: list[Callable[[str, float, int], None]] = []
         self._closers: list[Callable[[], object]] = [self._file.close]
         if run.log.tensorboard:
@@ -88,8 +95,7 @@ class MetricsLog:
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """One event, e.g. kind 'step' or 'evaluation'."""
-        self._file.write(json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n")
-        self._file.flush()
+        self._append((json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n").encode())
         for name, value in values.items():
             if isinstance(value, (int, float)) and name != "step":
                 for writer in self._writers:
@@ -98,6 +104,22 @@ class MetricsLog:
     def step(self, metrics: StepMetrics) -> None:
         """One training step."""
         self.write("step", metrics.step, metrics.to_json())
+
+    def _append(self, line: bytes) -> None:
+        """The whole line or nothing of it: a full disk is told once and ends no run."""
+        size_bytes = os.fstat(self._file.fileno()).st_size
+        try:
+            if (self._file.write(line) or 0) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._is_full = False
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(size_bytes)
+            if not self._is_full:
+                logger.warning(
+                    "weft: %s cannot be written (%s): steps are missing in it", self._file.name, error.strerror
+                )
+            self._is_full = True
 
     def close(self) -> None:
         """End all logs."""

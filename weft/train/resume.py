@@ -108,7 +108,7 @@ def _put_aside(path: Path) -> None:
 
 
 def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData) -> None:
-    found = checkpoint.state.get("data", {}).get("fingerprint")
+    found = checkpoint.stated("data", dict).get("fingerprint")
     if found != data.fingerprint:
         raise CheckpointError(
             f"{checkpoint.path} was trained on other data (fingerprint {found}, now {data.fingerprint}); give the same "
@@ -118,7 +118,7 @@ def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData) -> None:
 
 def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
     """Shapes do not tell: other rotary frequencies, say, would go on in silence with another network."""
-    saved, now = checkpoint.state["model"], to_table(run.model)
+    saved, now = checkpoint.stated("model", dict), to_table(run.model)
     for key in {**now, **saved}:
         if saved.get(key) != now.get(key):
             raise CheckpointError(
@@ -129,7 +129,8 @@ def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
 
 def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:
     """The order of samples follows from seed, step and batch: with another, data would be skipped or repeated."""
-    batch, seed = checkpoint.state["data"]["samples"] // max(1, checkpoint.step), checkpoint.state["seed"]
+    samples, seed = checkpoint.stated("data", dict).get("samples"), checkpoint.stated("seed", int)
+    batch = samples // max(1, checkpoint.step) if isinstance(samples, int) else None
     if (batch, seed) != (run.split.batch, run.train.seed):
         raise CheckpointError(
             f"{checkpoint.path} was trained with {batch} {run.split.samples} a step and seed {seed}, now "
