@@ -322,7 +322,7 @@ def test_what_cannot_work_together_is_refused(run_file: Path, tmp_path: Path) ->
         load_run(run_file, ["numbers.repeat_every=5", "train.deterministic=true", "plan.pipe=2", "plan.micro_batch=4"])
     file = tmp_path / "run.toml"
     file.write_text(run_file.read_text().replace("every = 3", ""))
-    with pytest.raises(ConfigError, match="goes back to a checkpoint; give checkpoint.every"):
+    with pytest.raises(ConfigError, match=r"goes back to a checkpoint; give checkpoint\.every"):
         load_run(file, ["numbers.on_bad=rollback"])
 
 

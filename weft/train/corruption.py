@@ -147,17 +147,21 @@ def describe(groups: Sequence[Sequence[int]], what: str) -> str:
     most, *others = groups
     rest = sorted(rank for group in others for rank in group)
     if len(most) > len(rest):
-        return f"{_ranks(rest)} of the parameters '{what}' other bits than {_ranks(most, '')}"
+        others_of_it = [rank for rank in most if rank not in rest] or most  # a rank may hold several copies
+        return f"{_hold(rest)} of the parameters '{what}' other bits than {_names(others_of_it)}"
     return (
-        f"{_ranks(sorted([*most, *rest]))} different bits of the parameters '{what}', and there is no majority to tell "
+        f"{_hold([*most, *rest])} different bits of the parameters '{what}', and there is no majority to tell "
         f"which is at fault"
     )
 
 
-def _ranks(ranks: Sequence[int], verb: str | None = None) -> str:
+def _names(ranks: Sequence[int]) -> str:
     ranks = sorted(set(ranks))
-    name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-    return f"{name}{' holds' if len(ranks) == 1 else ' hold'}" if verb is None else name
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _hold(ranks: Sequence[int]) -> str:
+    return _names(ranks) + (" holds" if len(set(ranks)) == 1 else " hold")
 
 
 def _say_to_all(name: str, mesh: Mesh) -> str:
@@ -223,7 +227,7 @@ class Twice:
         ranks = flags.nonzero().flatten().tolist()
         if ranks:
             raise CorruptionError(
-                f"silent corruption in step {self._step}: {_ranks(ranks, '')} computed micro-batch {index} twice, and "
+                f"silent corruption in step {self._step}: {_names(ranks)} computed micro-batch {index} twice, and "
                 f"loss or gradients have different bits. {_REMEDY}"
             )
 
