@@ -151,8 +151,8 @@ def test_a_kernel_with_a_scale_that_is_no_number_changes_nothing() -> None:
         weight, gradient = torch.randn(512).to(dtype), torch.full((512,), math.nan)
         plain = (torch.rand(512).to(dtype), torch.rand(512).to(dtype))
         scales = (torch.rand(2), torch.rand(2))
-        codes = (torch.randint(-99, 99, (512,), dtype=torch.int8), scales[0])
-        codes += (torch.randint(0, 99, (512,), dtype=torch.uint8), scales[1])
+        signed, squares = torch.randint(-99, 99, (512,), dtype=torch.int8), torch.randint(0, 99, (512,)).to(torch.uint8)
+        codes = (signed, scales[0], squares, scales[1])
         for state in (plain, codes):
             whole = torch.zeros(512, dtype=torch.bfloat16)
             held = [tensor.clone() for tensor in (weight, *state)]
