@@ -268,6 +268,16 @@ def test_a_rollback_before_the_first_checkpoint_goes_back_to_the_beginning(run_f
     assert final_state(run) == final_state(never)
 
 
+def test_a_rollback_with_nothing_to_go_back_to_is_an_error(run_file: Path) -> None:
+    run = make_run(run_file, "nothing", *ROLLBACK)
+    with (
+        bad_batches({1: math.nan}),
+        patch("weft.train.resume.found_checkpoints", lambda *_: []),
+        pytest.raises(LocalError, match="there is no checkpoint in .* to go back to"),
+    ):
+        train_on_ranks(run)
+
+
 def test_rollbacks_to_the_same_checkpoint_have_an_end(run_file: Path) -> None:
     run = make_run(run_file, "endless", *ROLLBACK, "numbers.limit=2")
     with bad_batches(dict.fromkeys(range(4, 99), math.nan)), pytest.raises(LocalError) as raised:

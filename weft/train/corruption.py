@@ -68,7 +68,8 @@ def checks_of(run: Run, step: int, guard: Guard, model: nn.Module, optimizer: Op
     config, number = run.numbers, step + 1
     checks = Checks(guard.judge)
     every = [config.compare_every, run.checkpoint.every, run.checkpoint.memory_every]
-    if config.compare_every is not None and any(each is not None and number % each == 0 for each in every):
+    is_due = number == run.train.steps or any(each is not None and number % each == 0 for each in every)
+    if config.compare_every is not None and is_due:
         checks = replace(checks, before_update=partial(compare_replicas, model, optimizer, mesh, number))
     if config.repeat_every is not None and number % config.repeat_every == 0:
         twice = Twice(model, mesh, number, run.split.accumulation, run.train.seed)

@@ -51,7 +51,7 @@ from weft.train.resume import Trained, go_back, resume
 from weft.train.schedule import learning_rate
 from weft.train.shared_memory import folder_of
 from weft.train.state import make_optimizer, pieces_to_save
-from weft.train.step import evaluate, train_step
+from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
 from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
@@ -118,8 +118,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         loss: float | None = None
         late: Late | None = None
         evaluation: dict[str, float] = {}
-        make = lambda at: data.batches(run, policy.batch_of(at), mesh["batch"], mesh.device)  # noqa: E731
-        batches = Batches(make, run.train.steps, mesh.device)
+        batches = Batches(partial(_batches, run, data, policy, mesh), run.train.steps, mesh.device)
         report = partial(_report, run, clock, mesh, log, reporter, policy)
         while step < run.train.steps and not stop.agreed:
             status.step_begins(step)
@@ -292,6 +291,11 @@ def _set_learning_rate(run: Run, optimizer: Optimizer, step: int) -> float:
     for group in optimizer.param_groups:
         group["lr"] = rate
     return rate
+
+
+def _batches(run: Run, data: TrainingData, policy: Policy, mesh: Mesh, step: int) -> list[Batch]:
+    """This rank's micro-batches of a step, of the batches that are not left out."""
+    return data.batches(run, policy.batch_of(step), mesh["batch"], mesh.device)
 
 
 def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, micro_batch: int) -> None:

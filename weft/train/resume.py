@@ -91,6 +91,11 @@ def go_back(
         with suppress(CheckpointError, RuntimeError):  # the next save does without that copy
             memory.wait()
     step, state = resume(trained, None, say)
+    if not state:
+        raise CheckpointError(
+            f"there is no checkpoint in {trained.run.folder / 'checkpoints'} to go back to (numbers.on_bad = "
+            f"'rollback'); run again to go on from memory, or from the beginning"
+        )
     if memory is not None:
         memory.forget_after(step)
     return step, state
