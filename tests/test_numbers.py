@@ -79,10 +79,10 @@ def final_state(run: Run, step: int | None = None) -> dict[str, list[float]]:
 SKIP_LAYOUTS = {
     "1 process": [],
     "2 data": ["plan.data=2", "plan.micro_batch=4"],
-    "2 data x 2 shard-3": ["plan.data=2", "plan.shard=2"],
+    "2 shard-3": ["plan.shard=2"],
     "2 x, no clipping": ["plan.tensor.x=2", "train.clip=inf"],
     "2 data bf16 int8": ["plan.data=2", "plan.precision=bf16", 'plan.memory.state="int8"', "plan.exact=false"],
-    "4 pipe (gems)": ['plan.pipe={degree=4, schedule="gems"}', "plan.micro_batch=4"],
+    "2 pipe (gems)": ['plan.pipe={degree=2, schedule="gems"}', "plan.micro_batch=4"],
 }
 
 
@@ -232,7 +232,7 @@ def test_ranks_take_the_worst_verdict_of_all() -> None:
 ROLLBACK = ["numbers.on_bad=rollback", "numbers.leave_out=2", "train.steps=9", "checkpoint.every=3"]
 
 
-@pytest.mark.parametrize("layout", [[], ["plan.data=2", "plan.shard=2"]], ids=str)
+@pytest.mark.parametrize("layout", [[], ["plan.shard=2"]], ids=str)
 def test_a_rollback_leaves_out_the_batches_and_a_resumed_run_repeats_it(run_file: Path, layout: list[str]) -> None:
     whole = make_run(run_file, f"rollback {layout}", *ROLLBACK, *layout)
     with bad_batches({4: math.nan}):
@@ -273,7 +273,7 @@ def test_a_rollback_with_nothing_to_go_back_to_is_an_error(run_file: Path) -> No
     with (
         bad_batches({1: math.nan}),
         patch("weft.train.resume.found_checkpoints", lambda *_: []),
-        pytest.raises(LocalError, match="there is no checkpoint in .* to go back to"),
+        pytest.raises(LocalError, match=r"there is no checkpoint in .* to go back to"),
     ):
         train_on_ranks(run)
 
