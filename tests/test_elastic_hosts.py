@@ -50,8 +50,8 @@ def paced_step(*arguments, **named):
 
 def counted_resume(*arguments):
     global steps
-    steps = resume(*arguments)
-    return steps
+    steps, state = resume(*arguments)
+    return steps, state
 
 def noted_handle(self, number, frame):
     asked.append(number)

@@ -134,6 +134,40 @@ class RestartConfig:
 
 
 @dataclass(frozen=True)
+class NumbersConfig:
+    """What to do about numbers that cannot be right; see `train/numbers.py` and `train/corruption.py`.
+
+    `on_bad`: when loss or gradient norm are NaN or infinite or, with `spike` = k, the loss is above the median of the
+    last `window` losses by k times their median absolute deviation. "rollback" leaves out the last `leave_out` batches
+    since the checkpoint. More than `limit` bad steps without a good one (rollbacks: without a new checkpoint) end the
+    run. `compare_every` steps what ranks hold alike is compared, `repeat_every` steps a micro-batch is done twice.
+    """
+
+    on_bad: Literal["stop", "skip", "rollback"] = "stop"
+    spike: float | None = None
+    window: int = 64
+    leave_out: int = 8
+    limit: int = 10
+    compare_every: int | None = None
+    repeat_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, smallest in (
+            ("window", 4),
+            ("leave_out", 1),
+            ("limit", 1),
+            ("compare_every", 1),
+            ("repeat_every", 1),
+        ):
+            if getattr(self, name) is not None:
+                at_least(f"numbers.{name}", getattr(self, name), smallest)
+        if self.spike is not None and not 0 < self.spike < math.inf:
+            raise ConfigError(
+                f"numbers.spike = {self.spike}; it counts median absolute deviations: give a number above 0, e.g. 10"
+            )
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """Metrics always go to metrics.jsonl in the run folder; these are beside it."""
 
@@ -155,6 +189,7 @@ class Run:
     cluster: str = "local"
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     restart: RestartConfig = field(default_factory=RestartConfig)
+    numbers: NumbersConfig = field(default_factory=NumbersConfig)
     log: LogConfig = field(default_factory=LogConfig)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -191,7 +226,7 @@ class Run:
             "folder": str(self.folder),
             "cluster": self.cluster,
             "model": _model_table(self),
-            **{key: to_table(getattr(self, key)) for key in ("data", "train", "plan", "checkpoint", "restart", "log")},
+            **{key: to_table(getattr(self, key)) for key in _TABLES if key != "model"},
         }
         lines, section = [], ""
         for line in dump_toml(tables).splitlines():
@@ -203,7 +238,7 @@ class Run:
         return "\n".join(lines) + "\n"
 
 
-_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "log")
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
 _VALUES = ("name", "folder", "cluster")
 # Tables that a bare number is short for, and the key that it stands for.
 _SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": "degree", "plan.tensor": "x"}
@@ -247,6 +282,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         cluster=tables.get("cluster", "local"),
         checkpoint=build_dataclass(CheckpointConfig, tables.get("checkpoint", {}), "checkpoint"),
         restart=build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
+        numbers=build_dataclass(NumbersConfig, tables.get("numbers", {}), "numbers"),
         log=build_dataclass(LogConfig, tables.get("log", {}), "log"),
         origins=origins,
     )
@@ -254,7 +290,25 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
     for key in ("z_loss", "goldfish", "layer_drop"):
         if getattr(run.train, key) and not isinstance(data, DataConfig):
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
+    _refuse_numbers(run)
     return run
+
+
+def _refuse_numbers(run: Run) -> None:
+    """What [numbers] needs of other tables."""
+    numbers = run.numbers
+    if numbers.on_bad == "rollback" and run.checkpoint.every is None:
+        raise ConfigError("numbers.on_bad = 'rollback' goes back to a checkpoint; give checkpoint.every")
+    if numbers.repeat_every is not None and not run.train.deterministic:
+        raise ConfigError(
+            f"numbers.repeat_every = {numbers.repeat_every} compares bits, which kernels need not repeat; give "
+            f"train.deterministic = true"
+        )
+    if numbers.repeat_every is not None and run.plan.pipe.degree > 1:
+        raise ConfigError(
+            f"numbers.repeat_every = {numbers.repeat_every} repeats a micro-batch, which plan.pipe = "
+            f"{run.plan.pipe.degree} spreads over stages and time; leave it out (compare_every works)"
+        )
 
 
 def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | None]:

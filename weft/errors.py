@@ -33,5 +33,13 @@ class VerifyError(WeftError):
     """A parallel run that differs from the sequential model. Exit status 1."""
 
 
+class NumbersError(WeftError):
+    """A loss or gradient that is no number, or far too large, where the run is to stop. Names the step."""
+
+
+class CorruptionError(WeftError):
+    """State or results of a rank that are not what they must be, bit for bit. Names the rank; a restart may heal it."""
+
+
 class LostRankError(WeftError):
     """A message from another rank that did not come. Names the rank, the stage and the message."""

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.errors import ConfigError, LostRankError, WeftError
+from weft.errors import ConfigError, CorruptionError, LostRankError, WeftError
 
 FOLDER_VARIABLE = "WEFT_STATUS"
 WAITING = "waiting in "  # how a rank's words begin while it waits for others
@@ -127,7 +127,7 @@ def stack_path(folder: Path, rank: int) -> Path:
 
 def record_failure(environ: Mapping[str, str], rank: int, error: BaseException) -> int:
     """Leave a word on what ended this rank; the status to leave with."""
-    final = isinstance(error, WeftError) and not isinstance(error, LostRankError)
+    final = isinstance(error, WeftError) and not isinstance(error, (LostRankError, CorruptionError))
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     status = 2 if isinstance(error, ConfigError) else 1
     failure = Failure(message, "".join(traceback.format_exception(error)), status, final, time.monotonic())

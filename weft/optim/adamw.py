@@ -7,8 +7,10 @@ its state as the plan says. What lies side by side in a buffer and is treated al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, overload
 
@@ -30,6 +32,15 @@ KERNEL_NUMEL = 1 << 26  # of one that is
 
 
 _Work = tuple[Held, Tensor, Tensor | None, Tensor | None]  # a buffer, its gradient, the scale, and where weights go too
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """The scale of an update on its way to the host, when it is there, and the counts of steps that depend on it."""
+
+    scale: Tensor
+    event: torch.cuda.Event
+    counts: list[Tensor] = field(default_factory=list)
 
 
 class AdamW(Optimizer):
@@ -69,6 +80,7 @@ class AdamW(Optimizer):
         self._streams = _streams(away) if away else None
         self._no_seed = torch.zeros((), dtype=torch.int64, device=flats[0].device if flats else None)
         self._has_begun = False
+        self._sent: _Sent | None = None
         self._places: dict[int, tuple[Held, int]] = {}
         for held in self.held:
             held.flat.is_read_flat = True
@@ -82,7 +94,7 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], float], scale: Tensor | None = None) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, scale: Tensor | None = None) -> float | None:
-        """Update all that has a gradient, taken times `scale` []."""
+        """Update all that has a gradient, taken times `scale` []; nothing, where that is NaN or infinite."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -135,6 +147,8 @@ class AdamW(Optimizer):
 
     def _update_all(self, work: Sequence[_Work]) -> None:
         """What is on the host by its own streams, what is on the device meanwhile."""
+        self._settle()
+        self._send(work[0][2] if work else None)  # one for all
         self._numbers.clear()
         if self._streams is not None:
             self._streams.begin()
@@ -144,6 +158,24 @@ class AdamW(Optimizer):
         for held, gradient, scale, written in work:
             if not held.flat.on_host:
                 self._update(held, gradient, scale, written, None)
+
+    def _send(self, scale: Tensor | None) -> None:
+        """Let the host know later whether this update's scale is a number; see `_settle`."""
+        if scale is not None and scale.is_cuda:
+            there = torch.empty((), dtype=scale.dtype, pin_memory=True)
+            there.copy_(scale, non_blocking=True)
+            self._sent = _Sent(there, torch.cuda.current_stream(scale.device).record_event())
+
+    def _settle(self) -> None:
+        """Count the last update only if its scale was a number. It was queued a forward and a backward ago: the device
+        has work while the host waits here.
+        """
+        if self._sent is not None:
+            self._sent.event.synchronize()
+            if not math.isfinite(self._sent.scale):
+                for steps in self._sent.counts:
+                    steps -= 1
+            self._sent = None
 
     def synchronize(self) -> None:
         """Wait until the host has the state that lives there."""
@@ -176,6 +208,11 @@ class AdamW(Optimizer):
         streams: Streams | None,
     ) -> None:
         flat, store = held.flat, held.store
+        if scale is not None and not scale.is_cuda and not math.isfinite(scale):
+            held.done = None
+            if written is not None:
+                written.copy_(flat.slice)
+            return
         is_fused = store.is_plain and flat.device.type == "cpu"
         update = update_on(flat.device)
         chunk = CHUNK_NUMEL if update is plain_update else KERNEL_NUMEL
@@ -183,6 +220,8 @@ class AdamW(Optimizer):
             gradient = scaled(gradient, scale, flat.slice.dtype)
         for run in held.runs(joined=not (is_fused or store.has_scales)):
             store.steps[run.first : run.last] += 1
+            if self._sent is not None:
+                self._sent.counts.append(store.steps[run.first : run.last])
             step, group = int(store.steps[run.first]), self.param_groups[run.group]
             size = STAGING_NUMEL if streams else run.numel if is_fused else chunk
             for start, stop in run.chunks(size):
@@ -221,6 +260,7 @@ class AdamW(Optimizer):
 
     def read_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
         """A piece's state as numbers: both moments, of codes their values, and the step."""
+        self._settle()
         held, index, part = self._find(piece)
         first, second = held.store.read(index, part)
         found = {"step": held.store.steps[index].clone(), "exp_avg": first, "exp_avg_sq": second}
@@ -228,11 +268,12 @@ class AdamW(Optimizer):
             assert not self._has_begun, "between steps"
             one = torch.ones((), dtype=torch.float64)
             found["pending"] = held.pending[part.offset : part.offset + part.stop - part.start]
-            found["pending_scale"] = one if held.pending_scale is None else held.pending_scale
+            found["pending_scale"] = one if held.pending_scale is None else held.pending_scale.clone()
         return found
 
     def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Set a piece's state from such numbers, between steps."""
+        self._settle()
         held, index, part = self._find(piece)
         held.store.steps[index] = float(state["step"])
         held.store.write(index, part, state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))

@@ -44,8 +44,10 @@ def update(
 ) -> None:
     """Change `weight` [n] and `state` in place, and write the new weight to `whole` [n] too, where there is one.
 
-    `state` is both moments [n], or both as codes [n], each followed by its scales [blocks].
+    `state` is both moments [n], or both as codes [n], each followed by its scales [blocks]. Where `scale` is no number,
+    all stays as it is: the device decides that, and the host need not wait to know.
     """
+    good = scale.isfinite()
     wide = torch.promote_types(weight.dtype, torch.float32)
     keep, new1, beta2, new2, epsilon, size, correction = numbers.to(wide).unbind()
     bits = draws(seed, weight.numel()) if needs_draws(weight, state) else None
@@ -54,18 +56,17 @@ def update(
     first = first + new1 * (scaled - first)
     second = beta2 * second + new2 * scaled * scaled
     new = weight.to(wide) * keep - size * first / (second.sqrt() / correction + epsilon)
-    _put(weight, new, bits, 0)
     if whole is not None:
-        whole.copy_(new)
+        whole.copy_(torch.where(good, new, weight.to(wide)))
+    _put(weight, new, bits, 0, good)
     if len(state) == 2:
-        _put(state[0], first, bits, 1)
-        _put(state[1], second, bits, 2)
+        _put(state[0], first, bits, 1, good)
+        _put(state[1], second, bits, 2, good)
         return
     assert bits is not None
-    for place, found in zip(state[:2], signed_codes(first, sixteen(bits, 1)), strict=True):
-        place.copy_(found)
-    for place, found in zip(state[2:], square_codes(second, sixteen(bits, 2)), strict=True):
-        place.copy_(found)
+    codes = (*signed_codes(first, sixteen(bits, 1)), *square_codes(second, sixteen(bits, 2)))
+    for place, found in zip(state, codes, strict=True):
+        place.copy_(torch.where(good, found, place))
 
 
 def decode(state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -93,11 +94,11 @@ def needs_draws(weight: Tensor, state: tuple[Tensor, ...]) -> bool:
     return any(tensor.element_size() < 4 for tensor in (weight, *state))
 
 
-def _put(place: Tensor, values: Tensor, bits: Tensor | None, which: int) -> None:
+def _put(place: Tensor, values: Tensor, bits: Tensor | None, which: int, good: Tensor) -> None:
     if place.dtype == torch.bfloat16:
         assert bits is not None
         values = to_bf16(values, sixteen(bits, which))
-    place.copy_(values)
+    place.copy_(torch.where(good, values.to(place.dtype), place))
 
 
 @lru_cache(maxsize=1)

@@ -82,6 +82,7 @@ class Units:
         self.root, self.blocks = units[0], tuple(units[1:])
         self.compute_dtype = compute_dtype
         self.sync = True
+        self.rehearses = False  # whether backwards drop their gradients, and what was added up before stays
         self._in_step = False  # see begin_step
         self._forward_order: list[Unit] = []  # as recorded in this pass
         self._order: list[Unit] = list(self.blocks)  # as recorded in the last whole pass
@@ -231,10 +232,15 @@ class Units:
         if not self._in_backward:
             self._begin_backward()
         self._has_gradients = True
-        flat.take_gradient(index)
+        if self.rehearses:
+            parameter.grad = None
+        else:
+            flat.take_gradient(index)
         unit.missing -= 1
         if unit.missing == 0:
             self._release_if_done(unit)
+            if self.rehearses:
+                return
             if self.sync:
                 self._reduce_ready()
             else:
@@ -273,9 +279,10 @@ class Units:
         self._in_backward = False
         if not self._has_gradients and not self._in_step:  # torch.autograd.grad; a backward through its result may come
             return
-        self._accumulating = not self.sync
-        if self.sync:
-            self._reduce()
+        if not self.rehearses:
+            self._accumulating = not self.sync
+            if self.sync:
+                self._reduce()
         for unit in self.all:
             unit.expect_use()
             if not self._in_step:

@@ -43,11 +43,12 @@ class Batches:
 
 
 class Late:
-    """Loss and gradient norm of a step on their way to the host."""
+    """Loss, gradient norm and verdict of a step on their way to the host."""
 
     def __init__(self, step: int, rate: float, result: StepResult) -> None:
         self.step, self.rate = step, rate
-        values = torch.stack([result.loss.double(), result.grad_norm.double()])
+        assert result.verdict is not None, "the loop judges every step"
+        values = torch.stack([value.double() for value in (result.loss, result.grad_norm, result.verdict)])
         self._event: torch.cuda.Event | None = None
         self._values: Tensor = values
         if values.is_cuda:
@@ -56,9 +57,9 @@ class Late:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> tuple[float, float]:
-        """Loss and norm; waits for the step, not for what was queued behind it."""
+    def read(self) -> tuple[float, float, int]:
+        """Loss, norm and verdict; waits for the step, not for what was queued behind it."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm = self._values.tolist()
-        return loss, norm
+        loss, norm, verdict = self._values.tolist()
+        return loss, norm, int(verdict)

@@ -42,15 +42,17 @@ from weft.train.ahead import Batches, Late
 from weft.train.attention_kernel import attention_shape, fastest_attention
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
+from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
 from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
-from weft.train.resume import Trained, resume
+from weft.train.numbers import Bad, Guard, Policy
+from weft.train.resume import Trained, go_back, resume
 from weft.train.saving import save_or_tell
 from weft.train.schedule import learning_rate
 from weft.train.shared_memory import folder_of
 from weft.train.state import make_optimizer, pieces_to_save
-from weft.train.step import evaluate, train_step
+from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
 from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
@@ -103,7 +105,13 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         saver = _saver(run, mesh)
         memory = _memory(run, mesh, place, say)
         mesh.ledger.status = status
-        step = resume(Trained(run, model, optimizer, data, mesh), memory, say)
+        trained = Trained(run, model, optimizer, data, mesh)
+        guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
+        step, saved = resume(trained, memory, say)
+        policy.load(saved.get("numbers", {}), guard)
+        state = partial(_state, run, data, policy, guard)
+        if run.numbers.on_bad == "rollback" and not saved:  # there must be something to go back to
+            saver.save(step, pieces_to_save(model, optimizer, mesh), state(step), asynchronous=False)
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
             _report_skipped(data, log, step, reporter)
@@ -111,8 +119,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         loss: float | None = None
         late: Late | None = None
         evaluation: dict[str, float] = {}
-        batches = Batches(lambda at: data.batches(run, at, mesh["batch"], mesh.device), run.train.steps, mesh.device)
-        report = partial(_report, run, clock, mesh, log, reporter)
+        batches = Batches(partial(_batches, run, data, policy, mesh), run.train.steps, mesh.device)
+        report = partial(_report, run, clock, mesh, log, reporter, policy)
         while step < run.train.steps and not stop.agreed:
             status.step_begins(step)
             rate = _set_learning_rate(run, optimizer, step)
@@ -122,17 +130,26 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             if isinstance(model, Pipeline):
                 model.timed = run.train.timeline is not None and step == run.train.steps - 1
             status.phase("forward and backward")
-            result = train_step(model, optimizer, given, mesh, objective, run.train.clip, before)
+            checks = checks_of(run, step, guard, model, optimizer, mesh)
+            result = train_step(model, optimizer, given, mesh, objective, run.train.clip, before, checks)
             step += 1
             batches.prepare(step)
             status.step_ends()
             stop.ask()
-            if late is not None:  # the device has the next step to do
-                loss, late = report(late), None
-            if _due(step, run.train.log_every, run.train.steps):
-                late = Late(step, rate, result)
-            if late is not None and (_pauses(run, step) or stop.agreed or mesh.device.type == "cpu"):
-                loss, late = report(late), None
+            done = [] if late is None else [late]  # the device has the next step to do
+            late = Late(step, rate, result)
+            if _pauses(run, step) or stop.agreed or mesh.device.type == "cpu":
+                done, late = [*done, late], None
+            bad: Bad | None = None
+            while done and (bad is None or run.numbers.on_bad != "rollback"):
+                loss, bad = report(done.pop(0))
+            if bad is not None and run.numbers.on_bad == "rollback":
+                step, saved = go_back(trained, saver, memory, say)
+                policy.went_back(bad, step, saved.get("numbers", {}), guard)
+                _report_return(bad, step, policy, log, reporter)
+                late = None
+                clock.skip(step)
+                continue
             if _due(step, run.train.evaluate_every, run.train.steps):
                 status.phase("evaluating")
                 held_out = data.evaluation_batches(run, mesh["batch"], mesh.device)
@@ -145,11 +162,12 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                 clock.skip(step)
             status.phase("saving")
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
-                memory.save(step, pieces_to_save(model, optimizer, mesh), _state(run, step, data))
+                memory.save(step, pieces_to_save(model, optimizer, mesh), state(step))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
                 pieces = pieces_to_save(model, optimizer, mesh)
+                policy.saved()
                 is_last = step == run.train.steps or stop.agreed
-                save_or_tell(saver, step, pieces, _state(run, step, data), _is_asynchronous(run), is_last)
+                save_or_tell(saver, step, pieces, state(step), _is_asynchronous(run), is_last)
                 clock.skip(step)
         status.phase("saving")
         saver.wait(published=True)
@@ -277,6 +295,11 @@ def _set_learning_rate(run: Run, optimizer: Optimizer, step: int) -> float:
     return rate
 
 
+def _batches(run: Run, data: TrainingData, policy: Policy, mesh: Mesh, step: int) -> list[Batch]:
+    """This rank's micro-batches of a step, of the batches that are not left out."""
+    return data.batches(run, policy.batch_of(step), mesh["batch"], mesh.device)
+
+
 def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, micro_batch: int) -> None:
     """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them."""
     if gates is not None:
@@ -285,14 +308,32 @@ def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, mi
     seed_draws(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()), mesh.device)
 
 
-def _report(run: Run, clock: Clock, mesh: Mesh, log: MetricsLog | None, reporter: Reporter, done: Late) -> float:
-    """Log a step's numbers where that is this rank's task; the loss."""
-    loss, norm = done.read()
-    if log is not None:
+def _report(
+    run: Run, clock: Clock, mesh: Mesh, log: MetricsLog | None, reporter: Reporter, policy: Policy, done: Late
+) -> tuple[float, Bad | None]:
+    """Log a step's numbers where that is due and this rank's task; the loss, and what was bad about the step."""
+    loss, norm, verdict = done.read()
+    if log is not None and _due(done.step, run.train.log_every, run.train.steps):
         metrics = _measure(run, clock, mesh, done.step, loss, norm, done.rate)
         log.step(metrics)
         reporter.step(metrics)
-    return loss
+    bad = policy.after(done.step, verdict, loss, norm)
+    if bad is not None and log is not None and run.numbers.on_bad == "skip":
+        log.write("numbers", done.step, {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad})
+        reporter.say(f"{bad}: its update was skipped on all ranks (bad steps so far: {policy.num_bad})")
+    return loss, bad
+
+
+def _report_return(bad: Bad, step: int, policy: Policy, log: MetricsLog | None, reporter: Reporter) -> None:
+    """Say that the run went back to a step, on account of a bad one."""
+    if log is not None:
+        left_out = [list(interval) for interval in policy.left_out]
+        values = {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad, "left_out": left_out}
+        log.write("numbers", step, values)
+        reporter.say(
+            f"{bad}: back to step {step}; batches left out from now on: "
+            + ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
+        )
 
 
 def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
@@ -314,7 +355,8 @@ def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_no
 
 def _pauses(run: Run, step: int) -> bool:
     """Whether something else than training follows a step."""
-    return any(_due(step, every, run.train.steps) for every in (run.train.evaluate_every, run.checkpoint.every))
+    every = (run.train.evaluate_every, run.checkpoint.every, run.checkpoint.memory_every)
+    return any(_due(step, each, run.train.steps) for each in every)
 
 
 def _due(step: int, every: int | None, last: int) -> bool:
@@ -330,10 +372,11 @@ def _draw_step(run: Run, model: nn.Module, mesh: Mesh, reporter: Reporter) -> No
         reporter.say(f"drew the last step to {run.train.timeline}")
 
 
-def _state(run: Run, step: int, data: TrainingData) -> dict[str, Any]:
+def _state(run: Run, data: TrainingData, policy: Policy, guard: Guard, step: int) -> dict[str, Any]:
     """What a checkpoint says beside its tensors."""
     return {
         "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
+        "numbers": policy.to_state(guard),
         "seed": run.train.seed,
         "model": to_table(run.model),
         "plan": run.plan.to_toml(),

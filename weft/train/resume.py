@@ -7,14 +7,16 @@ samples is never passed over: it is an error of the user's, and going on from an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.checkpoint import Checkpoint, steps
+from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
 from weft.config import Run
 from weft.errors import CheckpointError, DamagedError
@@ -52,13 +54,13 @@ def found_checkpoints(folder: Path, in_memory: Sequence[int]) -> list[Found]:
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path is None), reverse=True)
 
 
-def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], None]) -> int:
-    """Load the newest checkpoint that is whole, if there is one, and return the step to go on from."""
+def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], None]) -> tuple[int, Mapping[str, Any]]:
+    """Load the newest checkpoint that is whole, if there is one: the step to go on from, and what it says beside."""
     folder, world = trained.run.folder / "checkpoints", trained.mesh["world"]
-    step = 0
+    step, state = 0, dict[str, Any]()
     damage: DamagedError | None = None
     for found in found_checkpoints(folder, memory.steps() if memory is not None else []):
-        damage = _try(found, trained, memory)
+        state, damage = _try(found, trained, memory)
         if all_agree(damage is None, world):
             step = found.step
             say(f"resumed at step {step} from {found.path or 'memory'}")
@@ -77,11 +79,30 @@ def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], N
             f"no checkpoint in {folder} is whole; the last that was tried: {damage}. To start anew, choose another "
             f"folder (folder = ...)"
         )
-    return step
+    return step, state
 
 
-def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> DamagedError | None:
-    """Read this rank's part; what is wrong with the files, if anything is."""
+def go_back(
+    trained: Trained, saver: Saver, memory: MemoryCopies | None, say: Callable[[str], None]
+) -> tuple[int, Mapping[str, Any]]:
+    """From the midst of training back to the newest checkpoint on disk; as `resume`."""
+    saver.wait(published=True)
+    if memory is not None:
+        with suppress(CheckpointError, RuntimeError):  # the next save does without that copy
+            memory.wait()
+    step, state = resume(trained, None, say)
+    if not state:
+        raise CheckpointError(
+            f"there is no checkpoint in {trained.run.folder / 'checkpoints'} to go back to (numbers.on_bad = "
+            f"'rollback'); run again to go on from memory, or from the beginning"
+        )
+    if memory is not None:
+        memory.forget_after(step)
+    return step, state
+
+
+def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> tuple[dict[str, Any], DamagedError | None]:
+    """Read this rank's part: what the checkpoint says, and what is wrong with the files, if anything is."""
     try:
         path = found.path
         if path is None:
@@ -93,8 +114,8 @@ def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> Damaged
         _refuse_other_order(checkpoint, trained.run)
         load_state(checkpoint, trained.model, trained.optimizer)
     except DamagedError as error:
-        return error
-    return None
+        return {}, error
+    return checkpoint.state, None
 
 
 def _put_aside(path: Path) -> None:
@@ -131,6 +152,8 @@ def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:
     """The order of samples follows from seed, step and batch: with another, data would be skipped or repeated."""
     samples, seed = checkpoint.stated("data", dict).get("samples"), checkpoint.stated("seed", int)
     batch = samples // max(1, checkpoint.step) if isinstance(samples, int) else None
+    if not checkpoint.step:  # saved before the first step, and free of any order
+        batch = run.split.batch
     if (batch, seed) != (run.split.batch, run.train.seed):
         raise CheckpointError(
             f"{checkpoint.path} was trained with {batch} {run.split.samples} a step and seed {seed}, now "

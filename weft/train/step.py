@@ -24,6 +24,7 @@ from weft.parallel import clip_factor, clip_grad_norm, grad_norm, sync_gradients
 from weft.parallel.context import own_tokens
 from weft.parallel.tile import own_targets, repeats
 from weft.parallel.vocabulary import cross_entropy, num_right, vocabulary_of
+from weft.pipeline.copies import running_statistics
 from weft.pipeline.runtime import Pipeline, Work
 from weft.plan import Plan
 
@@ -46,12 +47,27 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class Checks:
+    """What a step is held to. `judge(loss, norm)` [] says whether the update is to be made (0); otherwise parameters,
+    the optimizer's state and running statistics stay as they are. `before_update()` may look at all before they change;
+    `micro_batch(index, compute)` does a forward and backward, outside of pipelines, and gives its loss.
+    """
+
+    judge: Callable[[Tensor, Tensor], Tensor]
+    before_update: Callable[[], None] = lambda: None
+    micro_batch: Callable[[int, Callable[[], Tensor]], Tensor] = lambda index, compute: compute()
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """The batch's mean loss, the gradient norm before clipping and the valid targets, on the device."""
+    """The batch's mean loss, the gradient norm before clipping and the valid targets, on the device; and, where steps
+    are judged, whether the update was made (0) or why it was not (see `numbers.py`).
+    """
 
     loss: Tensor
     grad_norm: Tensor
     num_targets: Tensor
+    verdict: Tensor | None = None
 
 
 def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
@@ -96,10 +112,13 @@ def train_step(
     objective: Objective = CROSS_ENTROPY,
     clip: float | None = 1.0,
     before_micro_batch: Before = lambda index: None,
+    checks: Checks | None = None,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one step: whole sequences, whatever the plan, but
     this rank's tiles of images (`weft.tile`), with labels of their pixels or of all samples.
     """
+    statistics = running_statistics(model) if checks is not None else ()
+    before = [tensor.clone() for tensor in statistics]
     if isinstance(optimizer, AdamW):
         optimizer.begin()
     micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
@@ -110,36 +129,74 @@ def train_step(
     if isinstance(model, Pipeline):
         loss = model.run(Work(micro_batches, objective.total, scale, before_micro_batch))
     else:
-        loss = _run_in_turn(model, micro_batches, objective, scale, before_micro_batch, mesh.plan)
+        do = None if checks is None else checks.micro_batch
+        loss = _run_in_turn(model, micro_batches, objective, scale, before_micro_batch, mesh.plan, do)
     all_reduce(loss, mesh["losses"]).wait()
-    norm = _update(model, optimizer, clip, mesh)
-    return StepResult(loss / num_targets.clamp(min=1), norm, num_targets / repeats(model, mesh.plan))
+    loss = loss / num_targets.clamp(min=1)
+    if checks is not None:
+        checks.before_update()
+    norm, verdict = _update(model, optimizer, clip, mesh, None if checks is None else partial(checks.judge, loss))
+    for tensor, old in zip(statistics, before, strict=True):
+        assert verdict is not None
+        tensor.copy_(torch.where(verdict == 0, tensor, old))
+    return StepResult(loss, norm, num_targets / repeats(model, mesh.plan), verdict)
 
 
-def _update(model: nn.Module, optimizer: Optimizer, clip: float | None, mesh: Mesh) -> Tensor:
-    """Clip and update; the norm before. Weft's optimizer scales gradients in its own pass."""
+def _update(
+    model: nn.Module, optimizer: Optimizer, clip: float | None, mesh: Mesh, judge: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor | None]:
+    """Clip and update, unless the verdict is against it; the norm before, and the verdict.
+
+    Weft's optimizer scales gradients in its own pass, and leaves all as it is where the scale is no number.
+    """
+    verdict: Tensor | None = None
     if isinstance(optimizer, AdamW):
         norm = grad_norm(model, mesh)
-        optimizer.step(scale=clip_factor(norm, clip))
+        scale = clip_factor(norm, clip)
+        if judge is not None:
+            verdict = judge(norm)
+            scale = torch.where(verdict == 0, torch.ones_like(norm) if scale is None else scale, torch.nan)
+        optimizer.step(scale=scale)
     else:
         norm = clip_grad_norm(model, clip, mesh)
-        optimizer.step()
+        verdict = None if judge is None else judge(norm)
+        _step_if_good(optimizer, verdict)
     optimizer.zero_grad(set_to_none=True)
-    return norm
+    return norm, verdict
+
+
+def _step_if_good(optimizer: Optimizer, verdict: Tensor | None) -> None:
+    """Torch's fused optimizers leave out an update by themselves, as for gradient scaling; others are not asked to."""
+    if verdict is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = (verdict != 0).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    elif verdict is None or verdict.item() == 0:
+        optimizer.step()
 
 
 def _run_in_turn(
-    model: nn.Module, batches: Sequence[Batch], objective: Objective, scale: Tensor, before: Before, plan: Plan
+    model: nn.Module,
+    batches: Sequence[Batch],
+    objective: Objective,
+    scale: Tensor,
+    before: Before,
+    plan: Plan,
+    do: Callable[[int, Callable[[], Tensor]], Tensor] | None,
 ) -> Tensor:
     """Forward and backward of one micro-batch after another; the sum of their losses."""
     loss = torch.zeros((), dtype=torch.float64, device=scale.device)
-    for index, batch in enumerate(batches):
+
+    def compute(index: int) -> Tensor:
         before(index)
+        total = objective.total(model, batches[index])
+        (total * scale.to(total.dtype)).backward()
+        return total.detach()
+
+    for index in range(len(batches)):
         is_last = index == len(batches) - 1
         sync_gradients(model, is_last or plan.memory.accumulate == "slice")
-        total = objective.total(model, batch)
-        (total * scale.to(total.dtype)).backward()
-        loss += total.detach()
+        loss += compute(index) if do is None else do(index, partial(compute, index))
     return loss
 
 
