@@ -102,7 +102,7 @@ def make_model(model_fn: ModelFn) -> nn.Module:
 def make_optimizer(model: nn.Module) -> Optimizer:
     """The one that both sides of a proof train with."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    return AdamW(trained or [torch.zeros(0, requires_grad=True)], lr=LEARNING_RATE, foreach=True)  # a frozen stage
+    return AdamW(trained or [torch.zeros(0, requires_grad=True)], lr=LEARNING_RATE, fused=True)  # a frozen stage
 
 
 def to_double(batch: Batch) -> Batch:
