@@ -18,7 +18,16 @@ from weft.planner.page_figures import (
     small_step_bar,
     traffic_bars,
 )
-from weft.planner.page_style import bytes_text, count_text, number, part_class, percent, seconds_text, style_sheet
+from weft.planner.page_style import (
+    bytes_text,
+    count_text,
+    number,
+    part_class,
+    percent,
+    policy_text,
+    seconds_text,
+    style_sheet,
+)
 from weft.planner.page_timeline import step_picture
 
 Answer = Mapping[str, Any]
@@ -90,7 +99,7 @@ def _answer(best: Mapping[str, Any], answer: Answer) -> str:
     shown = "".join(f"<div><b>{escape(value)}</b><small>{escape(name)}</small></div>" for name, value in tiles.items())
     how = (
         f"micro-batch {best['micro_batch']}, {best['num_micro_batches']} of them a step; "
-        f"recompute {best['recompute']}; {_several(best['num_devices'], 'device')}"
+        f"recompute {policy_text(best)}; {_several(best['num_devices'], 'device')}"
     )
     return (
         f'<section class="answer"><h2>{escape(best["axes"])}</h2><div class="quiet">{escape(how)}</div>'
@@ -115,7 +124,7 @@ def _plans(answer: Answer) -> str:
             str(index + 1),
             escape(plan["axes"]),
             f"{plan['micro_batch']} × {plan['num_micro_batches']}",
-            escape(plan["recompute"]),
+            escape(policy_text(plan)),
             seconds_text(plan["seconds"]),
             number(plan[f"{unit}_per_second"]),
             percent(plan.get("mfu")),

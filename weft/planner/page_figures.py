@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from weft.pipeline.draw import marks_of
-from weft.planner.page_style import bytes_text, count_text, number, part_class, percent, seconds_text
+from weft.planner.page_style import bytes_text, count_text, number, part_class, percent, policy_text, seconds_text
 
 WIDTH = 1000  # of every figure; the page scales it
 CHARACTER = 7.0  # pixels that a character takes, about
@@ -70,7 +70,7 @@ def memory_bars(plans: Sequence[Mapping[str, Any]], rejected: Sequence[Mapping[s
     scale = (WIDTH - _LEFT - _RIGHT) / longest
     shapes, y = [], 26.0
     for index, plan in enumerate(plans):
-        note = f"micro-batch {plan['micro_batch']}, recompute {plan['recompute']}"
+        note = f"micro-batch {plan['micro_batch']}, recompute {policy_text(plan)}"
         rows, y = _memory_row(f"{index + 1}. {plan['axes']}", note, plan, [], limit_bytes, scale, y)
         shapes += rows
     if rejected:

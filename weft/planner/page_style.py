@@ -6,6 +6,9 @@ colour alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from weft.pipeline.draw import unit_of
 
 # On a light and on a dark ground. Forward, backward and weight gradients are shades of compute.
@@ -132,6 +135,12 @@ def seconds_text(seconds: float | None) -> str:
     per_second, unit = unit_of(abs(seconds))
     value = seconds * per_second
     return f"{value:,.0f} {unit}" if abs(value) >= 999.5 else f"{value:#.4g} {unit}"
+
+
+def policy_text(plan: Mapping[str, Any]) -> str:
+    """`selective, offload 0.35`: what a plan of an answer does for memory."""
+    share = plan.get("offload")
+    return f"{plan['recompute']}, offload {share:g}" if share else str(plan["recompute"])
 
 
 def bytes_text(num_bytes: float, unit: str = "B") -> str:
