@@ -132,7 +132,7 @@ def test_numbers_and_batches_on_a_cpu_come_at_once() -> None:
     assert asked == []
     assert batches.take(1)[0][0].tolist() == [1]
     one = torch.tensor(2.5)
-    assert Late(3, 0.1, StepResult(one, one * 2, one)).read() == (2.5, 5.0)
+    assert Late(3, 0.1, StepResult(one, one * 2, one, torch.tensor(1))).read() == (2.5, 5.0, 1)
 
 
 def test_a_run_compiles_and_has_a_z_loss(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
