@@ -100,8 +100,8 @@ def _worst(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (weft.sequential, sys.modules[verify.__module__]):
-        monkeypatch.setattr(module, "make_optimizer", momentum)
+    monkeypatch.setattr(weft.sequential, "make_optimizer", momentum)
+    monkeypatch.setattr(sys.modules[verify.__module__], "_optimizer", momentum)
     config, batch_fn, objective = case
     (sizes,) = run_local(lambda _: noise(case), 1, 200)  # in a process of its own: no fork survives a backward
     allowed = {what: max(LEAST, MULTIPLE * size) for what, size in sizes.items()}

@@ -145,7 +145,9 @@ def test_pairs_along_pipe_talk_over_its_link(run_file: Path, axis: str, override
     assert found.communication_seconds[axis] == pytest.approx(value.calls * 2 * 1e-3 + value.num_bytes / 1e6)
 
 
-@pytest.mark.parametrize(("schedule", "micro_batches", "fullest"), [("1f1b", 4, 0), ("gpipe", 1, 1), ("gems", 2, 0)])
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "fullest"), [("1f1b", 4, 0), ("zero-bubble", 2, 1), ("gems", 2, 0)]
+)
 def test_memory_is_that_of_the_fullest_rank(run_file: Path, schedule: str, micro_batches: int, fullest: int) -> None:
     run = pipe_run(run_file, schedule, WIDE, micro_batches=micro_batches)
     found = predict(run, cluster_of())

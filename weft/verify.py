@@ -167,7 +167,7 @@ def _run_rank(
     expected = run_sequential(make_model(model_fn), batch_fn, objective, steps, clip, part, replicas)
     mesh = Mesh(plan, ranks_per_node=ranks_per_node)
     model = parallelize(make_model(model_fn), plan, mesh, example=counted_profile.example)
-    optimizer = weft.optim.AdamW(model, lr=LEARNING_RATE) if all_units(model) else make_optimizer(model)
+    optimizer = _optimizer(model)
     watch = _Watch(model, optimizer)
     mesh.ledger.clear()
     losses, norms = [], []
@@ -234,6 +234,10 @@ class _Watch:
             ]
         self.state = state_bytes(self.model, optimizer)
         self.host = host_bytes(self.model, optimizer)
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    return weft.optim.AdamW(model, lr=LEARNING_RATE) if all_units(model) else make_optimizer(model)
 
 
 def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit) -> Profile:
