@@ -121,6 +121,7 @@ def wait_for_step(folder: Path, step: int, pair: Hosts) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.soak
 def test_a_host_is_lost_and_comes_back(elastic: Hosts, tmp_path: Path) -> None:
     run_file = tmp_path / "tiny.toml"
     run, whole = make_run(run_file, "elastic", *OVERRIDES), make_run(run_file, "whole", *OVERRIDES)

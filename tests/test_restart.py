@@ -16,6 +16,7 @@ from restarts_for_tests import (
     train_under_agent,
 )
 from runs_for_tests import DEEP, losses, make_run, train_on_ranks, write_run_file
+from sampled_for_tests import some_soak
 
 from weft.checkpoint import steps
 from weft.local import LocalError
@@ -60,7 +61,7 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("layout", RESTARTED_LAYOUTS)
+@pytest.mark.parametrize("layout", some_soak(RESTARTED_LAYOUTS, "data 2 x shard 2"))
 def test_a_rank_that_hangs_is_named_and_changes_nothing(
     layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
