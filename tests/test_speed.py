@@ -17,6 +17,9 @@ from weft.config import run_from_tables
 from weft.errors import ConfigError
 from weft.head import loss_head_of
 from weft.mesh import Mesh
+from weft.models import build
+from weft.models.catalog import load_model
+from weft.models.vision.resnet import ResNetConfig
 from weft.parallel import named_pieces, parallelize
 from weft.plan import Plan, Tile
 from weft.train import attention_kernel, compiling
@@ -84,6 +87,45 @@ def test_when_to_compile(run: Any) -> None:
     tiled = replace(asked, plan=replace(run.plan, tile=Tile(2)))
     with pytest.raises(ConfigError, match=r"train.compile = true, but with tile = 2"):
         wants_compile(tiled, cpu)
+
+
+def test_images_are_compiled_with_what_lies_around_blocks() -> None:
+    graphs: list[int] = []
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch._dynamo.register_backend(counted, name="counted_images")
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        plan = Plan(precision="bf16")  # has flat buffers, and hooks on blocks
+        config = ResNetConfig(depth=34, width=8, num_classes=4, norm="group")
+        model = parallelize(build(config), plan, Mesh(plan, "cpu"))
+        if compiled:
+            compile_blocks(model, pytest.fail, "counted_images")
+        images = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+        out = model(images)
+        out.square().sum().backward()
+        with torch.no_grad():
+            model(images)
+        results.append([out, *(piece.grad for _, piece in named_pieces(model) if piece.grad is not None)])
+    assert len(results[0]) > 100
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+    # Stem, tail and 7 kinds of 16 blocks, with gradients and without.
+    assert len(graphs) == 2 * (2 + 7)
+
+
+def test_what_takes_long_is_not_compiled_unasked(run: Any) -> None:
+    said: list[str] = []
+    with torch.device("meta"):
+        few, many = build(load_model("resnet50")), build(load_model("amoebanet-d-18-208"))
+    assert wants_compile(run, CUDA, few, said.append)
+    assert not said
+    assert not wants_compile(run, CUDA, many, said.append)
+    assert said == ["not compiled: its blocks have 320 different layers; train.compile = true takes the time for them"]
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

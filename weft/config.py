@@ -40,9 +40,10 @@ LIMITS = {
 class TrainConfig:
     """How to train. Give `batch` (sequences, or images, per step) or `batch_tokens` (tokens per step), not both.
 
-    `compile`: torch.compile for each block; without a word, models of language on GPUs. `z_loss` is the weight of the
-    squared log of the softmax's denominator (models of language). `goldfish` leaves targets
-    out of the loss, `layer_drop` skips blocks (`data/goldfish.py`, `layer_drop.py`).
+    `compile`: torch.compile for each block; without a word, on GPUs. `graph`: forward and backward as a CUDA graph
+    (`train/graph.py`); without a word, images on one GPU. `z_loss` is the weight of the squared log of the softmax's
+    denominator (models of language). `goldfish` leaves targets out of the loss, `layer_drop` skips blocks
+    (`data/goldfish.py`, `layer_drop.py`).
     `evaluate_sequences` counts held-out sequences, or images; `timeline` is a file to draw the last step of a pipeline
     to.
     """
@@ -63,6 +64,7 @@ class TrainConfig:
     seed: int = 0
     deterministic: bool = False
     compile: bool | None = None
+    graph: bool | None = None
     z_loss: float = 0.0
     goldfish: Goldfish | None = None
     layer_drop: LayerDrop | None = None

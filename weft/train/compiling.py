@@ -1,4 +1,4 @@
-"""torch.compile for training: each block by itself, and the loss of some rows of logits.
+"""torch.compile for training: each block by itself, what lies around them, and the loss of some rows of logits.
 
 Blocks that are alike use what was compiled of the first, so a model takes as long as one of its blocks. What was
 compiled is kept in the user's cache folder and found again by the next run. Where compiling fails, the run goes on
@@ -18,7 +18,6 @@ from torch import nn
 
 from weft.blocks import find_blocks
 from weft.config import Run
-from weft.data.config import DataConfig
 from weft.errors import ConfigError
 from weft.head import loss_head_of
 from weft.models.loss import rows_loss
@@ -26,9 +25,12 @@ from weft.pipeline.runtime import Pipeline
 
 Say = Callable[[str], None]
 
+MAX_LAYERS = 200  # that are compiled unasked; each takes about a second
+VARIANTS = 4  # of what is compiled of one block: training, evaluation, and a few shapes
 
-def wants_compile(run: Run, device: torch.device) -> bool:
-    """Whether a run compiles: as it says, or else models of language on GPUs."""
+
+def wants_compile(run: Run, device: torch.device, model: nn.Module | None = None, say: Say = print) -> bool:
+    """Whether a run compiles: as it says, or else on GPUs, but for tiles of images and what would take long."""
     wanted = run.train.compile
     if wanted and run.plan.tile.degree > 1:
         raise ConfigError(
@@ -37,7 +39,14 @@ def wants_compile(run: Run, device: torch.device) -> bool:
         )
     if wanted is not None:
         return wanted
-    return device.type == "cuda" and isinstance(run.data, DataConfig)
+    if device.type != "cuda" or run.plan.tile.degree > 1:
+        return False
+    num_layers = 0 if model is None else sum(_kinds(model).values())
+    if num_layers > MAX_LAYERS:
+        say(
+            f"not compiled: its blocks have {num_layers} different layers; train.compile = true takes the time for them"
+        )
+    return num_layers <= MAX_LAYERS
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:
@@ -47,12 +56,18 @@ def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> Non
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     outcome = _Outcome(say)
+    limit = VARIANTS * len(_kinds(model))  # torch counts by functions, and alike blocks of any sizes have one
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for part in _parts(model):
         for block in find_blocks(part).values():
             setattr(block, "forward", _Compiled(block.forward, backend, outcome))  # noqa: B010 (a method to mypy)
         head = loss_head_of(part)
         if head is not None:
             head.rows = _Compiled(rows_loss, backend, outcome)
+        elif part is model:  # the stem of a model of images works on its largest tensors
+            for block in find_blocks(part).values():
+                _leave_out_hooks(block)
+            setattr(part, "forward", _Compiled(part.forward, backend, outcome))  # noqa: B010
 
 
 def cache_folder() -> Path:
@@ -81,6 +96,7 @@ class _Compiled:
         self.function, self.outcome = function, outcome
         self.compiled = torch.compile(function, dynamic=False, backend=backend)
 
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # the model around it does not take it in
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.outcome.failed:
             return self.function(*args, **kwargs)
@@ -89,6 +105,19 @@ class _Compiled:
         except torch._dynamo.exc.TorchDynamoException as error:
             self.outcome.fail(error)
             return self.function(*args, **kwargs)
+
+
+def _leave_out_hooks(module: nn.Module) -> None:
+    """Let what is compiled around a module stop before its hooks, which are no part of a graph."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = torch._dynamo.disable(hook)
+
+
+def _kinds(model: nn.Module) -> dict[str, int]:
+    """How many layers a block has, of each kind of block: those that look alike are compiled once."""
+    blocks = [block for part in _parts(model) for block in find_blocks(part).values()]
+    return {repr(block): sum(1 for layer in block.modules() if layer._parameters) for block in blocks}
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:

@@ -44,6 +44,7 @@ from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
+from weft.train.graph import Graph, own_stream
 from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.numbers import Bad, Guard, Policy
@@ -89,15 +90,16 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     status = Status(os.environ, place.rank)
     lock = locked(run.folder) if place.rank == 0 else nullcontext()
-    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel:
+    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel, own_stream(run, mesh.device) as is_recorded:
         _set_determinism(run)
         model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_inputs, run), example_loss(run))
         if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
         say = reporter.say if mesh.is_first else _say_nothing
-        if wants_compile(run, mesh.device):
+        if wants_compile(run, mesh.device, model, say):
             say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
             compile_blocks(model, say)
+        graph = Graph(model, say) if is_recorded else None
         data = data.on_tile(mesh)
         optimizer = make_optimizer(model, run.train)
         drop = run.train.layer_drop
@@ -131,7 +133,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                 model.timed = run.train.timeline is not None and step == run.train.steps - 1
             status.phase("forward and backward")
             checks = checks_of(run, step, guard, model, optimizer, mesh)
-            result = train_step(model, optimizer, given, mesh, objective, run.train.clip, before, checks)
+            result = train_step(model, optimizer, given, mesh, objective, run.train.clip, before, checks, graph)
             step += 1
             batches.prepare(step)
             status.step_ends()

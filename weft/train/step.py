@@ -27,6 +27,7 @@ from weft.parallel.vocabulary import cross_entropy, num_right, vocabulary_of
 from weft.pipeline.copies import running_statistics
 from weft.pipeline.runtime import Pipeline, Work
 from weft.plan import Plan
+from weft.train.graph import Graph
 
 Batch = tuple[Tensor, ...]
 Before = Callable[[int], None]
@@ -113,9 +114,11 @@ def train_step(
     clip: float | None = 1.0,
     before_micro_batch: Before = lambda index: None,
     checks: Checks | None = None,
+    graph: Graph | None = None,
 ) -> StepResult:
     """Forward, backward and update over this rank's micro-batches of one step: whole sequences, whatever the plan, but
-    this rank's tiles of images (`weft.tile`), with labels of their pixels or of all samples.
+    this rank's tiles of images (`weft.tile`), with labels of their pixels or of all samples. `graph` replays the first
+    two.
     """
     statistics = running_statistics(model) if checks is not None else ()
     before = [tensor.clone() for tensor in statistics]
@@ -128,9 +131,12 @@ def train_step(
     scale = mesh["batch"].degree / num_targets.clamp(min=1)
     if isinstance(model, Pipeline):
         loss = model.run(Work(micro_batches, objective.total, scale, before_micro_batch))
+    elif graph is not None:
+        before_micro_batch(0)
+        loss = graph.run(micro_batches, scale, partial(_run_in_turn, model, objective, mesh.plan))
     else:
         do = None if checks is None else checks.micro_batch
-        loss = _run_in_turn(model, micro_batches, objective, scale, before_micro_batch, mesh.plan, do)
+        loss = _run_in_turn(model, objective, mesh.plan, micro_batches, scale, before_micro_batch, do)
     all_reduce(loss, mesh["losses"]).wait()
     loss = loss / num_targets.clamp(min=1)
     if checks is not None:
@@ -177,12 +183,12 @@ def _step_if_good(optimizer: Optimizer, verdict: Tensor | None) -> None:
 
 def _run_in_turn(
     model: nn.Module,
-    batches: Sequence[Batch],
     objective: Objective,
-    scale: Tensor,
-    before: Before,
     plan: Plan,
-    do: Callable[[int, Callable[[], Tensor]], Tensor] | None,
+    batches: Sequence[Batch],
+    scale: Tensor,
+    before: Before = lambda index: None,
+    do: Callable[[int, Callable[[], Tensor]], Tensor] | None = None,
 ) -> Tensor:
     """Forward and backward of one micro-batch after another; the sum of their losses."""
     loss = torch.zeros((), dtype=torch.float64, device=scale.device)
