@@ -23,7 +23,7 @@ from weft.data.config import DataConfig
 from weft.errors import PlanError
 from weft.head import install_loss_head, is_loss_in_head
 from weft.measure import cpu_flops_per_second, is_cpu
-from weft.memory.compiled import compiled
+from weft.memory.compiled import compiled, under
 from weft.memory.host import KEPT_FREE_BYTES
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import LanguageConfig, ModelConfig, build
@@ -114,7 +114,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     refuse(whole, plan)
     staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # cut as the run cuts, which has no compiled profile
     if wants_compile(run, torch.device("cpu" if is_cpu(cluster) else "cuda")):
-        whole = compiled(whole)
+        whole = under(compiled(whole), plan)
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     costs = [cost(whole, plan, run.split, coordinates, staging) for coordinates in ranks]
     worst = max(range(len(costs)), key=lambda index: costs[index].memory_bytes)

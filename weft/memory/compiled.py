@@ -1,6 +1,7 @@
 """A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps.
 
-Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less.
+Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less. So do blocks
+that `y` splits: torch.compile steps around the sum behind each matmul, and the pieces keep what enters and leaves them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.blocks import find_blocks
 from weft.memory.apart import run_apart
 from weft.memory.partition import Partition, partition
+from weft.plan import Plan
 from weft.profile import Block, Given, Profile, Source
 
 _found: dict[Any, Partition | None] = {}  # by all that a partition depends on
 
 
 def compiled(profile: Profile) -> Profile:
-    """The profile of the same model with compiled blocks; one without a loss as it is."""
+    """The profile of the same model with compiled blocks, which keeps this one; one without a loss as it is."""
     if profile.source is None or not profile.blocks:
         return profile
     if "compiled" not in profile.kept:
@@ -33,15 +35,26 @@ def compiled(profile: Profile) -> Profile:
 def _compiled(profile: Profile, source: Source) -> Profile:
     partitions = _partitions(source, profile.blocks)
     seen = set[int]()
-    blocks = tuple(_kept(block, source, partitions[block.name], seen) for block in profile.blocks)
+    blocks = tuple(_kept(block, profile, source, partitions[block.name], seen) for block in profile.blocks)
     named = {**source.blocks, **{block.name: block for block in blocks}}
     return replace(
-        profile, blocks=blocks, source=replace(source, blocks=named, eager=source, found={}), kept={**profile.kept}
+        profile,
+        blocks=blocks,
+        source=replace(source, blocks=named, eager=source, found={}),
+        kept={**profile.kept, "eager": profile},
     )
 
 
-def _kept(block: Block, source: Source, found: Partition | None, seen: set[int]) -> Block:
-    """A block with what it keeps when it is compiled; of what it was given, what none before it has kept."""
+def under(profile: Profile, plan: Plan) -> Profile:
+    """The profile that tells what a plan keeps, of one that may be of compiled blocks."""
+    found: Profile = profile.kept.get("eager", profile) if plan.tensor.y > 1 else profile
+    return found
+
+
+def _kept(block: Block, profile: Profile, source: Source, found: Partition | None, seen: set[int]) -> Block:
+    """A block with what it keeps when it is compiled; of what it was given, what none before it has kept. Selective
+    recompute does not keep the result of the last matmul, which nothing in backward reads.
+    """
     if found is None:
         return block
     behind = {f"{block.name}.{layer}" if layer else "": size for layer, size in found.behind.items()}
@@ -50,9 +63,13 @@ def _kept(block: Block, source: Source, found: Partition | None, seen: set[int])
         if one.storage not in seen:
             seen.add(one.storage)
             behind[""] = behind.get("", 0) + one.storage_bytes
+    inside = [layer for name, layer in profile.layers.items() if name.startswith(f"{block.name}.")]
+    last = sum(layer.rows * layer.out_features for layer in inside if layer.is_linear and layer.is_last)
+    saved = {**(block.saved_bytes or {}), "none": sum(behind.values())}
+    saved["selective"] -= last * tensors[0].dtype.itemsize
     return replace(
         block,
-        saved_bytes={**(block.saved_bytes or {}), "none": sum(behind.values())},
+        saved_bytes=saved,
         saved_behind={**block.saved_behind, "none": behind},
         backward_bytes=found.backward_bytes,
     )

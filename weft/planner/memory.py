@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weft.head import is_loss_in_head
+from weft.memory.compiled import under
 from weft.memory.recompute import over_root, transient
 from weft.models.loss import parts
 from weft.parallel.layout import (
@@ -188,7 +189,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     if there is one, where a plan leaves the loss to the head.
     """
     in_head = profile.kept.get(IN_HEAD) if is_loss_in_head(plan) else None
-    profile = in_head or profile
+    profile = under(in_head or profile, plan)
     at = dict.fromkeys(plan.degrees, 0)
     local = localise(profile, replace(plan, context=Context()), at)
     block, policy = local.blocks[-1], plan.memory.recompute
