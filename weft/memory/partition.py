@@ -136,24 +136,24 @@ def most_over(graph: fx.Graph, ignored: set[int | None]) -> int:
     """
     written, reads = _kernels(graph)
     starts: dict[int | None, int] = {}  # storage to when it is there
-    order = {node: time for time, node in enumerate(graph.nodes, start=1)}
+    order = {node: place * len(graph.nodes) for place, node in enumerate(graph.nodes, start=1)}
     for node in written:
         ready = max((starts.get(storage, 0) for storage in reads[node]), default=0)
-        starts[_storage(node)] = order[node] if _is_external(node) else ready
+        starts[_storage(node)] = order[node] if _is_external(node) else ready + 1  # before the next of its own
     ends: dict[int | None, int] = {}
     for node in written:
         for storage in reads[node]:
             ends[storage] = max(ends.get(storage, 0), starts[_storage(node)])
     given = graph.find_nodes(op="placeholder")
-    ends |= {_storage(node): len(order) + 1 for node in graph.output_node().all_input_nodes}
+    ends |= {_storage(node): max(order.values()) for node in graph.output_node().all_input_nodes}
     sizes = {_storage(node): _bytes(node) for node in (*given, *written)}
     alive = {*map(_storage, given)} - {*ignored, None}
     tangents = {_storage(node) for node in given if "tangents" in node.name}
     base = sum(sizes[storage] for storage in alive - tangents)
     most = now = sum(sizes[storage] for storage in alive)
     for time in sorted({*starts.values()}):
-        fused = [node for node in written if starts[_storage(node)] == time and not _is_external(node)]
         made = [_storage(node) for node in written if starts[_storage(node)] == time and _storage(node) not in ignored]
+        fused = [node for node in written if _storage(node) in made and not _is_external(node)]
         dying = sorted(sizes[storage] for storage in alive if ends.get(storage, 0) <= time)
         over = 0
         for node in fused:
