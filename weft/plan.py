@@ -148,6 +148,8 @@ class Memory:
     moments of AdamW, as the master weights or fewer. Fewer bits need `plan.exact = false`. `offload`: the share of
     master weights and moments that lives in host memory, 0 to 1. `delay`: each step's update runs behind the forward
     and backward of the next, which compute with the weights before it; needs `plan.exact = false`.
+
+    `activations`: the share of blocks, 0 to 1, whose saved activations wait for backward in host memory.
     """
 
     recompute: Recompute = "none"
@@ -156,12 +158,14 @@ class Memory:
     state: Literal["master", "bf16", "int8"] = "master"
     offload: float = 0.0
     delay: bool = False
+    activations: float = 0.0
 
     @property
     def words(self) -> str:
-        """`, recompute full, offload 0.35`; nothing where there is neither."""
+        """`, recompute full, offload 0.35, activations 0.5`; nothing where there is none of it."""
         again = "" if self.recompute == "none" else f", recompute {self.recompute}"
-        return again + (f", offload {self.offload:g}" if self.offload else "")
+        again += f", offload {self.offload:g}" if self.offload else ""
+        return again + (f", activations {self.activations:g}" if self.activations else "")
 
 
 @dataclass(frozen=True)
@@ -219,8 +223,10 @@ class Plan:
         ]
         if self.memory.delay:
             self._check_delay()
-        if not 0 <= self.memory.offload <= 1:
-            raise PlanError(f"plan.memory.offload = {self.memory.offload}; a share lies between 0 and 1")
+        for name in ("offload", "activations"):
+            share = getattr(self.memory, name)
+            if not 0 <= share <= 1:
+                raise PlanError(f"plan.memory.{name} = {share}; a share lies between 0 and 1")
         if fewer and self.exact:
             raise PlanError(
                 f"{fewer[0]} keeps less of each update than fp32 does, and plan.exact = true; set plan.exact = "

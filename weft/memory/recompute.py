@@ -17,11 +17,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.blocks import find_blocks
 from weft.memory.peaks import Peaks, peaks
+from weft.memory.sent import ahead_bytes, sent_bytes
 from weft.mesh import Mesh
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.plan import BatchSplit, Plan
 from weft.profile import KEPT_OPERATIONS, WHOLE, Block, Profile
 from weft.strategy import Cost, Strategy, Transient, Values
+
+NOTHING: Mapping[str, int] = {}
 
 
 class RecomputePolicy(Strategy):
@@ -41,9 +44,10 @@ class RecomputePolicy(Strategy):
         policy = plan.memory.recompute
         saved = sum((block.saved_bytes or {}).get(policy, 0) for block in profile.all)
         again = sum(block.flops for block in profile.blocks) if policy == "full" else 0
-        found = transient(profile, policy) if profile.counted else Transient()
+        sent = sent_bytes(profile, plan)
+        found = transient(profile, policy, sent) if profile.counted else Transient()
         if profile.blocks and profile.blocks[-1].backward_bytes is not None:
-            found = replace(found, backward_bytes=max(found.backward_bytes, _with_gradients(profile, plan)))
+            found = replace(found, backward_bytes=max(found.backward_bytes, _with_gradients(profile, plan, sent)))
         return Cost(saved_bytes=saved, transient=found, flops=(3 * profile.flops + again) * split.accumulation)
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
@@ -67,8 +71,10 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def transient(profile: Profile, policy: str) -> Transient:
-    """What a rank holds over what it has saved, at the loss and in the backward of a block."""
+def transient(profile: Profile, policy: str, sent: Mapping[str, int] = NOTHING) -> Transient:
+    """What a rank holds over what it has saved, at the loss and in the backward of a block. `sent` bytes of blocks have
+    left, and come back a block ahead.
+    """
     if profile.source is None:  # without a loss: the activations of a block that is computed again
         again = [_saved(block, "none") for block in profile.blocks]
         return Transient(backward_bytes=0 if policy == "none" else max(again, default=0))
@@ -76,13 +82,14 @@ def transient(profile: Profile, policy: str) -> Transient:
     saved = _saved(profile.root, policy)
     before = profile.root.saved_behind.get(policy, {}).get("", 0)
     most = -max(0, saved - before)  # what was saved behind the blocks is gone when their backward begins
-    over, gone = [0], 0
+    over, gone, ahead = [0], 0, ahead_bytes(profile.blocks, sent)
     for block in reversed(profile.blocks):
-        gone += _saved(block, policy)
+        gone += _saved(block, policy) - sent.get(block.name, 0)
         if found.block_bytes.get(block.name):
             extra = found.block_bytes[block.name] - _saved(whole[block.name], "none")
             extra = int(extra * _tile_share(profile, block, whole[block.name]))
-            over.append(_saved(block, "none") + _part(profile, extra, found.stream_bytes) - gone)
+            extra = _part(profile, extra, found.stream_bytes)
+            over.append(_saved(block, "none") + extra + ahead[block.name] - gone)
     loss = max(over_root(profile, policy).values()) if profile.has_loss else 0
     most += max(over)
     if len(profile.blocks) + 1 == len(whole):  # not a stage, where each end has its own
@@ -92,7 +99,7 @@ def transient(profile: Profile, policy: str) -> Transient:
     return Transient(0, loss, most)
 
 
-def _with_gradients(profile: Profile, plan: Plan) -> int:
+def _with_gradients(profile: Profile, plan: Plan, sent: Mapping[str, int]) -> int:
     """What there is over all that is saved when the backward of the last block ends: compiled, it gives the gradients
     of all parameters at once, and nothing that the block has saved is left.
     """
@@ -100,6 +107,7 @@ def _with_gradients(profile: Profile, plan: Plan) -> int:
     behind = _saved(profile.root, policy) - profile.root.saved_behind.get(policy, {}).get("", 0)
     numel = sum(parameter.numel for parameter in block.parameters if parameter.trainable)
     stream = int(_peaks(profile, policy).stream_bytes * profile.shares.stream)
+    stream += ahead_bytes(profile.blocks, sent)[block.name]
     return numel * COMPUTE_DTYPE[plan.precision].itemsize + stream - _saved(block, policy) - max(0, behind)
 
 

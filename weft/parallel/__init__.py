@@ -17,7 +17,9 @@ from torch.optim import Optimizer
 from weft.comm import all_reduce
 from weft.errors import PlanError
 from weft.head import install_loss_head, is_loss_in_head
+from weft.memory.activations import ACTIVATIONS, ActivationPolicy
 from weft.memory.recompute import RecomputePolicy
+from weft.memory.sending import sender_of
 from weft.mesh import Mesh
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
@@ -43,6 +45,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     TileAxis(),
     Fp8Matmuls(),
     RecomputePolicy(),
+    ActivationPolicy(),
     ShardAxis(),
     DataAxis(),
     ContextAxis(),
@@ -230,13 +233,13 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
 
 
 def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """What of a device's state lives in host memory, by kind."""
+    """What of a device's state, and of its activations, lives in host memory, by kind."""
     flats = [flat for flat in all_flats(model) if flat.on_host]
-    if not flats:
-        return {}
+    sender = sender_of(model)
     slices = [flat.slice for flat in flats if flat.is_apart]
     values = [value for flat in flats for piece in flat.pieces for value in optimizer.state.get(piece, {}).values()]
     found = {"parameters": slices, "optimizer": [value for value in values if isinstance(value, Tensor)]}
+    found[ACTIVATIONS] = sender.pool.buffers if sender is not None else []
     return {kind: tensors for kind, tensors in found.items() if tensors}
 
 

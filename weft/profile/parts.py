@@ -86,7 +86,8 @@ class Block:
     for a block whose output needs no gradient: nothing of it is needed again.
 
     Of a compiled block `saved_bytes["none"]` is what torch.compile keeps, and `backward_bytes` the most that its
-    backward holds over it (`memory/partition.py`).
+    backward holds over it (`memory/partition.py`). `sendable` are, by `memory.recompute`, the storages that backward
+    needs and that no other block is given, with their bytes, whichever block is the first to save them.
 
     `matmuls` says how often each shape occurs (attention apart), `convolutions` are in the order of computation.
     `branches` are the places where data forks into paths that need nothing of each other (see `flow.py`).
@@ -110,6 +111,7 @@ class Block:
     experts: tuple[Experts, ...] = ()
     branches: tuple[Paths, ...] = ()
     backward_bytes: int | None = None
+    sendable: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
 
     @property
     def numel(self) -> int:

@@ -127,6 +127,7 @@ class Tally(TorchDispatchMode):
             matmuls=dict(found.matmuls),
             convolutions=tuple(found.convolutions),
             branches=self.flow.branches(inside),
+            sendable=self.saved.sendable.get(block.name, {}),
         )
 
     @contextmanager
@@ -211,7 +212,9 @@ class Tally(TorchDispatchMode):
         self._unsaved.clear()
         self.blocks.setdefault(name, _Counts()).calls += 1
         self.given.setdefault(name, tree_map(_form, (args, kwargs)))
-        for tensor in tensors_of((args, kwargs)):
+        given = tensors_of((args, kwargs))
+        self.saved.stay(given[1:])  # tables, masks: given to every block
+        for tensor in given:
             self.stream_shape = self.stream_shape or tuple(tensor.shape)
             self._save(tensor, "selective", "full")
 
