@@ -23,6 +23,8 @@ from weft.config import Run
 from weft.data.order import local_indices
 from weft.errors import VerifyError
 from weft.local import run_local
+from weft.memory.activations import ACTIVATIONS
+from weft.memory.sent import sending_from
 from weft.mesh import Mesh, level_degrees
 from weft.models import build, initialise
 from weft.parallel import all_units, cost, host_bytes, named_buffers, named_pieces, parallelize, refuse, state_bytes
@@ -115,7 +117,8 @@ def verify(
     cost(counted, plan, split)  # what cannot be split is told before any rank starts
 
     def rank(index: int) -> dict[str, Any]:
-        return _run_rank(counted, model_fn, batch_fn, plan, split, objective, steps, clip, ranks_per_node)
+        with sending_from(1):  # tensors of any size, for memory.activations
+            return _run_rank(counted, model_fn, batch_fn, plan, split, objective, steps, clip, ranks_per_node)
 
     answers = run_local(rank, plan.num_ranks, timeout_seconds)
     return Report(plan, (*_judge(answers, tolerance), _check_coverage(answers, plan)))
@@ -128,7 +131,7 @@ def _exact(memory: Memory) -> Memory:
 def verify_run(run: Run) -> Report:
     """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked."""
     pipe = run.plan.pipe
-    config = run.model.shrunk(max(2, pipe.num_stages))
+    config = run.model.shrunk(max(4 if run.plan.memory.activations else 2, pipe.num_stages))
     plan = replace(run.plan, micro_batch=2, pipe=replace(pipe, split=()))  # whose names are the whole model's
     most = 2 * pipe.degree if pipe.degree > 1 else 2
     num_samples = plan.num_batch_ranks * 2 * (pipe.batches or min(most, run.split.accumulation))
@@ -343,7 +346,8 @@ def _equal(
 ) -> Check:
     for rank, answer in enumerate(answers):
         expected, found = answer[predicted].get(key), answer[counted].get(key)
-        if expected != found:
+        is_less = key == ACTIVATIONS and (found or 0) < (expected or 0)  # transformers masks shapes, but no data
+        if expected != found and not is_less:
             return Check(what, text(expected), text(found), f"rank {rank}", False)
     value = text(answers[0][predicted].get(key))
     return Check(what, value, value, "all ranks", True)

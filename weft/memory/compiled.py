@@ -72,7 +72,14 @@ def _kept(block: Block, profile: Profile, source: Source, found: Partition | Non
         saved_bytes=saved,
         saved_behind={**block.saved_behind, "none": behind},
         backward_bytes=found.backward_bytes,
+        sendable={**block.sendable, "none": _sendable(block, found, tensors)},
     )
+
+
+def _sendable(block: Block, found: Partition, tensors: Sequence[Given]) -> dict[str, int]:
+    """What it made, and the stream that it was given, if it keeps that."""
+    made = {f"{block.name}:{number}": size for number, size in enumerate(found.made)}
+    return made | ({f"{block.name}:": tensors[0].storage_bytes} if 0 in found.given else {})
 
 
 def _partitions(source: Source, blocks: Sequence[Block]) -> dict[str, Partition | None]:
@@ -94,7 +101,7 @@ def _try(module: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> dict
 
 
 def _partition(told: dict[str, Any] | None) -> Partition | None:
-    return None if told is None else Partition(**{**told, "given": tuple(told["given"])})
+    return None if told is None else Partition(**{**told, "given": tuple(told["given"]), "made": tuple(told["made"])})
 
 
 def _has_backward(block: Block) -> bool:

@@ -29,12 +29,13 @@ EXTERNAL = ("attention", "convolution")  # in names of operations that have kern
 class Partition:
     """What a block hands from forward to backward: which of the tensors that it was given, and what it made itself, by
     the layer of the block behind which it did. `backward_bytes`: the most in backward, over all of that, but for
-    gradients of parameters.
+    gradients of parameters. `made` are the sizes of what it made, one by one.
     """
 
     given: tuple[int, ...]
     behind: Mapping[str, int]
     backward_bytes: int
+    made: tuple[int, ...] = ()
 
 
 class _Graphs(NamedTuple):
@@ -103,6 +104,7 @@ def _read(graphs: _Graphs, names: Sequence[str]) -> Partition:
     results = {_storage(node) for node in outputs[: graphs.num_results] if isinstance(node, fx.Node)}
     places = _places(graphs.forward, own)
     kept, behind, seen = set[int](), dict[str, int](), {*own, *results, None}
+    made: list[int] = []
     for node in outputs[graphs.num_results :]:
         storage = _storage(node)
         if storage in given:
@@ -110,7 +112,9 @@ def _read(graphs: _Graphs, names: Sequence[str]) -> Partition:
         elif storage not in seen:
             behind[places[node]] = behind.get(places[node], 0) + _bytes(node)
             seen.add(storage)
-    return Partition(tuple(sorted(kept)), behind, most_over(graphs.backward, {*own, *map(_storage, gradients)}))
+            made.append(_bytes(node))
+    over = most_over(graphs.backward, {*own, *map(_storage, gradients)})
+    return Partition(tuple(sorted(kept)), behind, over, tuple(made))
 
 
 def _places(graph: fx.Graph, own: Mapping[int | None, str]) -> dict[fx.Node, str]:
