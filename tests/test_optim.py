@@ -228,7 +228,7 @@ def test_plans_that_are_refused(given: dict[str, Any], words: str) -> None:
 
 def test_state_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.memory.host.available_host_bytes", lambda: 2 << 30)
-    with pytest.raises(PlanError, match=r"0.0 GiB of state in host memory .* 2.0 GiB are free, of which 2 stay free"):
+    with pytest.raises(PlanError, match=r"0.0 GiB in host memory .* 2.0 GiB are free, of which 2 stay free"):
         parallelize(make(), Plan(memory=Memory(offload=1.0)))
 
 

@@ -18,7 +18,7 @@ from weft.planner.page import page
 from weft.planner.question import OBJECTIVES, parse_constraints
 from weft.planner.show import show_answer
 from weft.planning import ask_for, planning_cluster, with_plan, with_traffic
-from weft.predict import better_form, fitting_offload, micro_batch_profile, predict, run_cluster
+from weft.predict import better_form, fitting_activations, fitting_offload, micro_batch_profile, predict, run_cluster
 from weft.train.timeline import refuse_timeline
 
 
@@ -90,12 +90,12 @@ def predict_plan(
     cluster = run_cluster(run)
     profile = micro_batch_profile(run)
     failing = asks.failures(profile.numel, run.plan.precision, cluster)
-    prediction, form, fitting = predict(run, cluster), better_form(run, cluster), fitting_offload(run, cluster)
+    prediction, form = predict(run, cluster), better_form(run, cluster)
+    fitting = {"offload": fitting_offload(run, cluster), "activations": fitting_activations(run, cluster)}
     if as_json:
         found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
         better: dict[str, Any] = {} if form is None else {"better_form": asdict(form)}
-        if fitting is not None:
-            better["fitting_offload"] = fitting.offload
+        better |= {f"fitting_{name}": getattr(one, name) for name, one in fitting.items() if one is not None}
         if failing is not None:
             better["failures"] = failing.to_json()
         print_json({**found, **prediction.to_json(), **better})
@@ -104,11 +104,13 @@ def predict_plan(
         _show_failures(console, failing)
         if form is not None:
             console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
-        if fitting is not None:
-            hosted = format_bytes(sum(fitting.cost.host_bytes.values()))
+        for name, one in fitting.items():
+            if one is None:
+                continue
+            hosted = format_bytes(sum(one.cost.host_bytes.values()))
             console.print(
-                f"It does not fit; with plan.memory.offload = {fitting.offload:g} it would: "
-                f"{format_bytes(fitting.cost.memory_bytes)} on the device, {hosted} in host memory.",
+                f"It does not fit; with plan.memory.{name} = {getattr(one, name):g} it would: "
+                f"{format_bytes(one.cost.memory_bytes)} on the device, {hosted} in host memory.",
                 highlight=False,
                 soft_wrap=True,
             )

@@ -23,6 +23,7 @@ from weft.data.config import DataConfig
 from weft.errors import PlanError
 from weft.head import install_loss_head, is_loss_in_head
 from weft.measure import cpu_flops_per_second, is_cpu
+from weft.memory.activations import ACTIVATIONS
 from weft.memory.compiled import compiled, under
 from weft.memory.host import KEPT_FREE_BYTES
 from weft.mesh import JOINT_AXES, level_degrees
@@ -38,7 +39,7 @@ from weft.plan import Plan
 from weft.planner.image_model import planned_images
 from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
-from weft.planner.step import StepModel
+from weft.planner.step import HOST_LINK_SHARE, StepModel
 from weft.profile import Profile, profile
 from weft.train.compiling import wants_compile
 from weft.train.documents import document_traffic
@@ -47,7 +48,7 @@ from weft.train.task import Task, task_of
 
 # The fraction of a GPU's dense peak that a training step reaches; an assumption that measurements are to replace.
 ASSUMED_EFFICIENCY = 0.45
-OFFLOAD_SHARES = 20
+HOST_SHARES = 20
 PEAK_OF = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16"}
 
 
@@ -74,6 +75,7 @@ class Prediction:
     is_modelled: bool = False  # by the planner's kernels, which are held to published measurements
     host_limit_bytes: int = 0  # each rank's part of its host's memory
     offload: float = 0.0
+    activations: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain values."""
@@ -136,7 +138,11 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
             times = _stage_seconds(run, whole, staging, cluster, rate)
             timeline = _run_schedule(run, staging, times, cluster)
             step = _last_end(timeline, times, told, cluster)
-    if costs[worst].host_bytes:
+    sent = costs[worst].host_bytes.get(ACTIVATIONS, 0)
+    if sent:
+        told[worst][ACTIVATIONS], exposed = _sent_seconds(sent * run.split.accumulation, plan, compute or 0.0, cluster)
+        step = step if step is None else step + exposed
+    if sum(costs[worst].host_bytes.values()) > sent:
         told[worst]["host"] = _host_seconds(costs[worst], cluster)
         if step is not None:
             hidden = compute or 0.0 if plan.memory.delay else 0.0
@@ -156,6 +162,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         modelled,
         host_limit,
         plan.memory.offload,
+        plan.memory.activations,
     )
 
 
@@ -210,16 +217,31 @@ def fitting_offload(run: Run, cluster: Cluster) -> Prediction | None:
     """The prediction with the least `memory.offload`, in twentieths, under which a run fits device and host that does
     not fit as it is; None where none does, or none is needed.
     """
+    return _fitting(run, cluster, "offload")
+
+
+def fitting_activations(run: Run, cluster: Cluster) -> Prediction | None:
+    """The same of `memory.activations`; None also where the plan does not allow it."""
+    try:
+        return _fitting(run, cluster, ACTIVATIONS)
+    except PlanError:
+        return None
+
+
+def _fitting(run: Run, cluster: Cluster, name: str) -> Prediction | None:
     if cluster.node.host_link_bytes_per_second is None or _fits(predict(run, cluster)):
         return None
-    low, high = 0, OFFLOAD_SHARES
-    while low < high:  # more offload, less on the device
+
+    def tried(share: int) -> Prediction:
+        memory = replace(run.plan.memory, **{name: share / HOST_SHARES})  # type: ignore[arg-type]
+        return predict(replace(run, plan=replace(run.plan, memory=memory)), cluster)
+
+    low, high = 0, HOST_SHARES
+    while low < high:  # the more on the host, the less on the device
         share = (low + high) // 2
-        memory = replace(run.plan.memory, offload=share / OFFLOAD_SHARES)
-        tried = predict(replace(run, plan=replace(run.plan, memory=memory)), cluster)
-        low, high = (low, share) if tried.cost.memory_bytes <= tried.memory_limit_bytes else (share + 1, high)
-    memory = replace(run.plan.memory, offload=low / OFFLOAD_SHARES)
-    found = predict(replace(run, plan=replace(run.plan, memory=memory)), cluster)
+        found = tried(share)
+        low, high = (low, share) if found.cost.memory_bytes <= found.memory_limit_bytes else (share + 1, high)
+    found = tried(low)
     return found if _fits(found) else None
 
 
@@ -370,7 +392,18 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
 def _host_seconds(one: Cost, cluster: Cluster) -> float:
     """State on the host goes up and down at once; what the next forward hides of it is left out."""
     link = cluster.node.host_link_bytes_per_second
-    return 0.0 if link is None else sum(one.host_bytes.values()) / link
+    state = sum(one.host_bytes.values()) - one.host_bytes.get(ACTIVATIONS, 0)
+    return 0.0 if link is None else state / link
+
+
+def _sent_seconds(sent_bytes: int, plan: Plan, compute: float, cluster: Cluster) -> tuple[float, float]:
+    """What activations take to the host and back, and what forward and backward do not hide of it."""
+    link = cluster.node.host_link_bytes_per_second
+    if link is None:
+        return 0.0, 0.0
+    one_way = sent_bytes / (link * HOST_LINK_SHARE)
+    forward = compute / (4 if plan.memory.recompute == "full" else 3)
+    return 2 * one_way, max(0.0, one_way - forward) + max(0.0, one_way - (compute - forward))
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:

@@ -6,7 +6,7 @@ that `y` splits: torch.compile steps around the sum behind each matmul, and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -64,22 +64,30 @@ def _kept(block: Block, profile: Profile, source: Source, found: Partition | Non
             seen.add(one.storage)
             behind[""] = behind.get("", 0) + one.storage_bytes
     inside = [layer for name, layer in profile.layers.items() if name.startswith(f"{block.name}.")]
-    last = sum(layer.rows * layer.out_features for layer in inside if layer.is_linear and layer.is_last)
+    width = tensors[0].dtype.itemsize
+    last = [layer.rows * layer.out_features * width for layer in inside if layer.is_linear and layer.is_last]
     saved = {**(block.saved_bytes or {}), "none": sum(behind.values())}
-    saved["selective"] -= last * tensors[0].dtype.itemsize
+    saved["selective"] -= sum(last)
     return replace(
         block,
         saved_bytes=saved,
         saved_behind={**block.saved_behind, "none": behind},
         backward_bytes=found.backward_bytes,
-        sendable={**block.sendable, "none": _sendable(block, found, tensors)},
+        sendable=_sendable(block, found, tensors, last),
     )
 
 
-def _sendable(block: Block, found: Partition, tensors: Sequence[Given]) -> dict[str, int]:
-    """What it made, and the stream that it was given, if it keeps that."""
-    made = {f"{block.name}:{number}": size for number, size in enumerate(found.made)}
-    return made | ({f"{block.name}:": tensors[0].storage_bytes} if 0 in found.given else {})
+def _sendable(
+    block: Block, found: Partition, tensors: Sequence[Given], last: Sequence[int]
+) -> dict[str, Mapping[Any, int]]:
+    """What it made, and the stream that it was given, if it keeps that; selective, all but results of `last` bytes."""
+    made: dict[Any, int] = {f"{block.name}:{number}": size for number, size in enumerate(found.made)}
+    made |= {f"{block.name}:": tensors[0].storage_bytes} if 0 in found.given else {}
+    selective = dict(block.sendable.get("selective", {}))
+    for size in last:
+        key = next((key for key in reversed(selective) if selective[key] == size), None)
+        selective.pop(key, None)
+    return {**block.sendable, "none": made, "selective": selective}
 
 
 def _partitions(source: Source, blocks: Sequence[Block]) -> dict[str, Partition | None]:

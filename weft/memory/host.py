@@ -1,4 +1,4 @@
-"""Memory of the host for a device's state: pinned at its exact size, and asked for before any of it is taken.
+"""Memory of the host for a device: pinned at its exact size, and asked for before any of it is taken.
 
 Torch's allocator of pinned memory rounds up to powers of two. Here pages come from the system and are registered with
 CUDA as they are, and given back with the tensor.
@@ -30,8 +30,8 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if error:
         raise PlanError(
-            f"CUDA does not pin {size:,} bytes of host memory (error {error}); lower plan.memory.offload, or raise the "
-            f"limit of locked memory (ulimit -l)"
+            f"CUDA does not pin {size:,} bytes of host memory (error {error}); lower plan.memory.offload or "
+            f"plan.memory.activations, or raise the limit of locked memory (ulimit -l)"
         )
     pages.address = tensor.data_ptr()
     return tensor.view(dtype)
@@ -65,13 +65,14 @@ def available_host_bytes() -> int | None:
 
 
 def check_room(host_bytes: int, device_bytes: int, device: torch.device, num_local_ranks: int = 1) -> None:
-    """Refuse state that does not fit, before any of it is taken: a host that runs out kills instead of telling."""
+    """Refuse what does not fit, before any of it is taken: a host that runs out kills instead of telling."""
     available = available_host_bytes() if host_bytes else None
     if available is not None and host_bytes * num_local_ranks > available - KEPT_FREE_BYTES:
         raise PlanError(
-            f"the plan keeps {host_bytes / 2**30:.1f} GiB of state in host memory for each of {num_local_ranks} ranks "
+            f"the plan keeps {host_bytes / 2**30:.1f} GiB in host memory for each of {num_local_ranks} ranks "
             f"here, and {available / 2**30:.1f} GiB are free, of which {KEPT_FREE_BYTES / 2**30:.0f} stay free; lower "
-            f"plan.memory.offload, keep state in fewer bits (plan.memory.state), or shard over more ranks"
+            f"plan.memory.offload or plan.memory.activations, keep state in fewer bits (plan.memory.state), or shard "
+            f"over more ranks"
         )
     if device.type != "cuda":
         return

@@ -19,7 +19,7 @@ from weft.blocks import find_blocks
 from weft.memory.peaks import Peaks, peaks
 from weft.memory.sent import ahead_bytes, sent_bytes
 from weft.mesh import Mesh
-from weft.parallel.layout import COMPUTE_DTYPE
+from weft.parallel.layout import COMPUTE_DTYPE, needs_units
 from weft.plan import BatchSplit, Plan
 from weft.profile import KEPT_OPERATIONS, WHOLE, Block, Profile
 from weft.strategy import Cost, Strategy, Transient, Values
@@ -45,7 +45,8 @@ class RecomputePolicy(Strategy):
         saved = sum((block.saved_bytes or {}).get(policy, 0) for block in profile.all)
         again = sum(block.flops for block in profile.blocks) if policy == "full" else 0
         sent = sent_bytes(profile, plan)
-        found = transient(profile, policy, sent) if profile.counted else Transient()
+        left = {} if needs_units(plan) else _gradients(profile, plan)  # which lie in buffers that are there anyway
+        found = transient(profile, policy, sent, left) if profile.counted else Transient()
         if profile.blocks and profile.blocks[-1].backward_bytes is not None:
             found = replace(found, backward_bytes=max(found.backward_bytes, _with_gradients(profile, plan, sent)))
         return Cost(saved_bytes=saved, transient=found, flops=(3 * profile.flops + again) * split.accumulation)
@@ -71,9 +72,11 @@ def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def transient(profile: Profile, policy: str, sent: Mapping[str, int] = NOTHING) -> Transient:
+def transient(
+    profile: Profile, policy: str, sent: Mapping[str, int] = NOTHING, left: Mapping[str, int] = NOTHING
+) -> Transient:
     """What a rank holds over what it has saved, at the loss and in the backward of a block. `sent` bytes of blocks have
-    left, and come back a block ahead.
+    gone, and come back a block ahead; `left` bytes are what the backward of a block leaves behind.
     """
     if profile.source is None:  # without a loss: the activations of a block that is computed again
         again = [_saved(block, "none") for block in profile.blocks]
@@ -90,6 +93,7 @@ def transient(profile: Profile, policy: str, sent: Mapping[str, int] = NOTHING) 
             extra = int(extra * _tile_share(profile, block, whole[block.name]))
             extra = _part(profile, extra, found.stream_bytes)
             over.append(_saved(block, "none") + extra + ahead[block.name] - gone)
+        gone -= left.get(block.name, 0)
     loss = max(over_root(profile, policy).values()) if profile.has_loss else 0
     most += max(over)
     if len(profile.blocks) + 1 == len(whole):  # not a stage, where each end has its own
@@ -97,6 +101,12 @@ def transient(profile: Profile, policy: str, sent: Mapping[str, int] = NOTHING) 
         end = found.end_bytes * profile.shares.head * _tile_share(profile, profile.root, whole[""])
         most = max(most, int(end) - saved - gone)
     return Transient(0, loss, most)
+
+
+def _gradients(profile: Profile, plan: Plan) -> dict[str, int]:
+    """Of each block's parameters, where each is a tensor of its own."""
+    width = COMPUTE_DTYPE[plan.precision].itemsize
+    return {block.name: sum(p.numel for p in block.parameters if p.trainable) * width for block in profile.blocks}
 
 
 def _with_gradients(profile: Profile, plan: Plan, sent: Mapping[str, int]) -> int:

@@ -235,7 +235,7 @@ class Sender:
         is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
         if not is_plain or tensor.device.type != self.device.type or self._stays(tensor):
             return Kept(tensor.detach(), tensor._version)
-        return Place(self._send(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return Place(self._send(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _stays(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().nbytes() < least_bytes() or _key(tensor) in self._staying
@@ -280,4 +280,3 @@ def _key(tensor: Tensor) -> int:
 def sender_of(model: nn.Module) -> Sender | None:
     """What sends a model's activations; None where nothing does."""
     return model.__dict__.get(_ATTRIBUTE)
-

@@ -69,7 +69,7 @@ def _sendable(block: Block, plan: Plan) -> Mapping[Any, int]:
 
 
 def ahead_bytes(blocks: Sequence[Block], sent: Mapping[str, int]) -> dict[str, int]:
-    """For each block, the bytes on their way back in its backward: those of the nearest block before it that was sent."""
+    """For each block, what is on its way back in its backward: the bytes of the nearest block before it that went."""
     found, nearest = {}, 0
     for block in blocks:
         found[block.name] = nearest

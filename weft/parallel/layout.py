@@ -137,6 +137,12 @@ def num_scales(part: Part) -> int:
     return -(-(part.stop - part.start) // CODE_BLOCK)
 
 
+def needs_units(plan: Plan) -> bool:
+    """Whether state lives in flat buffers: with ranks beside it, several precisions, or a part on the host."""
+    is_mixed = COMPUTE_DTYPE[plan.precision] != MASTER_DTYPE[plan.precision] or plan.memory.state != "master"
+    return plan.num_ranks > 1 or is_mixed or plan.memory.offload > 0
+
+
 def on_host(blocks: Sequence[Block], plan: Plan) -> frozenset[tuple[str, int]]:
     """The flat buffers, by block and number, whose state `memory.offload` keeps on the host: spread over the chain."""
     found, seen, taken = [], 0, 0

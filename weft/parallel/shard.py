@@ -39,6 +39,7 @@ from weft.parallel.layout import (
     is_apart,
     master_bytes,
     moment_dtype,
+    needs_units,
     on_host,
     optimizer_bytes,
     slice_dtype,
@@ -87,12 +88,6 @@ class ShardAxis(Strategy):
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(mesh.device)
         return model
-
-
-def needs_units(plan: Plan) -> bool:
-    """Whether state lives in flat buffers: with ranks beside it, several precisions, or a part on the host."""
-    is_mixed = COMPUTE_DTYPE[plan.precision] != MASTER_DTYPE[plan.precision] or plan.memory.state != "master"
-    return plan.num_ranks > 1 or is_mixed or plan.memory.offload > 0
 
 
 def _gathers(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:

@@ -27,6 +27,7 @@ from weft.errors import ConfigError
 from weft.launch import Place, check_world, init_process_group, shutdown
 from weft.layer_drop import Gates, drop_layers
 from weft.lock import locked
+from weft.memory.host import check_room
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
@@ -34,7 +35,15 @@ from weft.parallel import parallelize
 from weft.parallel.draws import seed_draws
 from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
-from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
+from weft.predict import (
+    example_inputs,
+    example_loss,
+    micro_batch_profile,
+    model_flops,
+    peak_flops,
+    predict,
+    run_cluster,
+)
 from weft.schema import to_table
 from weft.status import Status
 from weft.strategy import Values
@@ -86,6 +95,9 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     check_world(place, run.plan.num_ranks, run.plan.degrees)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
+    if run.plan.memory.activations:  # what is on the host between forward and backward follows from the run
+        hosted = predict(run, run_cluster(run, place.num_hosts)).cost.host_bytes
+        check_room(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
     objective = task_of(run).objective
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     status = Status(os.environ, place.rank)

@@ -9,7 +9,7 @@ from weft.cluster import Cluster
 from weft.config import Run
 from weft.errors import ConfigError, PlanError
 from weft.plan import Plan
-from weft.predict import Prediction, fitting_offload, predict
+from weft.predict import Prediction, fitting_activations, fitting_offload, predict
 
 KEPT_FREE = 0.9  # of what did not fit: a plan that needs hardly less would not fit either
 
@@ -49,6 +49,9 @@ def nearest_fitting(run: Run, cluster: Cluster, most_bytes: int) -> tuple[str, i
             continue
         if size <= most_bytes:
             return change, size
+    sent = fitting_activations(run, cluster)
+    if sent is not None:
+        return f"plan.memory.activations = {sent.activations:g}", sent.cost.memory_bytes
     offloaded = fitting_offload(run, cluster)
     if offloaded is not None:
         return f"plan.memory.offload = {offloaded.offload:g}", offloaded.cost.memory_bytes
