@@ -36,8 +36,10 @@ class ActivationPolicy(Strategy):
                 f"{len(profile.blocks)} (nn.ModuleList or nn.Sequential with parameters); use 0"
             )
         beside = {axis: degree for axis, degree in plan.degrees.items() if degree > 1 and axis not in ("data", "shard")}
-        if beside:
-            found = ", ".join(f"{axis} = {degree}" for axis, degree in beside.items())
+        found = ", ".join(f"{axis} = {degree}" for axis, degree in beside.items())
+        if plan.has_batch_statistics:
+            found = "statistics = 'batch'"
+        if found:
             return (
                 f"memory.activations = {share:g} works beside data and shard, and the plan has {found}: use "
                 f"activations = 0 there, or memory.recompute"
