@@ -65,9 +65,10 @@ def llama() -> nn.Module:
     return initialised(build(config))
 
 
-def initialised(model: nn.Module) -> nn.Module:
+def initialised(model: Any) -> nn.Module:
     initialise(model, 0)
-    return model
+    made: nn.Module = model
+    return made
 
 
 def micro_batches(step: int, count: int) -> list[Batch]:
