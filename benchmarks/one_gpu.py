@@ -54,6 +54,7 @@ CONTENDERS = (
     "weft-bf16",
     "weft-fp8",
     "weft-selective",
+    "weft-activations",
     "weft-offload",
     "weft-split",
     "weft-compact",
@@ -65,7 +66,8 @@ CONTENDERS = (
     "deepspeed",
 )
 
-SPEED = tuple(name for name in CONTENDERS if name.partition("-")[2] not in ("selective", "offload", "split", "compact"))
+SMALLER = ("selective", "activations", "offload", "split", "compact")
+SPEED = tuple(name for name in CONTENDERS if name.partition("-")[2] not in SMALLER)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "memory": {"master": False, "state": "bf16"},
     },
     "weft-selective": {"precision": "bf16", "memory": {"recompute": "selective"}},
+    "weft-activations": {"precision": "bf16", "memory": {"activations": 0.25}},
     "weft-offload": {"precision": "bf16", "memory": {"offload": 1.0}},
     "weft-split": {"precision": "bf16", "memory": {"offload": 0.6, "recompute": "full"}},
     "weft-compact": {

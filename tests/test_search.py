@@ -173,7 +173,11 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("plan", [*PLANS[:3], PLANS[4]], ids=lambda plan: plan.describe_axes())  # with equal stages
+@pytest.mark.parametrize(
+    "plan",
+    [*PLANS[:3], PLANS[4], Plan(data=8, micro_batch=4, memory=MemoryPolicy("none", activations=0.5))],
+    ids=lambda plan: plan.describe_axes() + plan.memory.words,
+)  # with equal stages
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
     plan, cluster = replace(plan, precision="bf16"), load("h100:1x8")
     model = planned_model(SMALL, 1024, cluster, software_for_text(cluster, compiles))

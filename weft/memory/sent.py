@@ -55,14 +55,16 @@ def sent_bytes(profile: Profile, plan: Plan) -> dict[str, int]:
     least = least_bytes()
     for place in sent_blocks(len(profile.blocks), plan.memory.activations):
         block = profile.blocks[place]
-        mine = {key: size for key, size in _sendable(block, plan).items() if size >= least and key not in seen}
+        mine = {key: size for key, size in sendable(block, plan).items() if size >= least and key not in seen}
         seen |= {*mine}
         found[block.name] = sum(mine.values()) if block.in_backward else 0
     return found
 
 
-def _sendable(block: Block, plan: Plan) -> Mapping[Any, int]:
-    """Uncompiled, selective recompute keeps results where no hook sees them, and a block's input is all that goes."""
+def sendable(block: Block, plan: Plan) -> Mapping[Any, int]:
+    """The storages of any size that a block may send. Uncompiled, selective recompute keeps results where no hook sees
+    them, and a block's input is all that goes.
+    """
     policy = plan.memory.recompute
     is_seen = policy != "selective" or block.backward_bytes is not None
     return block.sendable.get(policy if is_seen else "full", {})

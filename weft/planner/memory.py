@@ -15,6 +15,7 @@ from functools import lru_cache
 from weft.head import is_loss_in_head
 from weft.memory.compiled import under
 from weft.memory.recompute import over_root, transient
+from weft.memory.sent import sendable, sent_blocks
 from weft.models.loss import parts
 from weft.parallel.layout import (
     CODE_BLOCK,
@@ -61,6 +62,7 @@ class Sizes:
     num_classes: int = 1
     kept_gradient: float = 0.0
     is_compiled: bool = False  # blocks and the head's loss
+    block_sent: float = 0.0  # what a block may send to the host of what it saves
 
     def at_the_loss(self, num_sequences: float, compute: int, wide: int) -> float:
         """Bytes at the loss over what is saved, of `compute` or `wide` bytes an element: with all logits, or with a
@@ -143,6 +145,9 @@ def _of_rank(
     if sizes.is_compiled:  # gives the gradients of all parameters at once, when nothing is left of what it saved
         backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
     backward -= is_last * (sizes.behind_saved * per_micro_batch + sizes.kept_gradient)
+    if places := sent_blocks(num_blocks, plan.memory.activations):  # one of them is on its way back in any backward
+        saved -= len(places) * sizes.block_sent * per_micro_batch
+        backward += sizes.block_sent * per_micro_batch
     throughout = sizes.at_regions * per_micro_batch
     if is_first and is_last:
         backward += sizes.tied_numel * compute
@@ -230,6 +235,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         layer.out_features if layer else 1,
         kept_gradient,
         block.backward_bytes is not None,
+        float(sum(sendable(block, plan).values())),
     )
 
 
