@@ -11,6 +11,7 @@ from typing import Any
 
 import models_for_tests as models
 import pytest
+import runs_for_tests as runs
 import torch
 import torch._dynamo  # before ranks are forked
 from hypothesis import given, settings
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 
 import weft
 import weft.memory.sending
+import weft.train.loop
 from weft.cluster import Cluster, load, local_cluster
 from weft.config import Run, load_run
 from weft.errors import PlanError
+from weft.launch import Place
 from weft.layer_drop import LayerDrop, drop_layers
 from weft.live import LiveTensors
 from weft.local import run_local
@@ -538,3 +541,22 @@ def test_a_host_without_room_is_told_and_not_killed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(weft.memory.sending, "available_host_bytes", lambda: 2 << 30)
     with pytest.raises(PlanError, match=r"keeps 0\.0 GiB of activations in host memory and needs .* lower it"):
         model(models.token_batch(0)[0])
+
+
+@pytest.mark.usefixtures("all_sizes")
+def test_training_asks_for_room_before_it_takes_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = runs.make_run(runs.write_run_file(tmp_path), "sent", "plan.memory={activations=1.0}")
+    monkeypatch.setattr("weft.memory.host.available_host_bytes", lambda: 2 << 30)
+    monkeypatch.setattr("weft.train.loop.prepare_data", lambda _: pytest.fail("too late"))
+    with pytest.raises(PlanError, match=r"in host memory for each of 1 ranks here.*lower .*plan\.memory\.activations"):
+        weft.train.loop.train(run, Place(), Silent())
+
+
+class Silent:
+    def step(self, metrics: Any) -> None: ...
+
+    def say(self, message: str) -> None: ...
+
+
+def test_the_policy_is_told() -> None:
+    assert Memory("full", offload=0.5, activations=0.25).words == ", recompute full, offload 0.5, activations 0.25"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,10 @@ def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, pre
     console.print(f"[bold]machine[/]  {describe(cluster)}", highlight=False)
     model = run.model.architecture
     console.print(f"[bold]model[/]    {model}, {profile.numel:,} parameters in {len(profile.blocks)} blocks")
+    memory = run.plan.memory
     console.print(
-        f"[bold]plan[/]     {run.plan.describe_axes()}, {run.plan.precision}, recompute {run.plan.memory.recompute}"
+        f"[bold]plan[/]     {run.plan.describe_axes()}, {run.plan.precision}, recompute {memory.recompute}"
+        f"{replace(memory, recompute='none').words}"
     )
     console.print(f"[bold]batch[/]    {run.split.identity(run.plan)}", highlight=False)
     console.print(_memory_table(prediction))
