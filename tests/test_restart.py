@@ -54,10 +54,14 @@ HANGS = {
     # rank 2 never comes to the first collective of its step, in which the others wait
     "data 2 x shard 2": (
         Kill(2, 6, 0, "hang in loading"),
-        r"rank 2 did not enter \w+ over \w+; last seen in loading data",
+        r"rank 2 did not enter all_reduce over tokens \(#\d+\); last seen in loading data",
     ),
     # rank 1 hangs before it sends what rank 2 waits to receive
-    "pipe 4": (Kill(1, 6, 3, "hang"), r"rank 1 did not enter .* over pipe; last seen in forward and backward"),
+    "pipe 4": (
+        Kill(1, 6, 3, "hang"),
+        r"rank 1 \(pipe stage 1\) did not send the (for|back)ward of micro-batch \d to stage [02]; "
+        r"last seen in (for|back)ward of block model.layers.1",
+    ),
 }
 
 

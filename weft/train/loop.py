@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ from weft.lock import locked
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
-from weft.parallel import parallelize
+from weft.parallel import all_units, parallelize
 from weft.parallel.draws import seed_draws
 from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
 from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
-from weft.status import Status
+from weft.status import GOING_BACK, SAVING, Status
 from weft.strategy import Values
 from weft.train.ahead import Batches, Late
 from weft.train.attention_kernel import attention_shape, fastest_attention
@@ -104,7 +105,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         gates = None if drop is None else drop_layers(model, drop, run.train.seed, run.plan, optimizer)
         saver = _saver(run, mesh)
         memory = _memory(run, mesh, place, say)
-        mesh.ledger.status = status
+        _show_status(status, model, mesh, place)
         trained = Trained(run, model, optimizer, data, mesh)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
         step, saved = resume(trained, memory, say)
@@ -144,6 +145,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             while done and (bad is None or run.numbers.on_bad != "rollback"):
                 loss, bad = report(done.pop(0))
             if bad is not None and run.numbers.on_bad == "rollback":
+                status.phase(GOING_BACK)
                 step, saved = go_back(trained, saver, memory, say)
                 policy.went_back(bad, step, saved.get("numbers", {}), guard)
                 _report_return(bad, step, policy, log, reporter)
@@ -160,7 +162,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.write("evaluation", step, evaluation)
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
-            status.phase("saving")
+            status.phase(SAVING)
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
                 memory.save(step, pieces_to_save(model, optimizer, mesh), state(step))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
@@ -169,7 +171,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                 is_last = step == run.train.steps or stop.agreed
                 save_or_tell(saver, step, pieces, state(step), _is_asynchronous(run), is_last)
                 clock.skip(step)
-        status.phase("saving")
+        status.phase(SAVING)
         saver.wait(published=True)
         if memory is not None:
             memory.close()
@@ -195,6 +197,18 @@ def _world(run: Run, place: Place) -> Iterator[Mesh]:
         yield Mesh(run.plan, device, place.num_local_ranks)
     finally:
         shutdown()
+
+
+def _show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> None:
+    """From here on the rank says what it does: to itself where nobody watches."""
+    where = [f"host {socket.gethostname()}"] if place.num_hosts > 1 else []
+    if isinstance(model, Pipeline):
+        stages = sorted({stage.index for stage in model.parts.values()})
+        where.append(f"pipe stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}")
+    status.place = ", ".join(where)
+    mesh.ledger.status = status
+    for units in all_units(model):
+        units.status = status
 
 
 def _attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
@@ -312,7 +326,11 @@ def _report(
     run: Run, clock: Clock, mesh: Mesh, log: MetricsLog | None, reporter: Reporter, policy: Policy, done: Late
 ) -> tuple[float, Bad | None]:
     """Log a step's numbers where that is due and this rank's task; the loss, and what was bad about the step."""
+    status = mesh.ledger.status
+    assert status is not None, "the loop shows where it is"
+    status.wait_begins(f"the device's work of step {done.step}")
     loss, norm, verdict = done.read()
+    status.wait_ends()
     if log is not None and _due(done.step, run.train.log_every, run.train.steps):
         metrics = _measure(run, clock, mesh, done.step, loss, norm, done.rate)
         log.step(metrics)

@@ -133,6 +133,7 @@ def train_step(
         loss = _run_in_turn(model, micro_batches, objective, scale, before_micro_batch, mesh.plan, do)
     all_reduce(loss, mesh["losses"]).wait()
     loss = loss / num_targets.clamp(min=1)
+    mesh.ledger.phase("the update")
     if checks is not None:
         checks.before_update()
     norm, verdict = _update(model, optimizer, clip, mesh, None if checks is None else partial(checks.judge, loss))
