@@ -81,7 +81,7 @@ class Watchdog:
         seconds = overdue_seconds(ranks)
         if seconds < self._deadline.seconds:
             return None
-        return describe_hang(dict(enumerate(ranks)), len(ranks), seconds)
+        return describe_hang(dict(enumerate(ranks)), {}, seconds)
 
     def _find_straggler(self) -> str | None:
         if any(len(busy) < _NUM_STEPS for busy in self._busy):
@@ -106,23 +106,27 @@ def overdue_seconds(ranks: Collection[Seen]) -> float:
     return time.monotonic() - min([*waiting, max(one.at for one in ranks)])
 
 
-def describe_hang(seen: Mapping[int, Seen], num_ranks: int, seconds: float) -> str:
-    """Who did not come, to what, and where it was last seen; `seen` lacks the ranks that do not answer."""
-    silent = [rank for rank in range(num_ranks) if rank not in seen]
+def describe_hang(seen: Mapping[int, Seen], silent: Mapping[int, str], seconds: float) -> str:
+    """Who did not come, to what, and where it was last seen; `silent` are the places of ranks that do not answer."""
+    seen = dict(sorted(seen.items()))
     absent = [rank for rank, one in seen.items() if not one.is_waiting]
     words = []
+    for place in dict.fromkeys(silent.values()):
+        ranks = [rank for rank, there in silent.items() if there == place]
+        where = f" ({place})" if place else ""
+        words.append(f"{names(ranks)}{where} {'does' if len(ranks) == 1 else 'do'} not answer")
     if silent:
-        words.append(f"{names(silent)} {'does' if len(silent) == 1 else 'do'} not answer")
+        words[-1] += ": that host, or the link to it, may be down"
     elif not absent:  # all wait: whoever is behind
         behind = min((one.step, one.num_calls) for one in seen.values())
         absent = [rank for rank, one in seen.items() if (one.step, one.num_calls) == behind]
-        if len(absent) == num_ranks:
+        if len(absent) == len(seen):
             absent = []
             words.append("every rank waits for another, and none is behind: a link between them may be down")
     now = time.monotonic()
     waiting = {rank: one for rank, one in seen.items() if one.is_waiting and rank not in absent}
     for rank in absent[:_MAX_NAMED]:
-        one, missed = seen[rank], _missed(rank, waiting)
+        one, missed = seen[rank], _missed(rank, seen[rank], waiting)
         words.append(f"{_name(rank, one)} {missed}; last seen in {_place(one)}, {now - one.at:.0f} s ago")
     others: dict[str, list[int]] = {}
     for rank, one in waiting.items():
@@ -133,17 +137,26 @@ def describe_hang(seen: Mapping[int, Seen], num_ranks: int, seconds: float) -> s
     return f"no sign of life for {seconds:.0f} s: {'; '.join(words)}" + (f" ({'; '.join(rest)})" if rest else "")
 
 
-def _missed(rank: int, waiting: Mapping[int, Seen]) -> str:
-    """What the others wait for: what waits for this rank itself before all, and of that what was entered first."""
+def _missed(rank: int, seen: Seen, waiting: Mapping[int, Seen]) -> str:
+    """What the others wait for: what waits for this rank itself before all, and of that the first."""
     if not waiting:
         return "does not get on"
-    first = min(waiting.values(), key=lambda one: (rank not in one.peers, one.at))
+    first = min(waiting.values(), key=lambda one: (rank not in one.peers, one.step, _number(one), one.at))
     what = first.doing.removeprefix(WAITING)
     message = re.match(r"(recv|send)_(\w+ of micro-batch \d+) at (stage \d+( of replica \d+)?)", what)
     if message is not None:
         did, to = ("send", "to") if message[1] == "recv" else ("receive", "from")
         return f"did not {did} the {message[2]} {to} {message[3]}"
-    return f"did not enter {what}" if " over " in what else f"keeps the others waiting for {what}"
+    if " over " not in what:
+        return f"keeps the others waiting for {what}"
+    has_entered = rank in first.peers and first.step == seen.step and 0 < _number(first) <= seen.num_calls
+    return f"has entered {what} and does not serve it" if has_entered else f"did not enter {what}"
+
+
+def _number(seen: Seen) -> int:
+    """Of the call that a rank waits in; 0 for a message."""
+    found = re.search(r" \(#(\d+)", seen.doing)
+    return int(found[1]) if found is not None else 0
 
 
 def _place(seen: Seen) -> str:

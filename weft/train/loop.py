@@ -10,7 +10,7 @@ import hashlib
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,7 +25,7 @@ from weft.checkpoint import Saver
 from weft.comm import broadcast
 from weft.config import Run
 from weft.errors import ConfigError
-from weft.launch import Place, check_world, init_process_group, shutdown
+from weft.launch import Place, check_world, init_process_group, shutdown, world_store
 from weft.layer_drop import Gates, drop_layers
 from weft.lock import locked
 from weft.mesh import Mesh
@@ -45,6 +45,7 @@ from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
+from weft.train.lookout import Lookout
 from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.numbers import Bad, Guard, Policy
@@ -57,6 +58,7 @@ from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
 from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
+from weft.watchdog import Deadline
 
 MAX_NAMED = 100  # of what is left out
 
@@ -81,8 +83,8 @@ class Outcome:
     evaluation_loss: float | None = None
 
 
-def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
-    """Train a run to its end, or until asked to stop; every rank calls it."""
+def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None = None) -> Outcome:
+    """Train a run to its end, or until asked to stop; every rank calls it. `step_seconds` is what is predicted."""
     check_world(place, run.plan.num_ranks, run.plan.degrees)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
@@ -90,7 +92,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     status = Status(os.environ, place.rank)
     lock = locked(run.folder) if place.rank == 0 else nullcontext()
-    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel:
+    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel, ExitStack() as watched:
         _set_determinism(run)
         model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_inputs, run), example_loss(run))
         if has_separate_documents(run):
@@ -106,6 +108,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         saver = _saver(run, mesh)
         memory = _memory(run, mesh, place, say)
         _show_status(status, model, mesh, place)
+        watched.enter_context(_lookout(run, place, status, step_seconds))
         trained = Trained(run, model, optimizer, data, mesh)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
         step, saved = resume(trained, memory, say)
@@ -209,6 +212,15 @@ def _show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> 
     mesh.ledger.status = status
     for units in all_units(model):
         units.status = status
+
+
+def _lookout(
+    run: Run, place: Place, status: Status, step_seconds: float | None
+) -> AbstractContextManager[Lookout | None]:
+    """Ranks that weft's own agent did not start watch over each other."""
+    if place.num_ranks == 1 or place.launcher in ("none", "weft"):
+        return nullcontext()
+    return Lookout(status, place, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
 
 
 def _attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
