@@ -6,13 +6,15 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from restarts_for_tests import RESTARTED_LAYOUTS, Kill, rank_main
-from runs_for_tests import DEEP, write_run_file
+from restarts_for_tests import NUM_STEPS, RESTARTED_LAYOUTS, Kill, assert_same_end, rank_main
+from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from sampled_for_tests import some_soak
 
 from weft.nursery import Nursery
@@ -20,7 +22,7 @@ from weft.train import shared_memory
 from weft.train.lookout import HUNG
 
 DEADLINE_SECONDS = 60
-OVERRIDES = ["train.steps=12", "checkpoint.every=100", "restart.hang_seconds=2"]
+OVERRIDES = [f"train.steps={NUM_STEPS}", "checkpoint.every=5", "restart.hang_seconds=2"]
 
 
 def start_and_hang(folder: Path, layout: str, kill: Kill) -> tuple[dict[int, int], str]:
@@ -94,3 +96,26 @@ def test_a_rank_that_hangs_is_named_by_the_others(name: str, tmp_path: Path, cap
     assert dumped >= {f"rank-{rank:05d}.txt" for rank in range(4) if rank != kill.rank}
     assert "in train_step" in (stacks / f"rank-{(kill.rank + 1) % 4:05d}.txt").read_text()
     assert next(stacks.glob("what-*.txt")).read_text() == said
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["loading", "asleep in a collective", "stopped", "before a receive"])
+def test_torchrun_starts_again_after_a_hang(name: str, tmp_path: Path) -> None:
+    """The whole of it: named, left, started again by torchrun, and the same end as of a run that nobody disturbed."""
+    layout, kill, words = HANGS[name]
+    run_file, overrides = write_run_file(tmp_path, DEEP), [*RESTARTED_LAYOUTS[layout], *OVERRIDES]
+    run, whole = make_run(run_file, "run", *overrides), make_run(run_file, "whole", *overrides)
+    overrides.append(f"folder={run.folder}")
+    spec = {"run_file": str(run_file), "overrides": overrides, "kill": vars(kill), "folder": str(tmp_path)}
+    rank = "import sys; from restarts_for_tests import rank_main; rank_main(sys.argv[1:])"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1"]
+    command = [*torchrun, "--no-python", sys.executable, "-c", rank, json.dumps(spec)]
+    tests = Path(__file__).parent
+    environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests.parent}:{tests}"}
+    left = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
+    assert left.returncode == 0, left.stderr
+    words = words.replace("CALL", re.escape((tmp_path / "call").read_text() if "CALL" in words else ""))
+    assert re.search(rf"no sign of life for \d+ s: {words} \(after \d+ collectives\), \d+ s ago", left.stderr)
+    assert left.stderr.count("no sign of life") == 1
+    train_on_ranks(whole)
+    assert_same_end(run, whole)
