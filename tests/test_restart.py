@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from restarts_for_tests import (
@@ -15,7 +18,7 @@ from restarts_for_tests import (
     table,
     train_under_agent,
 )
-from runs_for_tests import DEEP, losses, make_run, train_on_ranks, write_run_file
+from runs_for_tests import DEEP, events, losses, make_run, train_on_ranks, write_run_file
 from sampled_for_tests import some_soak
 
 from weft.checkpoint import steps
@@ -89,6 +92,22 @@ def test_a_rank_that_hangs_is_named_and_changes_nothing(
     stacks = next(run.folder.glob("hang-*.txt")).read_text()
     assert stacks.count("_die") == 1
     assert stacks.count("in train\n") >= 4
+    assert_same_end(run, whole)
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By a day, forward or back, whenever anybody reads it: no deadline passes, and no rank is named."""
+    overrides = ["plan.data=2", *OVERRIDES, "restart.hang_seconds=5"]
+    run_file = write_run_file(tmp_path, DEEP)
+    whole, run = (make_run(run_file, name, *overrides) for name in ("whole", "jumps"))
+    train_on_ranks(whole)
+    days = itertools.cycle([86400, -86400])
+    with patch.object(time, "time", lambda: time.clock_gettime(time.CLOCK_REALTIME) + next(days)):
+        train_under_agent(run_file, run, overrides, None)
+    assert "no sign of life" not in capfd.readouterr().err
+    written = [event["time"] for event in events(run.folder)]
+    assert max(written) - min(written) > 86400  # the ranks did see it jump
+    assert losses(run.folder) == losses(whole.folder)
     assert_same_end(run, whole)
 
 
