@@ -24,7 +24,7 @@ from types import FrameType
 from weft.launch import LOCAL_RUN_ID_PREFIX
 from weft.nursery import SAVE_SECONDS, Nursery
 from weft.status import FOLDER_VARIABLE, Failure, clear, failures, last_seen
-from weft.watchdog import Watchdog, ask_for_stacks, keep_stacks
+from weft.watchdog import Deadline, Watchdog, ask_for_stacks, keep_stacks
 
 _POLL_SECONDS = 0.1
 _CAUSE_SECONDS = 0.5  # for the cause of an error to show
@@ -36,12 +36,13 @@ _SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends a
 @dataclass(frozen=True)
 class Restarts:
     """How often to start again: at most `limit` times within `window_seconds`. Ranks hang that show no sign of life for
-    `hang_seconds` (and ten of their steps).
+    `hang_seconds` (and ten of their steps; at first, ten of the predicted `step_seconds`).
     """
 
     limit: int = 0
     window_seconds: float = 3600.0
     hang_seconds: float = 60.0
+    step_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def start_local(
             began_at = newest().step
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = nursery.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
-            watchdog = Watchdog(Path(name), num_ranks, restarts.hang_seconds)
+            watchdog = Watchdog(Path(name), num_ranks, Deadline(restarts.hang_seconds, restarts.step_seconds))
             codes, hang = _watch(nursery, pids, stop, watchdog)
             if hang is None and not any(codes.values()):
                 return 0

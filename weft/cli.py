@@ -339,15 +339,17 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
     """One rank under a launcher; rank 0 speaks."""
     console = _console(as_json)
     speaks = place.rank == 0 and not as_json
+    step_seconds: float | None = None
     if place.launcher not in ("none", "weft"):  # under those two, all this was said before
         cluster = run_cluster(run, place.num_hosts)
         prediction = predict(run, cluster)
+        step_seconds = prediction.step_seconds
         if speaks:
             show_run(console, run, cluster, micro_batch_profile(run), prediction)
             console.print("Prove this plan with: weft verify (not done under a launcher)")
     reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
     try:
-        outcome = train(run, place, reporter)
+        outcome = train(run, place, reporter, step_seconds)
     except OutOfMemoryError as error:
         raise out_of_memory(run, run_cluster(run, place.num_hosts), error) from error
     finally:

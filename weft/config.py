@@ -122,7 +122,8 @@ class CheckpointConfig:
 class RestartConfig:
     """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`.
 
-    Ranks that show no sign of life for `hang_seconds`, and for as long as ten steps take, are started again as well.
+    Ranks that wait, or are silent, for `hang_seconds`, and for as long as ten steps take, are started again as well;
+    those of a launcher end, for it to start them again.
     """
 
     limit: int = 5

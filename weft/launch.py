@@ -290,6 +290,12 @@ def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: ti
     return rank_device
 
 
+def world_store() -> Store:
+    """A connection of its own to the store at which the ranks of the world met: who waits in it keeps nobody else."""
+    store = dist.distributed_c10d._get_default_store()
+    return PrefixStore("weft/lookout", store.clone())  # type: ignore[attr-defined]
+
+
 def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
     """A random name for this start of these ranks, under which their keys are.
 

@@ -11,6 +11,7 @@ from weft.agent import Restarts, Source, start_local
 from weft.config import Run
 from weft.launch import LOCAL_RUN_ID_PREFIX
 from weft.nursery import Nursery
+from weft.predict import predict, run_cluster
 from weft.train.resume import found_checkpoints
 from weft.train.shared_memory import complete_steps, job_folder
 
@@ -24,7 +25,8 @@ def start_ranks(nursery: Nursery, run: Run, arguments: Sequence[str]) -> int:
     """Train a run on local ranks of the nursery's program, again and again if need be; the exit status."""
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     copies = job_folder(run_id) if run.checkpoint.memory_every is not None else None
-    restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds)
+    step_seconds = predict(run, run_cluster(run)).step_seconds
+    restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds, step_seconds)
     environ = {"TORCHELASTIC_RUN_ID": run_id}
 
     def newest() -> Source:

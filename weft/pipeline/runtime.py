@@ -160,7 +160,7 @@ class _Run:
         arrived: Mapping[Key, Sequence[Key]],
     ) -> None:
         self.parts, self.routes, self.work, self.schedule, self.transport = parts, routes, work, schedule, transport
-        self.here = mesh["pipe"].index
+        self.here, self._status = mesh["pipe"].index, mesh.ledger.status
         self._stream = torch.cuda.current_stream(mesh.device) if timed and mesh.device.type == "cuda" else None
         self.loss = torch.zeros(work.shape, dtype=torch.float64, device=mesh.device)
         self.spans: list[Span] = []
@@ -207,6 +207,8 @@ class _Run:
 
     def compute(self, action: Action) -> None:
         """Do one action, waiting for what it needs."""
+        if self._status is not None:
+            self._status.enters(str(action))
         self._start()
         stage = self.parts[action.stage, action.replica]
         {"forward": self._forward, "backward": self._backward, "weight": self._weight}[action.kind](stage, action)

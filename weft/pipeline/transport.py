@@ -53,6 +53,15 @@ class Transport:
         """A posted message under way."""
         return self._posted[key].pending
 
+    @contextmanager
+    def waiting(self, keys: Iterable[Key]) -> Iterator[None]:
+        """Whoever watches sees that this rank waits for any of these posted messages."""
+        messages = [self._posted[key].message for key in keys]
+        peers = [self.ranks[message.peer] for message in messages]
+        self.axis.ledger.wait_begins(self.axis.name, " or ".join(map(str, messages)), peers=peers)
+        yield
+        self.axis.ledger.wait_ends()
+
     def take(self, key: Key) -> Tensor:
         """What a posted message brought; waits for it."""
         posted = self._posted.pop(key)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,19 +25,19 @@ from weft.checkpoint import Saver
 from weft.comm import broadcast
 from weft.config import Run
 from weft.errors import ConfigError
-from weft.launch import Place, check_world, init_process_group, shutdown
+from weft.launch import Place, check_world, init_process_group, shutdown, world_store
 from weft.layer_drop import Gates, drop_layers
 from weft.lock import locked
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
-from weft.parallel import parallelize
+from weft.parallel import all_units, parallelize
 from weft.parallel.draws import seed_draws
 from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
 from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
-from weft.status import Status
+from weft.status import GOING_BACK, SAVING, Status
 from weft.strategy import Values
 from weft.train.ahead import Batches, Late
 from weft.train.attention_kernel import attention_shape, fastest_attention
@@ -45,6 +46,7 @@ from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
 from weft.train.graph import Graph, own_stream
+from weft.train.lookout import Lookout
 from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.numbers import Bad, Guard, Policy
@@ -57,6 +59,7 @@ from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
 from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
+from weft.watchdog import Deadline
 
 MAX_NAMED = 100  # of what is left out
 
@@ -81,8 +84,8 @@ class Outcome:
     evaluation_loss: float | None = None
 
 
-def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
-    """Train a run to its end, or until asked to stop; every rank calls it."""
+def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None = None) -> Outcome:
+    """Train a run to its end, or until asked to stop; every rank calls it. `step_seconds` is what is predicted."""
     check_world(place, run.plan.num_ranks, run.plan.degrees)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
@@ -90,7 +93,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     status = Status(os.environ, place.rank)
     lock = locked(run.folder) if place.rank == 0 else nullcontext()
-    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel, own_stream(run, mesh.device) as is_recorded:
+    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel, ExitStack() as inside:
+        is_recorded = inside.enter_context(own_stream(run, mesh.device))
         _set_determinism(run)
         model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_inputs, run), example_loss(run))
         if has_separate_documents(run):
@@ -106,7 +110,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         gates = None if drop is None else drop_layers(model, drop, run.train.seed, run.plan, optimizer)
         saver = _saver(run, mesh)
         memory = _memory(run, mesh, place, say)
-        mesh.ledger.status = status
+        _show_status(status, model, mesh, place)
+        inside.enter_context(_lookout(run, place, status, step_seconds))
         trained = Trained(run, model, optimizer, data, mesh)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
         step, saved = resume(trained, memory, say)
@@ -146,6 +151,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             while done and (bad is None or run.numbers.on_bad != "rollback"):
                 loss, bad = report(done.pop(0))
             if bad is not None and run.numbers.on_bad == "rollback":
+                status.phase(GOING_BACK)
                 step, saved = go_back(trained, saver, memory, say)
                 policy.went_back(bad, step, saved.get("numbers", {}), guard)
                 _report_return(bad, step, policy, log, reporter)
@@ -162,7 +168,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.write("evaluation", step, evaluation)
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
-            status.phase("saving")
+            status.phase(SAVING)
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
                 memory.save(step, pieces_to_save(model, optimizer, mesh), state(step))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
@@ -171,7 +177,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                 is_last = step == run.train.steps or stop.agreed
                 save_or_tell(saver, step, pieces, state(step), _is_asynchronous(run), is_last)
                 clock.skip(step)
-        status.phase("saving")
+        status.phase(SAVING)
         saver.wait(published=True)
         if memory is not None:
             memory.close()
@@ -197,6 +203,27 @@ def _world(run: Run, place: Place) -> Iterator[Mesh]:
         yield Mesh(run.plan, device, place.num_local_ranks)
     finally:
         shutdown()
+
+
+def _show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> None:
+    """From here on the rank says what it does: to itself where nobody watches."""
+    where = [f"host {socket.gethostname()}"] if place.num_hosts > 1 else []
+    if isinstance(model, Pipeline):
+        stages = sorted({stage.index for stage in model.parts.values()})
+        where.append(f"pipe stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}")
+    status.place = ", ".join(where)
+    mesh.ledger.status = status
+    for units in all_units(model):
+        units.status = status
+
+
+def _lookout(
+    run: Run, place: Place, status: Status, step_seconds: float | None
+) -> AbstractContextManager[Lookout | None]:
+    """Ranks that weft's own agent did not start watch over each other."""
+    if place.num_ranks == 1 or place.launcher in ("none", "weft"):
+        return nullcontext()
+    return Lookout(status, place, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
 
 
 def _attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
@@ -314,7 +341,11 @@ def _report(
     run: Run, clock: Clock, mesh: Mesh, log: MetricsLog | None, reporter: Reporter, policy: Policy, done: Late
 ) -> tuple[float, Bad | None]:
     """Log a step's numbers where that is due and this rank's task; the loss, and what was bad about the step."""
+    status = mesh.ledger.status
+    assert status is not None, "the loop shows where it is"
+    status.wait_begins(f"the device's work of step {done.step}")
     loss, norm, verdict = done.read()
+    status.wait_ends()
     if log is not None and _due(done.step, run.train.log_every, run.train.steps):
         metrics = _measure(run, clock, mesh, done.step, loss, norm, done.rate)
         log.step(metrics)

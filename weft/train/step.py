@@ -139,6 +139,7 @@ def train_step(
         loss = _run_in_turn(model, objective, mesh.plan, micro_batches, scale, before_micro_batch, do)
     all_reduce(loss, mesh["losses"]).wait()
     loss = loss / num_targets.clamp(min=1)
+    mesh.ledger.phase("the update")
     if checks is not None:
         checks.before_update()
     norm, verdict = _update(model, optimizer, clip, mesh, None if checks is None else partial(checks.judge, loss))
