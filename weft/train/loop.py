@@ -110,7 +110,7 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         step, saved = resume(trained, memory, say)
         policy.load(saved.get("numbers", {}), guard)
         state = partial(_state, run, data, policy, guard)
-        if run.numbers.on_bad == "rollback" and not saved:  # there must be something to go back to
+        if run.numbers.on_bad in ("repeat", "rollback") and not saved:  # there must be something to go back to
             saver.save(step, pieces_to_save(model, optimizer, mesh), state(step), asynchronous=False)
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
@@ -141,10 +141,10 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             if _pauses(run, step) or stop.agreed or mesh.device.type == "cpu":
                 done, late = [*done, late], None
             bad: Bad | None = None
-            while done and (bad is None or run.numbers.on_bad != "rollback"):
+            while done and (bad is None or bad.follows == "skip"):
                 loss, bad = report(done.pop(0))
-            if bad is not None and run.numbers.on_bad == "rollback":
-                step, saved = go_back(trained, saver, memory, say)
+            if bad is not None and bad.follows != "skip":
+                step, saved = go_back(trained, saver, memory, say, far=bad.follows == "rollback")
                 policy.went_back(bad, step, saved.get("numbers", {}), guard)
                 _report_return(bad, step, policy, log, reporter)
                 late = None
@@ -160,10 +160,11 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.write("evaluation", step, evaluation)
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
-            status.phase("saving")
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
+                status.phase("copying to memory")  # unlike saving, it may not take for ever
                 memory.save(step, pieces_to_save(model, optimizer, mesh), state(step))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
+                status.phase("saving")
                 pieces = pieces_to_save(model, optimizer, mesh)
                 policy.saved()
                 is_last = step == run.train.steps or stop.agreed
@@ -318,7 +319,7 @@ def _report(
         log.step(metrics)
         reporter.step(metrics)
     bad = policy.after(done.step, verdict, loss, norm)
-    if bad is not None and log is not None and run.numbers.on_bad == "skip":
+    if bad is not None and log is not None and bad.follows == "skip":
         log.write("numbers", done.step, {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad})
         reporter.say(f"{bad}: its update was skipped on all ranks (bad steps so far: {policy.num_bad})")
     return loss, bad
@@ -330,10 +331,9 @@ def _report_return(bad: Bad, step: int, policy: Policy, log: MetricsLog | None, 
         left_out = [list(interval) for interval in policy.left_out]
         values = {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad, "left_out": left_out}
         log.write("numbers", step, values)
-        reporter.say(
-            f"{bad}: back to step {step}; batches left out from now on: "
-            + ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
-        )
+        left_out = ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
+        what_now = "to do it again" if bad.follows == "repeat" else f"batches left out from now on: {left_out}"
+        reporter.say(f"{bad}: back to step {step}; {what_now}")
 
 
 def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
