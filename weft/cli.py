@@ -20,6 +20,8 @@ except ImportError:
 from torch import OutOfMemoryError
 
 from weft import __version__
+from weft.chaos import KINDS, StruckNursery
+from weft.chaos_command import ChaosOptions, run_chaos
 from weft.checkpoint import steps
 from weft.config import Run, load_run
 from weft.display import (
@@ -164,6 +166,22 @@ def verify_command(run_file: RunFile, overrides: Overrides = None, as_json: Json
     else:
         show_report(console, report, run.plan.describe_axes())
     report.require()
+
+
+@app.command("chaos", epilog="Example: weft chaos examples/quickstart.toml --mtbf 20s --kinds kill,hang,nan --seed 1")
+def chaos_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    mtbf: Annotated[str, typer.Option(help="mean time between faults, e.g. 20s")] = "20s",
+    kinds: Annotated[str, typer.Option(help="the kinds of faults, of which each is as likely")] = ",".join(KINDS),
+    seed: Annotated[int, typer.Option(help="of the times, kinds and victims")] = 0,
+    faults: Annotated[int | None, typer.Option(help="no more faults than this", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a run in peace and under random faults, and prove that both end with the same bits (else status 1)."""
+    with StruckNursery(_run_as_rank, import_for_ranks) as nursery:  # first, as for train
+        asks = ChaosOptions(mtbf, kinds, seed, faults)
+        run_chaos(nursery, run_file, overrides or [], asks, _console(as_json), as_json)
 
 
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")

@@ -44,6 +44,7 @@ from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
+from weft.train.faults import Faults
 from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.numbers import Bad, Guard, Policy
@@ -119,10 +120,13 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         loss: float | None = None
         late: Late | None = None
         evaluation: dict[str, float] = {}
+        faults = Faults.of(os.environ, place.rank)
         batches = Batches(partial(_batches, run, data, policy, mesh), run.train.steps, mesh.device)
         report = partial(_report, run, clock, mesh, log, reporter, policy)
         while step < run.train.steps and not stop.agreed:
             status.step_begins(step)
+            if faults is not None:
+                faults.strike(model)
             rate = _set_learning_rate(run, optimizer, step)
             status.phase("loading data")
             given = batches.take(step)
@@ -331,8 +335,8 @@ def _report_return(bad: Bad, step: int, policy: Policy, log: MetricsLog | None, 
         left_out = [list(interval) for interval in policy.left_out]
         values = {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad, "left_out": left_out}
         log.write("numbers", step, values)
-        left_out = ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
-        what_now = "to do it again" if bad.follows == "repeat" else f"batches left out from now on: {left_out}"
+        words = ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
+        what_now = "to do it again" if bad.follows == "repeat" else f"batches left out from now on: {words}"
         reporter.say(f"{bad}: back to step {step}; {what_now}")
 
 
