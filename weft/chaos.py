@@ -166,14 +166,14 @@ class Storm:
             self._asked = None
         if self.began_at is None or self._step >= self.run.train.steps - 1:
             return  # the last step ends in peace: behind it there is nothing to go on with
-        num_faults = len(self.struck) + (self._asked is not None)
-        if self._next is None and (self.most is None or num_faults < self.most):
-            self._next = next(self.faults, None)
-            self._due_at = now + (self._next.after_seconds if self._next is not None else 0)
         if self._next is not None and now >= self._due_at and not self._is_over:
             fault, self._next = self._next, None
             is_training = len(seen) == len(self._pids) and all(one.step_seconds for one in seen)
             self._strike(fault, is_training and not self._open and self._asked is None, now)
+        num_faults = len(self.struck) + (self._asked is not None)
+        if self._next is None and (self.most is None or num_faults < self.most):
+            self._next = next(self.faults, None)
+            self._due_at = now + (self._next.after_seconds if self._next is not None else 0)
 
     def _take_times(self, seen: Sequence[Seen], now: float) -> None:
         if self.began_at is None:
