@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 from runs_for_tests import make_run, train_on_ranks, write_run_file
 
 from weft import chaos_command
-from weft.chaos import KINDS, Fault, Predicted, Storm, Struck, by_kind, differences, parse_kinds, schedule, settings
+from weft.chaos import KINDS, Fault, Storm, Struck, parse_kinds, schedule, settings
+from weft.chaos_report import Predicted, by_kind, differences
 from weft.checkpoint import Piece, Region, Saver
 from weft.nursery import Death
 from weft.parallel import all_flats

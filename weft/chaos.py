@@ -1,8 +1,8 @@
-"""Faults at random times, from a seed: what `weft chaos` does to a job, and what it learns from it.
+"""Faults at random times, from a seed: what `weft chaos` does to a job.
 
     schedule(kinds, mtbf, num_ranks, seed)      faults one after the other, as a Poisson process brings them
-    StruckNursery(main)                         ranks that meet them; the agent above it knows of nothing
-    differences(a, b)                           the tensors of two checkpoints that have not the same bits
+    Storm                                       when each strikes what, and the times that are taken
+    StruckNursery(main)                         ranks that meet a storm; the agent above it knows of nothing
 
 The agent asks its nursery for deaths ten times a second. A nursery with a `Storm` first looks at the ranks' pages (see
 status.py), takes the times, and strikes if the next fault is due. No thread, and no code of weft's that is not in use
@@ -14,21 +14,15 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from weft.checkpoint import Checkpoint
 from weft.config import Run
 from weft.errors import ConfigError
 from weft.nursery import Death, Nursery
-from weft.planner.goodput import goodput
 from weft.status import FOLDER_VARIABLE, Seen, last_seen
 from weft.train.faults import INSIDE, ask, request_path
 from weft.train.shared_memory import job_folder
@@ -275,72 +269,3 @@ class StruckNursery(Nursery):
         if self.storm is not None and death is not None:
             self.storm.died(death)
         return death
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """What Young's and Daly's formula says of a storm, from the measured times of its faults."""
-
-    interval_seconds: float  # of training, between two copies
-    restart_seconds: float  # mean, from a fault to training
-    write_seconds: float  # from a copy's step to when it counts, by the finished steps that were done again
-    mtbf_seconds: float  # of what stops training
-    goodput: float
-
-    @staticmethod
-    def of(storm: Storm, step_seconds: float, mtbf_seconds: float) -> Predicted | None:
-        """None where nothing was recovered from. What a save stalls is part of the undisturbed steps as well."""
-        whole = [one for one in storm.struck if one.seconds is not None and not one.cut_short]
-        stopping = [kind for kind in storm.kinds if kind not in HARMLESS]
-        if not whole:
-            return None
-        # By kind, as many times as it came: long recoveries are cut short more often, and would be missed.
-        taken = {
-            kind: [(one.seconds or 0) - (one.redone + 1) * step_seconds for one in whole if one.kind == kind]
-            for kind in stopping
-        }
-        means = {kind: statistics.mean(seconds) for kind, seconds in taken.items() if seconds}
-        restart = statistics.mean(means[one.kind] for one in storm.struck if one.kind in means)
-        every = storm.run.checkpoint.memory_every or 1
-        interval = every * step_seconds
-        late = (statistics.mean(one.redone for one in whole) - (every - 1) / 2) * step_seconds
-        restart, write = max(0.0, restart), max(0.0, late)
-        mtbf = mtbf_seconds * len(storm.kinds) / len(stopping)
-        return Predicted(interval, restart, write, mtbf, goodput(interval, 0.0, restart, mtbf, write))
-
-
-def differences(ours: Path, theirs: Path) -> tuple[int, list[str]]:
-    """How many tensors two checkpoints have, and those that are not the same in both, bit for bit."""
-    one, other = Checkpoint(ours), Checkpoint(theirs)
-    keys = {(entry.kind, entry.name) for entry in one.entries()}
-    others = {(entry.kind, entry.name) for entry in other.entries()}
-    differ = [f"{kind} {name}" for kind, name in keys ^ others]
-    for kind, name in sorted(keys & others):
-        a, b = (checkpoint.read(name, kind).contiguous() for checkpoint in (one, other))
-        same = a.shape == b.shape and a.dtype == b.dtype
-        if not same or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
-            differ.append(f"{kind} {name}")
-    return len(keys | others), sorted(differ)
-
-
-def by_kind(struck: Sequence[Struck]) -> dict[str, dict[str, Any]]:
-    """Of each kind: how many, and of those that were recovered from the median, 90 % and longest time."""
-    table: dict[str, dict[str, Any]] = {}
-    for kind in (*KINDS, "all"):
-        ones = [one for one in struck if kind in ("all", one.kind)]
-        times = [one.seconds for one in ones if one.seconds is not None]
-        if ones:
-            ninth = statistics.quantiles(times, n=10)[-1] if len(times) > 1 else max(times, default=None)
-            median = statistics.median(times) if times else None
-            spread = {
-                "median_seconds": median,
-                "ninth_decile_seconds": ninth,
-                "longest_seconds": max(times, default=None),
-            }
-            table[kind] = {"faults": len(ones), "recovered": len(times), **spread}
-    return table
-
-
-def to_json(struck: Sequence[Struck]) -> list[dict[str, Any]]:
-    """The faults as plain values."""
-    return [asdict(one) for one in struck]

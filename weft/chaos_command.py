@@ -7,15 +7,16 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from weft.chaos import Predicted, Storm, StruckNursery, by_kind, differences, parse_kinds, schedule, settings, to_json
+from weft.chaos import Storm, StruckNursery, parse_kinds, schedule, settings
+from weft.chaos_report import Peace, Predicted, Report, by_kind, differences
 from weft.checkpoint.folder import step_name
 from weft.config import load_run
 from weft.display import format_seconds, print_json
@@ -37,63 +38,6 @@ class ChaosOptions(NamedTuple):
     kinds: str
     seed: int
     faults: int | None = None
-
-
-@dataclass(frozen=True)
-class Peace:
-    """The undisturbed run: where it is, from its first step to its end, and one step (the median)."""
-
-    folder: str
-    seconds: float
-    step_seconds: float
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a storm did, and what it did not."""
-
-    peace: Peace
-    storm: Storm
-    mtbf_seconds: float
-    seed: int
-    predicted: Predicted | None
-    status: int
-    num_tensors: int
-    differ: list[str]
-    log: Path
-
-    @property
-    def goodput(self) -> float:
-        """The effective training time ratio."""
-        return self.peace.seconds / self.storm.seconds
-
-    @property
-    def passed(self) -> bool:
-        """Whether the run ended, with the same bits."""
-        return self.status == 0 and self.num_tensors > 0 and not self.differ
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        run = self.storm.run
-        found = {"run": run.name, "folder": str(run.folder), "log": str(self.log), "plan": run.plan.degrees}
-        asked = {"mtbf_seconds": self.mtbf_seconds, "kinds": list(self.storm.kinds), "seed": self.seed}
-        steps = statistics.median(self.storm.step_seconds) if self.storm.step_seconds else None
-        measured = {"seconds": self.storm.seconds, "step_seconds": steps, "restarts": self.storm.restarts}
-        return {
-            **found,
-            **asked,
-            "steps": run.train.steps,
-            "undisturbed": asdict(self.peace),
-            **measured,
-            "goodput": self.goodput,
-            "predicted": None if self.predicted is None else asdict(self.predicted),
-            "by_kind": by_kind(self.storm.struck),
-            "faults": to_json(self.storm.struck),
-            "status": self.status,
-            "equal": self.passed,
-            "num_tensors": self.num_tensors,
-            "differ": self.differ,
-        }
 
 
 def run_chaos(

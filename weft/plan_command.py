@@ -15,9 +15,9 @@ from weft.errors import ConfigError
 from weft.planner.answer import with_more, with_scaling
 from weft.planner.goodput import Failures, cluster_mtbf, failures
 from weft.planner.page import page
-from weft.planner.question import OBJECTIVES, parse_constraints
+from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
 from weft.planner.show import show_answer
-from weft.planning import ask_for, planning_cluster, with_plan, with_saves, with_traffic
+from weft.planning import ask_for, catalog_run, image_run, planning_cluster, with_plan, with_saves, with_traffic
 from weft.predict import better_form, fitting_offload, micro_batch_profile, predict, run_cluster
 from weft.train.timeline import refuse_timeline
 
@@ -40,6 +40,27 @@ class PlanOptions(NamedTuple):
         """The seconds between failures of a device, where they are given for it or for this cluster."""
         mtbf_seconds = cluster_mtbf(self.mtbf, self.mtbf_cluster, cluster.num_devices)
         return None if mtbf_seconds is None else mtbf_seconds * cluster.num_devices
+
+
+def named_run(
+    model: str,
+    cluster: str | None,
+    tokens_per_step: str | None,
+    sequence: int | None,
+    images_per_step: str | None,
+    size: int | None,
+) -> Run:
+    """A run of a model of the catalog, from options."""
+    if cluster is None or (tokens_per_step is None) == (images_per_step is None or size is None):
+        raise ConfigError(
+            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
+            "--cluster, --images-per-step and --size"
+        )
+    if tokens_per_step is not None:
+        return catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
+    assert images_per_step is not None
+    assert size is not None
+    return image_run(model, cluster, parse_count(images_per_step, "--images-per-step"), size)
 
 
 def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -> None:
