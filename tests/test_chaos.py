@@ -259,6 +259,16 @@ def test_bad_input_is_refused(weft: Weft, run_file: Path, arguments: list[str], 
     assert not (run_file.parent / "runs").exists()
 
 
+def test_under_a_launcher_it_is_refused(weft: Weft, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    left = weft("chaos", run_file, "plan.data=2")
+    assert left.status == 2
+    assert "weft chaos starts ranks by itself; run it without torchrun" in left.err
+
+
 def test_what_the_run_file_says_is_left(run_file: Path) -> None:
     given = ["plan.data=2", "numbers.compare_every=7", "numbers.on_bad=repeat", "checkpoint.memory_every=5"]
     changes = settings(make_run(run_file, "given", *given, "restart.hang_seconds=2"), KINDS)

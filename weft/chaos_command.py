@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from weft.checkpoint.folder import step_name
 from weft.config import load_run
 from weft.display import format_seconds, print_json
 from weft.errors import ConfigError
+from weft.launch import detect
 from weft.planner.goodput import parse_duration
 from weft.planning import has_layout
 from weft.train.batches import prepare_data
@@ -44,6 +47,8 @@ def run_chaos(
     nursery: StruckNursery, run_file: Path, overrides: list[str], asks: ChaosOptions, console: Console, as_json: bool
 ) -> None:
     """Both runs, and what they show; status 1 where they end differently."""
+    if detect(os.environ) is not None:
+        raise ConfigError("weft chaos starts ranks by itself; run it without torchrun, srun or mpirun")
     mtbf_seconds, kinds = parse_duration(asks.mtbf, "--mtbf"), parse_kinds(asks.kinds)
     run = load_run(run_file, overrides)
     if not has_layout(run):
@@ -81,6 +86,7 @@ def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], cons
         if found.pop("run") == run.to_toml():
             return Peace(**found)
         raise ConfigError(f"{run.folder} is of another run file; remove it, or give another folder (folder = ...)")
+    shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was stopped: its time would be too short
     storm = Storm(run, iter(()), (), Path())
     status, log = _train(nursery, run_file, overrides, storm, console, "undisturbed")
     if status or not (run.folder / "checkpoints" / step_name(run.train.steps)).is_dir():

@@ -1,4 +1,4 @@
-"""What a storm shows: goodput beside Daly's formula, times of recoveries, and whether two runs end with the same bits."""
+"""What a storm shows: goodput beside Daly's formula, recoveries, and whether two runs end with the same bits."""
 
 from __future__ import annotations
 
