@@ -205,7 +205,7 @@ class Twice:
 
     def _hashed(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The loss, and a hash of each parameter's gradient as backward delivers it."""
-        parameters = computing_parameters(self._model)
+        parameters = _computing(self._model)
         hashes = torch.zeros(len(parameters), dtype=torch.int64, device=self._mesh.device)
 
         def add(place: int, gradient: Tensor) -> None:
@@ -233,7 +233,7 @@ class Twice:
             )
 
 
-def computing_parameters(model: nn.Module) -> list[nn.Parameter]:
+def _computing(model: nn.Module) -> list[nn.Parameter]:
     """The trained parameters that forward computes with."""
     if not all_units(model):
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -243,7 +243,7 @@ def computing_parameters(model: nn.Module) -> list[nn.Parameter]:
 @contextmanager
 def _rehearsing(model: nn.Module) -> Iterator[None]:
     """Backward delivers gradients, and all that was added up before stays as it was."""
-    parameters = computing_parameters(model)
+    parameters = _computing(model)
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

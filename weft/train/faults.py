@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from weft.parallel import all_flats
-from weft.train.corruption import computing_parameters
 
 VARIABLE = "WEFT_CHAOS"
 INSIDE = ("nan", "flip")  # the kinds that a rank does itself
@@ -67,7 +66,9 @@ class Faults:
         if request[1] == b"flip":
             flip_a_bit(model, draw)
         else:
-            self._poisoned = draw.choice(computing_parameters(model)).register_hook(_with_nan)
+            flats = [flat for flat in all_flats(model) if flat.trainable]
+            parameters = [parameter for flat in flats for parameter in flat.whole_parameters]
+            self._poisoned = draw.choice(parameters).register_hook(_with_nan)
 
 
 def _with_nan(gradient: Tensor) -> Tensor:
