@@ -131,12 +131,13 @@ def _new_folder(base: Path) -> Path:
 def show(console: Console, report: Report) -> None:
     """For people."""
     table = Table(title="faults and recoveries", title_justify="left", box=None, pad_edge=False)
-    for name in ("kind", "faults", "recovered", "median", "90 %", "longest"):
+    for name in ("kind", "faults", "cut short", "recovered", "median", "90 %", "longest"):
         table.add_column(name, justify="left" if name == "kind" else "right")
     for kind, row in by_kind(report.storm.struck).items():
         times = (row["median_seconds"], row["ninth_decile_seconds"], row["longest_seconds"])
         words = ["" if seconds is None else format_seconds(seconds) for seconds in times]
-        table.add_row(kind, str(row["faults"]), str(row["recovered"]), *words, style="bold" if kind == "all" else "")
+        counts = (str(row[name]) for name in ("faults", "cut_short", "recovered"))
+        table.add_row(kind, *counts, *words, style="bold" if kind == "all" else "")
     console.print(table)
     told = [
         f"[bold]goodput[/]  {report.goodput:.1%}: {format_seconds(report.peace.seconds)} undisturbed, "

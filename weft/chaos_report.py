@@ -62,11 +62,11 @@ def differences(ours: Path, theirs: Path) -> tuple[int, list[str]]:
 
 
 def by_kind(struck: Sequence[Struck]) -> dict[str, dict[str, Any]]:
-    """Of each kind: how many, and of those that were recovered from the median, 90 % and longest time."""
+    """Of each kind: how many, how many of them the next one cut short, and the times of the other recoveries."""
     table: dict[str, dict[str, Any]] = {}
     for kind in (*KINDS, "all"):
         ones = [one for one in struck if kind in ("all", one.kind)]
-        times = [one.seconds for one in ones if one.seconds is not None]
+        times = [one.seconds for one in ones if one.seconds is not None and not one.cut_short]
         if ones:
             ninth = statistics.quantiles(times, n=10)[-1] if len(times) > 1 else max(times, default=None)
             median = statistics.median(times) if times else None
@@ -75,7 +75,12 @@ def by_kind(struck: Sequence[Struck]) -> dict[str, dict[str, Any]]:
                 "ninth_decile_seconds": ninth,
                 "longest_seconds": max(times, default=None),
             }
-            table[kind] = {"faults": len(ones), "recovered": len(times), **spread}
+            table[kind] = {
+                "faults": len(ones),
+                "cut_short": sum(one.cut_short for one in ones),
+                "recovered": len(times),
+                **spread,
+            }
     return table
 
 
