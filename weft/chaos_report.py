@@ -68,18 +68,14 @@ def by_kind(struck: Sequence[Struck]) -> dict[str, dict[str, Any]]:
         ones = [one for one in struck if kind in ("all", one.kind)]
         times = [one.seconds for one in ones if one.seconds is not None and not one.cut_short]
         if ones:
-            ninth = statistics.quantiles(times, n=10)[-1] if len(times) > 1 else max(times, default=None)
-            median = statistics.median(times) if times else None
-            spread = {
-                "median_seconds": median,
-                "ninth_decile_seconds": ninth,
-                "longest_seconds": max(times, default=None),
-            }
+            ninth = statistics.quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else None
             table[kind] = {
                 "faults": len(ones),
                 "cut_short": sum(one.cut_short for one in ones),
                 "recovered": len(times),
-                **spread,
+                "median_seconds": statistics.median(times) if times else None,
+                "ninth_decile_seconds": ninth,
+                "longest_seconds": max(times, default=None),
             }
     return table
 
