@@ -1,8 +1,8 @@
 """Goodput under random faults beside Daly's formula: `weft chaos` on a tiny Llama, four processes, at three rates.
 
 Each rate has runs with seeds 0, 1, .. until so many faults have struck; every run must end with the bits of the
-undisturbed one. The undisturbed run is done once; where the machine was slower later on, `goodput_by_own_steps` takes
-the time of a step from the disturbed runs themselves.
+undisturbed one. The undisturbed run is done once. Where other work makes the machine slower later on, goodput shows
+that too; `training_share`, the time that was not spent on recoveries, does not.
 
     python benchmarks/chaos.py [--steps 1000]
 """
@@ -53,7 +53,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "faults": len(faults),
         "restarts": sum(one["restarts"] for one in runs),
         "goodput": sum(one["undisturbed"]["seconds"] for one in runs) / seconds,
-        "goodput_by_own_steps": sum(one["steps"] * one["step_seconds"] for one in runs) / seconds,
+        "training_share": 1 - sum(one["recovering_seconds"] for one in runs) / seconds,
         "predicted_goodput": predicted,
         "restart_seconds": restart,
         "step_seconds": [one["step_seconds"] for one in runs],

@@ -119,7 +119,7 @@ def test_a_kill_is_recovered_from_when_a_new_step_is_done_after_a_restart(tmp_pa
     ranks.at(10.0, 3, 3)
     ((one),) = ranks.storm.struck
     assert (one.kind, one.ranks, one.step) == ("kill", [1], 2)
-    assert one.seconds == pytest.approx(3.0)
+    assert one.seconds == ranks.storm.recovering_seconds == pytest.approx(3.0)
     assert by_kind([one])["all"]["longest_seconds"] == pytest.approx(3.0)
 
 
@@ -309,6 +309,7 @@ def test_six_faults_of_six_kinds_change_nothing(weft: Weft, run_file: Path, tmp_
     assert kinds[:2] == ["hang", "kill"]
     assert len(kinds) >= 3, kinds  # a fast machine is done before the last ones are due
     assert 0 < found["goodput"] < 1
+    assert 0 < found["training_share"] < 1
     assert 0 < found["predicted"]["goodput"] < 1
     assert "start again (restart 1 of" in Path(found["log"]).read_text()
 

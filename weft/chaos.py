@@ -120,6 +120,7 @@ class Storm:
     began_at: float | None = None
     ended_at: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
+    recovering_seconds: float = 0.0  # from a fault to the next step, over all
     _pids: Sequence[int] = ()
     _folder: Path = Path()
     _resumed: int = 0
@@ -178,7 +179,7 @@ class Storm:
         self._step = max(self._step, newest.step)
         waiting = [one for one in self._open if newest.step <= one.step or not self._is_answered(one)]
         if self._open and not waiting:
-            assert self.began_at is not None
+            self.recovering_seconds += now - self.began_at - self._open[0].at_seconds
             for one in self._open:
                 one.seconds = now - self.began_at - one.at_seconds
                 one.redone = max(0, one.step - self._resumed) if one.kind != "nan" else 0

@@ -141,7 +141,8 @@ def show(console: Console, report: Report) -> None:
     console.print(table)
     told = [
         f"[bold]goodput[/]  {report.goodput:.1%}: {format_seconds(report.peace.seconds)} undisturbed, "
-        f"{format_seconds(report.storm.seconds)} under faults, {report.storm.restarts} restarts"
+        f"{format_seconds(report.storm.seconds)} under faults, {report.storm.restarts} restarts; "
+        f"{report.training_share:.1%} of the time was not spent on recoveries"
     ]
     if report.predicted is not None:
         one = report.predicted

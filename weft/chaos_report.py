@@ -109,6 +109,11 @@ class Report:
         return self.peace.seconds / self.storm.seconds
 
     @property
+    def training_share(self) -> float:
+        """Of the time under faults, what was not spent on recoveries: as goodput, if steps take as long as in peace."""
+        return 1 - self.storm.recovering_seconds / self.storm.seconds
+
+    @property
     def passed(self) -> bool:
         """Whether the run ended, with the same bits."""
         return self.status == 0 and self.num_tensors > 0 and not self.differ
@@ -127,6 +132,8 @@ class Report:
             "undisturbed": asdict(self.peace),
             **measured,
             "goodput": self.goodput,
+            "training_share": self.training_share,
+            "recovering_seconds": self.storm.recovering_seconds,
             "predicted": None if self.predicted is None else asdict(self.predicted),
             "by_kind": by_kind(self.storm.struck),
             "faults": [asdict(one) for one in self.storm.struck],
