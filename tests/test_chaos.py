@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -19,12 +20,15 @@ import torch
 from commands_for_tests import Weft, caller
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from runs_for_tests import make_run, train_on_ranks, write_run_file
 
 from weft import chaos_command
 from weft.chaos import KINDS, Fault, Storm, Struck, parse_kinds, schedule, settings
-from weft.chaos_report import Predicted, by_kind, differences
+from weft.chaos_report import Peace, Predicted, by_kind, differences
 from weft.checkpoint import Piece, Region, Saver
+from weft.config import load_run
+from weft.errors import ConfigError
 from weft.nursery import Death
 from weft.parallel import all_flats
 from weft.status import FOLDER_VARIABLE, Status
@@ -276,6 +280,17 @@ def test_what_the_run_file_says_is_left(run_file: Path) -> None:
     changes = settings(make_run(run_file, "given", "plan.data=2"), KINDS)
     assert changes[3:] == ["checkpoint.memory_every=1", "numbers.on_bad=repeat", "numbers.compare_every=1"]
     assert parse_kinds("nan, kill,nan") == ("kill", "nan")
+
+
+def test_an_earlier_undisturbed_run_is_used_again_and_no_other(run_file: Path, tmp_path: Path) -> None:
+    own = ["plan.data=2", f"folder={tmp_path / 'undisturbed'}"]
+    known = {"run": load_run(run_file, own).to_toml(), "folder": "there", "seconds": 9.0, "step_seconds": 0.1}
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed" / "chaos.json").write_text(json.dumps(known))
+    nursery: Any = None  # nobody is started
+    assert chaos_command._in_peace(nursery, run_file, own, Console()) == Peace("there", 9.0, 0.1)
+    with pytest.raises(ConfigError, match="undisturbed is of another run file; remove it"):
+        chaos_command._in_peace(nursery, run_file, [*own, "train.steps=7"], Console())
 
 
 def test_checkpoints_that_differ_in_a_bit_are_told_apart(tmp_path: Path) -> None:
