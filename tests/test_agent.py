@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from weft.agent import Restarts, Source, start_local
-from weft.errors import ConfigError, LaunchError, LostRankError
+from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
 from weft.lock import locked
 from weft.nursery import Nursery
 from weft.status import Status
@@ -98,6 +98,18 @@ def test_an_error_before_a_step_was_done_would_come_again(capfd: pytest.CaptureF
     assert said.count("Traceback") == 1
     assert "failed: ValueError: wrong from the start\n" in said
     assert "start again" not in said
+
+
+def test_a_flipped_bit_is_tried_again_though_no_step_was_done(capfd: pytest.CaptureFixture[str]) -> None:
+    """It may come in the first step after a restart as well as in any other."""
+
+    def main() -> None:
+        begin_step(5)
+        if attempt() == 0:
+            raise CorruptionError("silent corruption in step 6")
+
+    assert run(main, newest=lambda: Source(5, "memory")) == 0
+    assert "failed: silent corruption in step 6, in step 6. All ranks start again" in capfd.readouterr().err
 
 
 def test_what_the_user_must_change_is_one_line_and_no_restart(capfd: pytest.CaptureFixture[str]) -> None:

@@ -166,10 +166,12 @@ class _Loss:
 
     @property
     def may_come_right(self) -> bool:
-        """Whether another attempt may end better. Kills may; an error must have let some step pass."""
+        """Whether another attempt may end better. Kills and flipped bits may; an error must have let some step pass."""
         if self.hang is not None or any(code < 0 for code in self.codes.values()):
             return True
-        return self.failure is not None and not self.failure.final and self.done > self.began_at
+        if self.failure is None or self.failure.final:
+            return False
+        return self.failure.chance or self.done > self.began_at
 
     @property
     def status(self) -> int:

@@ -141,12 +141,13 @@ class NumbersConfig:
     """What to do about numbers that cannot be right; see `train/numbers.py` and `train/corruption.py`.
 
     `on_bad`: when loss or gradient norm are NaN or infinite or, with `spike` = k, the loss is above the median of the
-    last `window` losses by k times their median absolute deviation. "rollback" leaves out the last `leave_out` batches
-    since the checkpoint. More than `limit` bad steps without a good one (rollbacks: without a new checkpoint) end the
-    run. `compare_every` steps what ranks hold alike is compared, `repeat_every` steps a micro-batch is done twice.
+    last `window` losses by k times their median absolute deviation. "repeat" goes back and does the step again, and
+    skips it when it is bad once more. "rollback" leaves out the last `leave_out` batches since the checkpoint. More
+    than `limit` bad steps without a good one (rollbacks: without a new checkpoint) end the run. `compare_every` steps
+    what ranks hold alike is compared, `repeat_every` steps a micro-batch is done twice.
     """
 
-    on_bad: Literal["stop", "skip", "rollback"] = "stop"
+    on_bad: Literal["stop", "skip", "repeat", "rollback"] = "stop"
     spike: float | None = None
     window: int = 64
     leave_out: int = 8
@@ -300,8 +301,8 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
 def _refuse_numbers(run: Run) -> None:
     """What [numbers] needs of other tables."""
     numbers = run.numbers
-    if numbers.on_bad == "rollback" and run.checkpoint.every is None:
-        raise ConfigError("numbers.on_bad = 'rollback' goes back to a checkpoint; give checkpoint.every")
+    if numbers.on_bad in ("repeat", "rollback") and run.checkpoint.every is None:
+        raise ConfigError(f"numbers.on_bad = '{numbers.on_bad}' goes back to a checkpoint; give checkpoint.every")
     if numbers.repeat_every is not None and not run.train.deterministic:
         raise ConfigError(
             f"numbers.repeat_every = {numbers.repeat_every} compares bits, which kernels need not repeat; give "

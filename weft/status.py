@@ -56,13 +56,16 @@ class Seen:
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended a rank. `final` ones would come again: a restart does not help."""
+    """The error that ended a rank. `final` ones would come again: a restart does not help. Those of `chance` (flipped
+    bits) may come at any time; others come again unless some step was done before.
+    """
 
     message: str
     trace: str
     status: int
     final: bool
     at: float
+    chance: bool = False
 
 
 class Status:
@@ -164,7 +167,8 @@ def record_failure(environ: Mapping[str, str], rank: int, error: BaseException) 
     final = isinstance(error, WeftError) and not isinstance(error, (LostRankError, CorruptionError))
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     status = 2 if isinstance(error, ConfigError) else 1
-    failure = Failure(message, "".join(traceback.format_exception(error)), status, final, time.monotonic())
+    trace, chance = "".join(traceback.format_exception(error)), isinstance(error, CorruptionError)
+    failure = Failure(message, trace, status, final, time.monotonic(), chance)
     if FOLDER_VARIABLE in environ:
         path = _failure_path(Path(environ[FOLDER_VARIABLE]), rank)
         path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from weft.agent import Restarts, Source, start_local
@@ -21,13 +21,13 @@ def import_for_ranks() -> None:
     import torch._dynamo  # noqa: F401
 
 
-def start_ranks(nursery: Nursery, run: Run, arguments: Sequence[str]) -> int:
+def start_ranks(nursery: Nursery, run: Run, arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """Train a run on local ranks of the nursery's program, again and again if need be; the exit status."""
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     copies = job_folder(run_id) if run.checkpoint.memory_every is not None else None
     step_seconds = predict(run, run_cluster(run)).step_seconds
     restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds, step_seconds)
-    environ = {"TORCHELASTIC_RUN_ID": run_id}
+    environ = {**(environ or {}), "TORCHELASTIC_RUN_ID": run_id}
 
     def newest() -> Source:
         return newest_source(run, copies)

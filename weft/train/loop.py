@@ -45,6 +45,7 @@ from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
+from weft.train.faults import Faults
 from weft.train.graph import Graph, own_stream
 from weft.train.lookout import Lookout
 from weft.train.memory import MemoryCopies
@@ -117,7 +118,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         step, saved = resume(trained, memory, say)
         policy.load(saved.get("numbers", {}), guard)
         state = partial(_state, run, data, policy, guard)
-        if run.numbers.on_bad == "rollback" and not saved:  # there must be something to go back to
+        if run.numbers.on_bad in ("repeat", "rollback") and not saved:  # there must be something to go back to
             saver.save(step, pieces_to_save(model, optimizer, mesh), state(step), asynchronous=False)
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
@@ -126,10 +127,13 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         loss: float | None = None
         late: Late | None = None
         evaluation: dict[str, float] = {}
+        faults = Faults.of(os.environ, place.rank)
         batches = Batches(partial(_batches, run, data, policy, mesh), run.train.steps, mesh.device)
         report = partial(_report, run, clock, mesh, log, reporter, policy)
         while step < run.train.steps and not stop.agreed:
             status.step_begins(step)
+            if faults is not None:
+                faults.strike(model)
             rate = _set_learning_rate(run, optimizer, step)
             status.phase("loading data")
             given = batches.take(step)
@@ -148,11 +152,11 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
             if _pauses(run, step) or stop.agreed or mesh.device.type == "cpu":
                 done, late = [*done, late], None
             bad: Bad | None = None
-            while done and (bad is None or run.numbers.on_bad != "rollback"):
+            while done and (bad is None or bad.follows == "skip"):
                 loss, bad = report(done.pop(0))
-            if bad is not None and run.numbers.on_bad == "rollback":
+            if bad is not None and bad.follows != "skip":
                 status.phase(GOING_BACK)
-                step, saved = go_back(trained, saver, memory, say)
+                step, saved = go_back(trained, saver, memory, say, far=bad.follows == "rollback")
                 policy.went_back(bad, step, saved.get("numbers", {}), guard)
                 _report_return(bad, step, policy, log, reporter)
                 late = None
@@ -168,10 +172,11 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
                     log.write("evaluation", step, evaluation)
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
-            status.phase(SAVING)
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
+                status.phase("copying to memory")  # unlike saving, it may not take for ever
                 memory.save(step, pieces_to_save(model, optimizer, mesh), state(step))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
+                status.phase(SAVING)
                 pieces = pieces_to_save(model, optimizer, mesh)
                 policy.saved()
                 is_last = step == run.train.steps or stop.agreed
@@ -351,7 +356,7 @@ def _report(
         log.step(metrics)
         reporter.step(metrics)
     bad = policy.after(done.step, verdict, loss, norm)
-    if bad is not None and log is not None and run.numbers.on_bad == "skip":
+    if bad is not None and log is not None and bad.follows == "skip":
         log.write("numbers", done.step, {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad})
         reporter.say(f"{bad}: its update was skipped on all ranks (bad steps so far: {policy.num_bad})")
     return loss, bad
@@ -363,10 +368,9 @@ def _report_return(bad: Bad, step: int, policy: Policy, log: MetricsLog | None, 
         left_out = [list(interval) for interval in policy.left_out]
         values = {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad, "left_out": left_out}
         log.write("numbers", step, values)
-        reporter.say(
-            f"{bad}: back to step {step}; batches left out from now on: "
-            + ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
-        )
+        words = ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
+        what_now = "to do it again" if bad.follows == "repeat" else f"batches left out from now on: {words}"
+        reporter.say(f"{bad}: back to step {step}; {what_now}")
 
 
 def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
