@@ -228,13 +228,19 @@ def measured_saved_bytes(config: ModelConfig, plan: Plan, batch: int, sequence: 
     return saved_bytes_of_ranks(made(config), plan, (tokens, tokens))
 
 
-def saved_bytes_of_ranks(make: Callable[[], nn.Module], plan: Plan, given: tuple[Tensor, Tensor]) -> list[int]:
-    """The same for any model of tokens."""
+def saved_bytes_of_ranks(
+    make: Callable[[], nn.Module],
+    plan: Plan,
+    given: tuple[Tensor, Tensor],
+    change: Callable[[nn.Module], None] = lambda model: None,
+) -> list[int]:
+    """The same for any model of tokens; `change` is done to the parallel one."""
 
     def rank(index: int) -> int:
         mesh = Mesh(plan)
         torch.manual_seed(0)
         model = parallelize(make().to(MASTER_DTYPE[plan.precision]), plan, mesh)
+        change(model)
         own = own_tokens(given, mesh["context"])
         units = units_of(model)
         state = [flat.whole for flat in units.flats] if units is not None else [*model.parameters()]

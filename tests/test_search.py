@@ -12,6 +12,7 @@ import torch
 
 from weft.cluster import Cluster, load
 from weft.head import install_loss_head, is_loss_in_head
+from weft.memory.compiled import compiled
 from weft.models import DecoderConfig, GPT2Config, build
 from weft.models.loss import ExampleLoss
 from weft.parallel import cost
@@ -19,6 +20,7 @@ from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import simulate
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard, Tensor, split_batch
+from weft.planner.kernels import software_for_text
 from weft.planner.memory import alive_at_once, memory, sizes
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
@@ -170,9 +172,11 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
     assert model.steps.estimate(plan, count) == pytest.approx(model.steps.step(plan, count).seconds, rel=0.1)
 
 
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("plan", [*PLANS[:3], PLANS[4]], ids=lambda plan: plan.describe_axes())  # with equal stages
-def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan) -> None:
-    plan, model = replace(plan, precision="bf16"), small()
+def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
+    plan, cluster = replace(plan, precision="bf16"), load("h100:1x8")
+    model = planned_model(SMALL, 1024, cluster, software_for_text(cluster, compiles))
     assert plan.micro_batch is not None
     with torch.device("meta"):
         whole = build(SMALL).to(torch.bfloat16)
@@ -183,6 +187,7 @@ def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan) -> None:
         return torch.zeros(plan.micro_batch or 1, 1024, dtype=torch.long, device="cpu")
 
     found = profile(whole, lambda: (tokens(),), ExampleLoss(tokens))
+    found = compiled(found) if compiles else found
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     stated = max((cost(found, plan, split_batch(plan, 64, 1024), at) for at in ranks), key=lambda one: one.memory_bytes)
     closed = memory(sizes(model.profile, plan), plan, 8, 64 // plan.num_batch_ranks // plan.micro_batch)

@@ -36,6 +36,7 @@ class LossHead:
         self.labels: Tensor | None = None
         self.z_loss = 0.0
         self.rows: RowsLoss = rows_loss
+        self.rows_of_shapes: RowsLoss = rows_loss  # of fake tensors
 
     def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's, which may be used
         """Logits, or the summed loss."""
@@ -46,7 +47,7 @@ class LossHead:
                 f"the model's last linear is given {list(input.shape[:-1])} positions, and there are labels for "
                 f"{list(self.labels.shape)}; give a label for each position (-100 where none counts)"
             )
-        rows = rows_loss if isinstance(input, FakeTensor) else self.rows
+        rows = self.rows_of_shapes if isinstance(input, FakeTensor) else self.rows
         return head_loss(input, self.module.weight, self.module.bias, self.labels, self.z_loss, rows)
 
     @contextmanager

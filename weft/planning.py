@@ -110,7 +110,8 @@ def ask_for(
         assert not isinstance(run.model, LanguageConfig), "the run file was checked"
         shape = run.data.shape(run.model.in_channels)
         exact &= not any(one.name == "exact" and one.value is False for one in constraints)
-    question = Question(alone.split.batch, alone.split.sequence, precision, constraints, shape, exact)
+    compiles = run.train.compile
+    question = Question(alone.split.batch, alone.split.sequence, precision, constraints, shape, exact, compiles)
     return ask(run.name, run.model, cluster, question, objective, say, mtbf_seconds)
 
 

@@ -23,6 +23,7 @@ from weft.data.config import DataConfig
 from weft.errors import PlanError
 from weft.head import install_loss_head, is_loss_in_head
 from weft.measure import cpu_flops_per_second, is_cpu
+from weft.memory.compiled import compiled, under
 from weft.memory.host import KEPT_FREE_BYTES
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import LanguageConfig, ModelConfig, build
@@ -35,9 +36,11 @@ from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
 from weft.planner.image_model import planned_images
+from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.step import StepModel
 from weft.profile import Profile, profile
+from weft.train.compiling import wants_compile
 from weft.train.documents import document_traffic
 from weft.train.step import step_traffic
 from weft.train.task import Task, task_of
@@ -109,7 +112,9 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     """What one step of the run costs each rank; the run's plan must fit the model."""
     whole, plan = micro_batch_profile(run), run.plan
     refuse(whole, plan)
-    staging = stage(whole, plan) if plan.pipe.degree > 1 else None
+    staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # cut as the run cuts, which has no compiled profile
+    if wants_compile(run, torch.device("cpu" if is_cpu(cluster) else "cuda")):
+        whole = under(compiled(whole), plan)
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     costs = [cost(whole, plan, run.split, coordinates, staging) for coordinates in ranks]
     worst = max(range(len(costs)), key=lambda index: costs[index].memory_bytes)
@@ -157,7 +162,8 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
 def _step_model(run: Run, cluster: Cluster) -> StepModel:
     """The planner's times for the run's model."""
     if isinstance(run.model, LanguageConfig):
-        return planned_model(run.model, run.split.sequence, cluster).steps
+        software = software_for_text(cluster, run.train.compile)
+        return planned_model(run.model, run.split.sequence, cluster, software).steps
     assert not isinstance(run.data, DataConfig), "the run file was checked"
     return planned_images(run.model, run.data.shape(run.model.in_channels), run.plan.precision, cluster).steps
 

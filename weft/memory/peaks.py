@@ -5,19 +5,16 @@ block's backward the gradients inside of it and, with recompute, its activations
 forward, loss and backward on shapes under the memory policy itself, and adding up the tensors alive after each
 operation. A gradient of a parameter is taken from it as soon as it is there, as units do.
 
-Of blocks that are alike only the first and the last run; the others hand their input on.
+Of blocks that are alike only the first and the last run; the others hand their input on. The backward of a compiled
+block holds what its graph says (`partition.py`).
 """
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,12 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.blocks import find_blocks, find_units
-from weft.head import example_labels
+from weft.head import example_labels, loss_head_of
 from weft.live import LiveTensors
+from weft.memory.apart import run_apart
+from weft.models.loss import fused_rows_loss, rows_loss
 from weft.profile import Block, Profile, Source, cast, fake
 from weft.substitute import call_with
 
-FORKED_SECONDS = 120.0
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # a block's forward to the same under a memory policy
 
 
@@ -59,34 +57,21 @@ def peaks(profile: Profile, policy: str, wrap: Wrap) -> Peaks:
     if source is None:
         return Peaks()
     if policy not in source.found:
-        source.found[policy] = _run_apart(source, policy, wrap)
+        ran = Peaks(**run_apart(lambda: asdict(_run(source.eager or source, policy, wrap, source.eager is not None))))
+        source.found[policy] = _compiled(ran, source.blocks)
     found: Peaks = source.found[policy]
     return found
 
 
-def _run_apart(source: Source, policy: str, wrap: Wrap) -> Peaks:
-    """In a forked process where torch has accelerators: its first backward starts threads for them, and no process can
-    fork ranks after that. Where it has started them long ago a forked one fails, and nothing is left to keep from.
-    """
-    if torch.version.cuda is None and torch.version.hip is None:
-        return _run(source, policy, wrap)
-    read, write = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.write(write, json.dumps(asdict(_run(source, policy, wrap))).encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        text = pipe.read() if select.select([pipe], [], [], FORKED_SECONDS)[0] else b""
-    if not text:
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return Peaks(**json.loads(text)) if text else _run(source, policy, wrap)
+def _compiled(found: Peaks, blocks: Mapping[str, Block]) -> Peaks:
+    """Peaks with those of compiled blocks in the places of theirs: computed again, a block holds what it would keep."""
+    kept = {name: (blocks[name].saved_bytes or {}).get("none", 0) for name in found.block_bytes}
+    over = {name: blocks[name].backward_bytes for name in found.block_bytes}
+    mine = {name: kept[name] + one for name, one in over.items() if one is not None}
+    return replace(found, block_bytes={**found.block_bytes, **mine})
 
 
-def _run(source: Source, policy: str, wrap: Wrap) -> Peaks:
+def _run(source: Source, policy: str, wrap: Wrap, is_loss_fused: bool) -> Peaks:
     groups, step = _alike(block for name, block in source.blocks.items() if name), _Step(source)
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: cast(fake(parameter), source.dtype) for name, parameter in step.named_parameters()}
@@ -95,7 +80,8 @@ def _run(source: Source, policy: str, wrap: Wrap) -> Peaks:
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(_take)
         watch = _Watch(LiveTensors(ignored=state.values()))
-        with _watched(source.model, groups, wrap, watch), watch.live, torch.enable_grad():
+        watched = _watched(source.model, groups, wrap, watch)
+        with watched, _loss(source.model, is_loss_fused), watch.live, torch.enable_grad():
             call_with(step, state, ())
             watch.note()
     ran = (block for name, block in source.blocks.items() if name in watch.began)
@@ -107,6 +93,20 @@ def _run(source: Source, policy: str, wrap: Wrap) -> Peaks:
     root = {name: watch.most[name] - saved for name in order[:first]}
     end = max((watch.most[name] for name in order[first:] if name not in source.blocks), default=0)
     return Peaks(root, end, watch.stream_bytes, tied, most)
+
+
+@contextmanager
+def _loss(model: nn.Module, is_fused: bool) -> Iterator[None]:
+    """While it lasts, the head's loss takes what it takes compiled, or not."""
+    head = loss_head_of(model)
+    if head is None or not is_fused:
+        yield
+        return
+    head.rows_of_shapes = fused_rows_loss
+    try:
+        yield
+    finally:
+        head.rows_of_shapes = rows_loss
 
 
 def _tied_bytes(source: Source) -> int:

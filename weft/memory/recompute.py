@@ -8,6 +8,7 @@ of matmuls, convolutions and attention, and recomputes only what is cheap: norms
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from weft.blocks import find_blocks
 from weft.memory.peaks import Peaks, peaks
 from weft.mesh import Mesh
+from weft.parallel.layout import COMPUTE_DTYPE
 from weft.plan import BatchSplit, Plan
 from weft.profile import KEPT_OPERATIONS, WHOLE, Block, Profile
 from weft.strategy import Cost, Strategy, Transient, Values
@@ -40,6 +42,8 @@ class RecomputePolicy(Strategy):
         saved = sum((block.saved_bytes or {}).get(policy, 0) for block in profile.all)
         again = sum(block.flops for block in profile.blocks) if policy == "full" else 0
         found = transient(profile, policy) if profile.counted else Transient()
+        if profile.blocks and profile.blocks[-1].backward_bytes is not None:
+            found = replace(found, backward_bytes=max(found.backward_bytes, _with_gradients(profile, plan)))
         return Cost(saved_bytes=saved, transient=found, flops=(3 * profile.flops + again) * split.accumulation)
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
@@ -86,6 +90,17 @@ def transient(profile: Profile, policy: str) -> Transient:
         end = found.end_bytes * profile.shares.head * _tile_share(profile, profile.root, whole[""])
         most = max(most, int(end) - saved - gone)
     return Transient(0, loss, most)
+
+
+def _with_gradients(profile: Profile, plan: Plan) -> int:
+    """What there is over all that is saved when the backward of the last block ends: compiled, it gives the gradients
+    of all parameters at once, and nothing that the block has saved is left.
+    """
+    block, policy = profile.blocks[-1], plan.memory.recompute
+    behind = _saved(profile.root, policy) - profile.root.saved_behind.get(policy, {}).get("", 0)
+    numel = sum(parameter.numel for parameter in block.parameters if parameter.trainable)
+    stream = int(_peaks(profile, policy).stream_bytes * profile.shares.stream)
+    return numel * COMPUTE_DTYPE[plan.precision].itemsize + stream - _saved(block, policy) - max(0, behind)
 
 
 def _tile_share(profile: Profile, local: Block, whole: Block) -> float:

@@ -279,10 +279,12 @@ class _Stream:
             return replace(block, saved_bytes=self._around_convolutions(block))
         over = self.over(bool(block.name) or self.ends.head is not None)
         inputs, outputs = self._inputs(block.name), self._outputs(block.name)
-        norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
+        norms = local_norms = 0  # compiled ones keep their input, which is the stream
+        if block.backward_bytes is None:
+            norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
         none, selective, full = (block.saved_bytes[kind] for kind in ("none", "selective", "full"))
         inside = min(max(0, none - norms - inputs), self._behind_columns(block))
-        beside = max(0, none - norms - inputs - inside)  # on the stream: masks of dropouts
+        beside = max(0, none - norms - inputs - inside)  # on the stream: masks of dropouts, what compiled norms keep
         parts = self.x if self.plan.tensor.sequence and self.plan.tensor.regather else 1
         saved = {"none": inside // self.x + beside // over + local_norms + inputs // (self.y * parts)}
         if block.name:

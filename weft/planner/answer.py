@@ -17,6 +17,7 @@ from weft.models import LanguageConfig, ModelConfig
 from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
 from weft.planner.image_model import planned_images
+from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.question import Objective, Question
 from weft.planner.search import Candidate, Found, Model, search
@@ -183,7 +184,7 @@ def ask(
 def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
     """The model of a question, made ready to be planned."""
     if isinstance(config, LanguageConfig):
-        return planned_model(config, question.sequence, cluster)
+        return planned_model(config, question.sequence, cluster, software_for_text(cluster, question.compiles))
     assert question.shape is not None
     return planned_images(config, question.shape, question.precision, cluster)
 

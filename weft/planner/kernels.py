@@ -61,7 +61,8 @@ class Software:
     """How steps are run, beside the plan: facts about a framework. The defaults are weft's own, uncompiled.
 
     `attention`: a key of FLASH, or "plain" with scores in memory. `fused`: operations between matmuls are one kernel
-    (torch.compile, or fused by hand). `host_seconds`: what the host takes to issue one operation; where kernels are
+    (torch.compile, or fused by hand); `compiled`: it is torch.compile, block by block, which then decides what is kept
+    for backward. `host_seconds`: what the host takes to issue one operation; where kernels are
     shorter, the host sets the pace. `loss_bytes` pass through memory for each logit, forward and backward.
     `selective`: what selective recompute does again: "cheap" work, the "attention", or every "other" matmul beside the
     cheap work. `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`.
@@ -73,6 +74,7 @@ class Software:
 
     attention: str = "flash2"
     fused: bool = False
+    compiled: bool = False
     fp8: str = ""
     host_seconds: float = 10e-6
     loss_bytes: float = EAGER_LOSS_BYTES
@@ -92,12 +94,15 @@ class Software:
     gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward
 
 
-def software_for_text(cluster: Cluster) -> Software:
-    """How weft trains models of language on a cluster: compiled on GPUs, with the fastest attention kernel."""
-    if is_cpu(cluster):
-        return Software()
-    attention = "flash3" if cluster.node.device.is_newer else "flash2"  # Hopper's has a kernel of its own
-    return Software(attention, fused=True, loss_bytes=COMPILED_LOSS_BYTES)
+def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Software:
+    """How weft trains models of language on a cluster: compiled if the run says so, or else on GPUs, with the fastest
+    attention kernel.
+    """
+    is_newer = cluster.node.device.is_newer and not is_cpu(cluster)
+    attention = "flash3" if is_newer else "flash2"  # Hopper's has a kernel of its own
+    if not (not is_cpu(cluster) if compiles is None else compiles):
+        return Software(attention)
+    return Software(attention, fused=True, compiled=True, loss_bytes=COMPILED_LOSS_BYTES)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from weft.head import is_loss_in_head
+from weft.memory.compiled import under
 from weft.memory.recompute import over_root, transient
 from weft.models.loss import parts
 from weft.parallel.layout import (
@@ -50,6 +51,7 @@ class Sizes:
     behind_saved: float  # the part of it behind the blocks
     at_loss: float  # bytes there over what is saved
     at_head: float  # in its backward, but for the gradient of its weight
+    head_gradient: float  # which it holds there: scaled from one that is kept, and rounded
     head_numel: float
     in_backward: float  # of a block, over what blocks have saved
     at_regions: float  # the tensor axes' own
@@ -58,16 +60,19 @@ class Sizes:
     loss_rows: int = 0
     num_classes: int = 1
     kept_gradient: float = 0.0
+    is_compiled: bool = False  # blocks and the head's loss
 
     def at_the_loss(self, num_sequences: float, compute: int, wide: int) -> float:
         """Bytes at the loss over what is saved, of `compute` or `wide` bytes an element: with all logits, or with a
-        part of them, at their loss or at the gradient of the weight. The first part has no gradient to add to yet.
+        part of them, at their loss or at the gradient of the weight. The first part has no gradient to add to yet. A
+        compiled loss widens no logits.
         """
         if not self.loss_rows:
             return self.at_loss * num_sequences
         found = parts(math.ceil(self.loss_rows * num_sequences), self.num_classes)
         logits = found[0].stop * self.num_classes
-        at_rows = logits * (compute + (wide if wide > compute else 0)) - (self.kept_gradient if len(found) == 1 else 0)
+        widened = wide if wide > compute and not self.is_compiled else 0
+        at_rows = logits * (compute + widened) - (self.kept_gradient if len(found) == 1 else 0)
         return float(max(at_rows, (logits + self.head_numel) * compute))
 
 
@@ -132,9 +137,12 @@ def _of_rank(
     numel, kept = blocks * sizes.block_numel + ends, sizes.block_saved[plan.memory.recompute]
     saved = (kept * blocks / chunks * alive + is_last * sizes.root_saved) * per_micro_batch
     saved += is_last * sizes.kept_gradient
-    head = sizes.at_head * per_micro_batch + (sizes.kept_gradient or sizes.head_numel * compute)
+    head = sizes.at_head * per_micro_batch + sizes.head_gradient
     loss = is_last * max(sizes.at_the_loss(per_micro_batch, compute, max(compute, 4)), head)
-    backward = (sizes.in_backward - is_last * sizes.behind_saved) * per_micro_batch - is_last * sizes.kept_gradient
+    backward = sizes.in_backward * per_micro_batch
+    if sizes.is_compiled:  # gives the gradients of all parameters at once, when nothing is left of what it saved
+        backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
+    backward -= is_last * (sizes.behind_saved * per_micro_batch + sizes.kept_gradient)
     throughout = sizes.at_regions * per_micro_batch
     if is_first and is_last:
         backward += sizes.tied_numel * compute
@@ -181,7 +189,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     if there is one, where a plan leaves the loss to the head.
     """
     in_head = profile.kept.get(IN_HEAD) if is_loss_in_head(plan) else None
-    profile = in_head or profile
+    profile = under(in_head or profile, plan)
     at = dict.fromkeys(plan.degrees, 0)
     local = localise(profile, replace(plan, context=Context()), at)
     block, policy = local.blocks[-1], plan.memory.recompute
@@ -201,6 +209,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     heads_over = [size for name, size in over.items() if name in split_heads]
     layer = profile.layers[split_heads[0]] if in_head and split_heads else None
     kept_gradient = head * max(compute, 4) if layer else 0.0  # in float32 at least
+    head_gradient = kept_gradient + (head * compute if kept_gradient == 0 or compute < 4 else 0)
     return Sizes(
         sum(names.values()),
         first,
@@ -211,7 +220,8 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         root - kept_gradient,
         behind - kept_gradient,
         float(max(size for name, size in over.items() if name not in split_heads)),
-        max(heads_over, default=0) - (kept_gradient or head * compute),
+        max(heads_over, default=0) - head_gradient,
+        head_gradient,
         head,
         float(end.backward_bytes + behind),
         float(transient_bytes(local, plan)),
@@ -219,6 +229,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         layer.rows if layer else 0,
         layer.out_features if layer else 1,
         kept_gradient,
+        block.backward_bytes is not None,
     )
 
 

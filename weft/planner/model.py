@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.cluster import Cluster
 from weft.head import install_loss_head
+from weft.memory.compiled import compiled
 from weft.models import GPT2Config, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.plan import Plan
@@ -45,11 +46,14 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
             install_loss_head(module)
         return profile(module, lambda: (tokens(),), ExampleLoss(tokens))
 
-    found = profiled(in_head=False)
-    found.kept[IN_HEAD] = profiled(in_head=True)
+    software = software or software_for_text(cluster)
+    found, in_head = profiled(in_head=False), profiled(in_head=True)
+    if software.compiled:
+        found, in_head = compiled(found), compiled(in_head)
+    found.kept[IN_HEAD] = in_head
     work = workload(found)
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())
     numel = (int(held.first_numel), found.blocks[-1].numel, int(held.last_numel))
-    steps = StepModel(work, cluster, software or software_for_text(cluster), numel)
+    steps = StepModel(work, cluster, software, numel)
     return Model(steps, found)

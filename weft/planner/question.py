@@ -78,7 +78,8 @@ class Constraint:
 class Question:
     """What is to be planned, on all devices of the model's cluster: for `shape`, images; else sequences of tokens.
 
-    Without `exact` plans may change the mathematics (batch norm over the images of each rank alone).
+    Without `exact` plans may change the mathematics (batch norm over the images of each rank alone). `compiles` says
+    whether blocks of a model of language are compiled; None, that they are on GPUs.
     """
 
     batch: int
@@ -87,6 +88,7 @@ class Question:
     constraints: tuple[Constraint, ...] = ()
     shape: Shape | None = None
     exact: bool = True
+    compiles: bool | None = None
 
     @property
     def unit(self) -> str:

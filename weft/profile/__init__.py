@@ -22,6 +22,7 @@ from weft.profile.parts import (
     Convolution,
     Experts,
     Flops,
+    Given,
     Heads,
     Layer,
     Matmul,
@@ -56,13 +57,14 @@ def profile(
     found = replace(structure(model), example=example, dtype=dtype)
     if example is None:
         return found
+    tally = Tally()
     try:
-        counted = count(model, example, finish, dtype, found)
+        counted = count(model, example, finish, dtype, found, tally)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return found
     if finish is None:
         return counted
-    source = Source(model, example, finish, dtype, {block.name: block for block in counted.all})
+    source = Source(model, example, finish, dtype, {block.name: block for block in counted.all}, tally.given)
     return replace(counted, source=source, has_loss=True)
 
 
@@ -75,6 +77,7 @@ __all__ = [
     "Convolution",
     "Experts",
     "Flops",
+    "Given",
     "Heads",
     "Layer",
     "Matmul",

@@ -85,6 +85,9 @@ class Block:
     memory there beside matmuls (see `moved.py`). `boundary_bytes` is what the block hands on. `in_backward` is false
     for a block whose output needs no gradient: nothing of it is needed again.
 
+    Of a compiled block `saved_bytes["none"]` is what torch.compile keeps, and `backward_bytes` the most that its
+    backward holds over it (`memory/partition.py`).
+
     `matmuls` says how often each shape occurs (attention apart), `convolutions` are in the order of computation.
     `branches` are the places where data forks into paths that need nothing of each other (see `flow.py`).
     """
@@ -106,6 +109,7 @@ class Block:
     convolutions: tuple[Convolution, ...] = ()
     experts: tuple[Experts, ...] = ()
     branches: tuple[Paths, ...] = ()
+    backward_bytes: int | None = None
 
     @property
     def numel(self) -> int:
@@ -170,14 +174,32 @@ WHOLE = Shares()
 
 
 @dataclass(frozen=True)
+class Given:
+    """A tensor that a block was given, by its form; which of them share a storage says `storage`."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    storage: int
+    storage_bytes: int
+
+
+@dataclass(frozen=True)
 class Source:
-    """What a profile was taken of, kept by the profiles of its stages too; `found` is for what is measured later."""
+    """What a profile was taken of, kept by the profiles of its stages too; `found` is for what is measured later.
+
+    `given` are the arguments (args, kwargs) of each block, with `Given` for tensors. Where `blocks` are compiled ones,
+    `eager` is the source with those that are not.
+    """
 
     model: nn.Module
     example: Callable[[], Any]
     finish: Callable[[Any], Any]
     dtype: torch.dtype | None  # that it computes in, if not the model's own
     blocks: Mapping[str, Block]  # of the whole model, the root under ''
+    given: Mapping[str, Any] = field(default_factory=dict)
+    eager: Source | None = None
     found: dict[str, Any] = field(default_factory=dict)
 
 

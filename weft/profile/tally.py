@@ -29,7 +29,7 @@ from weft.moved import MovedTally, bytes_of, is_view, tensors_of
 from weft.pairing import is_convolution, is_linear, is_norm
 from weft.probe import num_spatial_dims
 from weft.profile.flow import Flow
-from weft.profile.parts import Block, Convolution, Flops, Heads, Layer, Matmul, Profile
+from weft.profile.parts import Block, Convolution, Flops, Given, Heads, Layer, Matmul, Profile
 from weft.profile.products import GROUPED, KEPT_OPERATIONS, fake_grouped, product
 from weft.profile.saved import POLICIES, SavedTally
 from weft.substitute import call_with
@@ -101,6 +101,7 @@ class Tally(TorchDispatchMode):
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
         self.layers: dict[str, Layer] = {}
         self.attentions: dict[str, Heads] = {}
+        self.given: dict[str, Any] = {}  # by block, its arguments
         self.stream_shape: tuple[int, ...] = ()
         self.saved, self.moved, self.flow = SavedTally(), MovedTally(), Flow()
         self._behind = ""
@@ -209,6 +210,7 @@ class Tally(TorchDispatchMode):
         self.running = name
         self._unsaved.clear()
         self.blocks.setdefault(name, _Counts()).calls += 1
+        self.given.setdefault(name, tree_map(_form, (args, kwargs)))
         for tensor in tensors_of((args, kwargs)):
             self.stream_shape = self.stream_shape or tuple(tensor.shape)
             self._save(tensor, "selective", "full")
@@ -254,6 +256,14 @@ class Tally(TorchDispatchMode):
 
 def _is_product(module: nn.Module) -> bool:
     return is_linear(module) or is_convolution(module)
+
+
+def _form(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage()
+    form = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return Given(*form, storage._cdata, storage.nbytes())
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

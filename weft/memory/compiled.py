@@ -1,0 +1,112 @@
+"""A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps.
+
+Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less. So do blocks
+that `y` splits: torch.compile steps around the sum behind each matmul, and the pieces keep what enters and leaves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from weft.blocks import find_blocks
+from weft.memory.apart import run_apart
+from weft.memory.partition import Partition, partition
+from weft.plan import Plan
+from weft.profile import Block, Given, Profile, Source
+
+_found: dict[Any, Partition | None] = {}  # by all that a partition depends on
+
+
+def compiled(profile: Profile) -> Profile:
+    """The profile of the same model with compiled blocks, which keeps this one; one without a loss as it is."""
+    if profile.source is None or not profile.blocks:
+        return profile
+    if "compiled" not in profile.kept:
+        profile.kept["compiled"] = _compiled(profile, profile.source)
+    found: Profile = profile.kept["compiled"]
+    return found
+
+
+def _compiled(profile: Profile, source: Source) -> Profile:
+    partitions = _partitions(source, profile.blocks)
+    seen = set[int]()
+    blocks = tuple(_kept(block, profile, source, partitions[block.name], seen) for block in profile.blocks)
+    named = {**source.blocks, **{block.name: block for block in blocks}}
+    return replace(
+        profile,
+        blocks=blocks,
+        source=replace(source, blocks=named, eager=source, found={}),
+        kept={**profile.kept, "eager": profile},
+    )
+
+
+def under(profile: Profile, plan: Plan) -> Profile:
+    """The profile that tells what a plan keeps, of one that may be of compiled blocks."""
+    found: Profile = profile.kept.get("eager", profile) if plan.tensor.y > 1 else profile
+    return found
+
+
+def _kept(block: Block, profile: Profile, source: Source, found: Partition | None, seen: set[int]) -> Block:
+    """A block with what it keeps when it is compiled; of what it was given, what none before it has kept. Selective
+    recompute does not keep the result of the last matmul, which nothing in backward reads.
+    """
+    if found is None:
+        return block
+    behind = {f"{block.name}.{layer}" if layer else "": size for layer, size in found.behind.items()}
+    tensors = [leaf for leaf in tree_leaves(source.given[block.name]) if isinstance(leaf, Given)]
+    for one in (tensors[index] for index in found.given):
+        if one.storage not in seen:
+            seen.add(one.storage)
+            behind[""] = behind.get("", 0) + one.storage_bytes
+    inside = [layer for name, layer in profile.layers.items() if name.startswith(f"{block.name}.")]
+    last = sum(layer.rows * layer.out_features for layer in inside if layer.is_linear and layer.is_last)
+    saved = {**(block.saved_bytes or {}), "none": sum(behind.values())}
+    saved["selective"] -= last * tensors[0].dtype.itemsize
+    return replace(
+        block,
+        saved_bytes=saved,
+        saved_behind={**block.saved_behind, "none": behind},
+        backward_bytes=found.backward_bytes,
+    )
+
+
+def _partitions(source: Source, blocks: Sequence[Block]) -> dict[str, Partition | None]:
+    modules = find_blocks(source.model)
+    keys = {block.name: _key(block, source, modules[block.name]) for block in blocks if _has_backward(block)}
+    missing = {key: name for name, key in keys.items() if key not in _found}
+    if missing:
+        jobs = [(modules[name], source.given[name], source.dtype) for name in missing.values()]
+        told = run_apart(lambda: [_try(*job) for job in jobs])
+        _found.update(zip(missing, map(_partition, told), strict=True))
+    return {block.name: _found[keys[block.name]] if block.name in keys else None for block in blocks}
+
+
+def _try(module: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> dict[str, Any] | None:
+    try:
+        return asdict(partition(module, given, dtype))
+    except Exception:  # anything that the user's code, or torch's trace of it, may raise
+        return None
+
+
+def _partition(told: dict[str, Any] | None) -> Partition | None:
+    return None if told is None else Partition(**{**told, "given": tuple(told["given"])})
+
+
+def _has_backward(block: Block) -> bool:
+    return block.in_backward and block.calls == 1 and block.saved_bytes is not None
+
+
+def _key(block: Block, source: Source, module: torch.nn.Module) -> Any:
+    """The structure of a block, the forms of its arguments, and what was counted of it."""
+    held = module.state_dict(keep_vars=True).items()
+    state = tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in held)
+    forms = tree_map(
+        lambda leaf: replace(leaf, storage=0) if isinstance(leaf, Given) else leaf, source.given[block.name]
+    )
+    counted = block.flops, str(block.saved_bytes), str({**block.saved_behind}.get("none", {}).values())
+    return str(module), module.training, state, str(source.dtype), str(forms), counted
