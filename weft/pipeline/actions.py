@@ -120,6 +120,10 @@ class Schedule:
     def has_messages(self) -> bool:
         return any(isinstance(step, Message) for steps in self.lists for step in steps)
 
+    @cached_property
+    def has_shadows(self) -> bool:
+        return any(step.kind == SHADOW for steps in self.lists for step in steps)
+
     def rank_of(self, stage: int, replica: int = 0) -> int:
         return self.placement[replica][stage]
 

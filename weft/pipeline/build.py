@@ -24,6 +24,7 @@ from weft.pipeline.deferred import Deferred
 from weft.pipeline.partition import Route, cut, partition
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
+from weft.pipeline.shadow import SHADOWED_SCHEDULES, with_shadows
 from weft.pipeline.stage import Walk
 from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.tracer import FIRST, Tile, Tracer, tile_at
@@ -32,6 +33,7 @@ from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
 from weft.strategy import Values
 
 Example = Callable[[], Any]
+SHADOW_REPLICA = 1  # a stage that is kept beside the rank's own counts as another copy of it
 ADAM_BYTES = 16  # of state for each parameter: weight, gradient and two moments in fp32
 
 
@@ -59,6 +61,10 @@ class Staging:
     def held_by(self, index: int) -> list[tuple[int, int]]:
         """The (stage, replica) pairs of a rank."""
         return [(s, r) for r, ranks in enumerate(self.placement) for s, rank in enumerate(ranks) if rank == index]
+
+    def shadow_of(self, index: int) -> int | None:
+        """The stage that a rank keeps beside its own: the next rank's."""
+        return index + 1 if self.plan.pipe.shadow and index + 1 < self.num_stages else None
 
     def units(self, stage: int) -> list[str]:
         """The names of a stage's units."""
@@ -137,6 +143,8 @@ class Staging:
         if len(self.placement) > 1 and not with_backward:
             name, options = "gpipe", {}
         made = make_schedule(name, pipe.degree, num_micro_batches, **options)
+        if pipe.shadow:
+            made = with_shadows(made)
         made = with_messages(replace(made, placement=self.placement), self.route.edges)
         check(made)
         return made
@@ -163,14 +171,37 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     tracer = Tracer(bare, plan, over_y, tiling_for(whole, plan))
     found = tracer.example(whole.example, device)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
-    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
+    staging = Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
+    if pipe.shadow:
+        _refuse_to_shadow(staging)
+    return staging
+
+
+def _refuse_to_shadow(staging: Staging) -> None:
+    """A rank can only shadow a stage that needs nothing beside what the rank itself makes."""
+    remedy = "leave pipe.shadow out, or cut the model elsewhere (pipe.split)"
+    for edge in staging.route.edges:
+        if edge.target != edge.source + 1:
+            raise PlanError(
+                f"pipe.shadow = true, but stage {edge.target} takes a tensor from stage {edge.source}, which the rank "
+                f"before it does not have; {remedy}"
+            )
+    for name, stages in staging.tied.items():
+        raise PlanError(
+            f"pipe.shadow = true, but stages {' and '.join(map(str, stages))} share the parameter '{name}', whose "
+            f"gradients they sum; leave pipe.shadow out, or untie it"
+        )
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:
     """Why a plan's pipeline does not fit; None where it does."""
     pipe = plan.pipe
     if pipe.degree == 1:
-        return None
+        return (
+            "pipe.shadow = true keeps the next rank's stage, and pipe = 1 has none; leave it out"
+            if pipe.shadow
+            else None
+        )
     make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options)
     axes = ("shard", "rows", "columns", "context", "x", "y")
     inside = {axis: plan.degree(axis) for axis in axes if plan.degree(axis) > 1}
@@ -192,6 +223,26 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
         )
     if plan.memory.accumulate == "slice":
         return "memory.accumulate = 'slice' reduces each micro-batch, which a pipeline does not; use 'whole'"
+    return _refuse_shadow(plan) if pipe.shadow else None
+
+
+def _refuse_shadow(plan: Plan) -> str | None:
+    """Why ranks cannot keep the next one's stage under this plan."""
+    beside = ", ".join(f"{axis} = {degree}" for axis, degree in plan.degrees.items() if degree > 1 and axis != "pipe")
+    if beside:
+        return f"pipe.shadow = true works for pipe alone, and the plan has {beside}; use restarts with these axes"
+    if plan.pipe.schedule not in SHADOWED_SCHEDULES:
+        return (
+            f"pipe.shadow = true works with pipe.schedule = {' or '.join(map(repr, SHADOWED_SCHEDULES))}, and it is "
+            f"'{plan.pipe.schedule}'; use one of them"
+        )
+    if plan.precision == "bf16":
+        return "pipe.shadow = true works in fp32 and fp64, and precision is 'bf16'; use one of them"
+    if plan.memory.offload or plan.memory.state != "master":
+        return (
+            f"pipe.shadow = true keeps plain state, and memory.offload = {plan.memory.offload:g}, memory.state = "
+            f"'{plan.memory.state}'; use offload = 0 and state = 'master'"
+        )
     return None
 
 
@@ -219,6 +270,9 @@ def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Modu
         _build_stage(staging, number, replica, mesh, values, apply, routes)
         for number, replica in sorted(staging.held_by(mesh["pipe"].index))
     ]
+    beside = staging.shadow_of(mesh["pipe"].index)
+    if beside is not None:
+        stages.append(_build_stage(staging, beside, SHADOW_REPLICA, mesh, values, apply, routes))
     names = [name for name, _ in staging.whole.named_parameters()]
     return Pipeline(stages, _copies(staging, stages, mesh), staging.schedule, mesh, names)
 
