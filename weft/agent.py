@@ -4,6 +4,9 @@ A rank that is killed or fails takes the others with it: all are ended and start
 checkpoint. One paragraph says who died, how, in which step, from where the run goes on and what was lost. Errors that
 would come again are not tried again: what a user must change (status 2), and what came before a single step was done.
 
+Where ranks shadow each other (plan.pipe.shadow), the first that is killed, unless it is rank 0, ends nobody: the others
+are told, and go on without it (train/takeover.py). Should they fail to, all start again.
+
     start_local(nursery, num_ranks, arguments, ..) -> the exit status of the whole
 """
 
@@ -23,12 +26,13 @@ from types import FrameType
 
 from weft.launch import LOCAL_RUN_ID_PREFIX
 from weft.nursery import SAVE_SECONDS, Nursery
-from weft.status import FOLDER_VARIABLE, Failure, clear, failures, last_seen
+from weft.status import FOLDER_VARIABLE, Failure, Lost, clear, failures, last_seen, read_taken_over, tell_lost
 from weft.watchdog import Watchdog, ask_for_stacks, keep_stacks
 
 _POLL_SECONDS = 0.1
 _CAUSE_SECONDS = 0.5  # for the cause of an error to show
 _END_SECONDS = 30.0  # for ranks that were asked to end, once one of them has failed
+_TAKE_OVER_SECONDS = 60.0  # for ranks that live to take the stage of one that does not
 _HUNG = 124  # the exit status of a job that was given up, as timeout(1) has it
 _SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends as well: copies are one request
 
@@ -60,12 +64,13 @@ def start_local(
     restarts: Restarts = Restarts(),  # noqa: B008 (frozen)
     newest: Callable[[], Source] = Source,
     stacks: Path | None = None,
+    shadowed: bool = False,
 ) -> int:
     """Run the nursery's program as `num_ranks` local ranks with `environ` added to theirs; the exit status.
 
     0 when all ranks left with 0. When one fails, hangs or is killed, the others are killed and all start again, as
     `restarts` allows; else one line says which rank it was, and the status is that rank's, or 128 + the number of its
-    signal. Stacks of ranks that hang go to a file in the folder `stacks`.
+    signal. Stacks of ranks that hang go to a file in the folder `stacks`. With `shadowed` ranks, one may be lost.
     The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C here asks the ranks to stop with SIGTERM and leaves them 10 minutes
     to save; a second Ctrl-C kills them.
     """
@@ -80,7 +85,8 @@ def start_local(
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = nursery.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
             watchdog = Watchdog(Path(name), num_ranks, restarts.hang_seconds)
-            codes, hang = _watch(nursery, pids, stop, watchdog)
+            losses = _Losses(Path(name), num_ranks, watchdog) if shadowed else None
+            codes, hang = _watch(nursery, pids, stop, watchdog, losses)
             if hang is None and not any(codes.values()):
                 return 0
             if hang is not None and stacks is not None:
@@ -95,24 +101,30 @@ def start_local(
             _say(loss.paragraph(newest(), len(recent) + 1, restarts))
 
 
-def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdog) -> tuple[dict[int, int], str | None]:
+def _watch(
+    nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: _Losses | None
+) -> tuple[dict[int, int], str | None]:
     """Wait until all ranks have ended; what each left with, up to the first that failed and those that died with it.
 
     Or until none gets on any more: then who it was, in words.
     """
     codes: dict[int, int] = {}
     hang: str | None = None
+    num_lost = 0
     stop.watch(pids)
     try:
-        while len(codes) < len(pids) and not any(codes.values()) and hang is None:
+        while len(codes) + num_lost < len(pids) and not any(codes.values()) and hang is None:
             stop.look_at_the_clock()
             _collect(nursery, codes)
+            if losses is not None and stop.order is None:
+                num_lost += losses.absorb(codes)
+                losses.look(codes)
             if not codes:
                 hang, slow = watchdog.look()
                 if slow is not None:
                     _say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
-        while stop.order is not None and len(codes) < len(pids) and time.monotonic() < deadline:
+        while stop.order is not None and len(codes) + num_lost < len(pids) and time.monotonic() < deadline:
             _collect(nursery, codes)  # all were asked to end: the others may still be at it
         if hang is not None:
             ask_for_stacks(pids)
@@ -122,7 +134,7 @@ def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdo
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-    for _ in range(len(pids) - len(codes)):
+    for _ in range(len(pids) - len(codes) - num_lost):
         while nursery.death(_POLL_SECONDS) is None:
             pass
     return codes, hang
@@ -135,6 +147,45 @@ def _collect(nursery: Nursery, codes: dict[int, int]) -> None:
         codes[death.rank] = death.status
         is_explained = not any(codes.values()) or min(codes.values()) < 0  # of a killed rank its peers know first
         death = nursery.death(0 if is_explained else _CAUSE_SECONDS)
+
+
+class _Losses:
+    """The rank that the others do without, if there is one."""
+
+    def __init__(self, folder: Path, num_ranks: int, watchdog: Watchdog) -> None:
+        self._folder, self._num_ranks, self._watchdog = folder, num_ranks, watchdog
+        self._lost: Lost | None = None
+        self._code = 0
+        self._is_told = False
+
+    def absorb(self, codes: dict[int, int]) -> int:
+        """Take a rank whose loss others can make good out of `codes`, and tell them; how many it was."""
+        failed = [rank for rank, code in codes.items() if code]
+        if self._lost is not None or len(failed) != 1 or failed[0] == 0 or codes[failed[0]] >= 0 or len(codes) > 1:
+            return 0
+        if any(last_seen(self._folder, rank) is None for rank in range(self._num_ranks)):
+            return 0  # not all have begun to train
+        self._code = codes.pop(failed[0])
+        self._lost = Lost(failed[0], time.monotonic())
+        self._watchdog.lost = failed[0]
+        tell_lost(self._folder, self._lost)
+        return 1
+
+    def look(self, codes: dict[int, int]) -> None:
+        """Say that it was made good; where that takes too long, put it back into `codes`."""
+        if self._lost is None or self._is_told:
+            return
+        taken, waited = read_taken_over(self._folder), time.monotonic() - self._lost.at
+        if taken is not None:
+            self._is_told = True
+            _say(
+                f"weft: {describe_failures({self._lost.rank: self._code})[0]}, in step {taken.step}. Rank {taken.by} "
+                f"took its pipe stage {taken.stage} over within {taken.seconds:.2f} s, in the same step; nothing is "
+                f"lost. {self._num_ranks - 1} ranks go on without shadows: another loss starts all {self._num_ranks} "
+                f"again from the newest checkpoint."
+            )
+        elif waited > max(_TAKE_OVER_SECONDS, self._watchdog.deadline_seconds or 0.0):
+            codes[self._lost.rank] = self._code
 
 
 @dataclass(frozen=True)

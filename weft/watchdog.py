@@ -15,9 +15,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from weft.status import Seen, last_seen, stack_path
+from weft.status import WAITING, Seen, last_seen, stack_path
 
 _STEPS_OF_SILENCE = 10
 _NUM_STEPS = 10  # that a straggler is judged by
@@ -37,6 +38,7 @@ class Watchdog:
         self._steps = [-1] * num_ranks
         self._step = -1
         self._named: set[int] = set()
+        self.lost: int | None = None  # a rank that the others do without
 
     def look(self) -> tuple[str | None, str | None]:
         """(who hangs, who is slow), in words; None where there is nothing to say."""
@@ -44,6 +46,9 @@ class Watchdog:
         if any(one is None for one in seen):
             return None, None  # still starting: what they wait for then has its own deadline
         ranks = [one for one in seen if one is not None]
+        if self.lost is not None:  # it is as silent as the others may be, and never late
+            newest = max(ranks, key=lambda one: (one.step, one.num_calls))
+            ranks[self.lost] = replace(newest, at=min(one.at for one in ranks), doing=f"{WAITING}nothing: it is lost")
         self._measure(ranks)
         return self._find_hang(ranks), self._find_straggler()
 

@@ -54,6 +54,7 @@ from weft.train.shared_memory import folder_of
 from weft.train.state import make_optimizer, pieces_to_save
 from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
+from weft.train.takeover import take_over_losses
 from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
 
@@ -115,7 +116,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
             _report_skipped(data, log, step, reporter)
-        stop, clock = Stop(mesh), _clock(run, mesh, step)
+        sections = take_over_losses(model, mesh, saver, place, lambda: step) if isinstance(model, Pipeline) else None
+        stop, clock = Stop(mesh, sections), _clock(run, mesh, step)
         loss: float | None = None
         late: Late | None = None
         evaluation: dict[str, float] = {}
