@@ -32,6 +32,7 @@ from weft.watchdog import Watchdog, ask_for_stacks, keep_stacks
 _POLL_SECONDS = 0.1
 _CAUSE_SECONDS = 0.5  # for the cause of an error to show
 _END_SECONDS = 30.0  # for ranks that were asked to end, once one of them has failed
+_BEGIN_SECONDS, _BEGIN_POLL_SECONDS = 5.0, 0.02  # for all ranks to have begun their first step, when one is lost in it
 _TAKE_OVER_SECONDS = 60.0  # for ranks that live to take the stage of one that does not
 _HUNG = 124  # the exit status of a job that was given up, as timeout(1) has it
 _SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends as well: copies are one request
@@ -163,8 +164,11 @@ class _Losses:
         failed = [rank for rank, code in codes.items() if code]
         if self._lost is not None or len(failed) != 1 or failed[0] == 0 or codes[failed[0]] >= 0 or len(codes) > 1:
             return 0
-        if any(last_seen(self._folder, rank) is None for rank in range(self._num_ranks)):
-            return 0  # not all have begun to train
+        deadline = time.monotonic() + _BEGIN_SECONDS
+        while any(last_seen(self._folder, rank) is None for rank in range(self._num_ranks)):
+            if time.monotonic() > deadline:
+                return 0  # not all have begun to train
+            time.sleep(_BEGIN_POLL_SECONDS)
         self._code = codes.pop(failed[0])
         self._lost = Lost(failed[0], time.monotonic())
         self._watchdog.lost = failed[0]

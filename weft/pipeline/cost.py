@@ -11,6 +11,7 @@ from weft.pipeline.actions import Message, Schedule
 from weft.pipeline.build import Staging
 from weft.pipeline.copies import running_statistics
 from weft.pipeline.held import StageBytes, most_held
+from weft.pipeline.refresh import VERSION_BYTES
 from weft.pipeline.simulate import simulate
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
@@ -51,7 +52,7 @@ def pipeline_cost(
     if plan.pipe.shadow and index > 0:
         part = localise(staging.profile(whole, index, coordinates))
         sizes = [layout.slice_numel * master_bytes(plan) for layout in trained_layouts(part, plan)]
-        pairs += [(("shadow", "send"), size) for size in sizes]
+        pairs += [(("shadow", "send"), size) for size in (VERSION_BYTES, *sizes)]
     saved = [float(stages[stage].saved_bytes) if stage in stages else 0.0 for stage in range(staging.num_stages)]
     alive = int(simulate(schedule, activation_bytes=saved).peak_activation_bytes[index])
     more = most_held(schedule, index, stages, edge_bytes(staging, coordinates)) - alive

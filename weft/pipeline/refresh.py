@@ -2,7 +2,8 @@
 
 Both then make the same update of the same numbers, so a shadow is its stage to the bit from step to step. It costs the
 bytes of the gradients alone, and comes before the gradient norm is summed: whoever knows the norm knows that every
-shadow has what it needs for the update.
+shadow has what it needs for the update. The number of the step goes with them, and must be the shadow's own: a shadow
+that has missed a refresh is never used.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import torch
+
 from weft.comm import Pending, receive, send
-from weft.errors import LostRankError
+from weft.errors import CorruptionError, LostRankError
 from weft.mesh import Mesh
 from weft.parallel.flat import Flat
 from weft.parallel.unit import Units
+
+WHAT = "gradients for a shadow"
+VERSION_BYTES = 8
 
 
 class Refresh:
@@ -25,28 +31,38 @@ class Refresh:
         self._axis = replace(mesh.again("pipe", "shadow"), name="shadow")
         self._expected: list[Pending] = []
         self._given: list[Pending] = []
+        self._received = torch.zeros(1, dtype=torch.int64)  # the number of the step
 
     def expect(self, units: Units, source: int) -> None:
         """Begin to receive the gradients of a shadow's stage; does not block."""
         self._expected = []
         with self._named(source):
+            self._expected.append(receive(self._received, self._axis, source, WHAT))
             for flat in _trained(units):
-                self._expected.append(receive(flat.room_for_gradient(), self._axis, source, "gradients for a shadow"))
+                self._expected.append(receive(flat.room_for_gradient(), self._axis, source, WHAT))
 
-    def give(self, units: Units, target: int) -> None:
+    def give(self, units: Units, target: int, step: int) -> None:
         """Begin to send a stage's gradients to the rank that shadows it."""
+        number = torch.tensor([step])
+        self._sent = number  # lives until it has gone
         with self._named(target):
+            self._given.append(send(number, self._axis, target, WHAT))
             for flat in _trained(units):
                 assert flat.slice_gradient is not None
-                self._given.append(send(flat.slice_gradient, self._axis, target, "gradients for a shadow"))
+                self._given.append(send(flat.slice_gradient, self._axis, target, WHAT))
 
-    def finish(self, shadow: Units | None) -> None:
-        """Wait for all; the optimizer then sees the shadow's gradients."""
+    def finish(self, shadow: Units | None, step: int) -> None:
+        """Wait for all; the optimizer then sees the shadow's gradients, which must be of this step."""
         with self._named(None):
             for pending in [*self._expected, *self._given]:
                 pending.wait()
         self._expected, self._given = [], []
         if shadow is not None:
+            if int(self._received) != step:
+                raise CorruptionError(
+                    f"pipe rank {self._axis.index} is in step {step} and was sent the gradients of step "
+                    f"{int(self._received)} for its shadow; all start again from a checkpoint"
+                )
             for flat in _trained(shadow):
                 flat.show_gradient()
 

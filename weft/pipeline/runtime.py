@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from weft.errors import PlanError
+from weft.errors import LostRankError, PlanError
 from weft.mesh import Mesh
 from weft.parallel.unit import Units
 from weft.pipeline.actions import SHADOW, Action, Message, Schedule
@@ -101,6 +101,7 @@ class Pipeline(nn.Module):
         self.shadow = stages[-1] if self.is_shadowed and stages[-1].replica else None  # the next rank's stage
         self.sections: Sections | None = None  # where somebody tells of lost ranks
         self._refresh: Refresh | None = None
+        self._num_steps = self._shadow_steps = 0  # done, and of which the shadow has the gradients
         self._under_way: _Run | None = None  # the training step, until the next begins
         self._lost: int | None = None  # the rank whose stage another has taken over
         self._cut: _CutShort | None = None
@@ -141,7 +142,7 @@ class Pipeline(nn.Module):
                 run.in_order(run.schedule.lists[run.here])
         self._transport.finish()
         if run.is_complete:
-            return run.loss
+            return run.loss.clone()
         if work.scale is not None:
             for stage in self.own:
                 if stage not in run.reduced and not (stage.taken_over and run.has_gradients):
@@ -152,7 +153,8 @@ class Pipeline(nn.Module):
         for stage in self.parts.values():
             stage.units.end_step()
         run.is_complete = True
-        return run.loss
+        self._num_steps += work.scale is not None
+        return run.loss.clone()  # what is summed over ranks may have to be summed again
 
     def _begin(self, work: Work, schedule: Schedule) -> _Run:
         """A new run, or the one that the loss of a rank has cut short, with what is left of it."""
@@ -180,9 +182,9 @@ class Pipeline(nn.Module):
             return
         here = self.mesh["pipe"].index
         if here > 0:
-            self._refresh.give(self.own[0].units, here - 1)
-        self._refresh.finish(None if self.shadow is None else self.shadow.units)
-        run.has_gradients = True
+            self._refresh.give(self.own[0].units, here - 1, self._num_steps + 1)
+        self._refresh.finish(None if self.shadow is None else self.shadow.units, self._num_steps + 1)
+        run.has_gradients, self._shadow_steps = True, self._num_steps + 1
 
     # --- the loss of a rank
 
@@ -209,6 +211,11 @@ class Pipeline(nn.Module):
         self._schedules.clear()
         self._arrived.clear()
         shadow, self.shadow = self.shadow, None
+        if shadow is not None and shadow.index == lost and self._shadow_steps < self._num_steps:
+            raise LostRankError(
+                f"stage {lost} was lost with its rank: its shadow has the gradients of {self._shadow_steps} steps, and "
+                f"{self._num_steps} are done"
+            )
         if shadow is not None:
             del self.parts[shadow.index, shadow.replica]
             if shadow.index == lost:  # stages and ranks are numbered alike
