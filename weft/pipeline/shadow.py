@@ -1,9 +1,9 @@
 """Shadows (Bamboo, NSDI 2023): each rank also keeps the next rank's stage, and takes it over when that rank is lost.
 
-Pure functions on lists. `with_shadows` adds the forwards of the shadowed stage: their input is what the rank has just
-made, so nothing more is said, and each stands before the backward that waits for the same micro-batch's gradient, in
-what would be a wait. Their backwards are done only when the rank is lost: `take_over` gives the lists with which the
-others finish the step that it was lost in (and, with nothing done, any later one).
+Pure functions on lists. `with_shadows` adds the forwards of the shadowed stage: their input is what the rank has made,
+so nothing more is said, and they stand before backwards, which would wait for gradients (Bamboo has one before each; as
+many as there are inputs fill the first wait better). Their backwards are done only when the rank is lost: `take_over`
+gives the lists with which the others finish the step that it was lost in (and, with nothing done, any later one).
 
 What was computed stays: a rank that lives keeps the results it has sent until the step ends, and sends again what is
 still needed. What the lost rank had computed is gone, but for the forwards that its shadow did too. Its stage's
@@ -26,9 +26,13 @@ def with_shadows(schedule: Schedule) -> Schedule:
     lists: list[Steps] = []
     for rank in range(schedule.num_ranks):
         steps: list[Action] = []
+        made: list[Action] = []  # forwards that are not shadowed yet
         for action in schedule.compute(rank):
-            if action.kind == "backward" and action.stage < schedule.num_stages - 1:
-                steps.append(Action(SHADOW, action.stage + 1, action.micro_batch))
+            if action.kind == "forward" and action.stage < schedule.num_stages - 1:
+                made.append(action)
+            elif action.kind == "backward":
+                steps += [Action(SHADOW, forward.stage + 1, forward.micro_batch) for forward in made]
+                made.clear()
             steps.append(action)
         lists.append(tuple(steps))
     return replace(schedule, lists=tuple(lists))
