@@ -178,7 +178,7 @@ def train(folder: Path, plan: Plan, dying: Dying) -> None:
             dying.at("saving")
             save_or_tell(saver, step + 1, pieces_to_save(model, optimizer, mesh), {}, True, False)
             dying.at("saved")
-    saver.save(NUM_STEPS, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
+    save_or_tell(saver, NUM_STEPS, pieces_to_save(model, optimizer, mesh), {}, False, True)
     saver.wait(published=True)
     if mesh.is_first:
         (folder / "numbers.json").write_text(json.dumps(found))

@@ -11,6 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from pipeline_for_tests import vectors
+from restarts_for_tests import Kill, train_under_agent
+from restarts_for_tests import assert_same_end as assert_same_run
+from runs_for_tests import DEEP, losses, make_run, write_run_file
 from shadow_for_tests import (
     NUM_STEPS,
     RANKS,
@@ -23,14 +26,18 @@ from shadow_for_tests import (
     seed,
     some_deaths,
 )
+from torch import Tensor as TorchTensor
 
 from weft.agent import Restarts
 from weft.checkpoint import Checkpoint, steps
-from weft.errors import LostRankError, PlanError
+from weft.errors import ConfigError, LostRankError, PlanError
 from weft.local import LocalError, run_local
 from weft.mesh import Mesh
+from weft.parallel import refuse
 from weft.pipeline.actions import Action
+from weft.pipeline.build import stage as cut_into_stages
 from weft.pipeline.refresh import Refresh
+from weft.pipeline.sections import Sections
 from weft.plan import Memory, Pipe, Plan, Shard, Tensor
 from weft.profile import profile
 from weft.train.corruption import compare_replicas, digest_all
@@ -126,17 +133,31 @@ def test_nobody_is_before_rank_0(undisturbed: Path, tmp_path: Path, capfd: pytes
     assert_same_end(tmp_path / "run", undisturbed)
 
 
+def test_weft_train_goes_on_without_a_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The whole loop: rank 2 is killed in step 5 of 12; checkpoints, metrics and the end are as if it had not been."""
+    overrides = ["train.steps=12", "checkpoint.every=5", "plan.micro_batch=4", "numbers.compare_every=4"]
+    overrides += ["plan.pipe={degree=4, shadow=true}", "model.tie_word_embeddings=false"]
+    run_file = write_run_file(tmp_path, DEEP)
+    whole, run = (make_run(run_file, name, *overrides) for name in ("whole", "lost"))
+    train_under_agent(run_file, whole, overrides, None)
+    train_under_agent(run_file, run, overrides, Kill(2, 5, 7))
+    assert "in step 5. Rank 1 took its pipe stage 2 over" in capfd.readouterr().err
+    assert losses(run.folder) == losses(whole.folder)
+    assert steps(run.folder / "checkpoints") == steps(whole.folder / "checkpoints") == [5, 10, 12]
+    assert_same_run(run, whole)
+
+
 # --- shadows are their stages
 
 
 def states(model: Any, optimizer: Any, replica: int) -> dict[int, int]:
     """Hashes of weights and moments, by stage."""
     found = {}
-    for (stage, own), part in model.parts.items():
+    for (number, own), part in model.parts.items():
         if own == replica:
             pieces = [piece for flat in part.units.flats for piece in flat.pieces]
             moments = [value for piece in pieces for value in optimizer.state[piece].values()]
-            found[stage] = int(digest_all([*(piece.detach() for piece in pieces), *moments]))
+            found[number] = int(digest_all([*(piece.detach() for piece in pieces), *moments]))
     return found
 
 
@@ -204,6 +225,47 @@ def test_a_stale_shadow_is_not_used() -> None:
     assert told[1] == "stage 2 was lost with its rank: its shadow has the gradients of 1 steps, and 2 are done"
 
 
+# --- sections
+
+
+def test_a_section_that_others_have_ended_takes_their_numbers() -> None:
+    def fails() -> list[float]:
+        raise LostRankError("rank 2 is gone")
+
+    told: list[str] = []
+
+    def recover(why: str) -> list[float]:
+        told.append(why)
+        return [3.0]
+
+    sections = Sections(recover)
+    assert sections.run(lambda: [1.0]) == [1.0]
+    assert sections.run(fails) == [3.0]
+    assert (sections.number, sections.last, told) == (2, [3.0], ["rank 2 is gone"])
+
+
+def test_a_section_that_nobody_has_ended_is_done_again() -> None:
+    attempts: list[int] = []
+
+    def fails_once() -> list[float]:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise LostRankError("rank 2 is gone")
+        return [5.0]
+
+    sections = Sections(lambda why: None)
+    assert sections.run(fails_once) == [5.0]
+    assert sections.number == 1
+
+
+def test_other_errors_are_nobodys_loss() -> None:
+    def wrong() -> list[float]:
+        raise ValueError("a bug")
+
+    with pytest.raises(ValueError, match="a bug"):
+        Sections(lambda why: None).run(wrong)
+
+
 # --- plans
 
 
@@ -235,9 +297,38 @@ REFUSALS = {
 }
 
 
+def test_stages_that_need_more_than_the_rank_before_has_are_refused() -> None:
+    class Skipping(Chain):
+        def forward(self, value: TorchTensor) -> TorchTensor:
+            first = value = self.blocks[0](value)
+            for block in list(self.blocks)[1:]:
+                value = block(value)
+            out: TorchTensor = self.head(value + first)
+            return out
+
+    counted = profile(Skipping(), lambda: (torch.zeros(2, 7),))
+    with pytest.raises(PlanError, match=r"stage 3 takes a tensor from stage 0, which the rank before it does not have"):
+        cut_into_stages(counted, PLAN)
+
+
+def test_tied_parameters_are_refused() -> None:
+    class Tied(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[-1].linear.weight = self.blocks[0].linear.weight  # type: ignore[union-attr]
+
+    counted = profile(Tied(), lambda: (torch.zeros(2, 7),))
+    with pytest.raises(PlanError, match=r"stages 0 and 3 share the parameter 'blocks.0.linear.weight'"):
+        cut_into_stages(counted, PLAN)
+
+
+def test_copies_in_memory_are_refused_beside_shadows(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path, DEEP)
+    with pytest.raises(ConfigError, match=r"keeps each stage on two ranks, and checkpoint.memory_every = 2 copies it"):
+        make_run(run_file, "run", "plan.pipe={degree=4, shadow=true}", "checkpoint.memory_every=2")
+
+
 @pytest.mark.parametrize("words", REFUSALS)
 def test_what_cannot_be_shadowed_is_refused(words: str) -> None:
-    from weft.parallel import refuse
-
     with pytest.raises(PlanError, match=re.escape(words)):
         refuse(profile(Chain(), lambda: (torch.zeros(2, 7),)), REFUSALS[words])

@@ -113,7 +113,8 @@ class Pipeline(nn.Module):
                     stage.units.reduce_all()
             self.copies.combine()
             self._exchange_gradients(run)
-            self.began, self.spans = run.began, tuple(run.spans)
+            was_cut = self._cut is not None and self._cut.number == run.number
+            self.began, self.spans = run.began, () if was_cut else tuple(run.spans)
         for stage in self.parts.values():
             stage.units.end_step()
         run.is_complete = True

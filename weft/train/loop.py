@@ -369,6 +369,8 @@ def _draw_step(run: Run, model: nn.Module, mesh: Mesh, reporter: Reporter) -> No
     """The timeline of the last step, if it is asked for and was taken down."""
     if not isinstance(model, Pipeline) or not model.timed or not mesh.is_first_of_stage:
         return
+    if not model.spans:  # the step lost a rank
+        return
     assert run.train.timeline is not None
     if draw_step(model, mesh, run.split.accumulation, Path(run.train.timeline)):
         reporter.say(f"drew the last step to {run.train.timeline}")
