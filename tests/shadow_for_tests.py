@@ -40,6 +40,7 @@ from weft.train.stop import Stop
 from weft.train.takeover import take_over_losses
 
 RANKS, MICRO_BATCHES, NUM_STEPS, EVALUATED, SAVED = 4, 4, 5, 3, (2, 4)
+TIMEOUT = timedelta(seconds=60)
 IN_STEP = ["forward 0", "forward 2", "backward 0", "backward 1", "backward 3", "refresh 0", "refresh 2", "losses"]
 IN_STEP += ["state", "update", "updated", "world"]
 
@@ -152,8 +153,8 @@ def rank_main(arguments: list[str]) -> None:
         patch.object(Ledger, "record", lambda ledger, *given: dying.record(ledger, *given)),
         patch.object(AdamW, "step", lambda *given, **named: dying.update(*given, **named)),
     ):
-        init_process_group(place, "cpu", timedelta(seconds=60))
-        train(folder, Plan(pipe=Pipe(RANKS, spec["schedule"], shadow=True), micro_batch=2), dying)
+        init_process_group(place, "cpu", TIMEOUT)
+        train(folder, Plan(pipe=Pipe(place.num_ranks, spec["schedule"], shadow=True), micro_batch=2), dying)
 
 
 def train(folder: Path, plan: Plan, dying: Dying) -> None:
@@ -162,7 +163,10 @@ def train(folder: Path, plan: Plan, dying: Dying) -> None:
     status, mesh, step = Status(os.environ, place.rank), Mesh(plan), 0
     model, optimizer = make_chain(plan, mesh)
     saver = Saver(folder / "checkpoints", mesh.rank, plan.num_ranks, "token" + os.environ["TORCHELASTIC_RESTART_COUNT"])
-    stop = Stop(mesh, take_over_losses(model, mesh, saver, place, lambda: step))
+    if (folder / "stale").exists() and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        model._shadow_steps = -100
+        patch.object(model, "_exchange_gradients", void).start()
+    stop = Stop(mesh, take_over_losses(model, mesh, saver, place, lambda: step, TIMEOUT))
     found: list[list[float]] = []
     for step in range(NUM_STEPS):
         status.step_begins(step)
@@ -184,9 +188,15 @@ def train(folder: Path, plan: Plan, dying: Dying) -> None:
         (folder / "numbers.json").write_text(json.dumps(found))
 
 
-def run_chain(folder: Path, deaths: list[Death], schedule: str = "1f1b", restarts: Restarts = Restarts()) -> int:  # noqa: B008
+def run_chain(
+    folder: Path,
+    deaths: list[Death],
+    schedule: str = "1f1b",
+    restarts: Restarts = Restarts(),  # noqa: B008 (frozen)
+    num_ranks: int = RANKS,
+) -> int:
     """Train under the agent; the exit status."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     spec = {"folder": str(folder), "deaths": [vars(death) for death in deaths], "schedule": schedule}
     with patch.dict(os.environ, OMP_NUM_THREADS="1"), Nursery(rank_main) as nursery:
-        return start_local(nursery, RANKS, [json.dumps(spec)], {}, restarts, shadowed=True)
+        return start_local(nursery, num_ranks, [json.dumps(spec)], {}, restarts, shadowed=True)

@@ -29,7 +29,7 @@ from shadow_for_tests import (
 from torch import Tensor as TorchTensor
 
 from weft.agent import Restarts
-from weft.checkpoint import Checkpoint, steps
+from weft.checkpoint import Checkpoint, Saver, steps
 from weft.errors import ConfigError, LostRankError, PlanError
 from weft.local import LocalError, run_local
 from weft.mesh import Mesh
@@ -41,6 +41,7 @@ from weft.pipeline.sections import Sections
 from weft.plan import Memory, Pipe, Plan, Shard, Tensor
 from weft.profile import profile
 from weft.train.corruption import compare_replicas, digest_all
+from weft.train.state import load_state, pieces_to_save
 from weft.train.step import train_step
 from weft.verify import verify
 
@@ -106,6 +107,13 @@ def test_a_loss_under_gpipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert_same_end(tmp_path / "lost", tmp_path / "whole")
 
 
+def test_a_pipeline_of_two_ranks_goes_on_in_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_chain(tmp_path / "whole", [], num_ranks=2) == 0
+    assert run_chain(tmp_path / "lost", [Death(1, 3, "backward 1")], num_ranks=2) == 0
+    assert "1 rank goes on without shadows: another loss starts both again" in capfd.readouterr().err
+    assert_same_end(tmp_path / "lost", tmp_path / "whole")
+
+
 def test_checkpoints_after_a_loss_are_whole(undisturbed: Path, tmp_path: Path) -> None:
     assert run_chain(tmp_path / "run", [Death(1, 1, "backward 0")]) == 0
     folder = tmp_path / "run" / "checkpoints"
@@ -123,6 +131,20 @@ def test_a_second_loss_starts_all_again(undisturbed: Path, tmp_path: Path, capfd
     assert "Rank 1 took its pipe stage 2 over" in said
     assert re.search(r"weft: rank 1 was killed by SIGKILL .*, in step 4\. All ranks start again \(restart 1 of", said)
     assert_same_end(tmp_path / "run", undisturbed)
+
+
+def test_a_loss_that_is_not_made_good_starts_all_again(
+    undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Shadows that were never refreshed are not used; the paragraph names the rank that was killed."""
+    (tmp_path / "stale").touch()
+    assert run_chain(tmp_path, [Death(2, 3, "backward 1")], restarts=Restarts(1)) == 0
+    said = capfd.readouterr().err
+    assert "took" not in said
+    assert re.search(
+        r"weft: rank 2 was killed by SIGKILL .*, in step 3\. All ranks start again \(restart 1 of", said
+    ), said
+    assert_same_end(tmp_path, undisturbed)
 
 
 def test_nobody_is_before_rank_0(undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +202,24 @@ def test_a_shadow_is_its_stage_to_the_bit() -> None:
         assert sorted(owned) == ["0", "1", "2", "3"]
         assert shadows == {stage: owned[stage] for stage in ("1", "2", "3")}
     assert answers[0][0][0] != answers[0][1][0]  # and steps change it
+
+
+def test_a_shadow_is_loaded_with_its_stage(tmp_path: Path) -> None:
+    def rank(index: int) -> list[dict[int, int]]:
+        mesh = Mesh(PLAN)
+        model, optimizer = make_chain(PLAN, mesh)
+        train_step(model, optimizer, batches_of(0), mesh, before_micro_batch=seed(0))
+        saver = Saver(tmp_path, mesh.rank, RANKS, "token")
+        saver.save(1, pieces_to_save(model, optimizer, mesh), {})
+        saver.wait(published=True)
+        again, its_optimizer = make_chain(PLAN, mesh)
+        load_state(Checkpoint(tmp_path / "step-00000001"), again, its_optimizer)
+        assert states(again, its_optimizer, 0) == states(model, optimizer, 0)
+        assert states(again, its_optimizer, 1) == states(model, optimizer, 1)
+        return [states(again, its_optimizer, replica) for replica in (0, 1)]
+
+    answers = run_local(rank, RANKS)
+    assert [answers[n][1] for n in range(3)] == [answers[n + 1][0] for n in range(3)]
 
 
 def without_refresh(index: int) -> None:

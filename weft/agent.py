@@ -25,15 +25,14 @@ from pathlib import Path
 from types import FrameType
 
 from weft.launch import LOCAL_RUN_ID_PREFIX
+from weft.losses import Losses, describe_failures
 from weft.nursery import SAVE_SECONDS, Nursery
-from weft.status import FOLDER_VARIABLE, Failure, Lost, clear, failures, last_seen, read_taken_over, tell_lost
+from weft.status import FOLDER_VARIABLE, Failure, clear, failures, last_seen
 from weft.watchdog import Watchdog, ask_for_stacks, keep_stacks
 
 _POLL_SECONDS = 0.1
 _CAUSE_SECONDS = 0.5  # for the cause of an error to show
 _END_SECONDS = 30.0  # for ranks that were asked to end, once one of them has failed
-_BEGIN_SECONDS, _BEGIN_POLL_SECONDS = 5.0, 0.02  # for all ranks to have begun their first step, when one is lost in it
-_TAKE_OVER_SECONDS = 60.0  # for ranks that live to take the stage of one that does not
 _HUNG = 124  # the exit status of a job that was given up, as timeout(1) has it
 _SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends as well: copies are one request
 
@@ -86,7 +85,7 @@ def start_local(
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = nursery.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
             watchdog = Watchdog(Path(name), num_ranks, restarts.hang_seconds)
-            losses = _Losses(Path(name), num_ranks, watchdog) if shadowed else None
+            losses = Losses(Path(name), num_ranks, watchdog, shadowed)
             codes, hang = _watch(nursery, pids, stop, watchdog, losses)
             if hang is None and not any(codes.values()):
                 return 0
@@ -103,7 +102,7 @@ def start_local(
 
 
 def _watch(
-    nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: _Losses | None
+    nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: Losses
 ) -> tuple[dict[int, int], str | None]:
     """Wait until all ranks have ended; what each left with, up to the first that failed and those that died with it.
 
@@ -111,22 +110,25 @@ def _watch(
     """
     codes: dict[int, int] = {}
     hang: str | None = None
-    num_lost = 0
     stop.watch(pids)
     try:
-        while len(codes) + num_lost < len(pids) and not any(codes.values()) and hang is None:
+        while len(codes) + losses.num_lost < len(pids) and not any(codes.values()) and hang is None:
             stop.look_at_the_clock()
             _collect(nursery, codes)
-            if losses is not None and stop.order is None:
-                num_lost += losses.absorb(codes)
-                losses.look(codes)
+            if stop.order is None:
+                losses.absorb(codes)
+                made_good = losses.look(codes)
+                if made_good is not None:
+                    _say(f"weft: {made_good}")
             if not codes:
                 hang, slow = watchdog.look()
                 if slow is not None:
                     _say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
-        while stop.order is not None and len(codes) + num_lost < len(pids) and time.monotonic() < deadline:
+        while stop.order is not None and len(codes) + losses.num_lost < len(pids) and time.monotonic() < deadline:
             _collect(nursery, codes)  # all were asked to end: the others may still be at it
+        if hang is not None or any(codes.values()):
+            losses.give_back(codes)
         if hang is not None:
             ask_for_stacks(pids)
     finally:
@@ -135,7 +137,7 @@ def _watch(
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-    for _ in range(len(pids) - len(codes) - num_lost):
+    for _ in range(len(pids) - len(codes) - losses.num_lost):
         while nursery.death(_POLL_SECONDS) is None:
             pass
     return codes, hang
@@ -148,48 +150,6 @@ def _collect(nursery: Nursery, codes: dict[int, int]) -> None:
         codes[death.rank] = death.status
         is_explained = not any(codes.values()) or min(codes.values()) < 0  # of a killed rank its peers know first
         death = nursery.death(0 if is_explained else _CAUSE_SECONDS)
-
-
-class _Losses:
-    """The rank that the others do without, if there is one."""
-
-    def __init__(self, folder: Path, num_ranks: int, watchdog: Watchdog) -> None:
-        self._folder, self._num_ranks, self._watchdog = folder, num_ranks, watchdog
-        self._lost: Lost | None = None
-        self._code = 0
-        self._is_told = False
-
-    def absorb(self, codes: dict[int, int]) -> int:
-        """Take a rank whose loss others can make good out of `codes`, and tell them; how many it was."""
-        failed = [rank for rank, code in codes.items() if code]
-        if self._lost is not None or len(failed) != 1 or failed[0] == 0 or codes[failed[0]] >= 0 or len(codes) > 1:
-            return 0
-        deadline = time.monotonic() + _BEGIN_SECONDS
-        while any(last_seen(self._folder, rank) is None for rank in range(self._num_ranks)):
-            if time.monotonic() > deadline:
-                return 0  # not all have begun to train
-            time.sleep(_BEGIN_POLL_SECONDS)
-        self._code = codes.pop(failed[0])
-        self._lost = Lost(failed[0], time.monotonic())
-        self._watchdog.lost = failed[0]
-        tell_lost(self._folder, self._lost)
-        return 1
-
-    def look(self, codes: dict[int, int]) -> None:
-        """Say that it was made good; where that takes too long, put it back into `codes`."""
-        if self._lost is None or self._is_told:
-            return
-        taken, waited = read_taken_over(self._folder), time.monotonic() - self._lost.at
-        if taken is not None:
-            self._is_told = True
-            _say(
-                f"weft: {describe_failures({self._lost.rank: self._code})[0]}, in step {taken.step}. Rank {taken.by} "
-                f"took its pipe stage {taken.stage} over within {taken.seconds:.2f} s, in the same step; nothing is "
-                f"lost. {self._num_ranks - 1} ranks go on without shadows: another loss starts all {self._num_ranks} "
-                f"again from the newest checkpoint."
-            )
-        elif waited > max(_TAKE_OVER_SECONDS, self._watchdog.deadline_seconds or 0.0):
-            codes[self._lost.rank] = self._code
 
 
 @dataclass(frozen=True)
@@ -265,29 +225,6 @@ class _Loss:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def describe_failures(exit_codes: Mapping[int, int]) -> tuple[str, int]:
-    """What to say of ranks that left with these codes (-n: killed by signal n), and the exit status of the whole.
-
-    Ranks that were asked to end with SIGTERM are named only when there is no better culprit. A rank killed by a signal
-    comes first: the others' errors are mostly that they lost it.
-    """
-    culprits = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
-    ranks_by_code: dict[int, list[int]] = {}
-    for rank, code in sorted(culprits.items(), key=lambda item: (item[1] > 0, item[0])):
-        ranks_by_code.setdefault(code, []).append(rank)
-    phrases = []
-    for code, ranks in ranks_by_code.items():
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        if code > 0:
-            phrases.append(f"{who} left with status {code}")
-            continue
-        was = "was" if len(ranks) == 1 else "were"
-        hint = " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
-        phrases.append(f"{who} {was} killed by {signal.Signals(-code).name}{hint}")
-    first = next(iter(ranks_by_code))
-    return "; ".join(phrases), first if first > 0 else 128 - first
 
 
 def _num_cores() -> int:

@@ -24,7 +24,7 @@ from weft.pipeline.deferred import Deferred
 from weft.pipeline.partition import Route, cut, partition
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
-from weft.pipeline.shadow import SHADOWED_SCHEDULES, with_shadows
+from weft.pipeline.shadow import refuse_shadows, refuse_stages, with_shadows
 from weft.pipeline.stage import Walk
 from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.tracer import FIRST, Tile, Tracer, tile_at
@@ -172,36 +172,17 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     found = tracer.example(whole.example, device)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
     staging = Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
-    if pipe.shadow:
-        _refuse_to_shadow(staging)
+    reason = refuse_stages(staging.route.edges, staging.tied) if pipe.shadow else None
+    if reason is not None:
+        raise PlanError(reason)
     return staging
-
-
-def _refuse_to_shadow(staging: Staging) -> None:
-    """A rank can only shadow a stage that needs nothing beside what the rank itself makes."""
-    remedy = "leave pipe.shadow out, or cut the model elsewhere (pipe.split)"
-    for edge in staging.route.edges:
-        if edge.target != edge.source + 1:
-            raise PlanError(
-                f"pipe.shadow = true, but stage {edge.target} takes a tensor from stage {edge.source}, which the rank "
-                f"before it does not have; {remedy}"
-            )
-    for name, stages in staging.tied.items():
-        raise PlanError(
-            f"pipe.shadow = true, but stages {' and '.join(map(str, stages))} share the parameter '{name}', whose "
-            f"gradients they sum; leave pipe.shadow out, or untie it"
-        )
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:
     """Why a plan's pipeline does not fit; None where it does."""
     pipe = plan.pipe
     if pipe.degree == 1:
-        return (
-            "pipe.shadow = true keeps the next rank's stage, and pipe = 1 has none; leave it out"
-            if pipe.shadow
-            else None
-        )
+        return refuse_shadows(plan) if pipe.shadow else None
     make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options)
     axes = ("shard", "rows", "columns", "context", "x", "y")
     inside = {axis: plan.degree(axis) for axis in axes if plan.degree(axis) > 1}
@@ -223,27 +204,7 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
         )
     if plan.memory.accumulate == "slice":
         return "memory.accumulate = 'slice' reduces each micro-batch, which a pipeline does not; use 'whole'"
-    return _refuse_shadow(plan) if pipe.shadow else None
-
-
-def _refuse_shadow(plan: Plan) -> str | None:
-    """Why ranks cannot keep the next one's stage under this plan."""
-    beside = ", ".join(f"{axis} = {degree}" for axis, degree in plan.degrees.items() if degree > 1 and axis != "pipe")
-    if beside:
-        return f"pipe.shadow = true works for pipe alone, and the plan has {beside}; use restarts with these axes"
-    if plan.pipe.schedule not in SHADOWED_SCHEDULES:
-        return (
-            f"pipe.shadow = true works with pipe.schedule = {' or '.join(map(repr, SHADOWED_SCHEDULES))}, and it is "
-            f"'{plan.pipe.schedule}'; use one of them"
-        )
-    if plan.precision == "bf16":
-        return "pipe.shadow = true works in fp32 and fp64, and precision is 'bf16'; use one of them"
-    if plan.memory.offload or plan.memory.state != "master":
-        return (
-            f"pipe.shadow = true keeps plain state, and memory.offload = {plan.memory.offload:g}, memory.state = "
-            f"'{plan.memory.state}'; use offload = 0 and state = 'master'"
-        )
-    return None
+    return refuse_shadows(plan) if pipe.shadow else None
 
 
 def _weights(whole: Profile, plan: Plan) -> dict[str, float]:

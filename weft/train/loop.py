@@ -34,6 +34,7 @@ from weft.parallel import parallelize
 from weft.parallel.draws import seed_draws
 from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
+from weft.pipeline.sections import Sections
 from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.status import Status
@@ -116,7 +117,10 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
             _report_skipped(data, log, step, reporter)
-        sections = take_over_losses(model, mesh, saver, place, lambda: step) if isinstance(model, Pipeline) else None
+        timeout = timedelta(seconds=run.train.timeout_seconds)
+        sections: Sections | None = None
+        if isinstance(model, Pipeline):
+            sections = take_over_losses(model, mesh, saver, place, lambda: step, timeout)
         stop, clock = Stop(mesh, sections), _clock(run, mesh, step)
         loss: float | None = None
         late: Late | None = None

@@ -31,7 +31,6 @@ from weft.status import FOLDER_VARIABLE, Lost, TakenOver, read_lost, tell_taken_
 
 _POLL_SECONDS = 0.005
 _WORD_SECONDS = 30.0  # for the agent to say who was lost
-_MEETING_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,11 @@ class _Progress:
 class TakeOver:
     """What one rank needs to go on without another."""
 
-    def __init__(self, model: Pipeline, mesh: Mesh, saver: Saver, folder: Path, step: Callable[[], int]) -> None:
+    def __init__(
+        self, model: Pipeline, mesh: Mesh, saver: Saver, folder: Path, step: Callable[[], int], timeout: timedelta
+    ) -> None:
         self._model, self._mesh, self._saver, self._folder, self._step = model, mesh, saver, folder, step
+        self._timeout = timeout
         self._rank = mesh.rank  # as the agent knows it
         self._has_lost = False
         self.sections = Sections(self._recover)
@@ -70,9 +72,7 @@ class TakeOver:
         gc.collect()  # groups are closed when nobody holds them
         lost = self._await_word(why)
         new_rank = self._rank - (self._rank > lost.rank)
-        named = meet_again(
-            store, f"weft/without-{lost.rank}", new_rank, num_ranks - 1, timedelta(seconds=_MEETING_SECONDS)
-        )
+        named = meet_again(store, f"weft/without-{lost.rank}", new_rank, num_ranks - 1, self._timeout)
         told = self._tell_all(named, [rank for rank in range(num_ranks) if rank != lost.rank])
         newest = max(one.number for one in told.values())
         if any(one.number < newest - 1 for one in told.values()):
@@ -107,9 +107,11 @@ class TakeOver:
 
 
 def take_over_losses(
-    model: Pipeline, mesh: Mesh, saver: Saver, place: Place, step: Callable[[], int]
+    model: Pipeline, mesh: Mesh, saver: Saver, place: Place, step: Callable[[], int], timeout: timedelta
 ) -> Sections | None:
-    """Let a run with shadows outlive the loss of a rank, where an agent would tell of it."""
+    """Let a run with shadows outlive the loss of a rank, where an agent would tell of it. `step` gives the steps that
+    are done; `timeout` bounds every collective.
+    """
     folder = os.environ.get(FOLDER_VARIABLE)
     if not mesh.plan.pipe.shadow:
         return None
@@ -117,4 +119,4 @@ def take_over_losses(
         raise PlanError("plan.pipe.shadow = true works on CPUs, with Gloo; use train.device = 'cpu', or leave it out")
     if folder is None or place.launcher != "weft":
         return None
-    return TakeOver(model, mesh, saver, Path(folder), step).sections
+    return TakeOver(model, mesh, saver, Path(folder), step, timeout).sections
