@@ -33,12 +33,12 @@ from weft.checkpoint import Checkpoint, Saver, steps
 from weft.errors import ConfigError, LostRankError, PlanError
 from weft.local import LocalError, run_local
 from weft.mesh import Mesh
-from weft.parallel import refuse
+from weft.parallel import cost, refuse
 from weft.pipeline.actions import Action
 from weft.pipeline.build import stage as cut_into_stages
 from weft.pipeline.refresh import Refresh
 from weft.pipeline.sections import Sections
-from weft.plan import Memory, Pipe, Plan, Shard, Tensor
+from weft.plan import BatchSplit, Memory, Pipe, Plan, Shard, Tensor
 from weft.profile import profile
 from weft.train.corruption import compare_replicas, digest_all
 from weft.train.state import load_state, pieces_to_save
@@ -100,6 +100,7 @@ def test_every_rank_at_every_step_and_point(
         )
 
 
+@pytest.mark.soak
 def test_a_loss_under_gpipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_chain(tmp_path / "whole", [], "gpipe") == 0
     assert run_chain(tmp_path / "lost", [Death(2, 2, "backward 1")], "gpipe") == 0
@@ -322,6 +323,20 @@ def test_a_plan_with_shadows_is_proved_and_its_bytes_are_predicted(schedule: Any
     assert sent == {
         f"traffic: {name}" for name in ("pipe send", "shadow send", "state all_reduce", "losses all_reduce")
     }
+
+
+def test_forwards_of_shadows_need_no_message_and_what_they_cost_is_told() -> None:
+    counted = profile(Chain(), lambda: (torch.zeros(2, 7),))
+    plain, split = Plan(pipe=Pipe(RANKS), micro_batch=2), BatchSplit(8, 1, 2, 4, 1)
+    for rank in range(RANKS):
+        at = {**dict.fromkeys(plain.degrees, 0), "pipe": rank}
+        before, after = (cost(counted, plan, split, at) for plan in (plain, PLAN))
+        assert after.traffic["pipe", "send"] == before.traffic["pipe", "send"]
+        assert (("shadow", "send") in after.traffic) == (rank > 0)
+        keeps = rank < RANKS - 1  # the last shadows nobody
+        assert (after.state_bytes["parameters"] > before.state_bytes["parameters"]) == keeps
+        assert (after.saved_bytes > before.saved_bytes) == keeps
+        assert (after.flops > before.flops) == keeps
 
 
 REFUSALS = {

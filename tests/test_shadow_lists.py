@@ -83,7 +83,7 @@ def test_any_loss_at_any_moment_is_finished(name: str, ranks: int, batches: int)
     orders = [list(run_order(schedule)), random_order(schedule, 1)]
     for lost in range(1, ranks):
         for order in orders:
-            for moment in range(0, len(order) + 1, 1 if ranks * batches <= 12 else 11):
+            for moment in range(0, len(order) + 1, 1 if ranks * batches <= 10 else 19):
                 assert_finished(schedule, lost, order[:moment], has_gradients=False)
         assert_finished(schedule, lost, orders[0], has_gradients=True)
 

@@ -41,7 +41,6 @@ class Stage:
     walk: Walk
     names: Mapping[str, str]  # of its parameters, in the whole model
     deferred: Deferred | None = None
-    taken_over: bool = False  # from a rank that was lost
     live: dict[int, Pass] = field(default_factory=dict)  # by micro-batch, from forward to backward
     late: dict[int, Callable[[], None]] = field(default_factory=dict)  # weight gradients put down, by micro-batch
 

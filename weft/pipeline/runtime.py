@@ -109,7 +109,7 @@ class Pipeline(nn.Module):
             return run.loss.clone()
         if work.scale is not None:
             for stage in self.own:
-                if stage not in run.reduced and not (stage.taken_over and run.has_gradients):
+                if stage not in run.reduced:
                     stage.units.reduce_all()
             self.copies.combine()
             self._exchange_gradients(run)
@@ -150,6 +150,8 @@ class Pipeline(nn.Module):
             self._refresh.give(self.own[0].units, here - 1, self._num_steps + 1)
         self._refresh.finish(None if self.shadow is None else self.shadow.units, self._num_steps + 1)
         run.has_gradients, self._shadow_steps = True, self._num_steps + 1
+        if self.shadow is not None:
+            self.shadow.live.clear()  # no backward will come
 
     # --- the loss of a rank
 
@@ -184,7 +186,7 @@ class Pipeline(nn.Module):
         if shadow is not None:
             del self.parts[shadow.index, shadow.replica]
             if shadow.index == lost:  # stages and ranks are numbered alike
-                shadow.replica, shadow.taken_over = 0, True
+                shadow.replica = 0
                 self.parts[lost, 0] = shadow
                 if self._under_way is not None:
                     self._under_way.loss += self._under_way.shadow_loss
