@@ -4,8 +4,9 @@
 
 Layers so small that the GPU waits for the host, as Megatron-LM ran them until 2023: attention with scores in memory,
 kernels fused by torch.jit.script, dropout under the tracker of random states. The seconds of a layer over the
-operations that the planner counts in it (a test holds `MEGATRON_OPERATIONS` to that) give `Software.host_seconds`; those of backward
-over forward's give `host_backward`. Another machine's host has other times: this is one machine, and it is named.
+operations that the planner counts in it (a test holds `MEGATRON_OPERATIONS` to that) give `Software.host_seconds`;
+those of backward over forward's give `host_backward`. Another machine's host has other times: this is one machine, and
+it is named.
 Writes benchmarks/results/megatron-host.json.
 """
 

@@ -115,7 +115,7 @@ class _Dying:
 
 
 def train_under_agent(run_file: Path, run: Run, overrides: list[str], kill: Kill | None) -> float | None:
-    """Train under the agent; the seconds from the kill to the next finished step, where there was a kill."""
+    """Train under the agent; the seconds from the kill to the next finished step, where there was a restart."""
     folder = run.folder.with_name(run.folder.name + ".times")
     folder.mkdir()
     spec = {
@@ -136,7 +136,7 @@ def train_under_agent(run_file: Path, run: Run, overrides: list[str], kill: Kill
     finally:
         shutil.rmtree(memory)
     assert (folder / "killed").exists() == (kill is not None)
-    if kill is None:
+    if kill is None or not (folder / "stepped").exists():
         return None
     return float((folder / "stepped").read_text()) - float((folder / "killed").read_text())
 

@@ -295,6 +295,11 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         if getattr(run.train, key) and not isinstance(data, DataConfig):
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
     _refuse_numbers(run)
+    if run.plan.pipe.shadow and run.checkpoint.memory_every is not None:
+        raise ConfigError(
+            f"plan.pipe.shadow = true keeps each stage on two ranks, and checkpoint.memory_every = "
+            f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
+        )
     return run
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # as documented
 
-from weft.errors import LaunchError
+from weft.errors import LaunchError, LostRankError
 from weft.nursery import LISTENER_VARIABLE, LOOPBACK
 
 Launcher = Literal["none", "weft", "torchrun", "slurm", "mpi"]
@@ -321,6 +321,23 @@ def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
                 store.set(f"weft/answer/{said}", own)
         time.sleep(_MEETING_POLL_SECONDS)
     return own
+
+
+def current_store() -> Store:
+    """The store at which the ranks of the world have met."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]  # kept by torch, for no public name
+
+
+def meet_again(store: Store, name: str, rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """Form the world anew, on CPUs, after `shutdown`: with other ranks, under a name that was not used before. The
+    store for what they have to say.
+    """
+    named = PrefixStore(name, store)
+    try:
+        dist.init_process_group("gloo", store=named, rank=rank, world_size=num_ranks, timeout=timeout)
+    except (RuntimeError, dist.DistError) as error:
+        raise LostRankError(f"{num_ranks} ranks did not meet again: {str(error).splitlines()[0]}") from error
+    return named
 
 
 def shutdown() -> None:

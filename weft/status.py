@@ -28,6 +28,7 @@ GOING_BACK = "loading a checkpoint"
 FILES = (SAVING, GOING_BACK)  # may be silent for as long as a file system takes
 _PAGE = struct.Struct("<qqddd240s144s80s64s")  # see Seen; text that is too long is cut
 _NO_STEP = -1
+_LOST, _TAKEN = "lost.json", "taken-over.json"
 
 
 @dataclass(frozen=True)
@@ -170,10 +171,14 @@ def record_failure(environ: Mapping[str, str], rank: int, error: BaseException) 
     trace, chance = "".join(traceback.format_exception(error)), isinstance(error, CorruptionError)
     failure = Failure(message, trace, status, final, time.monotonic(), chance)
     if FOLDER_VARIABLE in environ:
-        path = _failure_path(Path(environ[FOLDER_VARIABLE]), rank)
-        path.with_suffix(".tmp").write_text(json.dumps(asdict(failure)))
-        path.with_suffix(".tmp").rename(path)
+        _write_json(_failure_path(Path(environ[FOLDER_VARIABLE]), rank), asdict(failure))
     return status
+
+
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
+    """At once, or not at all."""
+    path.with_suffix(".tmp").write_text(json.dumps(value))
+    path.with_suffix(".tmp").rename(path)
 
 
 def failures(folder: Path, num_ranks: int) -> dict[int, Failure]:
@@ -181,6 +186,44 @@ def failures(folder: Path, num_ranks: int) -> dict[int, Failure]:
     paths = {rank: _failure_path(folder, rank) for rank in range(num_ranks)}
     found = {rank: Failure(**json.loads(path.read_text())) for rank, path in paths.items() if path.exists()}
     return dict(sorted(found.items(), key=lambda item: item[1].at))
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was lost and that the others are to do without; when (time.monotonic) they were told."""
+
+    rank: int
+    at: float
+
+
+@dataclass(frozen=True)
+class TakenOver:
+    """A stage that another rank has taken over: in which step (from 1), how long after `Lost`."""
+
+    stage: int
+    by: int
+    step: int
+    seconds: float
+
+
+def tell_lost(folder: Path, lost: Lost) -> None:
+    """Let the ranks know that they are to go on without one."""
+    _write_json(folder / _LOST, asdict(lost))
+
+
+def read_lost(folder: Path) -> Lost | None:
+    """What they were told, if they were."""
+    return Lost(**json.loads((folder / _LOST).read_text())) if (folder / _LOST).exists() else None
+
+
+def tell_taken_over(folder: Path, taken: TakenOver) -> None:
+    """Let the agent know that a stage has been taken over."""
+    _write_json(folder / _TAKEN, asdict(taken))
+
+
+def read_taken_over(folder: Path) -> TakenOver | None:
+    """What it was told, if it was."""
+    return TakenOver(**json.loads((folder / _TAKEN).read_text())) if (folder / _TAKEN).exists() else None
 
 
 def clear(folder: Path) -> None:

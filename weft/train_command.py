@@ -33,7 +33,8 @@ def start_ranks(nursery: Nursery, run: Run, arguments: Sequence[str], environ: M
         return newest_source(run, copies)
 
     try:
-        return start_local(nursery, run.plan.num_ranks, arguments, environ, restarts, newest, run.folder)
+        shadowed = run.plan.pipe.shadow
+        return start_local(nursery, run.plan.num_ranks, arguments, environ, restarts, newest, run.folder, shadowed)
     finally:
         if copies is not None:
             shutil.rmtree(copies, ignore_errors=True)

@@ -56,32 +56,33 @@ class Watchdog:
     """The agent's eyes on one attempt of a job."""
 
     def __init__(self, folder: Path, num_ranks: int, deadline: Deadline) -> None:
-        self._folder, self._num_ranks, self._deadline = folder, num_ranks, deadline
+        self._folder, self._num_ranks, self.deadline = folder, num_ranks, deadline
         self._busy: list[deque[float]] = [deque(maxlen=_NUM_STEPS) for _ in range(num_ranks)]
         self._steps = [-1] * num_ranks
         self._named: set[int] = set()
+        self.lost: int | None = None  # a rank that the others do without
 
     def look(self) -> tuple[str | None, str | None]:
         """(who hangs, who is slow), in words; None where there is nothing to say."""
-        seen = [last_seen(self._folder, rank) for rank in range(self._num_ranks)]
-        if any(one is None for one in seen):
+        seen = {rank: last_seen(self._folder, rank) for rank in range(self._num_ranks) if rank != self.lost}
+        ranks = {rank: one for rank, one in seen.items() if one is not None}
+        if len(ranks) < len(seen):
             return None, None  # still starting: what they wait for then has its own deadline
-        ranks = [one for one in seen if one is not None]
         self._measure(ranks)
         return self._find_hang(ranks), self._find_straggler()
 
-    def _measure(self, ranks: Sequence[Seen]) -> None:
-        self._deadline.measure(max(ranks, key=lambda rank: rank.step))
-        for rank, one in enumerate(ranks):
+    def _measure(self, ranks: Mapping[int, Seen]) -> None:
+        self.deadline.measure(max(ranks.values(), key=lambda rank: rank.step))
+        for rank, one in ranks.items():
             if one.step > self._steps[rank] and one.step_seconds > 0:
                 self._steps[rank] = one.step
                 self._busy[rank].append(one.busy_seconds)
 
-    def _find_hang(self, ranks: Sequence[Seen]) -> str | None:
-        seconds = overdue_seconds(ranks)
-        if seconds < self._deadline.seconds:
+    def _find_hang(self, ranks: Mapping[int, Seen]) -> str | None:
+        seconds = overdue_seconds(ranks.values())
+        if seconds < self.deadline.seconds:
             return None
-        return describe_hang(dict(enumerate(ranks)), {}, seconds)
+        return describe_hang(ranks, {}, seconds)
 
     def _find_straggler(self) -> str | None:
         if any(len(busy) < _NUM_STEPS for busy in self._busy):

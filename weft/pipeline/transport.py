@@ -113,6 +113,8 @@ def _ways(schedule: Schedule) -> Iterator[tuple[str, str]]:
     """The groups that the messages of any step need, whatever its number of micro-batches."""
     for ranks in schedule.placement:
         for edge in schedule.edges:
+            if ranks[edge.source] == ranks[edge.target]:
+                continue
             is_down = ranks[edge.source] < ranks[edge.target]
             yield "forward", "down" if is_down else "up"
             yield "backward", "up" if is_down else "down"

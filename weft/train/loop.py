@@ -35,6 +35,7 @@ from weft.parallel import all_units, parallelize
 from weft.parallel.draws import seed_draws
 from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
+from weft.pipeline.sections import Sections
 from weft.predict import example_inputs, example_loss, micro_batch_profile, model_flops, peak_flops
 from weft.schema import to_table
 from weft.status import GOING_BACK, SAVING, Status
@@ -58,6 +59,7 @@ from weft.train.shared_memory import folder_of
 from weft.train.state import make_optimizer, pieces_to_save
 from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
+from weft.train.takeover import take_over_losses
 from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
 from weft.watchdog import Deadline
@@ -123,7 +125,11 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
             _report_skipped(data, log, step, reporter)
-        stop, clock = Stop(mesh), _clock(run, mesh, step)
+        timeout = timedelta(seconds=run.train.timeout_seconds)
+        sections: Sections | None = None
+        if isinstance(model, Pipeline):
+            sections = take_over_losses(model, mesh, saver, place, lambda: step, timeout)
+        stop, clock = Stop(mesh, sections), _clock(run, mesh, step)
         loss: float | None = None
         late: Late | None = None
         evaluation: dict[str, float] = {}
@@ -403,6 +409,8 @@ def _due(step: int, every: int | None, last: int) -> bool:
 def _draw_step(run: Run, model: nn.Module, mesh: Mesh, reporter: Reporter) -> None:
     """The timeline of the last step, if it is asked for and was taken down."""
     if not isinstance(model, Pipeline) or not model.timed or not mesh.is_first_of_stage:
+        return
+    if not model.spans:  # the step lost a rank
         return
     assert run.train.timeline is not None
     if draw_step(model, mesh, run.split.accumulation, Path(run.train.timeline)):
