@@ -41,6 +41,8 @@ bench: install   ## the benchmarks that run on this machine; results in benchmar
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/save_stall.py
+	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python benchmarks/shadow.py
 
 format: install  ## format and fix what can be fixed
 	$(BIN)/ruff format .

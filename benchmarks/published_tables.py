@@ -64,15 +64,16 @@ class Case:
 # (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1),
 # tensor ranks next to each other, then those of data, then stages.
 # Its cross-entropy passes 56 bytes for a logit: cast, maximum, difference, exponential, sum, quotient; then the
-# gradient and its cast. What its host takes for an operation of forward was measured (`megatron_host.py`, on another
-# host than the tables').
+# gradient and its cast. What its host takes for the forward of a layer was measured (`megatron_host.py`, on another
+# host than the tables'); the planner counts so many operations in it.
+MEGATRON_LAYER_SECONDS, MEGATRON_OPERATIONS = 1.2168e-3, 16
 # Read and written for each parameter by a fused Adam with 16-bit weights and fp32 state.
 FUSED_ADAM_BYTES = 30
 MEGATRON = Software(
     optimizer_bytes=FUSED_ADAM_BYTES,
     attention="plain",
     fused=True,
-    host_seconds=67.6e-6,
+    host_seconds=MEGATRON_LAYER_SECONDS / MEGATRON_OPERATIONS,
     loss_bytes=56,
     selective="attention",
     gradient_bytes=2,

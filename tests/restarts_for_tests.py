@@ -43,7 +43,7 @@ class Kill:
     rank: int
     step: int
     call: int
-    how: str = "kill"  # or "hang": it sleeps at that call; or "hang in loading", before the step
+    how: str = "kill"  # or "hang": it sleeps at that call; "stop": by SIGSTOP; or "hang in loading", before the step
 
     @staticmethod
     def drawn(rank: int, step: int) -> Kill:
@@ -56,7 +56,7 @@ def rank_main(arguments: list[str]) -> None:
     run = load_run(Path(spec["run_file"]), spec["overrides"])
     place = detect(os.environ)
     assert place is not None
-    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    is_first = os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     kill = Kill(**spec["kill"]) if spec["kill"] and is_first else None
     dying = _Dying(kill if kill is not None and kill.rank == place.rank else None, Path(spec["folder"]))
 
@@ -99,17 +99,23 @@ class _Dying:
         if self._kill is not None and self._kill.step == self._step:
             self._calls += 1
             if self._calls > self._kill.call:
+                assert ledger.status is not None
+                axis, operation, _ = arguments
+                call = f"{operation} over {axis} (#{ledger.status.num_calls}, {ledger.status.inside})"
+                (self._folder / "call").write_text(call)
                 self._die()
 
     def _die(self) -> None:
         (self._folder / "killed").write_text(str(time.time()))
+        if self._kill is not None and self._kill.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self._kill is not None and self._kill.how != "kill":
             time.sleep(1000)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_under_agent(run_file: Path, run: Run, overrides: list[str], kill: Kill | None) -> float | None:
-    """Train under the agent; the seconds from the kill to the next finished step, where there was a kill."""
+    """Train under the agent; the seconds from the kill to the next finished step, where there was a restart."""
     folder = run.folder.with_name(run.folder.name + ".times")
     folder.mkdir()
     spec = {
@@ -130,7 +136,7 @@ def train_under_agent(run_file: Path, run: Run, overrides: list[str], kill: Kill
     finally:
         shutil.rmtree(memory)
     assert (folder / "killed").exists() == (kill is not None)
-    if kill is None:
+    if kill is None or not (folder / "stepped").exists():
         return None
     return float((folder / "stepped").read_text()) - float((folder / "killed").read_text())
 

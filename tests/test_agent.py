@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from weft.agent import Restarts, Source, start_local
-from weft.errors import ConfigError, LaunchError, LostRankError
+from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
 from weft.lock import locked
 from weft.nursery import Nursery
 from weft.status import Status
@@ -39,6 +39,7 @@ def run(main: Callable[[], object], restarts: Restarts = LIMIT, newest: Callable
 
 def begin_step(step: int) -> Status:
     status = Status(os.environ, rank())
+    status.place = f"pipe stage {5 * rank()}"
     status.step_begins(step)
     status.phase("forward and backward")
     return status
@@ -97,6 +98,18 @@ def test_an_error_before_a_step_was_done_would_come_again(capfd: pytest.CaptureF
     assert said.count("Traceback") == 1
     assert "failed: ValueError: wrong from the start\n" in said
     assert "start again" not in said
+
+
+def test_a_flipped_bit_is_tried_again_though_no_step_was_done(capfd: pytest.CaptureFixture[str]) -> None:
+    """It may come in the first step after a restart as well as in any other."""
+
+    def main() -> None:
+        begin_step(5)
+        if attempt() == 0:
+            raise CorruptionError("silent corruption in step 6")
+
+    assert run(main, newest=lambda: Source(5, "memory")) == 0
+    assert "failed: silent corruption in step 6, in step 6. All ranks start again" in capfd.readouterr().err
 
 
 def test_what_the_user_must_change_is_one_line_and_no_restart(capfd: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +235,7 @@ def work_and_hang(hangs: Callable[[Status], object]) -> None:
             hangs(status)
         else:
             status.num_calls += 1
-            status.wait_begins("all_reduce over data (#2)")
+            status.wait_begins("all_reduce over data (#2, backward of block 7)", [1])
         time.sleep(DEADLINE_SECONDS)
 
 
@@ -231,9 +244,10 @@ def work_and_hang(hangs: Callable[[Status], object]) -> None:
     [
         (lambda status: status.phase("loading data"), "loading data of step 3 (after 1 collectives)"),
         (
-            lambda status: status.wait_begins("forward of micro-batch 2 over pipe"),
-            "forward of micro-batch 2 over pipe of step 3 (after 1 collectives)",
+            lambda status: status.wait_begins("recv_forward of micro-batch 2 over pipe"),
+            "recv_forward of micro-batch 2 over pipe of step 3 (after 1 collectives)",
         ),
+        (lambda status: status.enters("forward of block 3"), "forward of block 3 of step 3 (after 1 collectives)"),
     ],
 )
 def test_a_rank_that_hangs_is_named_and_all_start_again(
@@ -245,8 +259,9 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     assert re.match(
-        rf"weft: no sign of life for [1-9] s: rank 1 did not enter all_reduce over data; last seen in "
-        rf"{re.escape(where)}, [1-9] s ago \(rank 0 is waiting in all_reduce over data \(#2\)\); their stacks are in "
+        rf"weft: no sign of life for [1-9] s: rank 1 \(pipe stage 5\) did not enter all_reduce over data "
+        rf"\(#2, backward of block 7\); last seen in {re.escape(where)}, [1-9] s ago \(rank 0 is waiting in all_reduce "
+        rf"over data \(#2, backward of block 7\)\); their stacks are in "
         rf"{tmp_path}/hang-[0-9-]*\.txt, in step 3\. All ranks start again",
         said,
     ), said
@@ -263,7 +278,38 @@ def test_a_hang_that_comes_again_ends_the_job(capfd: pytest.CaptureFixture[str])
         time.sleep(DEADLINE_SECONDS)
 
     assert run(main, Restarts(1, 600, hang_seconds=1.0)) == 124
-    assert "rank 0 does not get on; last seen in loading data of step 2" in capfd.readouterr().err
+    assert "rank 0 (pipe stage 0) does not get on; last seen in loading data of step 2" in capfd.readouterr().err
+
+
+def test_a_hang_in_the_first_step_is_found(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is measured yet: five times the floor is the deadline, or ten predicted steps."""
+
+    def main() -> None:
+        status = begin_step(0)
+        if rank() == 0:
+            status.wait_begins("all_gather over shard (#1, forward of block 0)", [1])
+        time.sleep(DEADLINE_SECONDS)
+
+    assert run(main, Restarts(0, 600, hang_seconds=0.1, step_seconds=0.15)) == 124
+    said = capfd.readouterr().err
+    assert "no sign of life for 2 s: rank 1 (pipe stage 5) did not enter all_gather over shard (#1, forward of" in said
+
+
+def test_a_wait_past_its_deadline_is_a_hang_though_others_are_at_work(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        status = begin_step(0)
+        time.sleep(0.05)
+        status.step_begins(1)
+        if rank() == 0:
+            status.wait_begins("all_reduce over data (#1)", [1])
+        while True:
+            if rank() == 1:
+                status.enters("forward of block 3")
+            time.sleep(0.05)
+
+    assert run(main, Restarts(0, 600, hang_seconds=1)) == 124
+    said = capfd.readouterr().err
+    assert "rank 1 (pipe stage 5) did not enter all_reduce over data (#1); last seen in forward of block 3 of" in said
 
 
 def test_work_that_takes_its_time_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:

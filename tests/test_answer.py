@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from weft.models import GPT2Config, build
 from weft.models.catalog import load_model
 from weft.parallel import refuse
 from weft.plan import split_batch
-from weft.planner.answer import Answer, ask, with_more, with_scaling
+from weft.planner import answer as answer_module
+from weft.planner.answer import Answer, ask, effective_seconds, with_more, with_scaling
 from weft.planner.explain import smaller, why_none
 from weft.planner.page import page
 from weft.planner.question import Objective, Question, parse_constraints
-from weft.planner.search import Found
+from weft.planner.search import Found, Model
 from weft.planning import has_layout
 from weft.predict import predict
 from weft.profile import profile
@@ -220,3 +222,34 @@ def test_train_without_a_plan_plans_first(weft: Weft, tmp_path: Path, monkeypatc
     assert left.status == 0, left.err
     assert "planned  no [plan] is given. " in left.out
     assert re.search(r"^plan     (data|shard|pipe|x|y) 2", left.out, re.MULTILINE), left.out
+
+
+# --- with failures
+
+
+def test_failures_count_in_the_choice_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the devices are a little more than twice as fast: worth it, unless twice the failures eat it up."""
+    model, question, one = answer().model, Question(64, 1024), answer().best
+
+    def search(here: Model, question: Question, keep: int) -> Found:
+        return Found((replace(one, seconds=8 / here.cluster.num_devices**1.001),), (), (), 1)
+
+    monkeypatch.setattr(answer_module, "search", search)
+    chosen = {
+        mtbf: answer_module._best(model, question, "cost", lambda what: None, mtbf)[0].cluster.num_devices
+        for mtbf in (None, 1e12, 1e5)
+    }
+    assert chosen == {None: 8, 1e12: 8, 1e5: 1}
+
+
+def test_failures_count_in_the_order_of_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan whose state is on the host waits for every save to be written; the other is a little slower."""
+    model, question, one = answer().model, Question(64, 1024), answer().best
+    hosted = replace(one, plan=replace(one.plan, memory=replace(one.plan.memory, offload=1.0)))
+    slower = replace(one, seconds=one.seconds * 1.001)
+    monkeypatch.setattr(answer_module, "search", lambda *_, keep: Found((hosted, slower), (), (), 2))
+    for mtbf, first in ((None, hosted), (1e12, hosted), (1e6, slower)):
+        found = answer_module._best(model, question, "time", lambda what: None, mtbf)[1]
+        assert found.best[0] == first, mtbf
+    assert effective_seconds(model, question, one, None) == one.seconds
+    assert effective_seconds(model, question, one, 1e3) > 1.1 * one.seconds

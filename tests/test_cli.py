@@ -24,7 +24,7 @@ from weft.predict import run_cluster
 from weft.train.metrics import StepMetrics
 from weft.verify import Check, verify_run
 
-COMMANDS = ("train", "plan", "verify", "export", "generate", "doctor")
+COMMANDS = ("train", "plan", "verify", "chaos", "export", "generate", "doctor")
 
 
 @pytest.fixture

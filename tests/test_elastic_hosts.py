@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_for_tests import ADDRESSES, PORT, end_all, hosts
+from hosts_for_tests import ADDRESSES, PORT, end_all, hosts, ip
 from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
 
 from weft.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ NUM_STEPS = 30
 LOST_AFTER, BACK_AFTER = 10, 20
 # Nothing on disk before the end: what comes back after a loss comes from memory.
 OVERRIDES = ["plan.data=2", "plan.shard=2", f"train.steps={NUM_STEPS}", "checkpoint.memory_every=1"]
-OVERRIDES += ["checkpoint.every=100"]
+OVERRIDES += ["checkpoint.every=100", "restart.hang_seconds=6"]
 
 # `weft` that waits: four ranks after LOST_AFTER steps, until the test has killed a host; two after BACK_AFTER, until
 # their agent asks them to make place for more.
@@ -34,17 +35,18 @@ from weft.train.stop import Stop
 folder, steps, asked = sys.argv.pop(1), 0, []
 train_step, handle, resume = loop.train_step, Stop._handle, loop.resume
 
-def wait(condition):
+def wait(condition, mesh):
     deadline = time.monotonic() + {DEADLINE_SECONDS}
     while not condition() and time.monotonic() < deadline:
+        mesh.ledger.phase("waiting for the test")  # a sign of life
         time.sleep(0.05)
 
 def paced_step(*arguments, **named):
     global steps
     if steps == {LOST_AFTER} and os.environ["WORLD_SIZE"] == "4":
-        wait(lambda: os.path.exists(os.path.join(folder, "lost")))
+        wait(lambda: os.path.exists(os.path.join(folder, "lost")), arguments[3])
     if steps == {BACK_AFTER} and os.environ["WORLD_SIZE"] == "2":
-        wait(lambda: asked)
+        wait(lambda: asked, arguments[3])
     steps += 1
     return train_step(*arguments, **named)
 
@@ -74,8 +76,8 @@ class Hosts:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
         torchrun += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:{PORT}"]
         torchrun += [f"--local-addr={ADDRESSES[index]}", f"--rdzv-conf=is_host={int(index == 0)},{conf}"]
-        # Memory of its own, as a host has.
-        mounted = ["sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
+        # A name and memory of its own, as a host has.
+        mounted = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"', host]
         line = ["ip", "netns", "exec", host, *mounted, *torchrun, "--rdzv-id=test", "--no-python", *self._command]
         root = str(Path(__file__).parents[1])
         environ = os.environ | {"GLOO_SOCKET_IFNAME": host, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
@@ -83,6 +85,16 @@ class Hosts:
         with open(self._folder / f"{host}.log", "ab") as file:
             process = subprocess.Popen(line, env=environ, stdout=file, stderr=file, start_new_session=True)
         self.processes[index] = process
+
+    def cut(self) -> None:
+        """Pull the cable: nobody is told."""
+        ip("-n", self._names[1], "link", "set", self._names[1], "down")
+
+    def mend(self) -> None:
+        ip("-n", self._names[1], "link", "set", self._names[1], "up")
+
+    def log(self, index: int) -> str:
+        return (self._folder / f"{self._names[index]}.log").read_text()
 
     def kill(self, index: int) -> None:
         """A power cut: everything on the host at once."""
@@ -96,7 +108,7 @@ class Hosts:
             pytest.fail("the job did not end:\n" + self.output())
 
     def output(self) -> str:
-        return "\n".join((self._folder / f"{name}.log").read_text() for name in self._names)
+        return "\n".join(map(self.log, range(2)))
 
 
 @pytest.fixture
@@ -147,3 +159,37 @@ def test_a_host_is_lost_and_comes_back(elastic: Hosts, tmp_path: Path) -> None:
     last = Checkpoint(run.folder / "checkpoints" / f"step-{NUM_STEPS:08d}")
     assert last.state["data"]["samples"] == NUM_STEPS * 16
     assert len({piece.file for entry in last.entries() for piece in entry.pieces}) == 4  # four ranks wrote the end
+
+
+@pytest.mark.soak
+def test_a_link_is_cut_and_comes_back(elastic: Hosts, hosts: list[str], tmp_path: Path) -> None:
+    """Nothing breaks the connections: each side must find out by itself, and say whom it does not hear."""
+    run_file = tmp_path / "tiny.toml"
+    run, whole = make_run(run_file, "elastic", *OVERRIDES), make_run(run_file, "whole", *OVERRIDES)
+    elastic.start(0)
+    elastic.start(1)
+    wait_for_step(run.folder, LOST_AFTER, elastic)
+    elastic.cut()
+    (tmp_path / "lost").touch()
+    cut_at = time.monotonic()
+    while any("no sign of life" not in elastic.log(index) for index in range(2)):
+        assert time.monotonic() < cut_at + 45, elastic.output()
+        time.sleep(0.05)
+    seconds = time.monotonic() - cut_at
+    wait_for_step(run.folder, BACK_AFTER, elastic)  # the host of the meeting point goes on alone
+    elastic.kill(1)
+    elastic.mend()
+    elastic.start(1)
+    codes = elastic.wait()
+    said = elastic.output()
+    assert codes == [0, 0], said
+    paragraphs = [[line for line in elastic.log(index).splitlines() if "no sign of life" in line] for index in range(2)]
+    assert [len(lines) for lines in paragraphs] == [1, 1], said
+    for index, (paragraph,) in enumerate(paragraphs):
+        other = hosts[1 - index]
+        assert f"host {other}) do not answer" in paragraph or f"store of rank 0 (host {other})" in paragraph, paragraph
+        assert re.search(r"waiting in \w+ over \w+ \(#\d+", paragraph), paragraph
+    train_on_ranks(whole)
+    assert [event["step"] for event in events(run.folder)] == list(range(1, NUM_STEPS + 1))
+    assert losses(run.folder) == pytest.approx(losses(whole.folder), rel=1e-4)
+    print(f"both sides said so within {seconds:.1f} s of the cut:\n" + "\n".join(lines[0] for lines in paragraphs))

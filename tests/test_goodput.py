@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runs_for_tests import write_run_file
 
 from weft.cluster import load
+from weft.config import load_run
 from weft.errors import ConfigError
 from weft.planner.goodput import cluster_mtbf, daly_interval, failures, goodput, parse_duration, young_interval
 
@@ -85,6 +86,10 @@ def test_failures_of_a_cluster() -> None:
     assert disk.interval_seconds >= disk.write_seconds
     (alone,) = failures(10**9, "fp32", load("h100:1x8"), 86400).ways
     assert alone.name == "checkpoints on disk"
+    hosted = failures(70_000_000_000, "bf16", cluster, 3 * 3600, offload=0.5)
+    assert hosted.ways[0].stall_seconds == pytest.approx(840 / 32)  # it waits for its saves
+    assert hosted.ways[0].goodput < disk.goodput
+    assert (hosted.ways[1], hosted.best) == (memory, memory)
     rare, often = (failures(10**9, "bf16", cluster, mtbf).ways[0].goodput for mtbf in (86400.0, 600.0))
     assert often < rare
 
@@ -120,6 +125,10 @@ def test_weft_plan_says_what_failures_cost(
     assert "failures" not in weft(*given, "--json").json
     searched = weft("plan", run_file, "cluster=h100:2x8", "--mtbf-cluster", "3h", "--search", "--json").json
     assert searched["failures"]["mtbf_seconds"] == 10800
+    written = tmp_path / "written.toml"
+    assert weft("plan", run_file, "cluster=h100:2x8", "--mtbf", "2d", "--write", written).status == 0
+    saves = load_run(written).checkpoint
+    assert (saves.every, saves.memory_every is not None) == (3, True)  # the run file has an interval of its own
     refused = weft(*given, "--mtbf", "soon")
     assert refused.status == 2
     assert "--mtbf soon is no time" in refused.err

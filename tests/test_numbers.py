@@ -226,6 +226,60 @@ def test_ranks_take_the_worst_verdict_of_all() -> None:
     assert run_local(rank, 3) == [NOT_FINITE] * 3
 
 
+# --- repeat
+
+
+REPEAT = ["numbers.on_bad=repeat", "train.steps=7", "checkpoint.every=3"]
+
+
+@contextmanager
+def bad_once(batch: int, num_times: int = 1) -> Iterator[None]:
+    """A batch whose loss is NaN on rank 0 for the first so many times that it is used, as by chance."""
+    factors = {batch: math.nan}
+    left = [num_times]
+    batches = TrainingData.batches
+
+    def counted(self: TrainingData, run: Run, number: int, *rest: Any) -> Any:
+        if number == batch:
+            left[0] -= 1
+            if left[0] < 0:
+                factors.clear()
+        return batches(self, run, number, *rest)
+
+    with patch.object(TrainingData, "batches", counted), bad_batches(factors):
+        yield
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["disk", "memory"])
+def test_a_step_that_was_bad_by_chance_is_done_again(run_file: Path, tmp_path: Path, copies: bool) -> None:
+    options = [*REPEAT, "plan.data=2", *(["checkpoint.memory_every=1"] if copies else [])]
+    whole, run = (make_run(run_file, f"{name} {copies}", *options) for name in ("repeat whole", "repeat"))
+    train_on_ranks(whole)
+    with bad_once(4), patch.object(loop, "folder_of", lambda environ: tmp_path / "copies"):
+        train_on_ranks(run)
+    (event,) = events(run.folder, "numbers")
+    assert (event["step"], event["bad"], event["left_out"]) == (4 if copies else 3, 5, [])
+    assert final_state(run) == final_state(whole)
+
+
+def test_a_step_that_is_bad_twice_is_skipped(run_file: Path) -> None:
+    repeated = make_run(run_file, "repeat twice", *REPEAT, "plan.data=2")
+    with bad_once(4, num_times=99):
+        train_on_ranks(repeated)
+    assert [event["bad"] for event in events(repeated.folder, "numbers")] == [5, 5]
+    skipped = make_run(run_file, "repeat skip", *REPEAT, "numbers.on_bad=skip", "plan.data=2")
+    with bad_batches({4: math.nan}):
+        train_on_ranks(skipped)
+    assert final_state(repeated) == final_state(skipped)
+
+
+def test_a_run_whose_steps_are_all_bad_ends_though_they_are_repeated(run_file: Path) -> None:
+    run = make_run(run_file, "repeat endless", *REPEAT, "numbers.limit=3")
+    with bad_batches(dict.fromkeys(range(4, 99), math.nan)), pytest.raises(LocalError) as raised:
+        train_on_ranks(run)
+    assert "more than numbers.limit = 3 bad steps in a row" in str(raised.value)
+
+
 # --- rollback
 
 
@@ -310,7 +364,10 @@ def test_the_batch_of_a_step_is_the_next_that_is_not_left_out(windows: list[tupl
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("numbers.on_bad=ignore", "'numbers.on_bad' = 'ignore' (a string) but it expects one of 'stop', 'skip'"),
+        (
+            "numbers.on_bad=ignore",
+            "'numbers.on_bad' = 'ignore' (a string) but it expects one of 'stop', 'skip', 'repeat'",
+        ),
         ("numbers.spike=0", "numbers.spike = 0.0; it counts median absolute deviations"),
         ("numbers.spike=nan", "numbers.spike = nan; it counts"),
         ("numbers.window=3", "numbers.window = 3; it must be at least 4"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from restarts_for_tests import (
@@ -15,7 +18,7 @@ from restarts_for_tests import (
     table,
     train_under_agent,
 )
-from runs_for_tests import DEEP, losses, make_run, train_on_ranks, write_run_file
+from runs_for_tests import DEEP, events, losses, make_run, train_on_ranks, write_run_file
 from sampled_for_tests import some_soak
 
 from weft.checkpoint import steps
@@ -52,30 +55,59 @@ def test_a_killed_rank_changes_nothing(layout: str, tmp_path: Path, capfd: pytes
 
 HANGS = {
     # rank 2 never comes to the first collective of its step, in which the others wait
-    "data 2 x shard 2": (
+    "loading": (
+        "data 2 x shard 2",
         Kill(2, 6, 0, "hang in loading"),
-        r"rank 2 did not enter \w+ over \w+; last seen in loading data",
+        r"rank 2 did not enter all_reduce over tokens \(#\d+\); last seen in loading data",
+    ),
+    "collective": (
+        "data 2 x shard 2",
+        Kill(1, 6, 9, "hang"),
+        r"rank 1 did not enter CALL; last seen in backward of block model\.layers\.2",
     ),
     # rank 1 hangs before it sends what rank 2 waits to receive
-    "pipe 4": (Kill(1, 6, 3, "hang"), r"rank 1 did not enter .* over pipe; last seen in forward and backward"),
+    "receive": (
+        "pipe 4",
+        Kill(1, 6, 3, "hang"),
+        r"rank 1 \(pipe stage 1\) did not send the (for|back)ward of micro-batch \d to stage [02]; "
+        r"last seen in (for|back)ward of block model\.layers\.1",
+    ),
 }
 
 
-@pytest.mark.parametrize("layout", some_soak(RESTARTED_LAYOUTS, "data 2 x shard 2"))
+@pytest.mark.parametrize("where", some_soak(HANGS, "collective"))
 def test_a_rank_that_hangs_is_named_and_changes_nothing(
-    layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    layout, hang, words = HANGS[where]
     overrides = [*RESTARTED_LAYOUTS[layout], *OVERRIDES]
     run_file = write_run_file(tmp_path, DEEP)
     whole, run = (make_run(run_file, name, *overrides) for name in ("whole", "hang"))
     train_on_ranks(whole)
-    hang, words = HANGS[layout]
     train_under_agent(run_file, run, overrides, hang)
+    if "CALL" in words:
+        words = words.replace("CALL", re.escape((tmp_path / "hang.times" / "call").read_text()))
     said = capfd.readouterr().err
     assert re.search(rf"weft: no sign of life for 1\d s: {words} of step 6 .*, in step 6\. All ranks start", said), said
     stacks = next(run.folder.glob("hang-*.txt")).read_text()
     assert stacks.count("_die") == 1
     assert stacks.count("in train\n") >= 4
+    assert_same_end(run, whole)
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By a day, forward or back, whenever anybody reads it: no deadline passes, and no rank is named."""
+    overrides = ["plan.data=2", *OVERRIDES, "restart.hang_seconds=5"]
+    run_file = write_run_file(tmp_path, DEEP)
+    whole, run = (make_run(run_file, name, *overrides) for name in ("whole", "jumps"))
+    train_on_ranks(whole)
+    days = itertools.cycle([86400, -86400])
+    with patch.object(time, "time", lambda: time.clock_gettime(time.CLOCK_REALTIME) + next(days)):
+        train_under_agent(run_file, run, overrides, None)
+    assert "no sign of life" not in capfd.readouterr().err
+    written = [event["time"] for event in events(run.folder)]
+    assert max(written) - min(written) > 86400  # the ranks did see it jump
+    assert losses(run.folder) == losses(whole.folder)
     assert_same_end(run, whole)
 
 

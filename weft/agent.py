@@ -4,6 +4,9 @@ A rank that is killed or fails takes the others with it: all are ended and start
 checkpoint. One paragraph says who died, how, in which step, from where the run goes on and what was lost. Errors that
 would come again are not tried again: what a user must change (status 2), and what came before a single step was done.
 
+Where ranks shadow each other (plan.pipe.shadow), the first that is killed, unless it is rank 0, ends nobody: the others
+are told, and go on without it (train/takeover.py). Should they fail to, all start again.
+
     start_local(nursery, num_ranks, arguments, ..) -> the exit status of the whole
 """
 
@@ -22,9 +25,10 @@ from pathlib import Path
 from types import FrameType
 
 from weft.launch import LOCAL_RUN_ID_PREFIX
+from weft.losses import Losses, describe_failures
 from weft.nursery import SAVE_SECONDS, Nursery
 from weft.status import FOLDER_VARIABLE, Failure, clear, failures, last_seen
-from weft.watchdog import Watchdog, ask_for_stacks, keep_stacks
+from weft.watchdog import Deadline, Watchdog, ask_for_stacks, keep_stacks
 
 _POLL_SECONDS = 0.1
 _CAUSE_SECONDS = 0.5  # for the cause of an error to show
@@ -36,12 +40,13 @@ _SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends a
 @dataclass(frozen=True)
 class Restarts:
     """How often to start again: at most `limit` times within `window_seconds`. Ranks hang that show no sign of life for
-    `hang_seconds` (and ten of their steps).
+    `hang_seconds` (and ten of their steps; at first, ten of the predicted `step_seconds`).
     """
 
     limit: int = 0
     window_seconds: float = 3600.0
     hang_seconds: float = 60.0
+    step_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,13 @@ def start_local(
     restarts: Restarts = Restarts(),  # noqa: B008 (frozen)
     newest: Callable[[], Source] = Source,
     stacks: Path | None = None,
+    shadowed: bool = False,
 ) -> int:
     """Run the nursery's program as `num_ranks` local ranks with `environ` added to theirs; the exit status.
 
     0 when all ranks left with 0. When one fails, hangs or is killed, the others are killed and all start again, as
     `restarts` allows; else one line says which rank it was, and the status is that rank's, or 128 + the number of its
-    signal. Stacks of ranks that hang go to a file in the folder `stacks`.
+    signal. Stacks of ranks that hang go to a file in the folder `stacks`. With `shadowed` ranks, one may be lost.
     The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C here asks the ranks to stop with SIGTERM and leaves them 10 minutes
     to save; a second Ctrl-C kills them.
     """
@@ -79,8 +85,9 @@ def start_local(
             began_at = newest().step
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = nursery.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
-            watchdog = Watchdog(Path(name), num_ranks, restarts.hang_seconds)
-            codes, hang = _watch(nursery, pids, stop, watchdog)
+            watchdog = Watchdog(Path(name), num_ranks, Deadline(restarts.hang_seconds, restarts.step_seconds))
+            losses = Losses(Path(name), num_ranks, watchdog, shadowed)
+            codes, hang = _watch(nursery, pids, stop, watchdog, losses)
             if hang is None and not any(codes.values()):
                 return 0
             if hang is not None and stacks is not None:
@@ -95,7 +102,9 @@ def start_local(
             _say(loss.paragraph(newest(), len(recent) + 1, restarts))
 
 
-def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdog) -> tuple[dict[int, int], str | None]:
+def _watch(
+    nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: Losses
+) -> tuple[dict[int, int], str | None]:
     """Wait until all ranks have ended; what each left with, up to the first that failed and those that died with it.
 
     Or until none gets on any more: then who it was, in words.
@@ -104,16 +113,23 @@ def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdo
     hang: str | None = None
     stop.watch(pids)
     try:
-        while len(codes) < len(pids) and not any(codes.values()) and hang is None:
+        while len(codes) + losses.num_lost < len(pids) and not any(codes.values()) and hang is None:
             stop.look_at_the_clock()
             _collect(nursery, codes)
+            if stop.order is None:
+                losses.absorb(codes)
+                made_good = losses.look(codes)
+                if made_good is not None:
+                    _say(f"weft: {made_good}")
             if not codes:
                 hang, slow = watchdog.look()
                 if slow is not None:
                     _say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
-        while stop.order is not None and len(codes) < len(pids) and time.monotonic() < deadline:
+        while stop.order is not None and len(codes) + losses.num_lost < len(pids) and time.monotonic() < deadline:
             _collect(nursery, codes)  # all were asked to end: the others may still be at it
+        if hang is not None or any(codes.values()):
+            losses.give_back(codes)
         if hang is not None:
             ask_for_stacks(pids)
     finally:
@@ -122,7 +138,7 @@ def _watch(nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdo
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-    for _ in range(len(pids) - len(codes)):
+    for _ in range(len(pids) - len(codes) - losses.num_lost):
         while nursery.death(_POLL_SECONDS) is None:
             pass
     return codes, hang
@@ -165,10 +181,12 @@ class _Loss:
 
     @property
     def may_come_right(self) -> bool:
-        """Whether another attempt may end better. Kills may; an error must have let some step pass."""
+        """Whether another attempt may end better. Kills and flipped bits may; an error must have let some step pass."""
         if self.hang is not None or any(code < 0 for code in self.codes.values()):
             return True
-        return self.failure is not None and not self.failure.final and self.done > self.began_at
+        if self.failure is None or self.failure.final:
+            return False
+        return self.failure.chance or self.done > self.began_at
 
     @property
     def status(self) -> int:
@@ -210,29 +228,6 @@ class _Loss:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def describe_failures(exit_codes: Mapping[int, int]) -> tuple[str, int]:
-    """What to say of ranks that left with these codes (-n: killed by signal n), and the exit status of the whole.
-
-    Ranks that were asked to end with SIGTERM are named only when there is no better culprit. A rank killed by a signal
-    comes first: the others' errors are mostly that they lost it.
-    """
-    culprits = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
-    ranks_by_code: dict[int, list[int]] = {}
-    for rank, code in sorted(culprits.items(), key=lambda item: (item[1] > 0, item[0])):
-        ranks_by_code.setdefault(code, []).append(rank)
-    phrases = []
-    for code, ranks in ranks_by_code.items():
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        if code > 0:
-            phrases.append(f"{who} left with status {code}")
-            continue
-        was = "was" if len(ranks) == 1 else "were"
-        hint = " (by hand, or by the kernel when memory ran out)" if code == -signal.SIGKILL else ""
-        phrases.append(f"{who} {was} killed by {signal.Signals(-code).name}{hint}")
-    first = next(iter(ranks_by_code))
-    return "; ".join(phrases), first if first > 0 else 128 - first
 
 
 def _num_cores() -> int:

@@ -20,18 +20,18 @@ except ImportError:
 from torch import OutOfMemoryError
 
 from weft import __version__
+from weft.chaos import KINDS, StruckNursery
+from weft.chaos_command import ChaosOptions, run_chaos
 from weft.checkpoint import steps
 from weft.config import Run, load_run
 from weft.display import (
     LiveReporter,
     QuietReporter,
     byte_progress,
-    format_bytes,
-    format_seconds,
     print_json,
+    show_findings,
     show_report,
     show_run,
-    show_table,
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
@@ -39,9 +39,8 @@ from weft.launch import Place, detect, is_elastic
 from weft.lock import locked, refuse_if_used
 from weft.models import LanguageConfig, VisionConfig
 from weft.nursery import Nursery
-from weft.plan_command import PlanOptions, predict_plan, search_plans, split_off_file
-from weft.planner.question import parse_count
-from weft.planning import ask_for, catalog_run, fit_to_ranks, has_layout, image_run, planning_cluster, with_plan
+from weft.plan_command import PlanOptions, named_run, predict_plan, search_plans, split_off_file
+from weft.planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
 from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.schema import inline, to_table
 from weft.train.batches import prepare_data
@@ -122,17 +121,7 @@ def plan_command(
     if model is not None:
         if run_file is not None:
             raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
-        if cluster is None or (tokens_per_step is None) == (images_per_step is None or size is None):
-            raise ConfigError(
-                "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
-                "--cluster, --images-per-step and --size"
-            )
-        if tokens_per_step is not None:
-            run = catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
-        else:
-            assert images_per_step is not None
-            assert size is not None
-            run = image_run(model, cluster, parse_count(images_per_step, "--images-per-step"), size)
+        run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
         search_plans(run, asks, _console(as_json), as_json)
         return
     if run_file is None:
@@ -164,6 +153,22 @@ def verify_command(run_file: RunFile, overrides: Overrides = None, as_json: Json
     else:
         show_report(console, report, run.plan.describe_axes())
     report.require()
+
+
+@app.command("chaos", epilog="Example: weft chaos examples/quickstart.toml --mtbf 20s --kinds kill,hang,nan --seed 1")
+def chaos_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    mtbf: Annotated[str, typer.Option(help="mean time between faults, e.g. 20s")] = "20s",
+    kinds: Annotated[str, typer.Option(help="the kinds of faults, of which each is as likely")] = ",".join(KINDS),
+    seed: Annotated[int, typer.Option(help="of the times, kinds and victims")] = 0,
+    faults: Annotated[int | None, typer.Option(help="no more faults than this", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a run in peace and under random faults, and prove that both end with the same bits (else status 1)."""
+    with StruckNursery(_run_as_rank, import_for_ranks) as nursery:  # first, as for train
+        asks = ChaosOptions(mtbf, kinds, seed, faults)
+        run_chaos(nursery, run_file, overrides or [], asks, _console(as_json), as_json)
 
 
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")
@@ -226,23 +231,8 @@ def doctor_command(
         findings = examine(os.environ, ranks)
     if as_json:
         print_json(findings)
-        return
-    rows = {
-        key: value for key, value in findings.items() if key not in ("versions", "all_reduce", "warnings", "devices")
-    }
-    for key in ("memory_free_bytes", "shared_memory_bytes"):
-        rows[key] = "unknown" if rows[key] is None else format_bytes(rows[key])
-    rows["backends"] = ", ".join(findings["backends"])
-    rows |= {f"device {i}": ", ".join(f"{k} {v}" for k, v in d.items()) for i, d in enumerate(findings["devices"])}
-    rows["versions"] = ", ".join(f"{name} {found or 'missing'}" for name, found in findings["versions"].items())
-    for row in findings["all_reduce"]:
-        rows[f"all-reduce of {format_bytes(row['bytes'])}"] = (
-            f"{format_seconds(row['seconds'])} between {row['ranks']} local ranks, "
-            f"{format_bytes(row['bus_bytes_per_second'])}/s"
-        )
-    show_table(console, rows)
-    for warning in findings["warnings"]:
-        console.print(f"[yellow]warning[/] {warning}")
+    else:
+        show_findings(console, findings)
 
 
 def main() -> None:
@@ -339,15 +329,17 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
     """One rank under a launcher; rank 0 speaks."""
     console = _console(as_json)
     speaks = place.rank == 0 and not as_json
+    step_seconds: float | None = None
     if place.launcher not in ("none", "weft"):  # under those two, all this was said before
         cluster = run_cluster(run, place.num_hosts)
         prediction = predict(run, cluster)
+        step_seconds = prediction.step_seconds
         if speaks:
             show_run(console, run, cluster, micro_batch_profile(run), prediction)
             console.print("Prove this plan with: weft verify (not done under a launcher)")
     reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
     try:
-        outcome = train(run, place, reporter)
+        outcome = train(run, place, reporter, step_seconds)
     except OutOfMemoryError as error:
         raise out_of_memory(run, run_cluster(run, place.num_hosts), error) from error
     finally:

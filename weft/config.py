@@ -122,7 +122,8 @@ class CheckpointConfig:
 class RestartConfig:
     """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`.
 
-    Ranks that show no sign of life for `hang_seconds`, and for as long as ten steps take, are started again as well.
+    Ranks that wait, or are silent, for `hang_seconds`, and for as long as ten steps take, are started again as well;
+    those of a launcher end, for it to start them again.
     """
 
     limit: int = 5
@@ -140,12 +141,13 @@ class NumbersConfig:
     """What to do about numbers that cannot be right; see `train/numbers.py` and `train/corruption.py`.
 
     `on_bad`: when loss or gradient norm are NaN or infinite or, with `spike` = k, the loss is above the median of the
-    last `window` losses by k times their median absolute deviation. "rollback" leaves out the last `leave_out` batches
-    since the checkpoint. More than `limit` bad steps without a good one (rollbacks: without a new checkpoint) end the
-    run. `compare_every` steps what ranks hold alike is compared, `repeat_every` steps a micro-batch is done twice.
+    last `window` losses by k times their median absolute deviation. "repeat" goes back and does the step again, and
+    skips it when it is bad once more. "rollback" leaves out the last `leave_out` batches since the checkpoint. More
+    than `limit` bad steps without a good one (rollbacks: without a new checkpoint) end the run. `compare_every` steps
+    what ranks hold alike is compared, `repeat_every` steps a micro-batch is done twice.
     """
 
-    on_bad: Literal["stop", "skip", "rollback"] = "stop"
+    on_bad: Literal["stop", "skip", "repeat", "rollback"] = "stop"
     spike: float | None = None
     window: int = 64
     leave_out: int = 8
@@ -293,14 +295,19 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         if getattr(run.train, key) and not isinstance(data, DataConfig):
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
     _refuse_numbers(run)
+    if run.plan.pipe.shadow and run.checkpoint.memory_every is not None:
+        raise ConfigError(
+            f"plan.pipe.shadow = true keeps each stage on two ranks, and checkpoint.memory_every = "
+            f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
+        )
     return run
 
 
 def _refuse_numbers(run: Run) -> None:
     """What [numbers] needs of other tables."""
     numbers = run.numbers
-    if numbers.on_bad == "rollback" and run.checkpoint.every is None:
-        raise ConfigError("numbers.on_bad = 'rollback' goes back to a checkpoint; give checkpoint.every")
+    if numbers.on_bad in ("repeat", "rollback") and run.checkpoint.every is None:
+        raise ConfigError(f"numbers.on_bad = '{numbers.on_bad}' goes back to a checkpoint; give checkpoint.every")
     if numbers.repeat_every is not None and not run.train.deterministic:
         raise ConfigError(
             f"numbers.repeat_every = {numbers.repeat_every} compares bits, which kernels need not repeat; give "

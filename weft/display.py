@@ -147,6 +147,26 @@ def show_table(console: Console, rows: Mapping[str, Any]) -> None:
     console.print(table)
 
 
+def show_findings(console: Console, findings: Mapping[str, Any]) -> None:
+    """What `weft doctor` found."""
+    rows = {
+        key: value for key, value in findings.items() if key not in ("versions", "all_reduce", "warnings", "devices")
+    }
+    for key in ("memory_free_bytes", "shared_memory_bytes"):
+        rows[key] = "unknown" if rows[key] is None else format_bytes(rows[key])
+    rows["backends"] = ", ".join(findings["backends"])
+    rows |= {f"device {i}": ", ".join(f"{k} {v}" for k, v in d.items()) for i, d in enumerate(findings["devices"])}
+    rows["versions"] = ", ".join(f"{name} {found or 'missing'}" for name, found in findings["versions"].items())
+    for row in findings["all_reduce"]:
+        rows[f"all-reduce of {format_bytes(row['bytes'])}"] = (
+            f"{format_seconds(row['seconds'])} between {row['ranks']} local ranks, "
+            f"{format_bytes(row['bus_bytes_per_second'])}/s"
+        )
+    show_table(console, rows)
+    for warning in findings["warnings"]:
+        console.print(f"[yellow]warning[/] {warning}")
+
+
 @contextmanager
 def byte_progress(console: Console, title: str) -> Iterator[Any]:
     """A bar for work measured in bytes or items; yields the callback `(done, total)`."""

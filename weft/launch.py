@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # as documented
 
-from weft.errors import LaunchError
+from weft.errors import LaunchError, LostRankError
 from weft.nursery import LISTENER_VARIABLE, LOOPBACK
 
 Launcher = Literal["none", "weft", "torchrun", "slurm", "mpi"]
@@ -290,6 +290,12 @@ def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: ti
     return rank_device
 
 
+def world_store() -> Store:
+    """A connection of its own to the store at which the ranks of the world met: who waits in it keeps nobody else."""
+    store = dist.distributed_c10d._get_default_store()
+    return PrefixStore("weft/lookout", store.clone())  # type: ignore[attr-defined]
+
+
 def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
     """A random name for this start of these ranks, under which their keys are.
 
@@ -315,6 +321,23 @@ def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
                 store.set(f"weft/answer/{said}", own)
         time.sleep(_MEETING_POLL_SECONDS)
     return own
+
+
+def current_store() -> Store:
+    """The store at which the ranks of the world have met."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]  # kept by torch, for no public name
+
+
+def meet_again(store: Store, name: str, rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """Form the world anew, on CPUs, after `shutdown`: with other ranks, under a name that was not used before. The
+    store for what they have to say.
+    """
+    named = PrefixStore(name, store)
+    try:
+        dist.init_process_group("gloo", store=named, rank=rank, world_size=num_ranks, timeout=timeout)
+    except (RuntimeError, dist.DistError) as error:
+        raise LostRankError(f"{num_ranks} ranks did not meet again: {str(error).splitlines()[0]}") from error
+    return named
 
 
 def shutdown() -> None:

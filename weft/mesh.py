@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,6 +98,19 @@ class Mesh:
         """The world's ranks along an axis through this rank."""
         rows: list[list[int]] = ranks_of(self.plan, name).tolist()
         return next(row for row in rows if self.rank in row)
+
+    def let_go(self) -> None:
+        """Forget all groups: their connections close once nobody else holds them, which whoever waits in them sees."""
+        self._groups, self._made, self._levels = {}, {}, {}
+
+    def without_one(self) -> None:
+        """Go on in a world that was formed anew without a rank of `pipe`, the plan's only axis."""
+        pipe = self.plan.pipe
+        assert self.plan.num_ranks == pipe.degree
+        self.plan = replace(self.plan, pipe=replace(pipe, degree=pipe.degree - 1))
+        self.rank, self.num_local_ranks = dist.get_rank(), min(self.num_local_ranks, dist.get_world_size())
+        self.coordinates = self._coordinates()
+        self._groups = self._make_groups() if pipe.degree > 2 else {}
 
     @property
     def is_first(self) -> bool:

@@ -35,7 +35,8 @@ class Pipe:
 
     `chunks` are the stages of each rank (interleaved), `batches` the parts of a step that take turns (gems),
     `in_flight` the micro-batches between a stage's forward and backward (message). Stages are balanced by `balance`, or
-    begin (all but the first) at the modules that `split` names.
+    begin (all but the first) at the modules that `split` names. `shadow`: each rank also keeps the next one's stage,
+    and takes it over when that rank is lost.
     """
 
     degree: int = 1
@@ -45,6 +46,7 @@ class Pipe:
     in_flight: int | None = None
     balance: Literal["time", "memory"] = "time"
     split: tuple[str, ...] = ()
+    shadow: bool = False
 
     @classmethod
     def from_shorthand(cls, value: Any, path: str) -> Pipe:
@@ -321,7 +323,10 @@ class Plan:
 
     def describe_axes(self) -> str:
         """`data 2 × shard 4 (stage 3)`, or `1 process`."""
-        notes = {"pipe": f" ({self.pipe.schedule})", "shard": f" (stage {self.shard.stage})"}
+        notes = {
+            "pipe": f" ({self.pipe.schedule}{', shadow' if self.pipe.shadow else ''})",
+            "shard": f" (stage {self.shard.stage})",
+        }
         notes["context"] = f" ({self.context.kind})"
         if words := [
             *([f"until {self.tile.until}"] * bool(self.tile.until)),

@@ -15,9 +15,9 @@ from weft.errors import ConfigError
 from weft.planner.answer import with_more, with_scaling
 from weft.planner.goodput import Failures, cluster_mtbf, failures
 from weft.planner.page import page
-from weft.planner.question import OBJECTIVES, parse_constraints
+from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
 from weft.planner.show import show_answer
-from weft.planning import ask_for, planning_cluster, with_plan, with_traffic
+from weft.planning import ask_for, catalog_run, image_run, planning_cluster, with_plan, with_saves, with_traffic
 from weft.predict import better_form, fitting_activations, fitting_offload, micro_batch_profile, predict, run_cluster
 from weft.train.timeline import refuse_timeline
 
@@ -36,10 +36,31 @@ class PlanOptions(NamedTuple):
     def is_search(self) -> bool:
         return bool(self.where or self.best != "time" or self.write or self.report)
 
-    def failures(self, num_parameters: int, precision: str, cluster: Cluster) -> Failures | None:
-        """What failures cost on a cluster, where it is asked how often they come."""
+    def device_mtbf(self, cluster: Cluster) -> float | None:
+        """The seconds between failures of a device, where they are given for it or for this cluster."""
         mtbf_seconds = cluster_mtbf(self.mtbf, self.mtbf_cluster, cluster.num_devices)
-        return None if mtbf_seconds is None else failures(num_parameters, precision, cluster, mtbf_seconds)
+        return None if mtbf_seconds is None else mtbf_seconds * cluster.num_devices
+
+
+def named_run(
+    model: str,
+    cluster: str | None,
+    tokens_per_step: str | None,
+    sequence: int | None,
+    images_per_step: str | None,
+    size: int | None,
+) -> Run:
+    """A run of a model of the catalog, from options."""
+    if cluster is None or (tokens_per_step is None) == (images_per_step is None or size is None):
+        raise ConfigError(
+            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
+            "--cluster, --images-per-step and --size"
+        )
+    if tokens_per_step is not None:
+        return catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
+    assert images_per_step is not None
+    assert size is not None
+    return image_run(model, cluster, parse_count(images_per_step, "--images-per-step"), size)
 
 
 def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -> None:
@@ -48,12 +69,12 @@ def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -
         raise ConfigError(f"--best {asks.best} is not one of {', '.join(OBJECTIVES)}")
     constraints = parse_constraints(asks.where)
     cluster = planning_cluster(run)
-    cluster_mtbf(asks.mtbf, asks.mtbf_cluster, cluster.num_devices)  # refused before the search
+    mtbf_seconds = asks.device_mtbf(cluster)
     for path in (asks.write, asks.report):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: its folder {path.parent} does not exist")
     with console.status("planning") as status:
-        answer = ask_for(run, cluster, constraints, asks.best, status.update)  # type: ignore[arg-type]
+        answer = ask_for(run, cluster, constraints, asks.best, status.update, mtbf_seconds)  # type: ignore[arg-type]
         answer = with_more(answer, status.update)
         if answer.found.best and (as_json or asks.report is not None):
             status.update("traffic of the first plan")
@@ -61,7 +82,8 @@ def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -
         if asks.report is not None:
             answer = with_scaling(answer, status.update)
     found = answer.to_json()
-    cost = asks.failures(answer.model.numel, answer.question.precision, answer.model.cluster)
+    offload = answer.found.best[0].plan.memory.offload if answer.found.best else 0.0
+    cost = _failures(mtbf_seconds, answer.model.numel, answer.question.precision, answer.model.cluster, offload)
     if as_json:
         print_json(found if cost is None else {**found, "failures": cost.to_json()})
     else:
@@ -71,9 +93,20 @@ def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -
         asks.report.write_text(page(found), encoding="utf-8")
         console.print(f"wrote {asks.report}", highlight=False, soft_wrap=True)
     planned = with_plan(run, answer)  # says why where there is none
+    if cost is not None:
+        planned = with_saves(planned, cost, answer.best.seconds)
     if asks.write is not None:
         asks.write.write_text(planned.to_toml(), encoding="utf-8")
         console.print(f"wrote {asks.write}; run it with: weft train {asks.write}", highlight=False, soft_wrap=True)
+
+
+def _failures(
+    mtbf_seconds: float | None, num_parameters: int, precision: str, cluster: Cluster, offload: float
+) -> Failures | None:
+    """What failures cost on a cluster, where it is known how often a device fails."""
+    if mtbf_seconds is None:
+        return None
+    return failures(num_parameters, precision, cluster, mtbf_seconds / cluster.num_devices, offload)
 
 
 def _show_failures(console: Console, cost: Failures | None) -> None:
@@ -89,7 +122,8 @@ def predict_plan(
         refuse_timeline(run.plan, path)
     cluster = run_cluster(run)
     profile = micro_batch_profile(run)
-    failing = asks.failures(profile.numel, run.plan.precision, cluster)
+    offload, mtbf_seconds = run.plan.memory.offload, asks.device_mtbf(cluster)
+    failing = _failures(mtbf_seconds, profile.numel, run.plan.precision, cluster, offload)
     prediction, form = predict(run, cluster), better_form(run, cluster)
     fitting = {"offload": fitting_offload(run, cluster), "activations": fitting_activations(run, cluster)}
     if as_json:

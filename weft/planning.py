@@ -22,6 +22,7 @@ from weft.models.catalog import load_model
 from weft.parallel import cost
 from weft.plan import Pipe, Plan, Precision
 from weft.planner.answer import Answer, Progress, ask
+from weft.planner.goodput import DISK, MEMORY, Failures
 from weft.planner.question import Constraint, Objective, Question
 from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.train.loop import device_type
@@ -96,8 +97,9 @@ def ask_for(
     constraints: tuple[Constraint, ...] = (),
     objective: Objective = "time",
     say: Progress = lambda what: None,
+    mtbf_seconds: float | None = None,
 ) -> Answer:
-    """The planner's answer for a run's model and batch."""
+    """The planner's answer for a run's model and batch; `mtbf_seconds` is that of a device."""
     precision: Precision = run.plan.precision
     if "plan.precision" not in run.origins:
         precision = "fp32" if is_cpu(cluster) else "bf16"
@@ -110,7 +112,7 @@ def ask_for(
         exact &= not any(one.name == "exact" and one.value is False for one in constraints)
     compiles = run.train.compile
     question = Question(alone.split.batch, alone.split.sequence, precision, constraints, shape, exact, compiles)
-    return ask(run.name, run.model, cluster, question, objective, say)
+    return ask(run.name, run.model, cluster, question, objective, say, mtbf_seconds)
 
 
 def fit_to_ranks(run: Run, place: Place) -> Run:
@@ -167,6 +169,18 @@ def with_plan(run: Run, answer: Answer) -> Run:
     exact = given.exact and answer.question.exact
     plan = replace(answer.best.plan, matmul=given.matmul, exact=exact, hierarchical=given.hierarchical)
     return replace(run, plan=plan, origins={**run.origins, "plan.data": "planner"})
+
+
+def with_saves(run: Run, cost: Failures, step_seconds: float) -> Run:
+    """The run with the intervals between saves that lose the least, in steps, where its file does not say."""
+    every = {way.name: max(1, round(way.interval_seconds / step_seconds)) for way in cost.ways}
+    if DISK in every and "checkpoint.every" not in run.origins:
+        saves = replace(run.checkpoint, every=every[DISK])
+        run = replace(run, checkpoint=saves, origins={**run.origins, "checkpoint.every": "planner"})
+    if MEMORY in every and "checkpoint.memory_every" not in run.origins:
+        saves = replace(run.checkpoint, memory_every=every[MEMORY])
+        run = replace(run, checkpoint=saves, origins={**run.origins, "checkpoint.memory_every": "planner"})
+    return run
 
 
 def with_traffic(answer: Answer, run: Run) -> Answer:

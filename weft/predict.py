@@ -52,8 +52,9 @@ HOST_SHARES = 20
 PEAK_OF = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16"}
 
 
-# Axes of pairs somewhere along another: mirrored replicas of a stage, and stages that share a parameter (mostly two).
-PAIRS_ALONG = {"mirror": "pipe", "tied": "pipe"}
+# Axes of pairs somewhere along another: mirrored replicas of a stage, and stages that share a parameter (mostly two),
+# and a stage with its shadow.
+PAIRS_ALONG = {"mirror": "pipe", "tied": "pipe", "shadow": "pipe"}
 
 
 @dataclass(frozen=True)

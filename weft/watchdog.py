@@ -1,78 +1,88 @@
 """The watch over ranks that live but do not get on: it finds who keeps the others waiting, and who is slow.
 
-A rank that hangs takes the others with it: they wait in a collective that it does not enter. So a hang is silence of
-all ranks (none writes to its page, see status.py) for longer than ten usual steps, and never less than a floor. Whoever
-does not wait is named; where all wait, whoever has entered the fewest collectives. A rank that in each of ten steps
-computes twice as long as the median rank is a straggler, and named once.
+A rank that hangs takes the others with it: they wait in a collective or a receive that it does not serve. So a hang is
+a wait that passes its deadline, or silence of all ranks (none writes to its page, see status.py) for as long. The
+deadline is ten usual steps, and never less than a floor; before a step was measured, ten predicted ones and never less
+than five floors, for what a first step has to make. Whoever does not wait is named; where all wait, whoever has entered
+the fewest collectives. A rank that in each of ten steps computes twice as long as the median rank is a straggler, and
+named once.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from weft.status import Seen, last_seen, stack_path
+from weft.status import FILES, WAITING, Seen, last_seen, stack_path
 
 _STEPS_OF_SILENCE = 10
+_FIRST_FLOORS = 5  # compiling, connecting and first allocations take longer than any later step
 _NUM_STEPS = 10  # that a straggler is judged by
 _SLOW = 2.0
 _MIN_SLOW_SECONDS = 0.1  # a step; below, differences are mostly those of a busy machine
 _STACK_SECONDS = 0.5
-_SAVING = "saving"  # may be silent for as long as a file system takes
+_MAX_NAMED = 4
+
+
+class Deadline:
+    """How long a wait, or silence, may last: from the steps that were measured, or at first from the predicted one."""
+
+    def __init__(self, floor_seconds: float, predicted_seconds: float | None = None) -> None:
+        self._floor_seconds, self._predicted_seconds = floor_seconds, predicted_seconds or 0.0
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._step = -1
+
+    def measure(self, seen: Seen) -> None:
+        """Learn from a page."""
+        if seen.step > self._step and seen.step_seconds > 0:
+            self._step = seen.step
+            self._step_seconds.append(seen.step_seconds)
+
+    @property
+    def seconds(self) -> float:
+        if not self._step_seconds:
+            return max(_FIRST_FLOORS * self._floor_seconds, _STEPS_OF_SILENCE * self._predicted_seconds)
+        return max(self._floor_seconds, _STEPS_OF_SILENCE * statistics.median(self._step_seconds))
 
 
 class Watchdog:
     """The agent's eyes on one attempt of a job."""
 
-    def __init__(self, folder: Path, num_ranks: int, floor_seconds: float) -> None:
-        self._folder, self._num_ranks, self._floor_seconds = folder, num_ranks, floor_seconds
-        self._step_seconds: deque[float] = deque(maxlen=20)
+    def __init__(self, folder: Path, num_ranks: int, deadline: Deadline) -> None:
+        self._folder, self._num_ranks, self.deadline = folder, num_ranks, deadline
         self._busy: list[deque[float]] = [deque(maxlen=_NUM_STEPS) for _ in range(num_ranks)]
         self._steps = [-1] * num_ranks
-        self._step = -1
         self._named: set[int] = set()
+        self.lost: int | None = None  # a rank that the others do without
 
     def look(self) -> tuple[str | None, str | None]:
         """(who hangs, who is slow), in words; None where there is nothing to say."""
-        seen = [last_seen(self._folder, rank) for rank in range(self._num_ranks)]
-        if any(one is None for one in seen):
+        seen = {rank: last_seen(self._folder, rank) for rank in range(self._num_ranks) if rank != self.lost}
+        ranks = {rank: one for rank, one in seen.items() if one is not None}
+        if len(ranks) < len(seen):
             return None, None  # still starting: what they wait for then has its own deadline
-        ranks = [one for one in seen if one is not None]
         self._measure(ranks)
         return self._find_hang(ranks), self._find_straggler()
 
-    @property
-    def deadline_seconds(self) -> float | None:
-        """How long all may be silent; None before a step has been measured."""
-        if not self._step_seconds:
-            return None
-        return max(self._floor_seconds, _STEPS_OF_SILENCE * statistics.median(self._step_seconds))
-
-    def _measure(self, ranks: Sequence[Seen]) -> None:
-        newest = max(ranks, key=lambda rank: rank.step)
-        if newest.step > self._step and newest.step_seconds > 0:
-            self._step = newest.step
-            self._step_seconds.append(newest.step_seconds)
-        for rank, one in enumerate(ranks):
+    def _measure(self, ranks: Mapping[int, Seen]) -> None:
+        self.deadline.measure(max(ranks.values(), key=lambda rank: rank.step))
+        for rank, one in ranks.items():
             if one.step > self._steps[rank] and one.step_seconds > 0:
                 self._steps[rank] = one.step
                 self._busy[rank].append(one.busy_seconds)
 
-    def _find_hang(self, ranks: Sequence[Seen]) -> str | None:
-        silent_seconds = time.monotonic() - max(rank.at for rank in ranks)
-        deadline_seconds = self.deadline_seconds
-        if deadline_seconds is None or silent_seconds < deadline_seconds:
+    def _find_hang(self, ranks: Mapping[int, Seen]) -> str | None:
+        seconds = overdue_seconds(ranks.values())
+        if seconds < self.deadline.seconds:
             return None
-        busy = [rank for rank, one in enumerate(ranks) if not one.is_waiting]
-        if any(ranks[rank].doing == _SAVING for rank in busy):
-            return None
-        return describe_hang(ranks, silent_seconds)
+        return describe_hang(ranks, {}, seconds)
 
     def _find_straggler(self) -> str | None:
         if any(len(busy) < _NUM_STEPS for busy in self._busy):
@@ -89,38 +99,80 @@ class Watchdog:
         return None
 
 
-def describe_hang(ranks: Sequence[Seen], silent_seconds: float) -> str:
-    """Who did not come, to what, and where it was last seen."""
-    absent = [rank for rank, one in enumerate(ranks) if not one.is_waiting]
-    if not absent:  # all wait: whoever is behind
-        behind = min((one.step, one.num_calls) for one in ranks)
-        absent = [rank for rank, one in enumerate(ranks) if (one.step, one.num_calls) == behind]
-    waiting: dict[str, list[int]] = {}
-    for rank, one in enumerate(ranks):
-        if one.is_waiting and rank not in absent:
-            waiting.setdefault(one.doing, []).append(rank)
+def overdue_seconds(ranks: Collection[Seen]) -> float:
+    """How long the longest wait has lasted, or the silence of all; 0 while a rank is at its files."""
+    if any(one.doing in FILES for one in ranks):
+        return 0.0
+    waiting = [one.at for one in ranks if one.is_waiting]
+    return time.monotonic() - min([*waiting, max(one.at for one in ranks)])
+
+
+def describe_hang(seen: Mapping[int, Seen], silent: Mapping[int, str], seconds: float) -> str:
+    """Who did not come, to what, and where it was last seen; `silent` are the places of ranks that do not answer."""
+    seen = dict(sorted(seen.items()))
+    absent = [rank for rank, one in seen.items() if not one.is_waiting]
+    words = []
+    for place in dict.fromkeys(silent.values()):
+        ranks = [rank for rank, there in silent.items() if there == place]
+        where = f" ({place})" if place else ""
+        words.append(f"{names(ranks)}{where} {'does' if len(ranks) == 1 else 'do'} not answer")
+    if silent:
+        words[-1] += ": that host, or the link to it, may be down"
+    elif not absent:  # all wait: whoever is behind
+        behind = min((one.step, one.num_calls) for one in seen.values())
+        absent = [rank for rank, one in seen.items() if (one.step, one.num_calls) == behind]
+        if len(absent) == len(seen):
+            absent = []
+            words.append("every rank waits for another, and none is behind: a link between them may be down")
     now = time.monotonic()
-    words = [
-        f"{_names([rank])} {_missed(waiting)}; last seen in {_place(ranks[rank])}, {now - ranks[rank].at:.0f} s ago"
-        for rank in absent[:4]
-    ]
-    others = "; ".join(f"{_names(who)} {'is' if len(who) == 1 else 'are'} {what}" for what, who in waiting.items())
-    return f"no sign of life for {silent_seconds:.0f} s: {'; '.join(words)}" + (f" ({others})" if others else "")
+    waiting = {rank: one for rank, one in seen.items() if one.is_waiting and rank not in absent}
+    for rank in absent[:_MAX_NAMED]:
+        one, missed = seen[rank], _missed(rank, seen[rank], waiting)
+        words.append(f"{_name(rank, one)} {missed}; last seen in {_place(one)}, {now - one.at:.0f} s ago")
+    others: dict[str, list[int]] = {}
+    for rank, one in waiting.items():
+        others.setdefault(one.doing, []).append(rank)
+    rest = [f"{names(who)} {'is' if len(who) == 1 else 'are'} {what}" for what, who in others.items()]
+    if len(rest) > _MAX_NAMED:
+        rest = [*rest[:_MAX_NAMED], f"{len(rest) - _MAX_NAMED} other waits"]
+    return f"no sign of life for {seconds:.0f} s: {'; '.join(words)}" + (f" ({'; '.join(rest)})" if rest else "")
 
 
-def _missed(waiting: dict[str, list[int]]) -> str:
-    """What most of the others wait in."""
+def _missed(rank: int, seen: Seen, waiting: Mapping[int, Seen]) -> str:
+    """What the others wait for: what waits for this rank itself before all, and of that the first."""
     if not waiting:
         return "does not get on"
-    what = max(waiting, key=lambda doing: len(waiting[doing]))
-    return f"did not enter {what.removeprefix('waiting in ').partition(' (#')[0]}"
+    first = min(waiting.values(), key=lambda one: (rank not in one.peers, one.step, _number(one), one.at))
+    what = first.doing.removeprefix(WAITING)
+    message = re.match(r"(recv|send)_(\w+ of micro-batch \d+) at (stage \d+( of replica \d+)?)", what)
+    if message is not None:
+        did, to = ("send", "to") if message[1] == "recv" else ("receive", "from")
+        return f"did not {did} the {message[2]} {to} {message[3]}"
+    if " over " not in what:
+        return f"keeps the others waiting for {what}"
+    has_entered = rank in first.peers and first.step == seen.step and 0 < _number(first) <= seen.num_calls
+    return f"has entered {what} and does not serve it" if has_entered else f"did not enter {what}"
+
+
+def _number(seen: Seen) -> int:
+    """Of the call that a rank waits in; 0 for a message."""
+    found = re.search(r" \(#(\d+)", seen.doing)
+    return int(found[1]) if found is not None else 0
 
 
 def _place(seen: Seen) -> str:
-    return f"{seen.doing.removeprefix('waiting in ')} of step {seen.step + 1} (after {seen.num_calls} collectives)"
+    doing = seen.doing.removeprefix(WAITING)
+    if not seen.is_waiting and seen.inside:
+        doing = seen.inside
+    return f"{doing} of step {seen.step + 1} (after {seen.num_calls} collectives)"
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _name(rank: int, seen: Seen) -> str:
+    return f"rank {rank} ({seen.place})" if seen.place else f"rank {rank}"
+
+
+def names(ranks: Sequence[int]) -> str:
+    """Ranks in words."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 

@@ -85,7 +85,8 @@ class Saver:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._timeout_seconds = timeout_seconds
         self._at = at
-        self._attempt = 0
+        self._attempt = self._given_up = 0
+        self._is_abandoned = False  # the save under way, for a rank was lost
         self._buffer = HostBuffer()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -107,6 +108,8 @@ class Saver:
         """
         self._attempt += 1  # first of all, so that ranks count alike whatever fails
         self.wait()
+        if self._attempt <= self._given_up:
+            raise CheckpointError(f"step {step} was not saved: a rank was lost when others had saved their part of it")
         pieces = list(pieces)
         _check(step, pieces)
         manifest = Manifest(step, self._num_ranks, _json_copy(state), None, {}, ())
@@ -124,6 +127,23 @@ class Saver:
         self._thread.start()
         if not asynchronous:
             self.wait()
+
+    @property
+    def num_saves(self) -> int:
+        """How many have begun; all ranks count alike."""
+        return self._attempt
+
+    def without(self, lost: int, num_saves: Sequence[int]) -> None:
+        """Go on without a rank, when living ranks have begun so many saves. One that lacks its part is given up."""
+        is_even = min(num_saves) == max(num_saves)
+        self._given_up = 0 if is_even else max(num_saves)
+        name = "" if self._final is None else f".saving-{self._final.name}-{self._token}-{self._attempt}"
+        self._is_abandoned = not (is_even and (self.folder / name / partial_name(lost)).exists())
+        if self._thread is not None:
+            self._thread.join()  # what it has to say is said by the next save
+        self._is_abandoned = False
+        self._rank -= self._rank > lost
+        self._num_ranks -= 1
 
     def wait(self, published: bool = False) -> None:
         """Return when this rank's part is durable (on rank 0: published), or raise why it is not.
@@ -192,6 +212,10 @@ class Saver:
             lost = [rank for rank, mark in enumerate(failed) if mark.exists()]
             if lost:
                 raise CheckpointError(f"step {own.step} was not published: ranks {lost} could not save their part")
+            if self._is_abandoned:
+                raise CheckpointError(
+                    f"step {own.step} was not published: a rank was lost before it had saved its part"
+                )
             return all(partial.exists() for partial in partials)
 
         self._poll(

@@ -17,6 +17,7 @@ from torch import Tensor
 from weft.comm.ledger import Ledger
 
 Reduction = Literal["sum", "max", "min"]
+_MAX_NAMED = 8  # ranks that a waiting rank names
 # torch 2.13 renamed two calls and warns at the old names; torch 2.11 knows only those.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -41,11 +42,14 @@ class Axis:
 
 
 class Pending:
-    """An operation under way."""
+    """An operation under way; with `peer`, a message of its own name from or to the rank at that index."""
 
-    def __init__(self, work: dist.Work | list[dist.Work] | None, axis: Axis, operation: str) -> None:
+    def __init__(
+        self, work: dist.Work | list[dist.Work] | None, axis: Axis, operation: str, peer: int | None = None
+    ) -> None:
         self._works = work if isinstance(work, list) else [work] if work is not None else []
-        self._axis, self._operation = axis, operation
+        self._axis, self._operation, self._peer = axis, operation, peer
+        self._entry = axis.ledger.entered() if peer is None else None
         self._error: RuntimeError | None = None
 
     def wait(self) -> None:
@@ -54,7 +58,8 @@ class Pending:
             raise self._error
         ledger = self._axis.ledger
         for work in self._works:
-            ledger.wait_begins(self._axis.name, self._operation)
+            peers = () if ledger.status is None else _peers(self._axis, self._peer)
+            ledger.wait_begins(self._axis.name, self._operation, self._entry, peers)
             work.wait()
             ledger.wait_ends()
         self._works = []
@@ -154,12 +159,12 @@ def send(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     Receives from a peer complete in the order in which it sent.
     """
     _enter(axis, "send", tensor)
-    return Pending(dist.isend(tensor, group=axis.group, group_dst=peer), axis, what)
+    return Pending(dist.isend(tensor, group=axis.group, group_dst=peer), axis, what, peer)
 
 
 def receive(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     """Begin to receive what the rank at index `peer` of the axis sends next; the sender counts it."""
-    return Pending(dist.irecv(tensor, group=axis.group, group_src=peer), axis, what)
+    return Pending(dist.irecv(tensor, group=axis.group, group_src=peer), axis, what, peer)
 
 
 def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
@@ -174,6 +179,14 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
 def meet() -> None:
     """Return when every process of the world has come here. For setting up; it is not in the ledger."""
     dist.barrier()
+
+
+def _peers(axis: Axis, peer: int | None) -> list[int]:
+    """The world's numbers of the ranks that an operation waits for, where they are few enough to be named."""
+    if axis.group is None or (peer is None and axis.degree > _MAX_NAMED):
+        return []
+    ranks = dist.get_process_group_ranks(axis.group)
+    return [ranks[peer]] if peer is not None else [rank for index, rank in enumerate(ranks) if index != axis.index]
 
 
 def _enter(axis: Axis, operation: str, whole: Tensor) -> None:

@@ -9,7 +9,7 @@ ledger can be held to a prediction to the byte on any back-end.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weft.status import Status
@@ -39,6 +39,7 @@ class Traffic:
 
 
 Key = tuple[str, str]
+Entry = tuple[int, str]  # a call's number on its rank, and the block's forward or backward that made it
 Traffics = Mapping[Key, Traffic]
 
 
@@ -68,11 +69,25 @@ class Ledger:
         if self.status is not None:
             self.status.num_calls += 1
 
-    def wait_begins(self, axis: str, operation: str) -> None:
-        """The rank waits in an operation."""
-        self.doing = f"{operation} over {axis}"
+    def phase(self, doing: str) -> None:
+        """What the rank does from here on."""
         if self.status is not None:
-            self.status.wait_begins(f"{self.doing} (#{self.status.num_calls})")
+            self.status.phase(doing)
+
+    def entered(self) -> Entry | None:
+        """What a call that enters now is known by, where somebody watches."""
+        return None if self.status is None else (self.status.num_calls, self.status.inside)
+
+    def wait_begins(self, axis: str, operation: str, entry: Entry | None = None, peers: Sequence[int] = ()) -> None:
+        """The rank waits in an operation, entered as the call `entry`, for these other ranks (if they are few)."""
+        self.doing = f"{operation} over {axis}"
+        if self.status is None:
+            return
+        if entry is None:
+            self.status.wait_begins(self.doing, peers)
+        else:
+            number, inside = entry
+            self.status.wait_begins(f"{self.doing} (#{number}{', ' if inside else ''}{inside})", peers)
 
     def wait_ends(self) -> None:
         """It has waited; not said of a wait that fails."""

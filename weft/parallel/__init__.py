@@ -198,7 +198,16 @@ def _in_the_whole(parameter: Parameter, stage: Stage) -> Parameter:
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that a checkpoint holds, by their names in the whole model."""
     stages = [stage.model for stage in model.parts.values()] if isinstance(model, Pipeline) else [model]
-    for own in stages:
+    return _buffers_of(stages)
+
+
+def buffers_to_save(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those of the stages that this rank answers for."""
+    return _buffers_of([stage.model for stage in model.own] if isinstance(model, Pipeline) else [model])
+
+
+def _buffers_of(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for own in models:
         kept = set(own.state_dict(keep_vars=True))
         yield from ((name, buffer) for name, buffer in own.named_buffers() if name in kept)
 
@@ -264,18 +273,31 @@ def grad_norm(model: nn.Module, mesh: Mesh) -> Tensor:
     Each parameter counts once, whatever the mesh: slices are disjoint over `shard`, equal over `data`, and what several
     ranks of x × y (or of pipe) hold alike counts for each of them in part.
     """
-    flats = [flat for flat in all_flats(model) if flat.slice_gradient is not None]
+    if isinstance(model, Pipeline) and model.is_shadowed:
+        # A place for each stage, and one order of summing: the same norm to the bit, whoever holds which stage.
+        squares = torch.zeros(model.num_stages, dtype=torch.float64, device=mesh.device)
+        for stage in model.own:
+            squares[stage.index] = _squared_norm(list(stage.units.flats), mesh.device)
+        all_reduce(squares, mesh["state"]).wait()
+        return squares.sum().sqrt()
+    squared = _squared_norm(all_flats(model), mesh.device)
+    all_reduce(squared, mesh["state"]).wait()
+    return squared.sqrt()
+
+
+def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
+    """Of this rank's part of the gradients []."""
+    flats = [flat for flat in flats if flat.slice_gradient is not None]
     gradients = [flat.slice_gradient for flat in flats if flat.slice_gradient is not None]
     replicas = [flat.layout.replicas * flat.copies for flat in flats]
-    squared = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    squared = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:  # a stage may be frozen
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # of the sum: bf16 has too few bits for it
         squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square()
         if any(count > 1 for count in replicas):  # numbers from the host, which would wait for the device
             squares = squares / torch.tensor(replicas, dtype=squares.dtype).to(squares.device, non_blocking=True)
         squared += squares.sum()
-    all_reduce(squared, mesh["state"]).wait()
-    return squared.sqrt()
+    return squared
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
@@ -283,11 +305,13 @@ def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
     return None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh) -> Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`, and return the norm before."""
+def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: Tensor | None = None) -> Tensor:
+    """Scale all gradients so that their global norm (`norm`, where it is known) is at most `max_norm`, and return the
+    norm before.
+    """
     if not all_units(model):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
-    norm = grad_norm(model, mesh)
+    norm = grad_norm(model, mesh) if norm is None else norm
     gradients = [flat.slice_gradient for flat in all_flats(model) if flat.slice_gradient is not None]
     factor = clip_factor(norm, max_norm)
     if factor is not None and gradients:

@@ -244,6 +244,18 @@ class Flat:
         if self._carried is not None:
             self.slice_gradient.add_(self._carried)
             self._carried = None
+        self.show_gradient()
+
+    def room_for_gradient(self) -> Tensor:
+        """Where a gradient that another rank has reduced can be put; `show_gradient` then shows it."""
+        self._begin_gradient()
+        assert self.whole_gradient is not None
+        self.slice_gradient = self._own(self.whole_gradient)
+        return self.slice_gradient
+
+    def show_gradient(self) -> None:
+        """Let the optimizer see the gradient."""
+        assert self.slice_gradient is not None
         if (self.slice_gradient.dtype, self.slice_gradient.device) != (self.slice.dtype, self.slice.device):
             if not self.is_read_flat:
                 raise PlanError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from weft.errors import PlanError
 from weft.parallel.flat import Flat
 from weft.profile import Block, Places, find_parameters, profile
+from weft.status import Status
 
 _ATTRIBUTE = "_weft_units"
 MakeFlats = Callable[[Block, Mapping[str, Places]], Sequence[Flat]]
@@ -38,6 +40,8 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module, flats: Sequence[Flat]) -> None:
         self.name, self.module, self.flats = name, module, tuple(flats)
+        what = f"block {name}" if name else "the root"
+        self.forward_words, self.backward_words = f"forward of {what}", f"backward of {what}"
         self.trained = tuple(flat for flat in flats if flat.trainable)
         self.is_sharded = any(flat.shard.degree > 1 for flat in flats)
         self.in_backward = False
@@ -82,6 +86,7 @@ class Units:
         self.root, self.blocks = units[0], tuple(units[1:])
         self.compute_dtype = compute_dtype
         self.sync = True
+        self.status: Status | None = None  # is told which block the rank is in, where somebody watches
         self.rehearses = False  # whether backwards drop their gradients, and what was added up before stays
         self._in_step = False  # see begin_step
         self._forward_order: list[Unit] = []  # as recorded in this pass
@@ -178,6 +183,8 @@ class Units:
                 tensor.register_hook(self._before_model_backward)
 
     def _before_block(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.status is not None and not unit.in_backward:
+            self.status.enters(unit.forward_words)
         unit.finish_gather()
         if unit.in_backward:  # the user's own checkpointing calls the block again
             return
@@ -211,6 +218,8 @@ class Units:
     def _before_model_backward(self, _: Tensor) -> None:
         if not self._in_backward:
             self._begin_backward()
+        if self.status is not None:
+            self.status.enters(self.root.backward_words)
         self.root.finish_gather()  # a forward without gradients in between has released it
 
     def _before_backward(self, unit: Unit, use: Use, _: Tensor) -> None:
@@ -220,6 +229,8 @@ class Units:
             self._begin_backward()
         if use.inputs_left:
             unit.uses_in_backward.add(use)
+        if self.status is not None:
+            self.status.enters(unit.backward_words)
         unit.in_backward = True
         unit.finish_gather()
         self._fetch_ahead(unit, -1)
@@ -262,8 +273,9 @@ class Units:
     def _reduce_ready(self, force: bool = False) -> None:
         while self._to_reduce and (force or self._to_reduce[0].missing == 0):
             unit = self._to_reduce.pop(0)
-            for flat in unit.trained:
-                flat.start_reduce()
+            with self._named_by(unit):
+                for flat in unit.trained:
+                    flat.start_reduce()
             if self._last_started is not None:
                 self._continue(self._last_started)
             self._last_started = unit
@@ -272,11 +284,26 @@ class Units:
                 self._last_started = None
 
     def _continue(self, unit: Unit) -> None:
-        for flat in unit.trained:
-            flat.continue_reduce()
+        with self._named_by(unit):
+            for flat in unit.trained:
+                flat.continue_reduce()
+
+    @contextmanager
+    def _named_by(self, unit: Unit) -> Iterator[None]:
+        """Calls are known by this unit's backward, whichever block's the rank is in by now."""
+        if self.status is None:
+            yield
+            return
+        before, self.status.inside = self.status.inside, unit.backward_words
+        try:
+            yield
+        finally:
+            self.status.inside = before
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        if self.status is not None and not self._in_step:
+            self.status.enters("the end of backward")
         if not self._has_gradients and not self._in_step:  # torch.autograd.grad; a backward through its result may come
             return
         if not self.rehearses:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from weft.errors import PlanError
 
 COMPUTE_KINDS = ("forward", "backward", "weight")
+SHADOW = "shadow"  # a forward of the next rank's stage, done beside it in case that rank is lost; see `shadow.py`
 MESSAGE_KINDS = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 
 
@@ -97,7 +98,10 @@ def chain(num_stages: int) -> tuple[Edge, ...]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One list per rank, and where every stage lives: `placement[replica][stage]` is a rank."""
+    """One list per rank, and where every stage lives: `placement[replica][stage]` is a rank.
+
+    `done` is what has been computed before the lists begin, and whose results are kept: a step that goes on.
+    """
 
     name: str
     num_stages: int
@@ -106,6 +110,7 @@ class Schedule:
     placement: tuple[tuple[int, ...], ...]
     edges: tuple[Edge, ...]
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
+    done: frozenset[Action] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -115,8 +120,16 @@ class Schedule:
     def has_messages(self) -> bool:
         return any(isinstance(step, Message) for steps in self.lists for step in steps)
 
+    @cached_property
+    def has_shadows(self) -> bool:
+        return any(step.kind == SHADOW for steps in self.lists for step in steps)
+
     def rank_of(self, stage: int, replica: int = 0) -> int:
         return self.placement[replica][stage]
+
+    def home(self, action: Action) -> int:
+        """The rank that an action belongs on."""
+        return self.rank_of(action.stage - (action.kind == SHADOW), action.replica)
 
     def compute(self, rank: int) -> tuple[Action, ...]:
         """A rank's list without its messages."""
@@ -143,7 +156,7 @@ class Schedule:
         stage, micro_batch, replica = action.stage, action.micro_batch, action.replica
         if action.kind == "weight":
             return [Need(Action("backward", stage, micro_batch, replica), None)]
-        if action.kind == "forward":
+        if action.kind in ("forward", SHADOW):
             return [
                 Need(Action("forward", self.edges[i].source, micro_batch, replica), i) for i in self.edges_into[stage]
             ]
@@ -152,8 +165,10 @@ class Schedule:
         return [own, *(Need(Action("backward", self.edges[i].target, micro_batch, replica), i) for i in outward)]
 
     def messages(self, action: Action) -> tuple[list[Message], list[Message]]:
-        """The ends (receives, sends) at `action`'s rank. Edges between stages of one rank need no message."""
-        if action.kind == "weight":
+        """The ends (receives, sends) at `action`'s rank. Edges between stages of one rank need no message, nor does
+        what has been used already.
+        """
+        if action.kind in ("weight", SHADOW):
             return [], []
         forward = action.kind == "forward"
         here = self.rank_of(action.stage, action.replica)
@@ -165,7 +180,8 @@ class Schedule:
                     continue
                 other = self.edges[index].source if upstream else self.edges[index].target
                 peer = self.rank_of(other, action.replica)
-                if peer != here:
+                is_used = what == "send" and replace(action, stage=other) in self.done
+                if peer != here and not is_used:
                     kind = f"{what}_{action.kind}"
                     found.append(Message(kind, action.stage, action.micro_batch, action.replica, peer, index))
             return found
@@ -173,6 +189,13 @@ class Schedule:
         inward, outward = self.edges_into[action.stage], self.edges_out_of[action.stage]
         received = ends("recv", inward if forward else outward, upstream=forward)
         return received, ends("send", outward if forward else inward, upstream=not forward)
+
+    def sent_again(self, rank: int) -> list[Message]:
+        """What the rank has made before the lists begin, and others still need."""
+        made = sorted(
+            (action for action in self.done if self.home(action) == rank), key=lambda a: (a.micro_batch, a.stage)
+        )
+        return [message for action in made for message in self.messages(action)[1]]
 
 
 def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str]] | None = None) -> Schedule:
@@ -187,6 +210,8 @@ def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str
     channels: dict[tuple[int, int, str], list[Message]] = defaultdict(list)  # the sends of each, in order
     wanted: dict[tuple[int, tuple[int, int, int, str]], tuple[int, Message]] = {}  # (rank, key) -> (place, receive)
     for rank in range(schedule.num_ranks):
+        for message in schedule.sent_again(rank):
+            channels[rank, message.peer, message.direction].append(message)
         for place, action in enumerate(schedule.compute(rank)):
             received, sent = schedule.messages(action)
             for message in sent:
@@ -206,7 +231,7 @@ def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str
             posts[receiver, at].append(message)
     lists = []
     for rank in range(schedule.num_ranks):
-        steps: list[Action | Message] = []
+        steps: list[Action | Message] = list(schedule.sent_again(rank))
         for place, action in enumerate(schedule.compute(rank)):
             steps += [*posts[rank, place], action, *schedule.messages(action)[1]]
         lists.append(tuple(steps))

@@ -56,12 +56,13 @@ class Arrivals:
 
     def wait_for_one(self, sets: Sequence[Collection[Key]]) -> None:
         """Return when all of one of these have come (or failed: whoever takes them is told)."""
-        if self.is_polled:
-            while not any(map(self.have, sets)):
-                time.sleep(POLL_SECONDS)
-            return
-        with self._news:
-            self._news.wait_for(lambda: any(map(self._come.issuperset, sets)))
+        with self.transport.waiting(key for keys in sets for key in keys if key not in self._come):
+            if self.is_polled:
+                while not any(map(self.have, sets)):
+                    time.sleep(POLL_SECONDS)
+                return
+            with self._news:
+                self._news.wait_for(lambda: any(map(self._come.issuperset, sets)))
 
     def close(self) -> None:
         """End the threads."""

@@ -24,6 +24,7 @@ from weft.pipeline.deferred import Deferred
 from weft.pipeline.partition import Route, cut, partition
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
+from weft.pipeline.shadow import refuse_shadows, refuse_stages, with_shadows
 from weft.pipeline.stage import Walk
 from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.tracer import FIRST, Tile, Tracer, tile_at
@@ -32,6 +33,7 @@ from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
 from weft.strategy import Values
 
 Example = Callable[[], Any]
+SHADOW_REPLICA = 1  # a stage that is kept beside the rank's own counts as another copy of it
 ADAM_BYTES = 16  # of state for each parameter: weight, gradient and two moments in fp32
 
 
@@ -59,6 +61,10 @@ class Staging:
     def held_by(self, index: int) -> list[tuple[int, int]]:
         """The (stage, replica) pairs of a rank."""
         return [(s, r) for r, ranks in enumerate(self.placement) for s, rank in enumerate(ranks) if rank == index]
+
+    def shadow_of(self, index: int) -> int | None:
+        """The stage that a rank keeps beside its own: the next rank's."""
+        return index + 1 if self.plan.pipe.shadow and index + 1 < self.num_stages else None
 
     def units(self, stage: int) -> list[str]:
         """The names of a stage's units."""
@@ -137,6 +143,8 @@ class Staging:
         if len(self.placement) > 1 and not with_backward:
             name, options = "gpipe", {}
         made = make_schedule(name, pipe.degree, num_micro_batches, **options)
+        if pipe.shadow:
+            made = with_shadows(made)
         made = with_messages(replace(made, placement=self.placement), self.route.edges)
         check(made)
         return made
@@ -163,14 +171,18 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     tracer = Tracer(bare, plan, over_y, tiling_for(whole, plan))
     found = tracer.example(whole.example, device)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
-    return Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
+    staging = Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
+    reason = refuse_stages(staging.route.edges, staging.tied) if pipe.shadow else None
+    if reason is not None:
+        raise PlanError(reason)
+    return staging
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:
     """Why a plan's pipeline does not fit; None where it does."""
     pipe = plan.pipe
     if pipe.degree == 1:
-        return None
+        return refuse_shadows(plan) if pipe.shadow else None
     make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options)
     axes = ("shard", "rows", "columns", "context", "x", "y")
     inside = {axis: plan.degree(axis) for axis in axes if plan.degree(axis) > 1}
@@ -192,7 +204,7 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
         )
     if plan.memory.accumulate == "slice":
         return "memory.accumulate = 'slice' reduces each micro-batch, which a pipeline does not; use 'whole'"
-    return None
+    return refuse_shadows(plan) if pipe.shadow else None
 
 
 def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
@@ -219,6 +231,9 @@ def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Modu
         _build_stage(staging, number, replica, mesh, values, apply, routes)
         for number, replica in sorted(staging.held_by(mesh["pipe"].index))
     ]
+    beside = staging.shadow_of(mesh["pipe"].index)
+    if beside is not None:
+        stages.append(_build_stage(staging, beside, SHADOW_REPLICA, mesh, values, apply, routes))
     names = [name for name, _ in staging.whole.named_parameters()]
     return Pipeline(stages, _copies(staging, stages, mesh), staging.schedule, mesh, names)
 

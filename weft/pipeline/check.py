@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from weft.errors import PlanError
-from weft.pipeline.actions import COMPUTE_KINDS, Action, Message, Schedule
+from weft.pipeline.actions import COMPUTE_KINDS, SHADOW, Action, Message, Schedule
 
 
 def check(schedule: Schedule) -> None:
@@ -30,7 +30,7 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
     Messages count where the schedule has them: then a need from another rank is met by its send.
     """
     position = [0] * schedule.num_ranks
-    done: set[Action] = set()
+    done = set(schedule.done)
     sent: set[tuple[int, int, int, str]] = set()
     by_messages = schedule.has_messages
 
@@ -73,20 +73,20 @@ def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
 def _check_complete(schedule: Schedule) -> None:
     """Each micro-batch belongs to one replica and has one forward and one backward (and weight) on every stage."""
     where = f"{schedule.name} with {schedule.num_stages} stages and {schedule.num_micro_batches} micro-batches"
-    count: Counter[Action] = Counter()
+    count: Counter[Action] = Counter(schedule.done)
     replica_of: dict[int, int] = {}
     for rank, steps in enumerate(schedule.lists):
         for action in steps:
             if isinstance(action, Message):
                 continue
             if (
-                action.kind not in COMPUTE_KINDS
+                action.kind not in (*COMPUTE_KINDS, SHADOW)
                 or not 0 <= action.stage < schedule.num_stages
                 or not 0 <= action.micro_batch < schedule.num_micro_batches
                 or not 0 <= action.replica < len(schedule.placement)
             ):
                 raise PlanError(f"{where}: rank {rank} has a {action}, which does not exist")
-            home = schedule.rank_of(action.stage, action.replica)
+            home = schedule.home(action)
             if home != rank:
                 raise PlanError(f"{where}: rank {rank} has the {action}, which belongs on rank {home}")
             count[action] += 1
@@ -107,7 +107,7 @@ def _check_complete(schedule: Schedule) -> None:
 def _check_order(schedule: Schedule) -> None:
     """What a rank needs from itself comes earlier in its own list."""
     for rank in range(schedule.num_ranks):
-        seen: set[Action] = set()
+        seen = set(schedule.done)
         for action in schedule.compute(rank):
             for need, _ in schedule.needs(action):
                 if schedule.rank_of(need.stage, need.replica) == rank and need not in seen:
@@ -123,7 +123,11 @@ def _check_messages(schedule: Schedule) -> None:
             if step in place:
                 raise PlanError(f"{schedule.name}: rank {rank} has the {step} more than once")
             place[step] = index
-        expected: set[Message] = set()
+        expected: set[Message] = set(schedule.sent_again(rank))
+        for message in expected - place.keys():
+            raise PlanError(
+                f"{schedule.name}: rank {rank} lacks the {message}, of what was made before its list begins"
+            )
         for action in schedule.compute(rank):
             received, sent = schedule.messages(action)
             expected.update(received, sent)

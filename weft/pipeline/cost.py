@@ -11,6 +11,7 @@ from weft.pipeline.actions import Message, Schedule
 from weft.pipeline.build import Staging
 from weft.pipeline.copies import running_statistics
 from weft.pipeline.held import StageBytes, most_held
+from weft.pipeline.refresh import VERSION_BYTES
 from weft.pipeline.simulate import simulate
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
@@ -41,10 +42,21 @@ def pipeline_cost(
         step_bytes += own.transient.step_bytes
         total += replace(own, saved_bytes=0, transient=Transient())
         pairs += _copies(staging, part, plan, stage, replica)
+    beside = staging.shadow_of(index)
+    if beside is not None:  # its state, its forwards and all that they save
+        part = localise(staging.profile(whole, beside, coordinates))
+        own = stage_cost(part, split)
+        stages[beside] = _stage_bytes(own, part, plan)
+        step_bytes += own.transient.step_bytes
+        total += replace(own, saved_bytes=0, transient=Transient(), flops=part.flops * split.accumulation)
+    if plan.pipe.shadow and index > 0:
+        part = localise(staging.profile(whole, index, coordinates))
+        sizes = [layout.slice_numel * master_bytes(plan) for layout in trained_layouts(part, plan)]
+        pairs += [(("shadow", "send"), size) for size in (VERSION_BYTES, *sizes)]
     saved = [float(stages[stage].saved_bytes) if stage in stages else 0.0 for stage in range(staging.num_stages)]
     alive = int(simulate(schedule, activation_bytes=saved).peak_activation_bytes[index])
-    beside = most_held(schedule, index, stages, edge_bytes(staging, coordinates)) - alive
-    return total + Cost(tally(pairs), transient=Transient(step_bytes, beside, beside), saved_bytes=alive)
+    more = most_held(schedule, index, stages, edge_bytes(staging, coordinates)) - alive
+    return total + Cost(tally(pairs), transient=Transient(step_bytes, more, more), saved_bytes=alive)
 
 
 def _stage_bytes(own: Cost, part: Profile, plan: Plan) -> StageBytes:

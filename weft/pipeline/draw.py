@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.errors import ConfigError
-from weft.pipeline.actions import Action
+from weft.pipeline.actions import SHADOW, Action
 from weft.pipeline.simulate import Span, Timeline
 
 ENDINGS = (".svg", ".png", ".txt")
@@ -22,6 +22,7 @@ _FILLS = {
     "forward": ((178, 208, 246), (95, 151, 220)),
     "backward": ((249, 208, 152), (224, 149, 58)),
     "weight": ((196, 230, 186), (121, 187, 104)),
+    SHADOW: ((216, 216, 228), (176, 176, 196)),
 }
 _WAIT_FILL = "#eeeeee"
 _ROW, _BAR, _LEFT, _RIGHT = 34, 26, 84, 112  # pixels
@@ -30,7 +31,7 @@ _CHARACTER = 7.5  # pixels that a digit of a bar's label takes
 
 
 def to_text(timeline: Timeline, width: int = 100, title: str | None = None) -> str:
-    """One line per rank: F, B and W with the micro-batch where `width` characters leave room, dots for waits."""
+    """One line per rank: F, B, W and S (of a shadow) with the micro-batch where `width` leaves room, dots for waits."""
     scale = width / timeline.makespan_seconds
     label = len(f"rank {len(timeline.spans) - 1}")
     lines = [f"{title or heading(timeline)}: {_summary(timeline)}"]
@@ -167,7 +168,7 @@ def _bar(span: Span, top: float, scale: float, shades: dict[tuple[int, int], flo
     action = span.action
     if not isinstance(action, Action):
         return [f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_BAR}" fill="{_WAIT_FILL}"/>']
-    fill = _fill(action.kind, shades[action.replica, action.stage])
+    fill = _fill(action.kind, shades.get((action.replica, action.stage), 0.0))
     shapes = [
         f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{_BAR}" fill="{fill}" stroke="white">'
         f"<title>{action}: {span.start_seconds:.4g} to {span.end_seconds:.4g} s</title></rect>"
@@ -183,6 +184,7 @@ def _legend(timelines: Sequence[Timeline]) -> list[str]:
     """A square and a word for each kind, and what darker bars mean."""
     schedules = [timeline.schedule for timeline in timelines]
     kinds = ["forward", "backward", *(["weight"] if any(one.split_stages for one in schedules) else [])]
+    kinds += [SHADOW] if any(one.has_shadows for one in schedules) else []
     shapes, left = [], 16.0
     for fill, word in [*((_fill(kind, 0), kind) for kind in kinds), (_WAIT_FILL, "wait")]:
         shapes.append(f'<rect x="{left:.1f}" y="14" width="14" height="14" fill="{fill}" stroke="#999"/>')

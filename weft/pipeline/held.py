@@ -3,7 +3,8 @@
 A forward leaves what its stage has saved, and its result, which lives until its backward. Receives hold their place
 from where they are posted. What was sent lives until it is known to have arrived: no message says so, but a rank that
 has sent us something has done all that comes before it in its list, and used what we had sent it for that. Where weight
-gradients are actions of their own, backward leaves their inputs.
+gradients are actions of their own, backward leaves their inputs. Where ranks have shadows, all that was made for others
+lives until the step ends, and so does what shadows have saved.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from weft.pipeline.actions import Message, Schedule
+from weft.pipeline.actions import SHADOW, Message, Schedule
 
 Key = tuple[int, int, int, str]
 
@@ -42,7 +43,7 @@ class StageBytes(NamedTuple):
 
 def most_held(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes], edge_bytes: Sequence[int]) -> int:
     """The most bytes at once over the rank's list."""
-    arrived = answers(schedule, rank)
+    arrived = {} if schedule.has_shadows else answers(schedule, rank)
     held = most = 0
     for step in schedule.lists[rank]:
         if isinstance(step, Message):
@@ -59,8 +60,11 @@ def most_held(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes], e
         elif step.kind == "backward":
             held -= given  # it is among what backward holds
             most = max(most, held + own.peak_bytes)
-            held -= own.saved_bytes + made
+            held -= own.saved_bytes + (0 if schedule.has_shadows else made)
             held += own.late_bytes if step.stage in schedule.split_stages else 0
+        elif step.kind == SHADOW:
+            shared = sum(edge_bytes[edge] for edge in schedule.edges_into[step.stage])  # the rank's own result
+            held += own.saved_bytes - shared + made
         else:
             held -= own.late_bytes
         most = max(most, held)

@@ -2,7 +2,8 @@
 
 Ranks run their lists in order; an action starts when its rank is free and what it needs has arrived. A message takes
 `message_seconds` between ranks and no rank's time (sends and receives run beside computation). An activation lives
-from the end of its forward to the end of its last use: the backward, or the weight action where that is split off.
+from the end of its forward to the end of its last use: the backward, or the weight action where that is split off; that
+of a shadow to the end of the step.
 
 `timeline_of` makes the same picture from spans that were measured.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from weft.errors import PlanError
-from weft.pipeline.actions import Action, Schedule
+from weft.pipeline.actions import SHADOW, Action, Schedule
 from weft.pipeline.check import run_order
 
 PerStage = float | Sequence[float]
@@ -82,8 +83,8 @@ def simulate(
     weight = _each("weight_seconds", weight_seconds, schedule, num_stages, "stage")
     message = _each("message_seconds", message_seconds, schedule, len(schedule.edges), "edge")
     whole = [b if stage in schedule.split_stages else b + weight[stage] for stage, b in enumerate(backward)]
-    seconds = {"forward": forward, "backward": whole, "weight": weight}
-    end: dict[Action, float] = {}
+    seconds = {"forward": forward, "backward": whole, "weight": weight, SHADOW: forward}
+    end: dict[Action, float] = dict.fromkeys(schedule.done, 0.0)
     spans: list[list[Span]] = [[] for _ in schedule.lists]
     for rank, action in run_order(schedule):
         start = spans[rank][-1].end_seconds if spans[rank] else 0
@@ -141,7 +142,7 @@ def simulate_like(measured: Timeline) -> Timeline:
 
 def _note(live: list[Live], action: Action, now_seconds: float, size_bytes: float, split: bool) -> None:
     """Enters an activation that begins or ends with `action`."""
-    change = {"forward": 1, "backward": 0 if split else -1, "weight": -1}[action.kind]
+    change = {"forward": 1, "backward": 0 if split else -1, "weight": -1, SHADOW: 1}[action.kind]
     if change:
         _, num, held_bytes = live[-1] if live else Live(0, 0, 0)
         live.append(Live(now_seconds, num + change, held_bytes + change * size_bytes))

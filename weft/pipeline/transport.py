@@ -53,6 +53,15 @@ class Transport:
         """A posted message under way."""
         return self._posted[key].pending
 
+    @contextmanager
+    def waiting(self, keys: Iterable[Key]) -> Iterator[None]:
+        """Whoever watches sees that this rank waits for any of these posted messages."""
+        messages = [self._posted[key].message for key in keys]
+        peers = [self.ranks[message.peer] for message in messages]
+        self.axis.ledger.wait_begins(self.axis.name, " or ".join(map(str, messages)), peers=peers)
+        yield
+        self.axis.ledger.wait_ends()
+
     def take(self, key: Key) -> Tensor:
         """What a posted message brought; waits for it."""
         posted = self._posted.pop(key)
@@ -104,6 +113,8 @@ def _ways(schedule: Schedule) -> Iterator[tuple[str, str]]:
     """The groups that the messages of any step need, whatever its number of micro-batches."""
     for ranks in schedule.placement:
         for edge in schedule.edges:
+            if ranks[edge.source] == ranks[edge.target]:
+                continue
             is_down = ranks[edge.source] < ranks[edge.target]
             yield "forward", "down" if is_down else "up"
             yield "backward", "up" if is_down else "down"

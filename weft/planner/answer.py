@@ -15,6 +15,7 @@ from weft.comm import Traffics
 from weft.errors import PlanError
 from weft.models import LanguageConfig, ModelConfig
 from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
+from weft.planner.goodput import failures
 from weft.planner.image_model import planned_images
 from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
@@ -168,12 +169,13 @@ def ask(
     question: Question,
     objective: Objective = "time",
     say: Progress = lambda what: None,
+    mtbf_seconds: float | None = None,
 ) -> Answer:
-    """The best plans for a model on a cluster."""
+    """The best plans for a model on a cluster; with the time between failures of a device, by what they do to them."""
     start = time.perf_counter()
     say(f"profiling {name}")
     model = planned(config, cluster, question)
-    model, found = _best(model, question, objective, say)
+    model, found = _best(model, question, objective, say, mtbf_seconds)
     seconds = time.perf_counter() - start
     told = why(model, question, found)
     return Answer(name, model, question, objective, found, told, tuple(rejections(model, found)), seconds)
@@ -206,23 +208,44 @@ def with_scaling(answer: Answer, say: Progress) -> Answer:
     return replace(answer, scaling=tuple(points))
 
 
-def _best(model: Model, question: Question, objective: Objective, say: Progress) -> tuple[Model, Found]:
+def effective_seconds(model: Model, question: Question, one: Candidate, mtbf_seconds: float | None) -> float:
+    """A step's time with its part of what failures cost, where devices fail once in `mtbf_seconds`."""
+    if mtbf_seconds is None:
+        return one.seconds
+    of_cluster = mtbf_seconds / model.cluster.num_devices
+    cost = failures(model.numel, question.precision, model.cluster, of_cluster, one.plan.memory.offload)
+    return one.seconds / max(cost.best.goodput, 1e-12)
+
+
+def _search(model: Model, question: Question, say: Progress, mtbf_seconds: float | None) -> Found:
+    say(f"searching plans for {model.cluster.num_devices} devices")
+    found = search(model, question, keep=NUM_KEPT)
+    best = sorted(found.best, key=lambda one: effective_seconds(model, question, one, mtbf_seconds))
+    return replace(found, best=tuple(best))
+
+
+def _best(
+    model: Model, question: Question, objective: Objective, say: Progress, mtbf_seconds: float | None
+) -> tuple[Model, Found]:
     """The search on the whole cluster, or on the part of it that the objective likes best."""
     if objective == "time":
-        say(f"searching plans for {model.cluster.num_devices} devices")
-        return model, search(model, question, keep=NUM_KEPT)
+        return model, _search(model, question, say, mtbf_seconds)
     tried: list[tuple[Model, Found]] = []
     for cluster in smaller(model.cluster):
-        say(f"searching plans for {cluster.num_devices} devices")
         here = model.on(cluster)
-        found = search(here, question, keep=NUM_KEPT)
+        found = _search(here, question, say, mtbf_seconds)
         if found.best and objective == "devices":
             return here, found
         tried.append((here, found))
     fitting = [pair for pair in tried if pair[1].best]
     if not fitting:
         return tried[-1]
-    return min(fitting, key=lambda pair: pair[1].best[0].seconds * pair[0].cluster.num_devices)
+
+    def device_seconds(pair: tuple[Model, Found]) -> float:
+        here, found = pair
+        return effective_seconds(here, question, found.best[0], mtbf_seconds) * here.cluster.num_devices
+
+    return min(fitting, key=device_seconds)
 
 
 def _scales(cluster: Cluster) -> list[Cluster]:

@@ -26,6 +26,7 @@ from weft.errors import ConfigError
 ASSUMED_STORAGE_BYTES_PER_SECOND = 1e9  # that a node reads and writes while all do
 ASSUMED_RESTART_SECONDS = 60.0  # from a failure to the first step, without reading the state
 ASSUMED_HOST_LINK_BYTES_PER_SECOND = 10e9  # from a device to its host, where the catalog does not say
+DISK, MEMORY = "checkpoints on disk", "copies in memory, one node lost at a time"  # ways to save
 STATE_BYTES = {"fp64": 24, "fp32": 12, "bf16": 12}  # of a parameter: its master weight and two moments
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "y": 365 * 86400.0}
 
@@ -49,6 +50,11 @@ class Failures:
     mtbf_seconds: float  # of the whole cluster
     state_bytes: int
     ways: tuple[Way, ...]
+
+    @property
+    def best(self) -> Way:
+        """The way that loses the least time."""
+        return max(self.ways, key=lambda way: way.goodput)
 
     def to_json(self) -> dict[str, Any]:
         """As plain values, with what was assumed."""
@@ -99,18 +105,24 @@ def goodput(
     return interval_seconds / (mtbf_seconds * math.exp(lost) * math.expm1(interval))
 
 
-def failures(num_parameters: int, precision: str, cluster: Cluster, mtbf_seconds: float) -> Failures:
-    """What failures cost on a cluster: with checkpoints on disk alone, and with copies in the memory of other hosts."""
+def failures(
+    num_parameters: int, precision: str, cluster: Cluster, mtbf_seconds: float, offload: float = 0.0
+) -> Failures:
+    """What failures cost on a cluster: with checkpoints on disk alone, and with copies in the memory of other hosts.
+
+    A plan with a share of its state on the host waits until a checkpoint is written (see `train/loop.py`).
+    """
     state_bytes = num_parameters * STATE_BYTES[precision]
     of_node = state_bytes / cluster.num_nodes
     link = cluster.node.host_link_bytes_per_second or ASSUMED_HOST_LINK_BYTES_PER_SECOND
     stall = state_bytes / cluster.num_devices / link
     disk = of_node / ASSUMED_STORAGE_BYTES_PER_SECOND
-    ways = [_way("checkpoints on disk", stall, disk, ASSUMED_RESTART_SECONDS + disk, mtbf_seconds)]
+    waits, counts_later = (disk, 0.0) if offload else (stall, disk)
+    ways = [_way(DISK, waits, counts_later, ASSUMED_RESTART_SECONDS + disk, mtbf_seconds)]
     if cluster.num_nodes > 1:  # else the memory is lost with the node
         wire = of_node / cluster.node.inter.bandwidth_bytes_per_second
         restart = ASSUMED_RESTART_SECONDS + wire
-        ways.append(_way("copies in memory, one node lost at a time", stall, wire, restart, mtbf_seconds))
+        ways.append(_way(MEMORY, stall, wire, restart, mtbf_seconds))
     return Failures(mtbf_seconds, state_bytes, tuple(ways))
 
 

@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from weft.pipeline.actions import Action
+from weft.pipeline.actions import SHADOW, Action
 from weft.pipeline.check import run_order
 from weft.pipeline.schedules import make_schedule
+from weft.pipeline.shadow import with_shadows
 from weft.plan import Pipe
 
 
@@ -38,6 +39,8 @@ class Run(NamedTuple):
 def _entries(pipe: Pipe, num_micro_batches: int) -> tuple[tuple[_Entry, ...], frozenset[int]]:
     """The lists in an order that can run, and the stages whose weight gradients are actions of their own."""
     schedule = make_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
+    if pipe.shadow:
+        schedule = with_shadows(schedule)
     found: list[_Entry] = []
     index: dict[Action, int] = {}
     for rank, action in run_order(schedule):
@@ -64,6 +67,7 @@ def run(
         "forward": [stage[0] for stage in stages],
         "backward": [stage[1] / 2 if place in split else stage[1] for place, stage in enumerate(stages)],
         "weight": [stage[1] / 2 for stage in stages],
+        SHADOW: [stage[0] for stage in stages],
     }
     ends: list[float] = []
     free, busy = [0.0] * pipe.degree, 0.0

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from weft.cluster import ring_seconds
 from weft.pipeline.schedules import make_schedule
+from weft.pipeline.shadow import with_shadows
 from weft.pipeline.simulate import Timeline, simulate
 from weft.plan import Pipe, Plan
 from weft.planner.lists import Run, run
@@ -184,6 +185,8 @@ class StepModel(MicroBatchModel):
         if plan.pipe.degree == 1:
             return None
         schedule = make_schedule(plan.pipe.schedule, plan.pipe.degree, num_micro_batches, **plan.pipe.options)
+        if plan.pipe.shadow:
+            schedule = with_shadows(schedule)
         halves = [stage.backward / 2 for stage in stages]
         return simulate(schedule, [stage.forward for stage in stages], halves, halves, messages)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -24,17 +25,18 @@ from weft.checkpoint import Saver
 from weft.comm import broadcast
 from weft.config import Run
 from weft.errors import ConfigError
-from weft.launch import Place, check_world, init_process_group, shutdown
+from weft.launch import Place, check_world, init_process_group, shutdown, world_store
 from weft.layer_drop import Gates, drop_layers
 from weft.lock import locked
 from weft.memory.host import check_room
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
-from weft.parallel import parallelize
+from weft.parallel import all_units, parallelize
 from weft.parallel.draws import seed_draws
 from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
+from weft.pipeline.sections import Sections
 from weft.predict import (
     example_inputs,
     example_loss,
@@ -45,7 +47,7 @@ from weft.predict import (
     run_cluster,
 )
 from weft.schema import to_table
-from weft.status import Status
+from weft.status import GOING_BACK, SAVING, Status
 from weft.strategy import Values
 from weft.train.ahead import Batches, Late
 from weft.train.attention_kernel import attention_shape, fastest_attention
@@ -53,7 +55,9 @@ from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
+from weft.train.faults import Faults
 from weft.train.graph import Graph, own_stream
+from weft.train.lookout import Lookout
 from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.numbers import Bad, Guard, Policy
@@ -64,8 +68,10 @@ from weft.train.shared_memory import folder_of
 from weft.train.state import make_optimizer, pieces_to_save
 from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
+from weft.train.takeover import take_over_losses
 from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
+from weft.watchdog import Deadline
 
 MAX_NAMED = 100  # of what is left out
 
@@ -90,8 +96,8 @@ class Outcome:
     evaluation_loss: float | None = None
 
 
-def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
-    """Train a run to its end, or until asked to stop; every rank calls it."""
+def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None = None) -> Outcome:
+    """Train a run to its end, or until asked to stop; every rank calls it. `step_seconds` is what is predicted."""
     check_world(place, run.plan.num_ranks, run.plan.degrees)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
@@ -102,7 +108,8 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     status = Status(os.environ, place.rank)
     lock = locked(run.folder) if place.rank == 0 else nullcontext()
-    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel, own_stream(run, mesh.device) as is_recorded:
+    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel, ExitStack() as inside:
+        is_recorded = inside.enter_context(own_stream(run, mesh.device))
         _set_determinism(run)
         model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_inputs, run), example_loss(run))
         if has_separate_documents(run):
@@ -118,25 +125,33 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
         gates = None if drop is None else drop_layers(model, drop, run.train.seed, run.plan, optimizer)
         saver = _saver(run, mesh)
         memory = _memory(run, mesh, place, say)
-        mesh.ledger.status = status
+        _show_status(status, model, mesh, place)
+        inside.enter_context(_lookout(run, place, status, step_seconds))
         trained = Trained(run, model, optimizer, data, mesh)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
         step, saved = resume(trained, memory, say)
         policy.load(saved.get("numbers", {}), guard)
         state = partial(_state, run, data, policy, guard)
-        if run.numbers.on_bad == "rollback" and not saved:  # there must be something to go back to
+        if run.numbers.on_bad in ("repeat", "rollback") and not saved:  # there must be something to go back to
             saver.save(step, pieces_to_save(model, optimizer, mesh), state(step), asynchronous=False)
         log = MetricsLog(run, step) if mesh.is_first else None
         if log is not None and data.skipped:
             _report_skipped(data, log, step, reporter)
-        stop, clock = Stop(mesh), _clock(run, mesh, step)
+        timeout = timedelta(seconds=run.train.timeout_seconds)
+        sections: Sections | None = None
+        if isinstance(model, Pipeline):
+            sections = take_over_losses(model, mesh, saver, place, lambda: step, timeout)
+        stop, clock = Stop(mesh, sections), _clock(run, mesh, step)
         loss: float | None = None
         late: Late | None = None
         evaluation: dict[str, float] = {}
+        faults = Faults.of(os.environ, place.rank)
         batches = Batches(partial(_batches, run, data, policy, mesh), run.train.steps, mesh.device)
         report = partial(_report, run, clock, mesh, log, reporter, policy)
         while step < run.train.steps and not stop.agreed:
             status.step_begins(step)
+            if faults is not None:
+                faults.strike(model)
             rate = _set_learning_rate(run, optimizer, step)
             status.phase("loading data")
             given = batches.take(step)
@@ -155,10 +170,11 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
             if _pauses(run, step) or stop.agreed or mesh.device.type == "cpu":
                 done, late = [*done, late], None
             bad: Bad | None = None
-            while done and (bad is None or run.numbers.on_bad != "rollback"):
+            while done and (bad is None or bad.follows == "skip"):
                 loss, bad = report(done.pop(0))
-            if bad is not None and run.numbers.on_bad == "rollback":
-                step, saved = go_back(trained, saver, memory, say)
+            if bad is not None and bad.follows != "skip":
+                status.phase(GOING_BACK)
+                step, saved = go_back(trained, saver, memory, say, far=bad.follows == "rollback")
                 policy.went_back(bad, step, saved.get("numbers", {}), guard)
                 _report_return(bad, step, policy, log, reporter)
                 late = None
@@ -174,16 +190,17 @@ def train(run: Run, place: Place, reporter: Reporter) -> Outcome:
                     log.write("evaluation", step, evaluation)
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
-            status.phase("saving")
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
+                status.phase("copying to memory")  # unlike saving, it may not take for ever
                 memory.save(step, pieces_to_save(model, optimizer, mesh), state(step))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
+                status.phase(SAVING)
                 pieces = pieces_to_save(model, optimizer, mesh)
                 policy.saved()
                 is_last = step == run.train.steps or stop.agreed
                 save_or_tell(saver, step, pieces, state(step), _is_asynchronous(run), is_last)
                 clock.skip(step)
-        status.phase("saving")
+        status.phase(SAVING)
         saver.wait(published=True)
         if memory is not None:
             memory.close()
@@ -209,6 +226,27 @@ def _world(run: Run, place: Place) -> Iterator[Mesh]:
         yield Mesh(run.plan, device, place.num_local_ranks)
     finally:
         shutdown()
+
+
+def _show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> None:
+    """From here on the rank says what it does: to itself where nobody watches."""
+    where = [f"host {socket.gethostname()}"] if place.num_hosts > 1 else []
+    if isinstance(model, Pipeline):
+        stages = sorted({stage.index for stage in model.parts.values()})
+        where.append(f"pipe stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}")
+    status.place = ", ".join(where)
+    mesh.ledger.status = status
+    for units in all_units(model):
+        units.status = status
+
+
+def _lookout(
+    run: Run, place: Place, status: Status, step_seconds: float | None
+) -> AbstractContextManager[Lookout | None]:
+    """Ranks that weft's own agent did not start watch over each other."""
+    if place.num_ranks == 1 or place.launcher in ("none", "weft"):
+        return nullcontext()
+    return Lookout(status, place, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
 
 
 def _attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
@@ -326,13 +364,17 @@ def _report(
     run: Run, clock: Clock, mesh: Mesh, log: MetricsLog | None, reporter: Reporter, policy: Policy, done: Late
 ) -> tuple[float, Bad | None]:
     """Log a step's numbers where that is due and this rank's task; the loss, and what was bad about the step."""
+    status = mesh.ledger.status
+    assert status is not None, "the loop shows where it is"
+    status.wait_begins(f"the device's work of step {done.step}")
     loss, norm, verdict = done.read()
+    status.wait_ends()
     if log is not None and _due(done.step, run.train.log_every, run.train.steps):
         metrics = _measure(run, clock, mesh, done.step, loss, norm, done.rate)
         log.step(metrics)
         reporter.step(metrics)
     bad = policy.after(done.step, verdict, loss, norm)
-    if bad is not None and log is not None and run.numbers.on_bad == "skip":
+    if bad is not None and log is not None and bad.follows == "skip":
         log.write("numbers", done.step, {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad})
         reporter.say(f"{bad}: its update was skipped on all ranks (bad steps so far: {policy.num_bad})")
     return loss, bad
@@ -344,10 +386,9 @@ def _report_return(bad: Bad, step: int, policy: Policy, log: MetricsLog | None, 
         left_out = [list(interval) for interval in policy.left_out]
         values = {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad, "left_out": left_out}
         log.write("numbers", step, values)
-        reporter.say(
-            f"{bad}: back to step {step}; batches left out from now on: "
-            + ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
-        )
+        words = ", ".join(f"{first} to {stop - 1}" for first, stop in policy.left_out)
+        what_now = "to do it again" if bad.follows == "repeat" else f"batches left out from now on: {words}"
+        reporter.say(f"{bad}: back to step {step}; {what_now}")
 
 
 def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
@@ -380,6 +421,8 @@ def _due(step: int, every: int | None, last: int) -> bool:
 def _draw_step(run: Run, model: nn.Module, mesh: Mesh, reporter: Reporter) -> None:
     """The timeline of the last step, if it is asked for and was taken down."""
     if not isinstance(model, Pipeline) or not model.timed or not mesh.is_first_of_stage:
+        return
+    if not model.spans:  # the step lost a rank
         return
     assert run.train.timeline is not None
     if draw_step(model, mesh, run.split.accumulation, Path(run.train.timeline)):

@@ -2,8 +2,8 @@
 
 Each step is judged on the device, before its update, and all ranks take the worst of their verdicts: so an update is
 left out everywhere or nowhere, and no host waits for it. The rule for spikes is median + k · MAD (the median absolute
-deviation) of the last good losses, once there are `window` of them. What follows from a verdict (stop, skip, roll back)
-is done by the loop, when it reads the verdict with the step's other numbers.
+deviation) of the last good losses, once there are `window` of them. What follows from a verdict (stop, skip, repeat,
+roll back) is done by the loop, when it reads the verdict with the step's other numbers.
 
     train_step(.., guard)  ->  StepResult.verdict  ->  Policy.after(..)  ->  go on, or go back, or an error
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Guard:
 
     def __init__(self, config: NumbersConfig, mesh: Mesh) -> None:
         self._factor, self._world = config.spike, mesh["world"]
+        if mesh.plan.pipe.shadow:  # ranks judge alike by the same numbers, and none is waited for that may be lost
+            self._world = replace(self._world, degree=1, group=None)
         size = config.window if config.spike is not None else 0
         self._losses = torch.full((size,), math.nan, dtype=torch.float64, device=mesh.device)  # the newest last
 
@@ -64,12 +66,13 @@ class Guard:
 
 @dataclass(frozen=True)
 class Bad:
-    """A step that was bad, in numbers."""
+    """A step that was bad, in numbers, and what follows: its update is left out, or the run goes back."""
 
     step: int
     verdict: int
     loss: float
     grad_norm: float
+    follows: Literal["skip", "repeat", "rollback"] = "skip"
 
     def __str__(self) -> str:
         kind = "a spike of the loss" if self.verdict == SPIKE else "no finite number"
@@ -84,28 +87,36 @@ class Policy:
         self.left_out: list[Interval] = []  # of batches, in order
         self.num_bad = 0
         self._num_in_a_row = 0  # since a good step or, of rollbacks, a new checkpoint
+        self._repeated: set[int] = set()  # batches that were bad once; a restart forgets them, and tries once more
+        self._last_bad = 0
 
     def after(self, step: int, verdict: int, loss: float, grad_norm: float) -> Bad | None:
         """Look at a finished step; raises where the run is to stop. What was bad about it, if anything."""
         if verdict == GOOD:
-            if self.config.on_bad == "skip":
+            if self.config.on_bad != "rollback" and step > self._last_bad:
                 self._num_in_a_row = 0
             return None
-        bad = Bad(step, verdict, loss, grad_norm)
+        bad = Bad(step, verdict, loss, grad_norm, self._what_follows(step))
         self.num_bad += 1
         self._num_in_a_row += 1
+        self._last_bad = step
         if self.config.on_bad == "stop":
             raise NumbersError(
                 f"{bad}; its update was not made. Look at the data and the learning rate, and run again to go on from "
                 f"the last checkpoint; numbers.on_bad = 'skip' or 'rollback' would go on without it"
             )
         if self._num_in_a_row > self.config.limit:
-            between = "in a row" if self.config.on_bad == "skip" else "since the same checkpoint"
+            between = "since the same checkpoint" if self.config.on_bad == "rollback" else "in a row"
             raise NumbersError(
                 f"{bad}: that is more than numbers.limit = {self.config.limit} bad steps {between}; look at the data "
                 f"and the learning rate"
             )
         return bad
+
+    def _what_follows(self, step: int) -> Literal["skip", "repeat", "rollback"]:
+        if self.config.on_bad == "repeat":  # twice bad is no chance event: it is the batch
+            return "skip" if self.batch_of(step - 1) in self._repeated else "repeat"
+        return "rollback" if self.config.on_bad == "rollback" else "skip"
 
     def saved(self) -> None:
         """There is a new checkpoint to go back to."""
@@ -113,10 +124,13 @@ class Policy:
             self._num_in_a_row = 0
 
     def went_back(self, bad: Bad, step: int, state: Mapping[str, Any], guard: Guard) -> None:
-        """To a checkpoint of `step`: never use the batch of a bad step again, nor those just before it."""
-        first = max(step, bad.step - self.config.leave_out)
-        batches = [self.batch_of(at) for at in range(first, bad.step)]  # finished steps count from 1, batches from 0
-        self.left_out = join([*self.left_out, *((batch, batch + 1) for batch in batches)])
+        """To a checkpoint of `step`: the bad step's batch is used again, or never again, nor those just before it."""
+        if bad.follows == "repeat":
+            self._repeated.add(self.batch_of(bad.step - 1))  # finished steps count from 1, batches from 0
+        else:
+            first = max(step, bad.step - self.config.leave_out)
+            batches = [self.batch_of(at) for at in range(first, bad.step)]
+            self.left_out = join([*self.left_out, *((batch, batch + 1) for batch in batches)])
         guard.losses = [float(loss) for loss in state.get("losses", [])]
 
     def batch_of(self, step: int) -> int:

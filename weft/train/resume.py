@@ -83,20 +83,22 @@ def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], N
 
 
 def go_back(
-    trained: Trained, saver: Saver, memory: MemoryCopies | None, say: Callable[[str], None]
+    trained: Trained, saver: Saver, memory: MemoryCopies | None, say: Callable[[str], None], far: bool
 ) -> tuple[int, Mapping[str, Any]]:
-    """From the midst of training back to the newest checkpoint on disk; as `resume`."""
+    """From the midst of training back to the newest state or, if it is to be `far`, the newest checkpoint on disk; as
+    `resume`.
+    """
     saver.wait(published=True)
     if memory is not None:
         with suppress(CheckpointError, RuntimeError):  # the next save does without that copy
             memory.wait()
-    step, state = resume(trained, None, say)
+    step, state = resume(trained, None if far else memory, say)
     if not state:
         raise CheckpointError(
             f"there is no checkpoint in {trained.run.folder / 'checkpoints'} to go back to (numbers.on_bad = "
-            f"'rollback'); run again to go on from memory, or from the beginning"
+            f"'{trained.run.numbers.on_bad}'); run again to go on from memory, or from the beginning"
         )
-    if memory is not None:
+    if memory is not None and far:
         memory.forget_after(step)
     return step, state
 

@@ -17,7 +17,7 @@ from weft.config import TrainConfig
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel import all_units, named_buffers, named_pieces, parameter_names, refresh
+from weft.parallel import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
 from weft.parallel.layout import Part
 
 SCALAR = Region.whole(())
@@ -56,7 +56,7 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
             elif _begins(part):  # a scalar that every rank holds alike: whoever has the beginning writes it
                 yield Piece(name, kind, SCALAR, value)
     if mesh.is_first_of_stage:
-        for name, buffer in dict(named_buffers(model)).items():
+        for name, buffer in dict(buffers_to_save(model)).items():
             yield Piece(name, "buffer", Region.whole(tuple(buffer.shape)), buffer)
 
 

@@ -26,6 +26,7 @@ from weft.parallel.tile import own_targets, repeats
 from weft.parallel.vocabulary import cross_entropy, num_right, vocabulary_of
 from weft.pipeline.copies import running_statistics
 from weft.pipeline.runtime import Pipeline, Work
+from weft.pipeline.sections import losing
 from weft.plan import Plan
 from weft.train.graph import Graph
 
@@ -129,27 +130,71 @@ def train_step(
     all_reduce(num_targets, mesh["tokens"]).wait()
     # Gradients become the mean over the ranks of `batch`, so each rank's loss is scaled up by their number.
     scale = mesh["batch"].degree / num_targets.clamp(min=1)
+    norm: Tensor | None = None
     if isinstance(model, Pipeline):
-        loss = model.run(Work(micro_batches, objective.total, scale, before_micro_batch))
-    elif graph is not None:
-        before_micro_batch(0)
-        loss = graph.run(micro_batches, scale, partial(_run_in_turn, model, objective, mesh.plan))
+        work = Work(micro_batches, objective.total, scale, before_micro_batch)
+        loss, norm = _run_pipeline(model, work, mesh, None if checks is None else checks.before_update)
     else:
-        do = None if checks is None else checks.micro_batch
-        loss = _run_in_turn(model, objective, mesh.plan, micro_batches, scale, before_micro_batch, do)
-    all_reduce(loss, mesh["losses"]).wait()
+        loss = _run(model, micro_batches, mesh, objective, scale, before_micro_batch, checks, graph)
+        all_reduce(loss, mesh["losses"]).wait()
+        if checks is not None:
+            checks.before_update()
     loss = loss / num_targets.clamp(min=1)
-    if checks is not None:
-        checks.before_update()
-    norm, verdict = _update(model, optimizer, clip, mesh, None if checks is None else partial(checks.judge, loss))
+    mesh.ledger.phase("the update")
+    judge = None if checks is None else partial(checks.judge, loss)
+    norm, verdict = _update(model, optimizer, clip, mesh, judge, norm)
     for tensor, old in zip(statistics, before, strict=True):
         assert verdict is not None
         tensor.copy_(torch.where(verdict == 0, tensor, old))
     return StepResult(loss, norm, num_targets / repeats(model, mesh.plan), verdict)
 
 
+def _run(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    objective: Objective,
+    scale: Tensor,
+    before: Before,
+    checks: Checks | None,
+    graph: Graph | None,
+) -> Tensor:
+    """Forward and backward, outside of pipelines; the sum of this rank's losses."""
+    if graph is None:
+        do = None if checks is None else checks.micro_batch
+        return _run_in_turn(model, objective, mesh.plan, batches, scale, before, do)
+    before(0)
+    return graph.run(batches, scale, partial(_run_in_turn, model, objective, mesh.plan))
+
+
+def _run_pipeline(
+    model: Pipeline, work: Work, mesh: Mesh, before_update: Callable[[], None] | None
+) -> tuple[Tensor, Tensor]:
+    """All that comes before the update; the sum of all losses, and the gradient norm. Until then nothing has changed
+    that lasts: a rank that is lost can be done without.
+    """
+
+    def compute() -> tuple[Tensor, Tensor]:
+        loss = model.run(work)
+        with losing("the sum of losses, or of the gradient norm,"):
+            all_reduce(loss, mesh["losses"]).wait()
+            if before_update is not None:
+                before_update()
+            return loss, grad_norm(model, mesh)
+
+    if model.sections is None:
+        return compute()
+    loss, norm = model.sections.run(lambda: [number.item() for number in compute()])
+    return torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
+
+
 def _update(
-    model: nn.Module, optimizer: Optimizer, clip: float | None, mesh: Mesh, judge: Callable[[Tensor], Tensor] | None
+    model: nn.Module,
+    optimizer: Optimizer,
+    clip: float | None,
+    mesh: Mesh,
+    judge: Callable[[Tensor], Tensor] | None,
+    norm: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Clip and update, unless the verdict is against it; the norm before, and the verdict.
 
@@ -157,14 +202,14 @@ def _update(
     """
     verdict: Tensor | None = None
     if isinstance(optimizer, AdamW):
-        norm = grad_norm(model, mesh)
+        norm = grad_norm(model, mesh) if norm is None else norm
         scale = clip_factor(norm, clip)
         if judge is not None:
             verdict = judge(norm)
             scale = torch.where(verdict == 0, torch.ones_like(norm) if scale is None else scale, torch.nan)
         optimizer.step(scale=scale)
     else:
-        norm = clip_grad_norm(model, clip, mesh)
+        norm = clip_grad_norm(model, clip, mesh, norm)
         verdict = None if judge is None else judge(norm)
         _step_if_good(optimizer, verdict)
     optimizer.zero_grad(set_to_none=True)
@@ -218,14 +263,29 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
     model.eval()
     with torch.no_grad():
         if isinstance(model, Pipeline):
-            total = model.run(Work(batches, measure, shape=shape))
+            total = _evaluate_pipeline(model, Work(batches, measure, shape=shape), mesh)
         else:
             total = torch.stack([measure(model, batch).double() for batch in batches]).sum(0)
+            all_reduce(total, mesh["losses"]).wait()
     model.train(was_training)
     count = torch.stack([objective.count(batch) for batch in batches]).sum().double()
-    all_reduce(total, mesh["losses"]).wait()
     all_reduce(count, mesh["tokens"]).wait()
     return total / count
+
+
+def _evaluate_pipeline(model: Pipeline, work: Work, mesh: Mesh) -> Tensor:
+    """The sum over all ranks."""
+
+    def compute() -> Tensor:
+        total = model.run(work)
+        with losing("the sum of losses"):
+            all_reduce(total, mesh["losses"]).wait()
+        return total
+
+    if model.sections is None:
+        return compute()
+    numbers = model.sections.run(lambda: compute().flatten().tolist())
+    return torch.tensor(numbers, dtype=torch.float64).view(work.shape)
 
 
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:
@@ -237,5 +297,6 @@ def step_traffic(plan: Plan) -> dict[Key, Traffic]:
     if num_token_ranks * plan.pipe.degree > 1:
         traffic["losses", "all_reduce"] = Traffic(1, 8)
     if plan.pipe.degree * plan.shard.degree * plan.tensor.x * plan.tensor.y > 1:
-        traffic["state", "all_reduce"] = Traffic(1, 8)
+        # With shadows, a number for each stage: see `grad_norm`.
+        traffic["state", "all_reduce"] = Traffic(1, 8 * (plan.pipe.num_stages if plan.pipe.shadow else 1))
     return traffic

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.comm import Pending, all_reduce
 from weft.mesh import Mesh
+from weft.pipeline.sections import Sections, losing
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -21,9 +22,10 @@ class Stop:
     nobody waits for them. All ranks read the same answers in the same order, so all stop after the same step.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, sections: Sections | None = None) -> None:
+        """`sections`, where ranks may be lost: then they vote in one, and wait for it."""
         self.agreed = False
-        self._world = mesh["world"]
+        self._mesh, self._sections = mesh, sections
         self._wanted = False
         self._asked: tuple[Tensor, Pending] | None = None
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
@@ -31,8 +33,17 @@ class Stop:
     def ask(self) -> None:
         """After a step: read the answer to the last question, and tell the others whether this rank should stop."""
         self._read()
+        if self._sections is not None:
+            self.agreed = self.agreed or bool(self._sections.run(self._vote)[0])
+            return
         flag = torch.tensor([int(self._wanted)], dtype=torch.int32)
-        self._asked = (flag, all_reduce(flag, self._world, "max"))
+        self._asked = (flag, all_reduce(flag, self._mesh["world"], "max"))
+
+    def _vote(self) -> list[float]:
+        flag = torch.tensor([int(self._wanted)], dtype=torch.int32)
+        with losing("the vote on whether to stop"):
+            all_reduce(flag, self._mesh["world"], "max").wait()
+        return [float(flag.item())]
 
     def close(self) -> None:
         """Give the signals back."""

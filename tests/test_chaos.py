@@ -1,0 +1,342 @@
+"""`weft chaos`: faults follow from the seed, are really done, and change nothing; what is not cured is told."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import signal
+import statistics
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from commands_for_tests import Weft, caller
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from runs_for_tests import make_run, train_on_ranks, write_run_file
+
+from weft import chaos_command
+from weft.chaos import KINDS, Fault, Storm, Struck, parse_kinds, schedule, settings
+from weft.chaos_report import Peace, Predicted, by_kind, differences
+from weft.checkpoint import Piece, Region, Saver
+from weft.config import load_run
+from weft.errors import ConfigError
+from weft.nursery import Death
+from weft.parallel import all_flats
+from weft.status import FOLDER_VARIABLE, Status
+from weft.train import loop
+from weft.train.faults import VARIABLE, Faults, ask, request_path
+
+DIFFERENT = 55639  # a seed whose first six faults at 4 s are of six kinds, with time to recover between them
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_run_file(tmp_path)
+
+
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    return caller(monkeypatch, capfd)
+
+
+# --- the schedule
+
+
+@given(st.integers(0, 2**32), st.sampled_from([KINDS, ("kill",), ("nan", "flip")]), st.integers(2, 9))
+def test_faults_follow_from_the_seed(seed: int, kinds: Sequence[str], num_ranks: int) -> None:
+    first, again, slower, other = (
+        list(islice(schedule(kinds, mtbf, num_ranks, own), 20))
+        for mtbf, own in ((3.0, seed), (3.0, seed), (6.0, seed), (3.0, seed + 1))
+    )
+    assert first == again
+    assert first != other
+    assert [fault.after_seconds for fault in slower] == pytest.approx([2 * fault.after_seconds for fault in first])
+    assert all(fault.kind in kinds and 0 <= fault.rank < num_ranks for fault in first)
+
+
+def test_gaps_are_exponential_and_all_kinds_and_ranks_come() -> None:
+    faults = list(islice(schedule(KINDS, 4.0, 4, 0), 20_000))
+    gaps = [fault.after_seconds for fault in faults]
+    assert statistics.mean(gaps) == pytest.approx(4.0, rel=0.03)
+    assert sum(gap > 8.0 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-2), rel=0.06)
+    for kind in KINDS:
+        assert sum(fault.kind == kind for fault in faults) == pytest.approx(20_000 / 6, rel=0.06)
+    assert {fault.rank for fault in faults} == {0, 1, 2, 3}
+    assert [fault.kind for fault in islice(schedule(KINDS, 4.0, 2, DIFFERENT), 6)] == [
+        "hang", "kill", "nan", "slow", "flip", "partition",
+    ]  # fmt: skip
+
+
+# --- what is struck, and when
+
+
+class Ranks:
+    """Two ranks that only have pages, and a storm over them; signals are taken down."""
+
+    def __init__(self, tmp_path: Path, run_file: Path, faults: list[Fault], kinds: Sequence[str] = KINDS) -> None:
+        self.folder, self.signals = tmp_path / "pages", list[tuple[int, int]]()
+        self.folder.mkdir(parents=True)
+        run = make_run(run_file, "storm", "plan.data=2", "train.steps=50")
+        self.storm = Storm(run, iter(faults), kinds, tmp_path)
+        self.environ = {FOLDER_VARIABLE: str(self.folder), "TORCHELASTIC_RUN_ID": "weft-none"}
+        self.now = 100.0
+
+    def start(self) -> None:
+        self.storm.starts([11, 12], self.environ)
+        self.pages = [Status(self.environ, rank) for rank in range(2)]
+
+    def at(self, seconds: float, *steps: int) -> None:
+        """The storm looks, so long after 100 s, when ranks have finished these steps."""
+        self.now = 100.0 + seconds
+        for page, step in zip(self.pages, steps, strict=False):
+            page.step_begins(step)
+            page.phase("forward and backward")
+        with (
+            patch("weft.chaos.time.monotonic", lambda: self.now),
+            patch("weft.chaos.os.kill", lambda pid, number: self.signals.append((pid, number))),
+        ):
+            self.storm.look()
+
+
+def test_a_kill_is_recovered_from_when_a_new_step_is_done_after_a_restart(tmp_path: Path, run_file: Path) -> None:
+    ranks = Ranks(tmp_path, run_file, [Fault(2.0, "kill", 1, 0)])
+    ranks.start()
+    ranks.at(0.0)  # no steps yet: the clock does not run
+    ranks.at(5.0, 0, 0)
+    ranks.at(6.0, 1, 1)
+    assert ranks.signals == []
+    ranks.at(7.0, 2, 2)
+    assert ranks.signals == [(12, signal.SIGKILL)]
+    ranks.at(7.1, 3)  # the other rank may finish the step that the killed one was in
+    ranks.storm.died(Death(1, -9))
+    ranks.start()
+    ranks.at(9.0, 2, 2)
+    ranks.at(10.0, 3, 3)
+    ((one),) = ranks.storm.struck
+    assert (one.kind, one.ranks, one.step) == ("kill", [1], 2)
+    assert one.seconds == ranks.storm.recovering_seconds == pytest.approx(3.0)
+    assert by_kind([one])["all"]["longest_seconds"] == pytest.approx(3.0)
+
+
+def test_while_ranks_recover_they_can_only_be_killed(tmp_path: Path, run_file: Path) -> None:
+    faults = [Fault(1.0, "hang", 0, 0), Fault(1.0, "partition", 1, 0), Fault(1.0, "slow", 1, 0)]
+    for kinds, signals in ((KINDS, [(11, signal.SIGSTOP), (12, signal.SIGKILL)]), (("hang",), [(11, signal.SIGSTOP)])):
+        ranks = Ranks(tmp_path / str(len(kinds)), run_file, list(faults), kinds)
+        ranks.start()
+        ranks.at(0.0, 0, 0)
+        ranks.at(0.5, 1, 1)
+        ranks.at(1.0, 2, 2)
+        ranks.at(2.5)
+        assert ranks.signals == signals
+        ranks.storm.died(Death(1, -9))
+        ranks.at(9.0)  # the attempt is over: nobody is there to be struck
+        assert ranks.signals == signals
+
+
+def test_a_slow_rank_stops_and_goes_on_and_is_awake_in_the_end(tmp_path: Path, run_file: Path) -> None:
+    ranks = Ranks(tmp_path, run_file, [Fault(1.0, "slow", 1, 0)])
+    ranks.start()
+    ranks.at(0.0, 0, 0)
+    for tenth in range(10, 40):
+        ranks.at(tenth / 10, tenth, tenth)
+    assert ranks.signals.count((12, signal.SIGSTOP)) in (9, 10, 11)
+    assert ranks.signals[-1] == (12, signal.SIGCONT)
+    assert [one.seconds for one in ranks.storm.struck] == [None]  # nothing to recover from
+
+
+def test_a_partition_stops_half_of_the_ranks(tmp_path: Path, run_file: Path) -> None:
+    ranks = Ranks(tmp_path, run_file, [Fault(1.0, "partition", 1, 1), Fault(9.0, "kill", 1, 1)])
+    ranks.start()
+    ranks.at(0.0, 0, 0)
+    ranks.at(1.0, 1, 1)
+    assert ranks.signals == [(11, signal.SIGSTOP)]
+
+
+def test_nothing_strikes_in_the_last_step(tmp_path: Path, run_file: Path) -> None:
+    ranks = Ranks(tmp_path, run_file, [Fault(1.0, "kill", 1, 1)])
+    ranks.start()
+    ranks.at(0.0, 48, 48)
+    ranks.at(5.0, 49, 49)
+    assert ranks.signals == []
+
+
+# --- faults inside a rank
+
+
+def test_a_flip_is_one_bit_and_a_nan_is_one_step(tmp_path: Path, run_file: Path) -> None:
+    """On two ranks of a real run; without comparison or repetition, to see what the faults do."""
+    run = make_run(run_file, "inside", "plan.data=2", "train.steps=5", "numbers.on_bad=skip")
+    requests = tmp_path / "requests"
+    requests.mkdir()
+    strike = Faults.strike
+
+    def watched(self: Faults, model: Any) -> None:
+        flats = all_flats(model)
+        before = [flat.slice.clone() for flat in flats]
+        watched.step += 1  # type: ignore[attr-defined]
+        if watched.step == 2 and self._path.name == "rank-00001.fault":  # type: ignore[attr-defined]
+            ask(requests, 1, "nan", 7)
+        if watched.step == 4 and self._path.name == "rank-00001.fault":  # type: ignore[attr-defined]
+            ask(requests, 1, "flip", 7)
+        strike(self, model)
+        bits = [flat.slice.view(torch.int32) ^ old.view(torch.int32) for flat, old in zip(flats, before, strict=True)]
+        flipped = [word & 0xFFFFFFFF for words in bits for word in words[words != 0].tolist()]
+        is_due = watched.step == 4 and self._path.name == "rank-00001.fault"  # type: ignore[attr-defined]
+        assert [word.bit_count() for word in flipped] == [1] * is_due
+        assert not self._path.exists()
+
+    watched.step = 0  # type: ignore[attr-defined]
+    with patch.object(Faults, "strike", watched), patch.dict(os.environ, {VARIABLE: str(requests)}):
+        train_on_ranks(run)
+    lines = (run.folder / "metrics.jsonl").read_text()
+    assert lines.count('"kind": "numbers"') == 1
+    assert "no finite number in step 2" in lines
+
+
+@pytest.mark.parametrize("text", [b"", b"rm -rf 1", b"nan", b"flip 99999999999", b"nan 1" + b"0" * 100, b"\xff\x00"])
+def test_a_request_that_is_none_is_removed_and_does_nothing(tmp_path: Path, text: bytes) -> None:
+    request_path(tmp_path, 3).write_bytes(text)
+    Faults(tmp_path, 3).strike(torch.nn.Linear(2, 2))
+    assert not request_path(tmp_path, 3).exists()
+
+
+def test_without_the_tool_no_rank_looks_for_faults() -> None:
+    assert Faults.of({}, 0) is None
+    assert "Faults.of(os.environ" in Path(loop.__file__).read_text()
+
+
+# --- the prediction
+
+
+def test_the_prediction_is_what_a_simulation_finds(run_file: Path) -> None:
+    """Kills that take 2 s, hangs that take 5 s; a step a tenth of a second; a fault in 20 s."""
+    storm = Storm(make_run(run_file, "predicted", "plan.data=2"), iter(()), ("kill", "hang"), Path())
+    taken = {"kill": 2.0, "hang": 5.0}
+    storm.struck = [Struck(kind, [0], 0.0, 9, 0, seconds + 0.1) for kind, seconds in taken.items()]
+    found = Predicted.of(storm, 0.1, 20.0)
+    assert found is not None
+    assert found.interval_seconds == pytest.approx(0.1)
+    assert found.restart_seconds == pytest.approx(3.5)
+    draw, passed, kept, left = random.Random(0), 0.0, 0.0, 0.0
+    for _ in range(200_000):
+        gap = draw.expovariate(1 / 20)
+        passed += gap
+        kept += (gap - left) // 0.1 * 0.1 if gap > left else 0
+        left = taken[draw.choice(["kill", "hang"])]
+    assert found.goodput == pytest.approx(kept / passed, rel=0.01)
+    assert Predicted.of(Storm(storm.run, iter(()), ("slow",), Path()), 0.1, 20.0) is None
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--kinds", "kill,flood", "plan.data=2"],
+            "'flood' is no kind of fault; there are kill, hang, slow, nan, flip",
+        ),
+        (["--kinds", "", "plan.data=2"], "'' is no kind of fault"),
+        (["--mtbf", "0s", "plan.data=2"], "--mtbf 0s is no time; give a number above 0"),
+        (["--mtbf", "-3s", "plan.data=2"], "--mtbf -3s is no time"),
+        (["plan.data=1"], "the plan has one rank, which nobody starts again; give e.g. plan.data=2"),
+        ([], "has no [plan]; write one with: weft plan"),
+        (["plan.shard=2"], "--kinds flip: with plan.data = 1 there is no second copy"),
+        (["plan.data=2", "numbers.on_bad=skip"], "with numbers.on_bad = 'skip' a NaN by chance changes the result"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused(weft: Weft, run_file: Path, arguments: list[str], message: str) -> None:
+    left = weft("chaos", run_file, *arguments)
+    assert left.status == 2
+    assert message in left.err
+    assert not (run_file.parent / "runs").exists()
+
+
+def test_under_a_launcher_it_is_refused(weft: Weft, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    left = weft("chaos", run_file, "plan.data=2")
+    assert left.status == 2
+    assert "weft chaos starts ranks by itself; run it without torchrun" in left.err
+
+
+def test_what_the_run_file_says_is_left(run_file: Path) -> None:
+    given = ["plan.data=2", "numbers.compare_every=7", "numbers.on_bad=repeat", "checkpoint.memory_every=5"]
+    changes = settings(make_run(run_file, "given", *given, "restart.hang_seconds=2"), KINDS)
+    assert changes == ["restart.limit=1000000", "restart.hang_seconds=2", "train.timeout_seconds=30"]
+    changes = settings(make_run(run_file, "given", "plan.data=2"), KINDS)
+    assert changes[3:] == ["checkpoint.memory_every=1", "numbers.on_bad=repeat", "numbers.compare_every=1"]
+    assert parse_kinds("nan, kill,nan") == ("kill", "nan")
+
+
+def test_an_earlier_undisturbed_run_is_used_again_and_no_other(run_file: Path, tmp_path: Path) -> None:
+    own = ["plan.data=2", f"folder={tmp_path / 'undisturbed'}"]
+    known = {"run": load_run(run_file, own).to_toml(), "folder": "there", "seconds": 9.0, "step_seconds": 0.1}
+    (tmp_path / "undisturbed").mkdir()
+    (tmp_path / "undisturbed" / "chaos.json").write_text(json.dumps(known))
+    nursery: Any = None  # nobody is started
+    assert chaos_command._in_peace(nursery, run_file, own, Console()) == Peace("there", 9.0, 0.1)
+    with pytest.raises(ConfigError, match="undisturbed is of another run file; remove it"):
+        chaos_command._in_peace(nursery, run_file, [*own, "train.steps=7"], Console())
+
+
+def test_checkpoints_that_differ_in_a_bit_are_told_apart(tmp_path: Path) -> None:
+    def save(name: str, **tensors: list[float]) -> Path:
+        pieces = [Piece(n, "parameter", Region.whole((len(v),)), torch.tensor(v)) for n, v in tensors.items()]
+        Saver(tmp_path / name, 0, 1, "token").save(1, pieces, {}, asynchronous=False)
+        return tmp_path / name / "step-00000001"
+
+    one = save("one", a=[0.0, math.nan], b=[1.0])
+    assert differences(one, save("same", a=[0.0, math.nan], b=[1.0])) == (2, [])
+    assert differences(one, save("zero", a=[-0.0, math.nan], b=[1.0])) == (2, ["parameter a"])
+    assert differences(one, save("less", a=[0.0, math.nan])) == (2, ["parameter b"])
+    assert differences(one, save("long", a=[0.0, math.nan], b=[1.0, 2.0])) == (2, ["parameter b"])
+
+
+# --- the whole
+
+
+RANKS = ["plan.data=2", "train.steps=160", "checkpoint.every=50", "train.evaluate_every=1000"]
+
+
+def test_six_faults_of_six_kinds_change_nothing(weft: Weft, run_file: Path, tmp_path: Path) -> None:
+    command = ["chaos", run_file, *RANKS, f"folder={tmp_path / 'run'}", "--mtbf", "3s", "--seed", DIFFERENT]
+    left = weft(*command, "--faults", 6, "--json")
+    found = left.json
+    assert left.status == 0, left.err
+    assert (found["equal"], found["differ"]) == (True, [])
+    assert found["num_tensors"] > 20
+    assert found["restarts"] >= 2
+    kinds = [fault["kind"] for fault in found["faults"]]
+    assert kinds[:2] == ["hang", "kill"]
+    assert len(kinds) >= 3, kinds  # a fast machine is done before the last ones are due
+    assert 0 < found["goodput"] < 1
+    assert 0 < found["training_share"] < 1
+    assert 0 < found["predicted"]["goodput"] < 1
+    assert "start again (restart 1 of" in Path(found["log"]).read_text()
+
+
+def test_a_fault_that_is_not_cured_is_told(weft: Weft, run_file: Path, tmp_path: Path) -> None:
+    """The negative control: bits flip, and nobody compares."""
+
+    def without_comparison(*arguments: Any) -> list[str]:
+        return [one for one in settings(*arguments) if "compare_every" not in one]
+
+    command = ["chaos", run_file, "plan.data=2", "train.steps=60", f"folder={tmp_path / 'run'}"]
+    with patch.object(chaos_command, "settings", without_comparison):
+        left = weft(*command, "--mtbf", "1s", "--kinds", "flip", "--seed", "3")
+    assert left.status == 1
+    assert re.search(r"DIFFERS +\d+ of \d+ tensors: exp_avg model\.", left.out)

@@ -1,0 +1,165 @@
+"""Deadlines, and the words about a hang, from pages alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, Store
+
+from weft.launch import Place
+from weft.status import FOLDER_VARIABLE, SAVING, WAITING, Seen, Status, last_seen
+from weft.train import lookout, shared_memory
+from weft.train.lookout import Lookout, _decode, _encode, _Mail
+from weft.watchdog import Deadline, describe_hang, overdue_seconds
+
+
+def page(doing: str, ago: float = 90, calls: int = 40, peers: tuple[int, ...] = (), **more: Any) -> Seen:
+    return Seen(17, calls, 1.0, 0.5, time.monotonic() - ago, doing, peers=peers, **more)
+
+
+def test_the_deadline_is_predicted_then_measured_and_never_below_the_floor() -> None:
+    deadline = Deadline(60, 45.0)
+    assert deadline.seconds == 450  # ten predicted steps
+    assert Deadline(60, 1.0).seconds == Deadline(60).seconds == 300  # five floors for the first step
+    for step, seconds in enumerate([100.0, 7.0, 8.0], 1):
+        deadline.measure(Seen(step, 0, seconds, 0, 0, ""))
+        deadline.measure(Seen(step, 0, 1e6, 0, 0, ""))  # the same step, once more
+    assert deadline.seconds == 80
+    for step in range(4, 30):
+        deadline.measure(Seen(step, 0, 0.1, 0, 0, ""))
+    assert deadline.seconds == 60
+
+
+def test_a_hang_is_told_in_the_words_of_the_paragraph() -> None:
+    call = WAITING + "all_reduce over data (#41, backward of block model.layers.7)"
+    pages = {rank: page(call, 91, 44, (5,)) for rank in range(5)}
+    pages[5] = page("loading data", 92, place="host b, pipe stage 2")
+    assert describe_hang(pages, {}, 91.2) == (
+        "no sign of life for 91 s: rank 5 (host b, pipe stage 2) did not enter all_reduce over data (#41, backward of "
+        "block model.layers.7); last seen in loading data of step 18 (after 40 collectives), 92 s ago "
+        "(ranks 0, 1, 2, 3, 4 are waiting in all_reduce over data (#41, backward of block model.layers.7))"
+    )
+
+
+def test_what_waits_for_the_rank_itself_is_what_it_missed() -> None:
+    """Ranks that wait for those who wait came first, and are more."""
+    pages = {
+        0: page(WAITING + "all_reduce over data (#39)", 99, 39, (1,)),
+        1: page(WAITING + "all_gather over shard (#41)", 91, 41, (3,)),
+        2: page(WAITING + "all_reduce over data (#39)", 99, 39, (1,)),
+        3: page("the update", inside="forward of block 3"),
+    }
+    assert "rank 3 did not enter all_gather over shard (#41); last seen in forward of block 3" in describe_hang(
+        pages, {}, 99
+    )
+    pages[3] = page("the update", calls=41)
+    assert "rank 3 has entered all_gather over shard (#41) and does not serve it" in describe_hang(pages, {}, 99)
+
+
+@pytest.mark.parametrize(
+    ("doing", "told"),
+    [
+        (
+            "recv_forward of micro-batch 3 at stage 2, edge 0, peer rank 1 over pipe",
+            "send the forward of micro-batch 3 to",
+        ),
+        ("send_backward of micro-batch 3 at stage 2, edge 0, peer rank 1 over pipe", "receive the backward of micro-"),
+    ],
+)
+def test_messages_are_told_from_the_side_that_hangs(doing: str, told: str) -> None:
+    pages = {0: page("loading data"), 1: page(WAITING + doing, peers=(0,))}
+    assert f"rank 0 did not {told}" in describe_hang(pages, {}, 99)
+
+
+def test_hosts_that_do_not_answer_and_links_that_are_down() -> None:
+    call = WAITING + "all_reduce over data (#41)"
+    words = describe_hang({0: page(call), 1: page(call)}, {2: "host b", 3: "host b"}, 90)
+    assert "ranks 2, 3 (host b) do not answer: that host, or the link to it, may be down (ranks 0, 1 are" in words
+    words = describe_hang({0: page(call), 1: page(call)}, {}, 90)
+    assert "every rank waits for another, and none is behind: a link between them may be down" in words
+    words = describe_hang({0: page(call), 1: page(call, calls=39)}, {}, 90)
+    assert "90 s: rank 1 did not enter all_reduce over data (#41); last seen in all_reduce over data (#41) of" in words
+
+
+def test_only_waits_and_common_silence_are_overdue_and_files_take_their_time() -> None:
+    busy, waits = page("the update", 2), page(WAITING + "all_reduce over data (#41)", 90)
+    assert overdue_seconds([busy, page("the update", 50)]) == pytest.approx(2, abs=0.5)
+    assert overdue_seconds([busy, waits]) == pytest.approx(90, abs=0.5)
+    assert overdue_seconds([page(SAVING, 1000), waits]) == 0
+
+
+def test_a_page_says_all_and_cuts_what_is_too_long(tmp_path: Path) -> None:
+    status = Status({FOLDER_VARIABLE: str(tmp_path)}, 3)
+    assert last_seen(tmp_path, 3) is None
+    status.place = "host b"
+    status.step_begins(4)
+    status.phase("forward and backward")
+    status.enters("forward of block " + "x" * 500)
+    seen = last_seen(tmp_path, 3)
+    assert seen == status.seen()
+    assert seen is not None
+    assert (seen.doing, seen.place, seen.peers, len(seen.inside)) == ("forward and backward", "host b", (), 144)
+    status.wait_begins("all_reduce over data (#1)", [0, 2])
+    seen = last_seen(tmp_path, 3)
+    assert seen is not None
+    assert seen.is_waiting
+    assert seen.peers == (0, 2)
+    status.phase("the update")
+    assert status.inside == ""
+
+
+def test_what_ranks_say_survives_the_way_though_clocks_differ() -> None:
+    pages = {3: page(WAITING + "all_reduce over data (#41)", 90, peers=(1, 2), place="host b")}
+    back, is_overdue = _decode(_encode(pages, True))
+    assert is_overdue
+    assert back[3].at == pytest.approx(pages[3].at, abs=0.5)
+    assert (back[3].peers, back[3].doing, back[3].place) == ((1, 2), pages[3].doing, "host b")
+
+
+class Deaf(HashStore):
+    """A store behind a cut link."""
+
+    def check(self, keys: list[str]) -> bool:
+        threading.Event().wait()
+        return False
+
+
+def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookout, "_STORE_SECONDS", 0.1)
+    mail = _Mail(Deaf())
+    assert not mail.has("call/0")
+    num_threads = threading.active_count()
+    assert not mail.has("call/0")  # and the question is not asked again
+    assert mail.call("call/0", "now") is None
+    assert threading.active_count() == num_threads
+
+
+def test_a_rank_that_saves_calls_a_hang_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits for rank 0, whose storage is slow: it asks, is told, and goes on waiting."""
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    store: Store = HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    pages = [Status({}, rank) for rank in range(2)]
+    for status in pages:
+        status.step_begins(3)
+    pages[0].phase(SAVING)
+    pages[1].wait_begins("all_reduce over data (#9)", [0])
+    lookouts = [
+        Lookout(status, Place(rank, 2, rank, 2, 1, "torchrun"), store, Deadline(0.1), tmp_path / "run")
+        for rank, status in enumerate(pages)
+    ]
+    deadline = time.monotonic() + 30
+    while not store.check(["verdict/0"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert store.get("verdict/0") == b""
+    pages[1].wait_ends()
+    for one in lookouts:
+        with one:
+            pass
+    assert not list(tmp_path.glob("weft-*"))
