@@ -25,7 +25,7 @@ from weft.mesh import Mesh
 from weft.models import build, initialise, save_folder
 from weft.parallel import named_pieces, parallelize
 from weft.predict import example_inputs
-from weft.train import loop
+from weft.train import loop, setup
 from weft.train.batches import prepare_data
 from weft.train.step import evaluate
 
@@ -151,7 +151,7 @@ def test_deterministic_runs_are_equal_to_the_bit(run_file: Path) -> None:
     assert losses(runs[0].folder) == losses(runs[1].folder)
 
     def rank(index: int) -> bool:
-        loop._set_determinism(runs[0])
+        setup.set_determinism(runs[0])
         return torch.are_deterministic_algorithms_enabled()
 
     assert run_local(rank, 1) == [True]
@@ -172,7 +172,9 @@ def evaluate_on_ranks(run: Run) -> list[float]:
 
     def rank(index: int) -> float | None:
         mesh = Mesh(run.plan)
-        model = parallelize(loop._build(run), run.plan, mesh, loop._values(run), partial(example_inputs, run))
+        model = parallelize(
+            setup.build_model(run), run.plan, mesh, setup.first_values(run), partial(example_inputs, run)
+        )
         return float(evaluate(model, data.evaluation_batches(run, mesh["batch"], mesh.device), mesh))
 
     return run_local(rank, run.plan.num_ranks)
@@ -379,7 +381,7 @@ class Reports:
 def test_a_gpu_that_is_not_there_is_refused(run_file: Path) -> None:
     run = make_run(run_file, "gpu", "train.device=cuda")
     with patch.object(torch.cuda, "is_available", lambda: False), pytest.raises(ConfigError, match=r"train\.device"):
-        loop.device_type(run)
+        setup.device_type(run)
 
 
 # --- starting from a model
@@ -398,7 +400,7 @@ def test_training_starts_from_a_hugging_face_folder(run_file: Path, tmp_path: Pa
     expected = dict(model.named_parameters())
 
     def rank(index: int) -> list[str]:
-        split = parallelize(loop._build(run), run.plan, Mesh(run.plan), loop._values(run))
+        split = parallelize(setup.build_model(run), run.plan, Mesh(run.plan), setup.first_values(run))
         return [
             part.parameter.name
             for part, piece in named_pieces(split)

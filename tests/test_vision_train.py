@@ -27,7 +27,7 @@ from weft.mesh import Mesh
 from weft.models import build, initialise
 from weft.parallel import parallelize
 from weft.predict import predict, run_cluster
-from weft.train import loop
+from weft.train import loop, setup
 from weft.train.batches import prepare_data
 from weft.train.step import CLASSIFICATION, evaluate
 from weft.train.task import ImageTask, LanguageTask, task_of
@@ -195,7 +195,7 @@ def test_classes_split_over_ranks_have_the_same_right_ones(run_file: Path) -> No
 
     def measure(run: Run) -> list[float]:
         mesh = Mesh(run.plan)
-        model = parallelize(loop._build(run), run.plan, mesh, loop._values(run))
+        model = parallelize(setup.build_model(run), run.plan, mesh, setup.first_values(run))
         batches = data.evaluation_batches(run, mesh["batch"], mesh.device)
         found: list[float] = evaluate(model, batches, mesh, CLASSIFICATION).tolist()
         return found

@@ -46,8 +46,9 @@ from weft.schema import inline, to_table
 from weft.train.batches import prepare_data
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
-from weft.train.loop import device_type, train
+from weft.train.loop import train
 from weft.train.out_of_memory import out_of_memory
+from weft.train.setup import device_type
 from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
 from weft.train_command import import_for_ranks, start_ranks

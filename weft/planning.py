@@ -25,7 +25,7 @@ from weft.planner.answer import Answer, Progress, ask
 from weft.planner.goodput import DISK, MEMORY, Failures
 from weft.planner.question import Constraint, Objective, Question
 from weft.predict import micro_batch_profile, predict, run_cluster
-from weft.train.loop import device_type
+from weft.train.setup import device_type
 
 NOT_LAYOUT = ("plan.precision", "plan.matmul", "plan.exact", "plan.hierarchical")
 MAX_SEQUENCE = 1 << 24

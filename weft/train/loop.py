@@ -8,70 +8,65 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.checkpoint import Saver
-from weft.comm import broadcast
 from weft.config import Run
-from weft.errors import ConfigError
-from weft.launch import Place, check_world, init_process_group, shutdown, world_store
+from weft.launch import Place, check_world
 from weft.layer_drop import Gates, drop_layers
 from weft.lock import locked
 from weft.memory.host import check_room
 from weft.mesh import Mesh
-from weft.models import LanguageConfig, build, initial_value, weight_reader
-from weft.models.hf import parameter_shapes
-from weft.parallel import all_units, parallelize
+from weft.parallel import parallelize
 from weft.parallel.draws import seed_draws
-from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.pipeline.runtime import Pipeline
 from weft.pipeline.sections import Sections
 from weft.predict import (
     example_inputs,
     example_loss,
-    micro_batch_profile,
-    model_flops,
-    peak_flops,
     predict,
     run_cluster,
 )
 from weft.schema import to_table
 from weft.status import GOING_BACK, SAVING, Status
-from weft.strategy import Values
 from weft.train.ahead import Batches, Late
-from weft.train.attention_kernel import attention_shape, fastest_attention
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
 from weft.train.faults import Faults
 from weft.train.graph import Graph, own_stream
-from weft.train.lookout import Lookout
-from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.numbers import Bad, Guard, Policy
 from weft.train.resume import Trained, go_back, resume
 from weft.train.saving import save_or_tell
 from weft.train.schedule import learning_rate
-from weft.train.shared_memory import folder_of
+from weft.train.setup import (
+    attention,
+    build_model,
+    first_values,
+    lookout,
+    make_clock,
+    make_saver,
+    memory_copies,
+    set_determinism,
+    show_status,
+    world,
+)
 from weft.train.state import make_optimizer, pieces_to_save
 from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
 from weft.train.takeover import take_over_losses
 from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
-from weft.watchdog import Deadline
 
 MAX_NAMED = 100  # of what is left out
 
@@ -108,10 +103,12 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     status = Status(os.environ, place.rank)
     lock = locked(run.folder) if place.rank == 0 else nullcontext()
-    with lock, _world(run, place) as mesh, _attention(run, mesh) as kernel, ExitStack() as inside:
+    with lock, world(run, place) as mesh, attention(run, mesh) as kernel, ExitStack() as inside:
         is_recorded = inside.enter_context(own_stream(run, mesh.device))
-        _set_determinism(run)
-        model = parallelize(_build(run), run.plan, mesh, _values(run), partial(example_inputs, run), example_loss(run))
+        set_determinism(run)
+        model = parallelize(
+            build_model(run), run.plan, mesh, first_values(run), partial(example_inputs, run), example_loss(run)
+        )
         if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
         say = reporter.say if mesh.is_first else _say_nothing
@@ -123,10 +120,10 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         optimizer = make_optimizer(model, run.train)
         drop = run.train.layer_drop
         gates = None if drop is None else drop_layers(model, drop, run.train.seed, run.plan, optimizer)
-        saver = _saver(run, mesh)
-        memory = _memory(run, mesh, place, say)
-        _show_status(status, model, mesh, place)
-        inside.enter_context(_lookout(run, place, status, step_seconds))
+        saver = make_saver(run, mesh)
+        memory = memory_copies(run, mesh, place, say)
+        show_status(status, model, mesh, place)
+        inside.enter_context(lookout(run, place, status, step_seconds))
         trained = Trained(run, model, optimizer, data, mesh)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
         step, saved = resume(trained, memory, say)
@@ -141,7 +138,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         sections: Sections | None = None
         if isinstance(model, Pipeline):
             sections = take_over_losses(model, mesh, saver, place, lambda: step, timeout)
-        stop, clock = Stop(mesh, sections), _clock(run, mesh, step)
+        stop, clock = Stop(mesh, sections), make_clock(run, mesh, step)
         loss: float | None = None
         late: Late | None = None
         evaluation: dict[str, float] = {}
@@ -211,107 +208,11 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         return Outcome(step, step >= run.train.steps, loss, evaluation.get("loss"))
 
 
-# --- building
-
-
-@contextmanager
-def _world(run: Run, place: Place) -> Iterator[Mesh]:
-    """This rank's mesh, inside its process group."""
-    kind = device_type(run)
-    if place.num_ranks == 1:
-        yield Mesh(run.plan, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
-        return
-    device = init_process_group(place, kind, timedelta(seconds=run.train.timeout_seconds))
-    try:
-        yield Mesh(run.plan, device, place.num_local_ranks)
-    finally:
-        shutdown()
-
-
-def _show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> None:
-    """From here on the rank says what it does: to itself where nobody watches."""
-    where = [f"host {socket.gethostname()}"] if place.num_hosts > 1 else []
-    if isinstance(model, Pipeline):
-        stages = sorted({stage.index for stage in model.parts.values()})
-        where.append(f"pipe stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}")
-    status.place = ", ".join(where)
-    mesh.ledger.status = status
-    for units in all_units(model):
-        units.status = status
-
-
-def _lookout(
-    run: Run, place: Place, status: Status, step_seconds: float | None
-) -> AbstractContextManager[Lookout | None]:
-    """Ranks that weft's own agent did not start watch over each other."""
-    if place.num_ranks == 1 or place.launcher in ("none", "weft"):
-        return nullcontext()
-    return Lookout(status, place, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
-
-
-def _attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
-    return fastest_attention(attention_shape(run), COMPUTE_DTYPE[run.plan.precision], mesh.device)
+# --- each step
 
 
 def _say_nothing(message: str) -> None:
     """What ranks behind the first say."""
-
-
-def device_type(run: Run) -> Literal["cpu", "cuda"]:
-    """Where the run computes: as it says, or on GPUs where there are any."""
-    available = torch.cuda.is_available()
-    if run.train.device == "cuda" and not available:
-        raise ConfigError("train.device = 'cuda' but torch sees no GPU; use 'auto' or 'cpu'")
-    return "cuda" if available and run.train.device != "cpu" else "cpu"
-
-
-def _set_determinism(run: Run) -> None:
-    torch.manual_seed(run.train.seed)
-    if run.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
-def _build(run: Run) -> nn.Module:
-    """The model without values: no rank ever needs room for all of it. Running statistics are as exact as its state."""
-    with torch.device("meta"):
-        model = build(run.model)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(MASTER_DTYPE[run.plan.precision])
-    return model
-
-
-def _values(run: Run) -> Values:
-    """A parameter's first value by name: from a Hugging Face folder, or drawn from (seed, name)."""
-    if run.model_folder is not None:
-        assert isinstance(run.model, LanguageConfig), "the run file was checked"
-        return weight_reader(run.model_folder, run.model)
-    shapes = parameter_shapes(run.model)
-    return lambda name: initial_value(run.model, name, torch.Size(shapes[name]), run.train.seed)
-
-
-def _saver(run: Run, mesh: Mesh) -> Saver:
-    """All ranks agree on a random token, which keeps a crashed attempt's files apart."""
-    token = torch.randint(0, 2**62, (1,), generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(7))))
-    broadcast(token, mesh["world"]).wait()
-    return Saver(
-        run.folder / "checkpoints",
-        mesh.rank,
-        run.plan.num_ranks,
-        f"{int(token):016x}",
-        keep_last=run.checkpoint.keep_last,
-        keep_every=run.checkpoint.keep_every,
-    )
-
-
-def _memory(run: Run, mesh: Mesh, place: Place, say: Callable[[str], None]) -> MemoryCopies | None:
-    """Copies in memory, where they are asked for and somebody would start the ranks again."""
-    folder = folder_of(os.environ)
-    if run.checkpoint.memory_every is None or folder is None or place.num_ranks == 1:
-        return None
-    return MemoryCopies(folder, mesh, place, say)
 
 
 def _report_skipped(data: TrainingData, log: MetricsLog, step: int, reporter: Reporter) -> None:
@@ -319,16 +220,6 @@ def _report_skipped(data: TrainingData, log: MetricsLog, step: int, reporter: Re
     name, reason = next(iter(data.skipped.items()))
     reporter.say(f"{len(data.skipped)} of the images of {data.description} are left out, {name} first: {reason}")
     log.write("data", step, {"skipped": len(data.skipped), "names": list(data.skipped)[:MAX_NAMED]})
-
-
-def _clock(run: Run, mesh: Mesh, step: int) -> Clock:
-    split = run.split
-    shared_by = run.plan.num_ranks // run.plan.num_batch_ranks  # ranks that compute parts of the same samples
-    flops = model_flops(micro_batch_profile(run)) * split.accumulation / shared_by
-    return Clock(step, split.tokens, run.plan.num_ranks, flops, peak_flops(run, mesh.device))
-
-
-# --- each step
 
 
 def _set_learning_rate(run: Run, optimizer: Optimizer, step: int) -> float:
