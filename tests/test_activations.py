@@ -40,6 +40,7 @@ from weft.optim import AdamW
 from weft.parallel import Cost, cost, host_bytes, named_pieces, parallelize, state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
+from weft.planner.step import HOST_LINK_SHARE
 from weft.predict import example_inputs, fitting_activations, predict
 from weft.profile import profile
 from weft.train.compiling import compile_blocks
@@ -487,6 +488,17 @@ def test_copies_that_compute_does_not_hide_take_time() -> None:
     assert seconds(1.0, 1e15) == pytest.approx(seconds(0.0, 1e15))
     assert seconds(1.0, 6.4e9) > seconds(1.0, 64e9) > seconds(0.0, 64e9)
     assert seconds(0.5, 6.4e9) < seconds(1.0, 6.4e9)
+
+
+def test_state_on_the_host_takes_its_time_once() -> None:
+    run, cluster = on_h200(0.0, 1e9)
+    here, away = (
+        predict(replace(run, plan=replace(run.plan, memory=Memory(offload=share))), cluster) for share in (0.0, 1.0)
+    )
+    assert here.step_seconds is not None
+    assert away.step_seconds is not None
+    link_seconds = sum(away.cost.host_bytes.values()) / (1e9 * HOST_LINK_SHARE)
+    assert 0.8 * link_seconds < away.step_seconds - here.step_seconds < 1.01 * link_seconds
 
 
 def test_the_least_share_that_fits_is_found() -> None:

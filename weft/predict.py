@@ -145,7 +145,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         step = step if step is None else step + exposed
     if sum(costs[worst].host_bytes.values()) > sent:
         told[worst]["host"] = _host_seconds(costs[worst], cluster)
-        if step is not None:
+        if step is not None and not modelled:  # the step model has it in the update
             hidden = compute or 0.0 if plan.memory.delay else 0.0
             step += max(0.0, told[worst]["host"] - hidden)
     limit = cluster.node.device.memory_bytes
