@@ -14,6 +14,7 @@ from typing import Any
 import models_for_tests as models
 import pytest
 import torch
+from sampled_for_tests import one_in
 from torch import Tensor, nn
 
 import weft.comm.collectives
@@ -107,7 +108,7 @@ PLANS: dict[str, Plan] = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("plan", one_in(2, PLANS))
 def test_every_plan_trains_a_tied_decoder(plan: Plan) -> None:
     check("tied decoder", plan).require()
 
@@ -117,12 +118,12 @@ def test_every_model_is_sharded_in_stage_3(name: str) -> None:
     check(name, shard(2, 3, micro_batch=2)).require()
 
 
-@pytest.mark.parametrize("name", ALL_MODELS)
+@pytest.mark.parametrize("name", one_in(2, list(ALL_MODELS)))
 def test_every_model_is_trained_over_data_and_shard(name: str) -> None:
     check(name, Plan(data=2, shard=Shard(2, 1)), clip=None).require()
 
 
-@pytest.mark.parametrize("name", TOKEN_MODELS | VECTOR_MODELS)
+@pytest.mark.parametrize("name", one_in(2, list(TOKEN_MODELS | VECTOR_MODELS)))
 def test_every_model_with_blocks_is_recomputed_in_stage_3(name: str) -> None:
     recompute: Recompute = "full" if name in VECTOR_MODELS else "selective"
     check(name, shard(2, 3, memory=Memory(recompute))).require()

@@ -23,6 +23,7 @@ import pytest
 import torch
 from pipeline_for_tests import Batch, chain, double, images, make, on_stages, tokens, vectors
 from runs_for_tests import DEEP, make_run, write_run_file
+from sampled_for_tests import one_in
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -74,7 +75,7 @@ def test_every_schedule_at_four_ranks(schedule: Any) -> None:
     check(lambda: models.Fan(9), vectors(6), Pipe(4, schedule)).require()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", one_in(3, SCHEDULES))
 def test_every_schedule_at_eight_ranks(schedule: Any) -> None:
     depth = 17 if schedule == "interleaved" else 9
     check(chain(depth), vectors(4), Pipe(8, schedule)).require()
@@ -179,7 +180,7 @@ def check_model(name: str, pipe: Pipe, **others: Any) -> Report:
     return check(ALL_MODELS[name], batch, pipe, objective, micro_batch=size, **others)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_MODELS if name not in LIKE_OTHERS])
+@pytest.mark.parametrize("name", one_in(2, [name for name in ALL_MODELS if name not in LIKE_OTHERS]))
 def test_every_model_in_two_stages(name: str) -> None:
     check_model(name, Pipe(2)).require()
 
@@ -251,7 +252,7 @@ MORE: dict[str, Plan] = {
 }
 
 
-@pytest.mark.parametrize("plan", BESIDE.values(), ids=BESIDE.keys())
+@pytest.mark.parametrize("plan", one_in(2, BESIDE))
 def test_beside_other_axes(plan: Plan) -> None:
     is_inside = plan.tensor.x * plan.tensor.y * plan.context.degree > 1  # these need attention
     model_fn, batch = (models.decoder, tokens(4)) if is_inside else (models.Shared, vectors(8))

@@ -48,7 +48,7 @@ def kill_all(layout: str, kills: list[tuple[int, int]], folder: Path, capfd: pyt
     return seconds
 
 
-@pytest.mark.parametrize("layout", RESTARTED_LAYOUTS)
+@pytest.mark.parametrize("layout", some_soak(RESTARTED_LAYOUTS, "data 2 x shard 2"))
 def test_a_killed_rank_changes_nothing(layout: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kill_all(layout, SAMPLE[layout], tmp_path, capfd)
 
@@ -75,7 +75,7 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("where", some_soak(HANGS, "collective"))
+@pytest.mark.parametrize("where", some_soak(HANGS))
 def test_a_rank_that_hangs_is_named_and_changes_nothing(
     where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -156,6 +156,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.soak
 def test_a_killed_rank_does_not_end_the_command(tmp_path: Path, started: list[Command]) -> None:
     """The whole way: the nursery's ranks are the grandchildren of the command."""
     run_file = write_run_file(tmp_path)

@@ -65,6 +65,7 @@ def compare_curves(folder: Path, overrides: list[str], timeout_seconds: float) -
         assert held_out[name] == pytest.approx(held_out["1 process"], rel=TOLERANCE), name
 
 
+@pytest.mark.soak
 def test_fifty_steps_of_a_shrunk_quickstart_agree_under_four_layouts(tmp_path: Path) -> None:
     small = ["model.hidden_size=64", "model.intermediate_size=160", "model.num_hidden_layers=2"]
     small += ["model.num_attention_heads=4", "data.sequence=64", "train.batch=8", "plan.micro_batch=2"]

@@ -58,6 +58,7 @@ def run_on(hosts: Sequence[str], command: Sequence[str], folder: Path) -> tuple[
     return codes, [output.read_text() for output in outputs]
 
 
+@pytest.mark.soak
 def test_one_job_over_two_hosts(hosts: list[str], tmp_path: Path) -> None:
     codes, outputs = run_on(hosts, [sys.executable, "-c", SUM_OF_RANKS], tmp_path)
     assert codes == [0, 0], "\n".join(outputs)
