@@ -59,7 +59,7 @@ def measure(run: Run) -> list[dict[str, list[float]]]:
 
         place = Place(index, run.plan.num_ranks, index, run.plan.num_ranks)
         with (
-            patch.object(loop, "_world", lambda run, place: nullcontext(Mesh(run.plan))),
+            patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan))),
             patch.object(loop, "save_or_tell", every_second),
         ):
             loop.train(run, place, Silent())

@@ -361,7 +361,7 @@ def test_missing_data_is_told_before_any_process_group_exists(run_file: Path, tm
     """Also under a launcher, where nobody has prepared the data before."""
     run = make_run(run_file, "no data", "plan.data=2", f"data.source={tmp_path / 'absent'}")
     with (
-        patch.object(loop, "init_process_group", side_effect=AssertionError("a group was made")),
+        patch.object(setup, "init_process_group", side_effect=AssertionError("a group was made")),
         pytest.raises(DataError, match="there is no data at"),
     ):
         loop.train(run, Place(0, 2, 0, 2, 1, "torchrun"), Reports())

@@ -42,7 +42,7 @@ from weft.models import Decoder, DecoderConfig
 from weft.plan import Context, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.predict import _communication_seconds, predict, run_cluster
-from weft.train import loop, setup
+from weft.train import setup
 from weft.verify import Report, verify, verify_run
 
 NODES = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3)]  # (nodes, ranks in each)
@@ -339,8 +339,8 @@ def test_a_run_takes_its_nodes_from_the_launcher_and_is_predicted_so(tmp_path: P
 
     def rank(index: int) -> list[str]:
         with (  # the ranks are in a process group already
-            patch.object(loop, "init_process_group", lambda *_: torch.device("cpu")),
-            patch.object(loop, "shutdown", lambda: None),
+            patch.object(setup, "init_process_group", lambda *_: torch.device("cpu")),
+            patch.object(setup, "shutdown", lambda: None),
             setup.world(run, Place(index, 4, index % 2, 2, 2, "torchrun")) as mesh,
         ):
             levels = mesh["data"].levels
