@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -244,20 +244,25 @@ def saved_bytes_of_ranks(
         own = own_tokens(given, mesh["context"])
         units = units_of(model)
         state = [flat.whole for flat in units.flats] if units is not None else [*model.parameters()]
-        ignored = {tensor.untyped_storage()._cdata for tensor in state}
-        saved: dict[int, Tensor] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage()._cdata not in ignored:
-                saved[tensor.untyped_storage()._cdata] = tensor
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            CROSS_ENTROPY.total(model, own)
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        return saved_bytes(state, lambda: CROSS_ENTROPY.total(model, own))
 
     found: list[int] = run_local(rank, plan.num_ranks, 120)
     return found
+
+
+def saved_bytes(ignored: Iterable[Tensor], compute: Callable[[], object]) -> int:
+    """What `compute` keeps for backward, but for some tensors; storages count once."""
+    known = {tensor.untyped_storage()._cdata for tensor in ignored}
+    saved: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage()._cdata not in known:
+            saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        compute()
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 def predicted_saved_bytes(config: ModelConfig, plan: Plan, batch: int, sequence: int) -> int:

@@ -19,7 +19,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs_for_tests import write_run_file
-from tensor_for_tests import saved_bytes_of_ranks
+from tensor_for_tests import saved_bytes, saved_bytes_of_ranks
 from torch import Tensor, nn
 
 import weft.memory.compiled
@@ -96,17 +96,8 @@ def test_kept_bytes_are_those_of_compiled_blocks(name: str) -> None:
     model = MODELS[name]().to(torch.bfloat16)
     predicted = cost(compiled(profiled(model)), Plan(), split_batch(Plan(), 2, 32)).saved_bytes
     compile_blocks(model)
-    ignored = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage()._cdata not in ignored:
-            saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        token_loss(model(tokens()), tokens())
-    assert predicted == sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    kept = saved_bytes([*model.parameters(), *model.buffers()], lambda: token_loss(model(tokens()), tokens()))
+    assert predicted == kept
 
 
 @pytest.mark.parametrize("plan", [Plan(tensor=TensorPlan(2, sequence=True)), Plan(memory=Memory("selective"))])
