@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils._triton import has_triton
 
 IGNORE = -100  # a label that takes no part in the loss
 PART_NUMEL = 2**29  # logits at a time: 1 GiB of bf16
@@ -84,6 +85,15 @@ def fused_rows_loss(logits: Tensor, labels: Tensor, z_loss: float | None, with_g
 RowsLoss = Callable[[Tensor, Tensor, float | None, bool], Tensor]
 
 
+def rows_kernel(device: torch.device) -> RowsLoss | None:
+    """`rows_loss` as one kernel, where there is one for the device."""
+    if device.type != "cuda" or not has_triton():
+        return None
+    from weft.models.loss_kernel import rows_loss_by_kernel
+
+    return rows_loss_by_kernel
+
+
 def head_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float = 0.0, rows: RowsLoss = rows_loss
 ) -> Tensor:
@@ -130,13 +140,16 @@ class _HeadLoss(Function):
                     of_bias = _add(of_bias, logits.sum(0))
             del logits
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
-        ctx.shape = hidden.shape
+        ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        of_hidden, of_weight, of_bias = (None if one is None else one * gradient for one in ctx.saved_tensors)
+        of_hidden, of_weight, of_bias = (
+            None if one is None else torch.mul(one, gradient, out=torch.empty_like(one, dtype=ctx.dtype))
+            for one in ctx.saved_tensors
+        )
         return None if of_hidden is None else of_hidden.view(ctx.shape), of_weight, of_bias, None, None, None, None
 
 

@@ -1,14 +1,13 @@
 """One AdamW update of a run of elements, in one pass: gradient scale, moments, decay, new weights in every precision.
 
-`update` is plain torch over 1-D tensors. On a GPU torch makes one kernel of it, which moves each byte once; what is
-held in fp32 or fp64 on a CPU goes through torch's own fused kernel: the bits of torch.optim.AdamW(fused=True).
+`update` is plain torch over 1-D tensors. On a GPU it is one kernel (`update_kernel.py`), which moves each byte once;
+what is held in fp32 or fp64 on a CPU goes through torch's own fused kernel: the bits of torch.optim.AdamW(fused=True).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -101,14 +100,13 @@ def _put(place: Tensor, values: Tensor, bits: Tensor | None, which: int, good: T
     place.copy_(torch.where(good, values.to(place.dtype), place))
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> Callable[..., None]:
-    return torch.compile(update, dynamic=True)
-
-
 def update_on(device: torch.device) -> Callable[..., None]:
-    """`update` as one kernel, where torch can make one for the device."""
-    return _compiled() if device.type == "cuda" and has_triton() else update
+    """`update` as one kernel, where there is one for the device."""
+    if device.type != "cuda" or not has_triton():
+        return update
+    from weft.optim.update_kernel import update_by_kernel
+
+    return update_by_kernel
 
 
 def _fused(tensors: Sequence[Tensor], group: Mapping[str, Any]) -> None:

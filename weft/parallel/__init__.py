@@ -287,10 +287,15 @@ def grad_norm(model: nn.Module, mesh: Mesh) -> Tensor:
 
 def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
     """Of this rank's part of the gradients []."""
-    flats = [flat for flat in flats if flat.slice_gradient is not None]
-    gradients = [flat.slice_gradient for flat in flats if flat.slice_gradient is not None]
-    replicas = [flat.layout.replicas * flat.copies for flat in flats]
     squared = torch.zeros((), dtype=torch.float64, device=device)
+    sums, gradients, replicas = list[Tensor](), list[Tensor](), list[int]()
+    for flat in flats:
+        own, others = flat.norms
+        sums += own  # only where no other rank takes part
+        gradients += others
+        replicas += [flat.layout.replicas * flat.copies] * len(others)
+    if sums:
+        squared += torch.cat(sums).sum(dtype=squared.dtype)
     if gradients:  # a stage may be frozen
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # of the sum: bf16 has too few bits for it
         squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square()

@@ -20,6 +20,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
@@ -28,6 +29,7 @@ from weft.parallel.layout import FlatLayout, Part
 
 Owners = Sequence[tuple[nn.Module, str]]
 GATHERED_BYTES = 1 << 24  # of small gradients that a GPU takes with one launch
+TAKEN_NUMEL = 1 << 20  # of one that has a launch of its own
 
 
 class Flat:
@@ -76,6 +78,7 @@ class Flat:
         self._targets: list[Tensor] = []  # the place of each parameter in `whole_gradient`
         self._filled: set[int] = set()
         self._taken: dict[int, Tensor] = {}  # gradients that wait to be put into place together
+        self._squares: dict[int, Tensor] = {}  # sums of their squares, where they were taken on the way
         self.hides_gradient = False  # whether there is one that torch would not let pieces show
         self._written_version = -1
         self._gathering: Pending | None = None
@@ -198,18 +201,39 @@ class Flat:
         new = {index: gradient for index, gradient in taken.items() if index not in self._filled}
         if added:
             self._widen()
+            self._squares.clear()
         for index, gradient in added.items():
             self._targets[index].addcmul_(gradient, self._mean)
         if self._num_means > 1:
             for index, gradient in new.items():
                 torch.mul(gradient, self._mean, out=self._targets[index])
-        elif new:
-            shapes = [self._targets[index].shape for index in new]
-            torch._foreach_copy_(
-                [self._targets[index] for index in new],
-                [gradient.view(shape) for gradient, shape in zip(new.values(), shapes, strict=True)],
-            )
+        else:
+            small = {index: gradient for index, gradient in new.items() if not self._take(index, gradient)}
+            if small:
+                targets = [self._targets[index] for index in small]
+                copied = [gradient.view(one.shape) for gradient, one in zip(small.values(), targets, strict=True)]
+                torch._foreach_copy_(targets, copied)
         self._filled.update(new)
+
+    def _take(self, index: int, gradient: Tensor) -> bool:
+        """Copy a large gradient that no other joins, with its squares, where that is one pass."""
+        if not (self._is_alone and gradient.is_cuda and gradient.numel() >= TAKEN_NUMEL and gradient.is_contiguous()):
+            return False
+        if gradient.dtype == torch.float64 or not has_triton():
+            return False
+        from weft.parallel.take_kernel import take_with_squares
+
+        self._squares[index] = take_with_squares(gradient, self._targets[index])
+        return True
+
+    @property
+    def norms(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the norm of the gradient is made of: sums of squares, and tensors whose squares are not yet summed."""
+        if self.slice_gradient is None:
+            return [], []
+        if not self._squares:
+            return [], [self.slice_gradient]
+        return list(self._squares.values()), [one for i, one in enumerate(self._targets) if i not in self._squares]
 
     def start_reduce(self) -> None:
         """Begin to reduce the flat gradient over `shard`; a parameter without a gradient counts as zero."""
@@ -244,6 +268,7 @@ class Flat:
         if self._carried is not None:
             self.slice_gradient.add_(self._carried)
             self._carried = None
+            self._squares.clear()
         self.show_gradient()
 
     def room_for_gradient(self) -> Tensor:
@@ -278,6 +303,7 @@ class Flat:
         self._reducing = self._carried = None
         self._filled.clear()
         self._taken.clear()
+        self._squares.clear()
 
     # --- inside
 
@@ -342,6 +368,7 @@ class Flat:
 
     def _begin_gradient(self) -> None:
         self.await_update()  # which reads the last gradient
+        self._squares.clear()
         # What an earlier backward left on the pieces, if the user has not cleared it, is added at the end.
         if self.hides_gradient:
             self._widen()

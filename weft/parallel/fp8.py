@@ -1,9 +1,9 @@
 """Matmuls in fp8 (`plan.matmul = "fp8"`): faster by the tensor cores' double rate, and not exact.
 
 Linears inside of blocks multiply numbers of 8 bits (e4m3), each row with a scale of its own: its largest magnitude
-becomes the largest that 8 bits have. The forward and the gradient of the input are done so; the gradient of the weight,
-which adds up over all tokens, stays in bf16. Weights, activations and what is saved are bf16 as before. Embeddings, the
-head, norms and attention are as they were.
+becomes the largest that 8 bits have. The forward is done so, and so are the gradients of input and weight: a row is
+what a product adds up over, so that each product rounds by itself. Weights, activations and what is saved are bf16 as
+before. Embeddings, the head, norms and attention are as they were.
 
 A linear takes part if its features are multiples of 16, as the kernel wants; others stay in bf16. On a CPU the same
 numbers are rounded in the same way and multiplied in float32, so that tests mean something.
@@ -114,7 +114,9 @@ class _Multiply(Function):
         if ctx.needs_input_grad[0]:
             of_value = scaled_product(rows, weight.t(), is_fast=False).view(value.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = rows.t() @ value.reshape(-1, value.shape[-1])
+            given = value.reshape(-1, value.shape[-1])  # [rows, in]
+            is_taken = len(rows) % MULTIPLE == 0  # by the kernel
+            of_weight = scaled_product(rows.t(), given.t(), is_fast=False) if is_taken else rows.t() @ given
         return of_value, of_weight
 
 

@@ -20,7 +20,7 @@ from weft.blocks import find_blocks
 from weft.config import Run
 from weft.errors import ConfigError
 from weft.head import loss_head_of
-from weft.models.loss import rows_loss
+from weft.models.loss import rows_kernel, rows_loss
 from weft.pipeline.runtime import Pipeline
 
 Say = Callable[[str], None]
@@ -63,7 +63,7 @@ def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> Non
             setattr(block, "forward", _Compiled(block.forward, backend, outcome))  # noqa: B010 (a method to mypy)
         head = loss_head_of(part)
         if head is not None:
-            head.rows = _Compiled(rows_loss, backend, outcome)
+            head.rows = rows_kernel(head.module.weight.device) or _Compiled(rows_loss, backend, outcome)
         elif part is model:  # the stem of a model of images works on its largest tensors
             for block in find_blocks(part).values():
                 _leave_out_hooks(block)

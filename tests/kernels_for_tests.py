@@ -1,0 +1,98 @@
+"""Triton's kernels beside the plain functions that they stand for, on a CPU by Triton's interpreter.
+
+Run as a program, because Triton looks for TRITON_INTERPRET when it is imported: `python kernels_for_tests.py CASE`
+prints, as JSON, what the two differ by.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from torch import Tensor
+
+from weft.models import loss_kernel
+from weft.models.loss import IGNORE, rows_loss
+from weft.optim.update import update
+from weft.optim.update_kernel import update_by_kernel
+from weft.parallel.take_kernel import take_with_squares
+
+NUMBERS = torch.tensor([1 - 1e-3, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5], dtype=torch.float64)
+FORMATS = {
+    "fp32": (torch.float32, torch.float32),
+    "fp32 bf16": (torch.float32, torch.bfloat16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp32 int8": (torch.float32, None),
+    "bf16 int8": (torch.bfloat16, None),
+}
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest, of the largest number."""
+    return float((one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30))
+
+
+def updates() -> dict[str, dict[str, float]]:
+    """Of weights, state and what is written beside them, for each format; and of a scale that is no number."""
+    found = {}
+    for name, (weight_dtype, moment) in FORMATS.items():
+        for numel in (4096, 5000, 3):
+            weight, gradient = torch.randn(numel).to(weight_dtype), torch.randn(numel).bfloat16()
+            blocks = -(-numel // 256)
+            state: tuple[Tensor, ...] = (torch.randn(numel), torch.rand(numel))
+            if moment is None:
+                codes = torch.randint(-127, 128, (numel,)).to(torch.int8), torch.randint(1, 255, (numel,)).byte()
+                state = (codes[0], torch.rand(blocks), codes[1], torch.rand(blocks))
+            else:
+                state = (state[0].to(moment), state[1].to(moment))
+            for scale in (0.5, math.nan):
+                sides = []
+                for change in (update, update_by_kernel):
+                    own, whole = [one.clone() for one in (weight, *state)], torch.zeros(numel, dtype=torch.bfloat16)
+                    seed = torch.tensor((77 << 32) + (1 << 31) + 5)
+                    change(own[0], gradient, tuple(own[1:]), whole, torch.tensor(scale).double(), NUMBERS, seed)
+                    sides.append([*own, whole])
+                *held, whole = (difference(mine, plain) for plain, mine in zip(*sides, strict=True))
+                changed = difference(sides[1][0], weight)
+                found[f"{name} {numel} {scale}"] = {"held": max(held), "whole": whole, "changed": changed}
+    return found
+
+
+def losses() -> dict[str, dict[str, float]]:
+    """Of the sum of losses and of the gradient of rows."""
+    found = {}
+    loss_kernel._WIDTH = 64
+    for dtype in (torch.float32, torch.bfloat16):
+        for z_loss in (None, 1e-2):
+            for num_classes in (37, 200):
+                rows, labels = (torch.randn(9, num_classes) * 5).to(dtype), torch.randint(0, num_classes, (9,))
+                labels[3] = IGNORE
+                plain, mine = rows.clone(), rows.clone()
+                for with_gradient in (False, True):
+                    totals = rows_loss(plain, labels, z_loss, with_gradient)
+                    others = loss_kernel.rows_loss_by_kernel(mine, labels, z_loss, with_gradient)
+                    name = f"{dtype} {z_loss} {num_classes} {with_gradient}"
+                    found[name] = {"total": difference(others, totals), "rows": difference(mine, plain)}
+    return found
+
+
+def takes() -> dict[str, dict[str, float]]:
+    """Of a copied gradient, and of its square sum."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in (3, 8192, 20000):
+            gradient, target = torch.randn(numel).to(dtype), torch.full((numel,), math.nan, dtype=dtype)
+            squares = take_with_squares(gradient, target)
+            of_squares = difference(squares.sum(dtype=torch.float64), gradient.double().square().sum())
+            found[f"{dtype} {numel}"] = {"target": difference(target, gradient), "squares": of_squares}
+    return found
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    print(json.dumps({"updates": updates, "losses": losses, "takes": takes}[sys.argv[1]]()))

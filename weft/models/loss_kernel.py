@@ -1,0 +1,71 @@
+"""`rows_loss` of `loss.py` as one Triton kernel, for GPUs: a row is read from memory once, and written once.
+
+A program has a row. It reads it for the softmax's denominator, and again for the gradient while it is still in the
+GPU's cache. What torch.compile made of the plain function read the rows three times.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.models.loss import IGNORE, rows_loss
+
+_WIDTH = 8192  # logits at a time
+_NUM_WARPS = 16
+
+
+@triton.jit
+def _rows(
+    logits_ptr,
+    labels_ptr,
+    losses_ptr,
+    num_classes,
+    z_loss,
+    IGNORED: tl.constexpr,
+    WITH_GRADIENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = logits_ptr + row * num_classes
+    label = tl.load(labels_ptr + row)
+    valid = (label != IGNORED).to(tl.float32)
+    # Before anything is written: the sums below let no thread pass before all have read it.
+    chosen = tl.load(start + tl.maximum(label, 0)).to(tl.float32)
+    largest, total = float("-inf"), 0.0
+    for low in range(0, num_classes, WIDTH):
+        place = low + tl.arange(0, WIDTH)
+        values = tl.load(start + place, mask=place < num_classes, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(largest, tl.max(values, 0))
+        total = total * tl.exp(largest - highest) + tl.sum(tl.exp(values - highest), 0)
+        largest = highest
+    scale = largest + tl.log(total)
+    tl.store(losses_ptr + row, tl.where(valid > 0, scale - chosen + z_loss * scale * scale, 0.0))
+    if WITH_GRADIENT:
+        factor = valid * (1 + 2 * z_loss * scale)
+        for low in range(0, num_classes, WIDTH):
+            place = low + tl.arange(0, WIDTH)
+            values = tl.load(start + place, mask=place < num_classes, other=float("-inf")).to(tl.float32)
+            gradient = tl.exp(values - scale) * factor - tl.where(place == label, valid, 0.0)
+            tl.store(start + place, gradient.to(logits_ptr.dtype.element_ty), mask=place < num_classes)
+
+
+def rows_loss_by_kernel(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradient: bool) -> Tensor:
+    """`rows_loss`."""
+    if logits.dtype == torch.float64 or not logits.is_contiguous() or not logits.numel():
+        return rows_loss(logits, labels, z_loss, with_gradient)
+    losses = torch.empty(len(logits), device=logits.device)
+    _rows[(len(logits),)](
+        logits,
+        labels,
+        losses,
+        logits.shape[1],
+        float(z_loss or 0.0),
+        IGNORED=IGNORE,
+        WITH_GRADIENT=with_gradient,
+        WIDTH=min(_WIDTH, triton.next_power_of_2(logits.shape[1])),
+        num_warps=_NUM_WARPS,
+    )
+    return losses.sum()
