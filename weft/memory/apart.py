@@ -18,10 +18,10 @@ FORKED_SECONDS = 120.0
 
 
 def run_apart(function: Callable[[], Any]) -> Any:
-    """What a function gives, as JSON has it. Where torch has started its threads long ago a forked process fails, and
-    nothing is left to keep from.
+    """What a function gives, as JSON has it. Where torch has started its threads already, a forked process would fail
+    and nothing is left to keep from.
     """
-    if torch.version.cuda is None and torch.version.hip is None:
+    if torch.cuda.is_initialized() or (torch.version.cuda is None and torch.version.hip is None):
         return json.loads(json.dumps(function()))
     read, write = os.pipe()
     pid = os.fork()

@@ -22,18 +22,21 @@ from weft.profile import Block, Given, Profile, Source
 _found: dict[Any, Partition | None] = {}  # by all that a partition depends on
 
 
-def compiled(profile: Profile) -> Profile:
-    """The profile of the same model with compiled blocks, which keeps this one; one without a loss as it is."""
+def compiled(profile: Profile, matmul: str = "compute") -> Profile:
+    """The profile of the same model with compiled blocks, under the plan's `matmul`, which keeps this one; one without
+    a loss as it is.
+    """
     if profile.source is None or not profile.blocks:
         return profile
-    if "compiled" not in profile.kept:
-        profile.kept["compiled"] = _compiled(profile, profile.source)
-    found: Profile = profile.kept["compiled"]
+    key = f"compiled {matmul}"
+    if key not in profile.kept:
+        profile.kept[key] = _compiled(profile, profile.source, matmul)
+    found: Profile = profile.kept[key]
     return found
 
 
-def _compiled(profile: Profile, source: Source) -> Profile:
-    partitions = _partitions(source, profile.blocks)
+def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
+    partitions = _partitions(source, profile.blocks, matmul)
     seen = set[int]()
     blocks = tuple(_kept(block, profile, source, partitions[block.name], seen) for block in profile.blocks)
     named = {**source.blocks, **{block.name: block for block in blocks}}
@@ -47,8 +50,10 @@ def _compiled(profile: Profile, source: Source) -> Profile:
 
 def under(profile: Profile, plan: Plan) -> Profile:
     """The profile that tells what a plan keeps, of one that may be of compiled blocks."""
-    found: Profile = profile.kept.get("eager", profile) if plan.tensor.y > 1 else profile
-    return found
+    eager: Profile | None = profile.kept.get("eager")
+    if eager is None:
+        return profile
+    return eager if plan.tensor.y > 1 else compiled(eager, plan.matmul)
 
 
 def _kept(block: Block, profile: Profile, source: Source, found: Partition | None, seen: set[int]) -> Block:
@@ -90,20 +95,20 @@ def _sendable(
     return {**block.sendable, "none": made, "selective": selective}
 
 
-def _partitions(source: Source, blocks: Sequence[Block]) -> dict[str, Partition | None]:
+def _partitions(source: Source, blocks: Sequence[Block], matmul: str) -> dict[str, Partition | None]:
     modules = find_blocks(source.model)
-    keys = {block.name: _key(block, source, modules[block.name]) for block in blocks if _has_backward(block)}
+    keys = {block.name: (matmul, _key(block, source, modules[block.name])) for block in blocks if _has_backward(block)}
     missing = {key: name for name, key in keys.items() if key not in _found}
     if missing:
-        jobs = [(modules[name], source.given[name], source.dtype) for name in missing.values()]
+        jobs = [(modules[name], source.given[name], source.dtype, matmul) for name in missing.values()]
         told = run_apart(lambda: [_try(*job) for job in jobs])
         _found.update(zip(missing, map(_partition, told), strict=True))
     return {block.name: _found[keys[block.name]] if block.name in keys else None for block in blocks}
 
 
-def _try(module: torch.nn.Module, given: Any, dtype: torch.dtype | None) -> dict[str, Any] | None:
+def _try(module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul: str) -> dict[str, Any] | None:
     try:
-        return asdict(partition(module, given, dtype))
+        return asdict(partition(module, given, dtype, matmul))
     except Exception:  # anything that the user's code, or torch's trace of it, may raise
         return None
 

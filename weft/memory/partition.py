@@ -10,6 +10,7 @@ them again.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from weft.parallel.fp8 import traced_as_on_a_gpu
 from weft.profile import cast, fake
 from weft.profile.parts import Given
 from weft.substitute import call_with
@@ -44,9 +46,12 @@ class _Graphs(NamedTuple):
     num_results: int  # of the forward; what it keeps for backward comes behind them
 
 
-def partition(block: nn.Module, args: Any, dtype: torch.dtype | None) -> Partition:
-    """The partition of a block that computes in `dtype`, for arguments (args, kwargs) of which tensors are `Given`."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: str = "compute") -> Partition:
+    """The partition of a block that computes in `dtype`, with the plan's `matmul`, for arguments (args, kwargs) of which
+    tensors are `Given`.
+    """
+    multiplying = traced_as_on_a_gpu(block) if matmul == "fp8" else nullcontext()
+    with FakeTensorMode(allow_non_fake_inputs=True), multiplying:
         named = [*block.named_parameters(), *block.named_buffers()]
         state = [cast(fake(tensor), dtype) for _, tensor in named]
         leaves, form = tree_flatten(tree_map(_show, args))
@@ -58,7 +63,7 @@ def partition(block: nn.Module, args: Any, dtype: torch.dtype | None) -> Partiti
             inputs, keywords = tree_unflatten(list(filled.values()), form)
             return call_with(block, dict(zip((name for name, _ in named), own, strict=True)), inputs, keywords)
 
-        graphs = _trace(run, [*state, *(leaves[place] for place in places)])
+        graphs = _trace(run, [*state, *(leaves[place] for place in places)], len(named))
     return _read(graphs, [name for name, _ in named])
 
 
@@ -70,7 +75,8 @@ def _show(leaf: Any) -> Any:
     return made.requires_grad_(leaf.requires_grad)
 
 
-def _trace(run: Callable[..., Any], tensors: Sequence[Tensor]) -> _Graphs:
+def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> _Graphs:
+    """The first `num_own` tensors are there anyway: to keep them costs nothing."""
     from torch._functorch.aot_autograd import aot_function  # seconds to import, which eager runs need not wait for
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -78,6 +84,7 @@ def _trace(run: Callable[..., Any], tensors: Sequence[Tensor]) -> _Graphs:
     found: list[_Graphs] = []
 
     def cut(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        keywords["static_lifetime_input_indices"] = list(range(num_own))
         forward, backward = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **keywords)
         found.append(_Graphs(forward.graph, backward.graph, keywords["num_fwd_outputs"]))
         return forward, backward

@@ -11,6 +11,8 @@ numbers are rounded in the same way and multiplied in float32, so that tests mea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -66,8 +68,31 @@ class Fp8Matmuls(Strategy):
             )
         for linear in _linears(model):
             if _takes_part(linear):
-                setattr(linear, "forward", _Linear(linear).forward)  # noqa: B010 (a method to mypy)
+                _install(linear)
         return model
+
+
+@contextmanager
+def traced_as_on_a_gpu(block: nn.Module) -> Iterator[None]:
+    """While a block of a model that is not laid out is traced on fake tensors: as one on a GPU that has fp8."""
+    global _is_traced
+    linears = [module for module in block.modules() if type(module) is nn.Linear and _takes_part(module)]
+    for linear in linears:
+        _install(linear)
+    _is_traced = True
+    try:
+        yield
+    finally:
+        _is_traced = False
+        for linear in linears:
+            del linear.forward
+
+
+_is_traced = False
+
+
+def _install(linear: nn.Linear) -> None:
+    setattr(linear, "forward", _Linear(linear).forward)  # noqa: B010 (a method to mypy)
 
 
 def _linears(model: nn.Module) -> list[nn.Linear]:
@@ -126,7 +151,7 @@ def scaled_product(left: Tensor, right: Tensor, is_fast: bool) -> Tensor:
     `is_fast` adds up with fewer bits, which forwards stand and gradients do not.
     """
     (a, scale_a), (b, scale_b) = quantise(left), quantise(right)
-    if left.device.type != "cuda":
+    if left.device.type != "cuda" and not _is_traced:
         return ((a.float() @ b.float().t()) * scale_a * scale_b.t()).to(torch.bfloat16)
     return torch._scaled_mm(
         a, b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16, use_fast_accum=is_fast

@@ -89,12 +89,12 @@ class Model:
         return replace(self, steps=replace(self.steps, cluster=cluster))
 
     @cached_property
-    def _sizes(self) -> dict[tuple[int, int, bool, str], Sizes]:
+    def _sizes(self) -> dict[tuple[int, int, bool, str, str], Sizes]:
         return {}
 
     def held(self, plan: Plan, num_micro_batches: int) -> Memory:
         """What the fullest rank holds."""
-        key = (plan.tensor.x, plan.tensor.y, plan.tensor.sequence, plan.memory.recompute)
+        key = (plan.tensor.x, plan.tensor.y, plan.tensor.sequence, plan.memory.recompute, plan.matmul)
         if key not in self._sizes:
             self._sizes[key] = sizes(self.profile, plan)
         return memory(self._sizes[key], plan, self.num_blocks, num_micro_batches)
