@@ -72,7 +72,7 @@ class MicroBatchModel:
         return {}
 
     @cached_property
-    def _links(self) -> dict[tuple[int, int], tuple[float, float]]:
+    def _links(self) -> dict[tuple[int, int], tuple[float, float, float]]:
         return {}
 
     @cached_property
@@ -288,13 +288,15 @@ class MicroBatchModel:
         link = self._links.get((inner, degree))
         if link is None:
             link = self._links[inner, degree] = self._link(inner, degree)
-        return ring_seconds(operation, num_bytes, degree, *link)
+        bandwidth, latency, start = link
+        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start * (operation != "send")
 
-    def _link(self, inner: int, degree: int) -> tuple[float, float]:
-        """(bandwidth that collectives reach, latency)"""
+    def _link(self, inner: int, degree: int) -> tuple[float, float, float]:
+        """(bandwidth that collectives reach, latency of a hop, what a collective takes beside both)"""
         link = self.cluster.axis_link(inner, degree)
         wire, kind = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
-        return link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind]), link.latency_seconds
+        bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind])
+        return bandwidth, link.latency_seconds, wire.start_seconds
 
     # --- the chain
 
