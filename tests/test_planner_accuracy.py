@@ -161,6 +161,16 @@ def test_the_planner_chooses_well_among_measured_plans() -> None:
     assert statistics.median(found.values()) <= 0.05
 
 
+def test_rows_that_a_formula_made_are_told_from_measured_ones() -> None:
+    rows = cases(VTRAIN)
+    off = planner_accuracy.off_lines(rows)
+    assert len(off) == 67
+    assert max(off) < 1e-12  # a nanosecond is 1e-9 of the shortest row, and they have no more digits
+    noisy = [replace(case, seconds=case.seconds * (1 + 1e-4 * (place % 3))) for place, case in enumerate(rows)]
+    assert max(planner_accuracy.off_lines(noisy)) > planner_accuracy.COMPUTED
+    assert planner_accuracy.off_lines(cases("mosaicml_llm_foundry_mpt_throughput")) == []  # no such series
+
+
 def test_nics_that_nobody_shares_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     frontier = next(case for case in cases("axonn_headlines") if case.label.startswith("frontier"))
     fixed = Plan(data=64, shard=Shard(16), tensor=Tensor(16, 2), micro_batch=8, precision="bf16", memory=Memory("full"))
