@@ -76,6 +76,7 @@ MEGATRON = Software(
     host_seconds=MEGATRON_LAYER_SECONDS / MEGATRON_OPERATIONS,
     loss_bytes=56,
     selective="attention",
+    stops_early=False,
     gradient_bytes=2,
     hides_gradients=False,
     hides_input=False,
@@ -113,7 +114,7 @@ TITAN = Software(
 )
 # AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped; a layer gathers its
 # weights in forward, in recompute and in backward (its source, not re-checked).
-AXONN = Software(optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True)
+AXONN = Software(optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True, stops_early=False)
 
 
 def read(path: Path) -> list[Case]:
@@ -261,7 +262,10 @@ def foundry(row: Row) -> Iterator[Case]:
         row, "seqlen_t", "gpus", "microbatchsize", "gradaccum", "globalbatchsize"
     )
     is_fp8, name = "fp8" in row["precision"], FOUNDRY_NODES[row["gpu"]]
-    software = replace(FOUNDRY, fp8="tensor" if is_fp8 else "", gradient_bytes=2 if row["mp_mode"] == "PURE" else 4)
+    is_older = row["mp_mode"] == "PURE"
+    software = replace(
+        FOUNDRY, fp8="tensor" if is_fp8 else "", gradient_bytes=2 if is_older else 4, stops_early=not is_older
+    )
     plan = Plan(
         shard=Shard(devices, 3 if row["sharding_strategy"] == "FULL_SHARD" else 2),
         micro_batch=micro,

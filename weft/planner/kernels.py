@@ -71,7 +71,8 @@ class Software:
     for backward. `host_seconds`: what the host takes to issue one operation; where kernels are
     shorter, the host sets the pace. `loss_bytes` pass through memory for each logit, forward and backward.
     `selective`: what selective recompute does again: "cheap" work, the "attention", or every "other" matmul beside the
-    cheap work. `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`.
+    cheap work. `stops_early`: full recompute ends at the last thing that backward needs, before a block's last linear
+    (torch's own without reentrance, since 2.1). `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`.
     `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in pieces behind the pieces of their
     matmul. `copies_sequence`: the sequence is not the outermost dimension, so that what is gathered or scattered along
     it is copied once more. `fp8`: products of linears are, scaled by "tensor" (what is gathered along the sequence is
@@ -85,6 +86,7 @@ class Software:
     host_seconds: float = 10e-6
     loss_bytes: float = EAGER_LOSS_BYTES
     selective: str = "cheap"
+    stops_early: bool = True
     gradient_bytes: int = 4
     hides_gradients: bool = True
     hides_input: bool = True
