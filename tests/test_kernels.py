@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.cluster import Device, load, ring_seconds
 from weft.moved import Moved
@@ -194,6 +197,26 @@ def test_short_kernels_run_at_the_pace_of_the_host() -> None:
     assert model.part(model.workload.blocks[0], full, 1) == (forward, forward + backward)
     loss = EAGER_LOSS_BYTES / LOSS_OPERATION_BYTES * (1 + HOST_BACKWARD)
     assert model.step(plan, 1).seconds == pytest.approx(4 * (forward + backward) + loss, rel=0.01)
+
+
+def test_recompute_ends_before_the_last_linear_as_torch_does() -> None:
+    linears = [torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)]
+    block = torch.nn.Sequential(linears[0], torch.nn.GELU(), linears[1])
+    with FlopCounterMode(display=False) as counted:
+        stream = torch.zeros(32, 64, requires_grad=True)
+        (stream + checkpoint(block, stream, use_reentrant=False)).sum().backward()
+    assert counted.get_total_flops() == (6 + 1) * 2 * 32 * 64 * 256  # one of two is computed again
+
+    products = (Product(2048, 4096, 16384, "column"), Product(2048, 16384, 4096, "row", is_last=True))
+    work = Workload(Part(()), (Part(products),), Part(()), 2048 * 4096)
+    early, whole = (StepModel(work, load("h100"), Software(stops_early=stops)) for stops in (True, False))
+    plan = Plan(tensor=Tensor(8), micro_batch=4, memory=Memory("full"), precision="bf16")
+    last = kernels(H100).linear(4 * 2048, 16384 // 8, 4096)[0]
+    seconds = [one.part(work.blocks[0], plan, 4) for one in (early, whole)]
+    assert seconds[1].backward - seconds[0].backward == pytest.approx(last)
+    assert seconds[0].forward == seconds[1].forward
+    calls = [Counter(call.phase for call in one.calls(work.blocks[0], plan, 4)) for one in (early, whole)]
+    assert calls == [{"forward": 1, "backward": 1}, {"forward": 1, "backward": 2}]  # the sum of the last row, and of dI
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,13 @@ class Software:
     for backward. `host_seconds`: what the host takes to issue one operation; where kernels are
     shorter, the host sets the pace. `loss_bytes` pass through memory for each logit, forward and backward.
     `selective`: what selective recompute does again: "cheap" work, the "attention", or every "other" matmul beside the
-    cheap work. `stops_early`: full recompute ends at the last thing that backward needs, before a block's last linear
-    (torch's own without reentrance, since 2.1). `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`.
-    `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in pieces behind the pieces of their
-    matmul. `copies_sequence`: the sequence is not the outermost dimension, so that what is gathered or scattered along
-    it is copied once more. `fp8`: products of linears are, scaled by "tensor" (what is gathered along the sequence is
-    cast before) or by "row". `splits_messages`: between stages each rank of x sends its part.
+    cheap work. `stops_early`: full recompute ends at the last thing that backward needs, before a block's last
+    linear (torch's own without reentrance, since 2.1). `gradient_bytes` of a parameter are reduced, behind the last
+    backward where `hides_gradients`. `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in
+    pieces behind the pieces of their matmul. `copies_sequence`: the sequence is not the outermost dimension, so
+    that what is gathered or scattered along it is copied once more. `fp8`: products of linears are, scaled by
+    "tensor" (what is gathered along the sequence is cast before) or by "row". `splits_messages`: between stages
+    each rank of x sends its part.
     """
 
     attention: str = "flash2"
