@@ -97,10 +97,10 @@ CORE = replace(
     host_seconds=10e-6,
 )
 # llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
-# reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked). Recompute is
-# without reentrance (submit_benchmarks.py). PURE is the older sweep, of torch 1.13.1; DEFAULT that of its pull request
-# 543 of October 2023, which names torch 2.0.1 and a nightly of 2.1: only the latter stops recompute early (pull request
-# 96866 of pytorch); it is assumed.
+# reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked). It
+# recomputes without reentrance (submit_benchmarks.py). PURE is the older sweep, of torch 1.13.1; DEFAULT that of its
+# pull request 543 of October 2023, which names torch 2.0.1 and a nightly of 2.1: only the latter stops recompute early
+# (pull request 96866 of pytorch); it is assumed.
 FOUNDRY = Software(
     attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES, optimizer_bytes=FUSED_ADAM_BYTES
 )
