@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.cluster import Device, load, ring_seconds
 from weft.moved import Moved
@@ -96,6 +99,33 @@ def test_a_large_matmul_of_the_h200_as_measured() -> None:
     assert one.product(4096, 896, 7168) == pytest.approx(88.4e-6, rel=0.08)
 
 
+@pytest.mark.parametrize(
+    ("rows", "hidden", "columns", "forward_us", "backward_us"),
+    [
+        (4096, 2048, 50264, 1229, 1198 + 1210),
+        (4096, 2048, 50260, 3040, 3412 + 3095),
+        (4096, 2048, 50258, 3014, 3420 + 3093),
+        (4096, 2048, 50257, 8546, 6028 + 5788),
+        (8192, 4096, 50257, 30808, 23997 + 22731),
+        (1024, 2048, 12564, 210, 220 + 217),
+        (1024, 2048, 12565, 552, 416 + 334),
+    ],
+)
+def test_rows_that_are_no_multiple_of_16_bytes_as_measured_on_the_h200(
+    rows: int, hidden: int, columns: int, forward_us: float, backward_us: float
+) -> None:
+    one = kernels(load("h200").node.device)
+    assert 1e6 * sum(one.linear(rows, hidden, columns)) == pytest.approx(forward_us + backward_us, rel=0.15)
+
+
+def test_only_rows_in_memory_must_be_aligned() -> None:
+    one = kernels(load("h200").node.device)
+    assert sum(one.linear(4095, 4096, 4096)) == pytest.approx(sum(one.linear(4096, 4096, 4096)), rel=0.01)
+    assert sum(one.linear(4096, 4095, 4096)) > 4 * sum(one.linear(4096, 4096, 4096))
+    assert sum(kernels().linear(4096, 4096, 50260)) == pytest.approx(sum(kernels().linear(4096, 4096, 50264)), rel=0.01)
+    assert sum(kernels().linear(4096, 4096, 50257)) > 2 * sum(kernels().linear(4096, 4096, 50264))
+
+
 def test_attention_by_hand() -> None:
     sequence, flops = 1_000_000_000, 1e15  # so long that nothing is lost to the diagonal
     forward, backward = kernels(attention="flash2").attention(flops, 0, sequence)
@@ -167,6 +197,39 @@ def test_short_kernels_run_at_the_pace_of_the_host() -> None:
     assert model.part(model.workload.blocks[0], full, 1) == (forward, forward + backward)
     loss = EAGER_LOSS_BYTES / LOSS_OPERATION_BYTES * (1 + HOST_BACKWARD)
     assert model.step(plan, 1).seconds == pytest.approx(4 * (forward + backward) + loss, rel=0.01)
+
+
+def test_recompute_ends_before_the_last_linear_as_torch_does() -> None:
+    linears = [torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)]
+    block = torch.nn.Sequential(linears[0], torch.nn.GELU(), linears[1])
+    with FlopCounterMode(display=False) as counted:
+        stream = torch.zeros(32, 64, requires_grad=True)
+        (stream + checkpoint(block, stream, use_reentrant=False)).sum().backward()
+    assert counted.get_total_flops() == (6 + 1) * 2 * 32 * 64 * 256  # one of two is computed again
+
+    products = (Product(2048, 4096, 16384, "column"), Product(2048, 16384, 4096, "row", is_last=True))
+    work = Workload(Part(()), (Part(products),), Part(()), 2048 * 4096)
+    early, whole = (StepModel(work, load("h100"), Software(stops_early=stops)) for stops in (True, False))
+    plan = Plan(tensor=Tensor(8), micro_batch=4, memory=Memory("full"), precision="bf16")
+    last = kernels(H100).linear(4 * 2048, 16384 // 8, 4096)[0]
+    seconds = [one.part(work.blocks[0], plan, 4) for one in (early, whole)]
+    assert seconds[1].backward - seconds[0].backward == pytest.approx(last)
+    assert seconds[0].forward == seconds[1].forward
+    calls = [Counter(call.phase for call in one.calls(work.blocks[0], plan, 4)) for one in (early, whole)]
+    assert calls == [{"forward": 1, "backward": 1}, {"forward": 1, "backward": 2}]  # the sum of the last row, and of dI
+
+
+@pytest.mark.parametrize(
+    ("degree", "measured_us"),  # of 1, 4, 16 and 64 MiB, nccl-tests on 8 A100 as published with vTrain
+    [(2, (45.1, 60.3, 129.4, 404.0)), (4, (52.7, 75.8, 177.8, 540.6)), (8, (92.2, 94.0, 231.0, 579.6))],
+)
+def test_all_reduces_of_a100s_as_nccl_tests_have_them(degree: int, measured_us: tuple[float, ...]) -> None:
+    model = StepModel(Workload(Part(()), (), Part(()), 0), load("a100-80"), Software())
+    plan = Plan(tensor=Tensor(degree))
+    for mebibytes, measured in zip((1, 4, 16, 64), measured_us, strict=True):
+        assert 1e6 * model.seconds("x", "all_reduce", mebibytes * 2**20, plan) == pytest.approx(measured, rel=0.21)
+    sent = model.seconds("x", "send", 2**20, plan)
+    assert sent == pytest.approx(3.4e-6 + 2**20 / (300e9 * 0.78))  # a send has no such start
 
 
 def test_what_runs_beside_compute_costs_a_share() -> None:

@@ -44,10 +44,10 @@ def mean_error(sample: list[Case]) -> float:
         ("megatron_sc21_table1_a100", slice(0, 5), 10, 0.035),
         ("korthikanti_activation_recompute_a100", slice(0, 4), 8, 0.04),
         ("megatron_2020_v100_a100_tp_scaling", slice(0, 12), 12, 0.06),
-        ("mosaicml_llm_foundry_mpt_throughput", slice(0, 216, 16), 216, 0.055),
+        ("mosaicml_llm_foundry_mpt_throughput", slice(0, 216, 16), 216, 0.045),
         ("torchtitan_llama3", slice(0, 6), 32, 0.03),
         ("megatron_llama_fp8_h100", slice(0, 2), 3, 0.15),
-        (VTRAIN, slice(0, 720, 4), 720, 0.077),
+        (VTRAIN, slice(0, 720, 4), 720, 0.067),
     ],
 )
 def test_every_table_is_read_and_its_error_has_not_grown(name: str, sample: slice, rows: int, reached: float) -> None:
@@ -159,6 +159,16 @@ def test_the_planner_chooses_well_among_measured_plans() -> None:
     found = regrets(predict(case) for case in sample)
     assert len(found) >= 10
     assert statistics.median(found.values()) <= 0.05
+
+
+def test_rows_that_a_formula_made_are_told_from_measured_ones() -> None:
+    rows = cases(VTRAIN)
+    off = planner_accuracy.off_lines(rows)
+    assert len(off) == 67
+    assert max(off) < 1e-12  # a nanosecond is 1e-9 of the shortest row, and they have no more digits
+    noisy = [replace(case, seconds=case.seconds * (1 + 1e-4 * (place % 3))) for place, case in enumerate(rows)]
+    assert max(planner_accuracy.off_lines(noisy)) > planner_accuracy.COMPUTED
+    assert planner_accuracy.off_lines(cases("mosaicml_llm_foundry_mpt_throughput")) == []  # no such series
 
 
 def test_nics_that_nobody_shares_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

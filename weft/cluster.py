@@ -38,12 +38,12 @@ LOOPBACK_LATENCY_SECONDS = 50e-6
 
 
 def _check_positive(value: Any) -> None:
-    """Refuse zero and negative figures; only a latency may be zero."""
+    """Refuse zero and negative figures; only what a message waits for may be zero."""
     for item in dataclasses.fields(value):
         figure = getattr(value, item.name)
         if isinstance(figure, bool) or not isinstance(figure, (int, float)) or figure > 0:
             continue
-        if item.name != "latency_seconds" or figure < 0:
+        if item.name not in ("latency_seconds", "start_seconds") or figure < 0:
             raise ConfigError(f"{item.name} = {figure} of '{value.name}' must be greater than 0")
 
 
@@ -78,6 +78,7 @@ class Link:
     latency_seconds: float
     num_nics: int = 1
     share: float | None = None  # of the bandwidth, what collectives were measured to reach; None: the usual one
+    start_seconds: float = 0.0  # that any collective was measured to take beside its hops and bytes
 
     def __post_init__(self) -> None:
         _check_positive(self)

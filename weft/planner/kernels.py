@@ -49,6 +49,12 @@ LAUNCH_SECONDS = 4e-6  # between two kernels on the device
 # Moved for each logit by torch's own cross-entropy in float32, forward and backward (measured on an H200: 46), and by
 # one that torch.compile fuses (11). Kernels made for it move less: read once, and once more to write the gradient.
 EAGER_LOSS_BYTES, COMPILED_LOSS_BYTES, FUSED_LOSS_BYTES = 46, 11, 8
+# What is left of full speed to a matmul of 16 bits where rows of an operand or the result are no multiple of 16 bytes,
+# by (newer device, even number of elements). Measured on an H200, 50,257 to 50,264 columns over 1,024 to 8,192 rows,
+# forward and backward: Hopper's instructions need that multiple; kernels for older devices run instead, at half their
+# speed where the number is odd. Older devices are taken to lose only the latter.
+UNALIGNED = {(True, True): 0.38, (True, False): 0.185, (False, True): 1.0, (False, False): 0.48}
+ALIGNED_ELEMENTS = 8
 FP8_PRODUCT = 0.9  # of what bf16 matmuls reach of their peak: 1,403 and 1,453 of 1,979 to 794 of 989 on H100 and H200
 # To make an operand fp8: read for its largest value (fused, by what made it), read again, written. Backward casts the
 # gradient and turns both operands of forward; scaled by rows, it casts all of them along the other dimension as well.
@@ -65,11 +71,13 @@ class Software:
     for backward. `host_seconds`: what the host takes to issue one operation; where kernels are
     shorter, the host sets the pace. `loss_bytes` pass through memory for each logit, forward and backward.
     `selective`: what selective recompute does again: "cheap" work, the "attention", or every "other" matmul beside the
-    cheap work. `gradient_bytes` of a parameter are reduced, behind the last backward where `hides_gradients`.
-    `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in pieces behind the pieces of their
-    matmul. `copies_sequence`: the sequence is not the outermost dimension, so that what is gathered or scattered along
-    it is copied once more. `fp8`: products of linears are, scaled by "tensor" (what is gathered along the sequence is
-    cast before) or by "row". `splits_messages`: between stages each rank of x sends its part.
+    cheap work. `stops_early`: full recompute ends at the last thing that backward needs, before a block's last
+    linear (torch's own without reentrance, since 2.1). `gradient_bytes` of a parameter are reduced, behind the last
+    backward where `hides_gradients`. `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in
+    pieces behind the pieces of their matmul. `copies_sequence`: the sequence is not the outermost dimension, so
+    that what is gathered or scattered along it is copied once more. `fp8`: products of linears are, scaled by
+    "tensor" (what is gathered along the sequence is cast before) or by "row". `splits_messages`: between stages
+    each rank of x sends its part.
     """
 
     attention: str = "flash2"
@@ -79,6 +87,7 @@ class Software:
     host_seconds: float = 10e-6
     loss_bytes: float = EAGER_LOSS_BYTES
     selective: str = "cheap"
+    stops_early: bool = True
     gradient_bytes: int = 4
     hides_gradients: bool = True
     hides_input: bool = True
@@ -129,15 +138,16 @@ class Kernels:
         assert self.device.memory_bandwidth_bytes_per_second is not None
         return self.device.memory_bandwidth_bytes_per_second * MEMORY_SHARE
 
-    def product(self, rows: int, inner: int, columns: int) -> float:
-        """A matmul [rows, inner] · [inner, columns] in 16 bits."""
-        return self._product(rows, inner, columns, self.flops_per_second, 2)
+    def product(self, rows: int, inner: int, columns: int, share: float = 1.0) -> float:
+        """A matmul [rows, inner] · [inner, columns] in 16 bits, at a share of full speed."""
+        return self._product(rows, inner, columns, self.flops_per_second * share, 2)
 
     def linear(self, rows: int, inputs: int, outputs: int, given_share: float = 1.0) -> tuple[float, float]:
         """(forward, backward) of a linear, in the software's precision; `given_share` of its input is cast here."""
         if not self.software.fp8:
-            backward = self.product(rows, outputs, inputs) + self.product(inputs, rows, outputs)
-            return self.product(rows, inputs, outputs), backward
+            share = self._aligned_share(inputs, outputs)
+            backward = self.product(rows, outputs, inputs, share) + self.product(inputs, rows, outputs, share)
+            return self.product(rows, inputs, outputs, share), backward
         rate = self.device.peak_flops["fp8"] * self.device.calibration * FP8_PRODUCT
         given, weight, result = rows * inputs, inputs * outputs, rows * outputs
         cast = CAST_BYTES[self.software.fused] / self.bytes_per_second
@@ -147,6 +157,12 @@ class Kernels:
         else:
             backward += cast * result + TURN_BYTES * (given + weight) / self.bytes_per_second
         return self._product(rows, inputs, outputs, rate, 1) + cast * (given_share * given + weight), backward
+
+    def _aligned_share(self, inputs: int, outputs: int) -> float:
+        """What is left of full speed where rows of so many elements are no multiples of 16 bytes."""
+        if self.item_bytes != 2 or inputs % ALIGNED_ELEMENTS == outputs % ALIGNED_ELEMENTS == 0:
+            return 1.0
+        return UNALIGNED[self.device.is_newer, inputs % 2 == outputs % 2 == 0]
 
     def _product(self, rows: int, inner: int, columns: int, rate: float, size: int) -> float:
         if min(rows, inner, columns) < 1:

@@ -52,6 +52,7 @@ class _Kernels(NamedTuple):
     whole: Seconds
     attention: Seconds
     products: float  # forward
+    last: float  # of them, those behind which backward needs nothing
     moved: float  # forward
 
 
@@ -72,7 +73,7 @@ class MicroBatchModel:
         return {}
 
     @cached_property
-    def _links(self) -> dict[tuple[int, int], tuple[float, float]]:
+    def _links(self) -> dict[tuple[int, int], tuple[float, float, float]]:
         return {}
 
     @cached_property
@@ -96,7 +97,7 @@ class MicroBatchModel:
         if recompute == "none":
             return once.whole, attention
         if recompute == "full":
-            again, attends = once.whole.forward, True
+            again, attends = once.whole.forward - self.software.stops_early * once.last, True
         else:
             kind, attends = self.software.selective, self._attends_again(plan)
             again = {"attention": 0.0, "cheap": once.moved, "other": once.moved + once.products / 2}[kind]
@@ -115,12 +116,12 @@ class MicroBatchModel:
         kernels = self._kernels[plan.precision]
         x, y = plan.tensor.x, plan.tensor.y
         scale = micro_batch / plan.context.degree
-        forward = backward = 0.0
+        forward = backward = last = 0.0
         for product in part.products:
             rows, inputs, outputs = product.local(x, y)
             gathered = x if self._gathers_fp8(plan) and product.kind != "row" else 1
             times = kernels.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
-            forward, backward = forward + times[0], backward + times[1]
+            forward, backward, last = forward + times[0], backward + times[1], last + product.is_last * times[0]
         for one in part.filters:
             times = kernels.convolution(one, scale)
             forward, backward = forward + times[0], backward + times[1]
@@ -133,7 +134,7 @@ class MicroBatchModel:
         loss = kernels.loss(part.num_logits * scale / (x * y))
         forward += others + attention.forward + moved + loss / 2
         backward += 2 * others + attention.backward + sum(map(kernels.moved_backward, places)) + loss / 2
-        return _Kernels(Seconds(forward, backward), attention, products, moved)
+        return _Kernels(Seconds(forward, backward), attention, products, last, moved)
 
     def _attention(self, part: Part, plan: Plan, scale: float) -> Seconds:
         """Attention of `scale` sequences; in a ring, blocks of the rank's own length that are added up."""
@@ -200,7 +201,8 @@ class MicroBatchModel:
                 continue
             if over_in > 1:
                 num_bytes = scale * product.rows * product.outputs / over_out
-                for phase in ("forward", "backward") if is_recomputed else ("forward",):
+                is_again = is_recomputed and not (product.is_last and self.software.stops_early)
+                for phase in ("forward", "backward") if is_again else ("forward",):
                     if self._gathers_fp8(plan) and in_axis == "x":
                         yield Call(in_axis, "reduce_scatter", num_bytes, phase)
                         yield Call(in_axis, "all_gather", num_bytes / 2, phase)
@@ -288,13 +290,15 @@ class MicroBatchModel:
         link = self._links.get((inner, degree))
         if link is None:
             link = self._links[inner, degree] = self._link(inner, degree)
-        return ring_seconds(operation, num_bytes, degree, *link)
+        bandwidth, latency, start = link
+        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start * (operation != "send")
 
-    def _link(self, inner: int, degree: int) -> tuple[float, float]:
-        """(bandwidth that collectives reach, latency)"""
+    def _link(self, inner: int, degree: int) -> tuple[float, float, float]:
+        """(bandwidth that collectives reach, latency of a hop, what a collective takes beside both)"""
         link = self.cluster.axis_link(inner, degree)
         wire, kind = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
-        return link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind]), link.latency_seconds
+        bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind])
+        return bandwidth, link.latency_seconds, wire.start_seconds
 
     # --- the chain
 

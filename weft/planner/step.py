@@ -217,7 +217,8 @@ class StepModel(MicroBatchModel):
         if plan.tile.degree > 1:
             told += self.seconds("tile", "all_reduce", own * width, plan)
         if plan.pipe.is_mirrored:  # in pairs as far apart as the ends of the axis
-            told += ring_seconds("all_reduce", own * width, 2, *self._link(*place(plan, "pipe")))
+            bandwidth, latency, start = self._link(*place(plan, "pipe"))
+            told += ring_seconds("all_reduce", own * width, 2, bandwidth, latency) + start
         told *= count
         if self.software.hides_gradients:
             # The last stage to finish is the first; parameters gathered for backward run on the same link.

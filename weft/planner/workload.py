@@ -28,6 +28,7 @@ class Product:
     outputs: int
     kind: str  # column, row, head, gathered or whole
     enters: bool = True  # of several with one input, the first: it enters their region once
+    is_last: bool = False  # of its block: backward needs nothing behind it
 
     @property
     def flops(self) -> int:
@@ -175,7 +176,8 @@ def _products(profile: Profile, splits: Mapping[str, Split], is_here: Callable[[
         split = splits.get(name)
         region = (split.parent if split is not None else None) or name
         kind = split.kind if split is not None else "whole"
-        found.append(Product(layer.rows, layer.in_features, layer.out_features, kind, region not in entered))
+        enters = region not in entered
+        found.append(Product(layer.rows, layer.in_features, layer.out_features, kind, enters, layer.is_last))
         entered.add(region)
     return tuple(found)
 
