@@ -47,7 +47,7 @@ class _Graphs(NamedTuple):
 
 
 def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: str = "compute") -> Partition:
-    """The partition of a block that computes in `dtype`, with the plan's `matmul`, for arguments (args, kwargs) of which
+    """The partition of a block that computes in `dtype`, with the plan's `matmul`, for arguments (args, kwargs) whose
     tensors are `Given`.
     """
     multiplying = traced_as_on_a_gpu(block) if matmul == "fp8" else nullcontext()

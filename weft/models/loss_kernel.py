@@ -22,22 +22,22 @@ def _rows(
     logits_ptr,
     labels_ptr,
     losses_ptr,
-    num_classes,
     z_loss,
+    NUM_CLASSES: tl.constexpr,
     IGNORED: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    start = logits_ptr + row * num_classes
+    start = logits_ptr + row * NUM_CLASSES
     label = tl.load(labels_ptr + row)
     valid = (label != IGNORED).to(tl.float32)
     # Before anything is written: the sums below let no thread pass before all have read it.
     chosen = tl.load(start + tl.maximum(label, 0)).to(tl.float32)
     largest, total = float("-inf"), 0.0
-    for low in range(0, num_classes, WIDTH):
+    for low in range(0, NUM_CLASSES, WIDTH):
         place = low + tl.arange(0, WIDTH)
-        values = tl.load(start + place, mask=place < num_classes, other=float("-inf")).to(tl.float32)
+        values = tl.load(start + place, mask=place < NUM_CLASSES, other=float("-inf")).to(tl.float32)
         highest = tl.maximum(largest, tl.max(values, 0))
         total = total * tl.exp(largest - highest) + tl.sum(tl.exp(values - highest), 0)
         largest = highest
@@ -45,11 +45,11 @@ def _rows(
     tl.store(losses_ptr + row, tl.where(valid > 0, scale - chosen + z_loss * scale * scale, 0.0))
     if WITH_GRADIENT:
         factor = valid * (1 + 2 * z_loss * scale)
-        for low in range(0, num_classes, WIDTH):
+        for low in range(0, NUM_CLASSES, WIDTH):
             place = low + tl.arange(0, WIDTH)
-            values = tl.load(start + place, mask=place < num_classes, other=float("-inf")).to(tl.float32)
+            values = tl.load(start + place, mask=place < NUM_CLASSES, other=float("-inf")).to(tl.float32)
             gradient = tl.exp(values - scale) * factor - tl.where(place == label, valid, 0.0)
-            tl.store(start + place, gradient.to(logits_ptr.dtype.element_ty), mask=place < num_classes)
+            tl.store(start + place, gradient.to(logits_ptr.dtype.element_ty), mask=place < NUM_CLASSES)
 
 
 def rows_loss_by_kernel(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradient: bool) -> Tensor:
@@ -61,8 +61,8 @@ def rows_loss_by_kernel(logits: Tensor, labels: Tensor, z_loss: float | None, wi
         logits,
         labels,
         losses,
-        logits.shape[1],
         float(z_loss or 0.0),
+        NUM_CLASSES=logits.shape[1],
         IGNORED=IGNORE,
         WITH_GRADIENT=with_gradient,
         WIDTH=min(_WIDTH, triton.next_power_of_2(logits.shape[1])),
