@@ -90,7 +90,7 @@ class Sections:
         return self._found[tile]
 
     @cached_property
-    def points(self) -> tuple[str, ...]:
+    def _smaller(self) -> tuple[str, ...]:
         """Where a hand-over may pay: before blocks that see smaller images than those before them."""
         found, before = [], math.inf
         for block in self._blocks[1:-1]:
@@ -98,14 +98,29 @@ class Sections:
             if size < before < math.inf:
                 found.append(block.name)
             before = min(size, before)
-        return tuple(found) if found and self._stays_whole(found[0]) else ()
+        return tuple(found)
 
-    def _stays_whole(self, name: str) -> bool:
-        """Whether what follows a hand-over stays whole: a skip around it would bring tiles back."""
+    @cached_property
+    def points(self) -> tuple[str, ...]:
+        """Those of them at which the model can be handed over."""
+        return () if self.no_point else self._smaller
+
+    @cached_property
+    def no_point(self) -> str:
+        """Why it cannot, in words: a skip around the hand-over, of larger images, brings tiles back."""
+        if not self._smaller:
+            return ""
+        name = self._smaller[0]
         dry = dry_run(self.profile, Plan(tile=Tile(self._side, self._side, name)), {"rows": 1, "columns": 1})
         names = [block.name for block in self._blocks]
         later = set(names[names.index(name) + 1 : -1])
-        return not any(one.block in later and one.call[0] in ("rows", "columns") for one in dry.said)
+        back = next((one.block for one in dry.said if one.block in later and one.call[0] in ("rows", "columns")), None)
+        if back is None:
+            return ""
+        return (
+            f"behind a hand-over before '{name}', block '{back}' takes larger images from before it, which are in "
+            f"tiles, so all that follows is in tiles again; use until = '' (tiles to the end)"
+        )
 
     def handed_over_at(self, tile: Tile) -> int:
         """The first section with whole images; as many as there are, if none has."""
@@ -126,7 +141,8 @@ class Sections:
             section = self.whole[index]
             calls: list[Call] = []
             if index == at and at > 0:
-                calls += _hand_over(self.whole[at - 1].boundary_bytes, tile)
+                taken = self._dry(1).taken.get(section.name) or (self.whole[at - 1].boundary_bytes,)
+                calls += (call for num_bytes in taken for call in _hand_over(num_bytes, tile))
             if is_batch and self.profile.batch_mixers:
                 calls += (one for one in self._reference(1)[index].calls if one.operation != "send")
             part = replace(section.part, told=tuple(calls)) if calls else section.part
