@@ -15,11 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.moved import Moved
+from weft.memory.compiled import compiled
+from weft.moved import Moved, tensors_of
 from weft.plan import Plan, Tile
 from weft.planner.image_chain import (
     POLICIES,
@@ -33,7 +36,7 @@ from weft.planner.image_chain import (
     smallest_images,
 )
 from weft.planner.workload import Call, Filter, Part, Product
-from weft.profile import Block, Profile
+from weft.profile import Block, Profile, profile
 from weft.spatial.dry import Dry, dry_run, image_sizes
 from weft.spatial.said import Said
 
@@ -80,6 +83,20 @@ class Sections:
     def is_end(self, part: Part) -> bool:
         """Whether a part lies outside of blocks."""
         return id(part) in self._ends
+
+    @cached_property
+    def compiled(self) -> tuple[Section, ...]:
+        """The whole ones with what compiled blocks keep. What lies around blocks counts as uncompiled, as it is cheap
+        to know and not less.
+        """
+        model, example = self.profile.model, self.profile.example
+        assert model is not None
+        blocks = compiled(profile(model, example, _any_loss, self.profile.dtype)).blocks
+        kept = {block.name: (block.saved_bytes or {})["none"] for block in blocks}
+        return tuple(
+            replace(one, saved_bytes={**one.saved_bytes, "none": kept.get(one.name, one.saved_bytes["none"])})
+            for one in self.whole
+        )
 
     def under(self, tile: Tile) -> tuple[Section, ...]:
         """The sections of an inner tile's rank."""
@@ -228,6 +245,11 @@ class Sections:
             plan = Plan(tile=Tile(self._side, self._side, fused=fused))
             self._ran[fused] = dry_run(self.profile, plan, {"rows": 1, "columns": 1})
         return self._ran[fused]
+
+
+def _any_loss(output: Any) -> Tensor:
+    """What is kept inside of blocks does not depend on it."""
+    return torch.stack([one.float().sum() for one in tensors_of(output)]).sum()
 
 
 def _compare(whole: Sequence[Block], dry: Dry, plain: Dry, degree: int) -> list[_Reference]:
