@@ -14,7 +14,7 @@ import pytest
 import torch
 from sampled_for_tests import one_in
 from tensor_for_tests import failures
-from tiles_for_tests import Mixed, UNet, images
+from tiles_for_tests import Mixed, Streams, UNet, images
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "unet": (UNet, images(13, 18, 4, dense=True)),
     "flatten": (images_for_tests.Classic, images_for_tests.image_batch),
     "mixed": (Mixed, images(16, 18)),
+    "streams": (Streams, images(16, 24)),
 }
 # Stages of the ResNet that begin inside its two layers; and of the U-Net, of which both skips cross stages.
 RESNET = ("layer1.0", "layer1.1", "layer2.0")
@@ -79,6 +80,16 @@ CASES: dict[str, tuple[str, Plan]] = {
         over(Pipe(2, split=RESNET[1:2]), 1, 2, until="layer1.1", memory=Memory("full")),
     ),
     "shares inside a stage": ("flatten", over(Pipe(2, split=("conv2",)), 1, 2, hand_over="batch")),
+    # The stages begin at the hand-over, behind it (one input is handed over in each), and before it.
+    "streams, handed over by the later stage": ("streams", over(Pipe(2, split=("cells.2",)), 1, 2, until="cells.2")),
+    "streams, shares in both stages": (
+        "streams",
+        over(Pipe(2, split=("cells.3",)), 2, 1, until="cells.2", hand_over="batch", memory=Memory("full")),
+    ),
+    "streams, whole in a middle stage": (
+        "streams",
+        over(Pipe(3, split=("cells.1", "cells.4")), 1, 2, until="cells.2.takes.0"),
+    ),
     "fused over stages": ("BatchNorm", over(Pipe(2), 2, 1, fused=3)),
     "zero-bubble": ("mixed", over(Pipe(2, "zero-bubble", split=("expand",)), 1, 2)),
 }

@@ -17,7 +17,7 @@ from weft.cluster import load
 from weft.data.formats import Shape
 from weft.errors import ConfigError, PlanError
 from weft.models.catalog import load_model
-from weft.models.vision import AmoebaNetDConfig, ResNetConfig
+from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig
 from weft.parallel import cost
 from weft.plan import Memory, Pipe, Plan, Tile, split_batch
 from weft.planner.image_chain import chain
@@ -110,10 +110,29 @@ def test_hand_over_points_are_where_images_get_smaller() -> None:
     assert small().steps.sections.points == ("layer2.0", "layer3.0", "layer4.0")
 
 
-def test_a_skip_around_it_leaves_no_point() -> None:
-    # Each cell of AmoebaNet takes the results of the two before it: one of them would still be in tiles.
+def test_blocks_of_two_streams_are_handed_over_with_both() -> None:
+    # Each cell of AmoebaNet takes the results of the two before it.
     model = planned_images(AmoebaNetDConfig(layers=3, filters=16), Shape(128, 128, 3), "fp32", load("lassen"))
+    sections, tile = model.steps.sections, Tile(2, 2, "cells.3")
+    assert sections.points == ("cells.0", "cells.1", "cells.3", "cells.5")
+    at = sections.handed_over_at(tile)
+    told = sections.under(tile)[at].part.told
+    dry = dry_run(model.profile, Plan(tile=tile), {"rows": 0, "columns": 0})
+    said = [one.call for one in dry.said if not one.block and one.call[1] == "send"]
+    assert sum(call.num_bytes * call.times for call in told) == sum(num_bytes for _, _, num_bytes in said)
+    assert sum(call.times for call in told) == len(said) == 8  # two tensors along two axes, both ways
+
+
+def test_a_skip_of_larger_images_leaves_no_point() -> None:
+    model = planned_images(UNetConfig(depth=2, width=4), Shape(64, 64, 3), "fp32", load("lassen"))
     assert model.steps.sections.points == ()
+    found = search(model, Question(1, 1, "fp32", parse_constraints(["until=down.1"]), Shape(64, 64, 3)))
+    assert not found.best
+    words = (
+        "behind a hand-over before 'down.1', block 'up.1' takes larger images from before it, which are in tiles, so "
+        "all that follows is in tiles again; use until = '' (tiles to the end)"
+    )
+    assert ("tile.until", words) in found.refused
 
 
 def test_images_smaller_than_the_grid_are_handed_over() -> None:

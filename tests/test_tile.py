@@ -13,7 +13,7 @@ import tiles_for_tests as shared
 import torch
 import torch.nn.functional as F
 from tensor_for_tests import failures
-from tiles_for_tests import Mixed, UNet, dry, images
+from tiles_for_tests import Mixed, Streams, UNet, dry, images
 from torch import Tensor, nn
 
 import weft
@@ -47,6 +47,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "unet, thin": (UNet, images(12, 16, 4, dense=True)),
     "mixed": (Mixed, images(16, 18)),
     "vit": (images_for_tests.ViT, images_for_tests.image_batch),
+    "streams": (Streams, images(16, 24)),
+    "three streams": (lambda: Streams(3), images(16, 24)),
 }
 
 
@@ -81,6 +83,9 @@ CASES: dict[str, tuple[str, Plan]] = {
     "batch": ("plain", over(2, 2, hand_over="batch")),
     "batch, until": ("BatchNorm", over(1, 2, hand_over="batch", until="layer2")),
     "until": ("classic", over(2, 2, until="conv2")),
+    "streams": ("streams", over(2, 2, until="cells.2")),
+    "streams, batch, full": ("streams", over(1, 2, "full", until="cells.1", hand_over="batch")),
+    "three streams": ("three streams", over(2, 1, until="cells.3")),
     "fused 2": ("BatchNorm", over(2, 1, fused=2)),
     "fused 5, full": ("plain", over(2, 2, "full", fused=5)),
 }
@@ -96,6 +101,11 @@ MORE: dict[str, tuple[str, Plan]] = {
     "batch, until a block, full": ("BatchNorm", over(2, 2, "full", hand_over="batch", until="layer1.1")),
     "batch, until behind the mean": ("BatchNorm", over(1, 2, hand_over="batch", until="fc")),
     "until": ("GroupNorm", over(2, 2, until="layer2")),
+    "streams, full": ("streams", over(1, 2, "full", until="cells.4")),
+    "streams, inside a block": ("streams", over(2, 1, "full", until="cells.3.takes.1")),
+    "streams, fused": ("streams", over(2, 1, until="cells.2", fused=2)),
+    "three streams, batch": ("three streams", over(2, 2, until="cells.2", hand_over="batch")),
+    "unet, until the bottom": ("unet", over(2, 1, until="bottom")),
     "fused 3": ("unet", over(1, 2, fused=3)),
     "fused 2, mixed": ("mixed", over(2, 2, fused=2)),
 }
@@ -245,6 +255,46 @@ def test_bytes_of_a_stride_and_of_one_axis_by_hand() -> None:
         (("columns", "send", strip), True),
     ]
     assert sent(over(1, 4), (2, 3, 16, 32), make, 0, 3) == [(("columns", "send", strip), True)]
+
+
+def root_sends(model: nn.Module, plan: Tile, shape: tuple[int, ...]) -> list[tuple[str, str, int, bool]]:
+    """What a rank sends outside of blocks, in forward and (True) backward."""
+    said = dry(model, shape, plan).said
+    return [(*one.call, one.is_backward) for one in said if not one.block and one.call[1] == "send"]
+
+
+def test_all_that_enters_the_block_at_a_hand_over_is_handed_over_once() -> None:
+    """The third cell takes the results of the two before it, and the fourth one of those again."""
+    shape, own = (2, 3, 16, 24), 2 * 4 * 8 * 12 * 4 // 2  # bytes of a tile of what the second cell gives
+    plan = Tile(1, 2, until="cells.2")
+    stem = root_sends(Streams(), Tile(1, 2), shape)  # the halo of the first convolution, which is no block
+    found = root_sends(Streams(), plan, shape)
+    handed = [("columns", "send", size, is_backward) for size in (own, 4 * own) for is_backward in (False, True)]
+    assert sorted(found) == sorted([*stem, *handed])
+    later = {f"cells.{number}" for number in range(2, 6)}
+    assert not [one for one in dry(Streams(), shape, plan).said if one.block in later]
+    third = root_sends(Streams(3), Tile(1, 2, until="cells.2"), shape)  # takes the stem's result too, as large
+    assert sorted(third) == sorted([*found, *handed[2:]])
+
+
+def test_a_stream_of_no_more_pixels_is_handed_over_where_it_is_first_taken() -> None:
+    class Skip(Streams):
+        def forward(self, images: Tensor) -> Tensor:
+            early = self.stem(images)
+            last = self.cells[0](early, early)
+            last = self.cells[1](last, last)  # handed over before it
+            logits: Tensor = self.head(self.cells[3](self.cells[4](early, early), last).mean((2, 3)))
+            return logits
+
+    found = dry(Skip(), (2, 3, 16, 24), Tile(1, 2, until="cells.1")).said
+    assert {one.block for one in found if one.call[0] == "columns"} == {"", "cells.0"}
+
+
+def test_larger_images_that_go_around_a_hand_over_stay_in_tiles() -> None:
+    found = dry(UNet(), (2, 3, 16, 24), Tile(1, 2, until="bottom"))
+    assert found.output == "tile"
+    blocks = {one.block.partition(".")[0] for one in found.said if one.call[0] == "columns"}
+    assert blocks == {"", "down1", "down2", "merge1", "merge2"}
 
 
 def test_statistics_and_hand_overs_by_hand() -> None:

@@ -1,7 +1,8 @@
 """The shipped ResNet-50, AmoebaNet-D and U-Net on 2 × 2 tiles: loss, gradients, parameters, statistics of three steps.
 
-A narrow U-Net runs always; with `-m soak` the other narrow ones, ResNet-50 and U-Net as published, and AmoebaNet-D with
-all its layers.
+A narrow U-Net runs always, and a narrow AmoebaNet-D that is handed over in the middle, with group norms, so that it is
+no more sensitive than others; with `-m soak` the other narrow ones, ResNet-50 and U-Net as published, and AmoebaNet-D
+with all its layers.
 
 Both sides train by momentum: Adam divides each gradient by its own size, and so makes noise of what is nearly zero.
 Even so a net as deep as AmoebaNet-D, whose norms see a handful of pixels, changes its gradients by 1e-9 if its images
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -127,3 +129,11 @@ def test_narrow_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", list(WHOLE))
 def test_whole_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(WHOLE[name], monkeypatch)
+
+
+@pytest.mark.parametrize("hand_over", some_soak(["gather", "batch"], "batch"))
+def test_amoebanet_is_handed_over_between_cells(hand_over: Any) -> None:
+    """Each cell takes the results of the two before it: two streams are handed over, and one of them is taken twice."""
+    config = AmoebaNetDConfig(num_classes=NUM_CLASSES, layers=3, filters=16, norm="group")
+    plan = Plan(tile=Tile(2, 2, until="cells.3", hand_over=hand_over))
+    verify(maker(config), images(32, 64, 4), plan, timeout_seconds=300).require()

@@ -107,6 +107,40 @@ class Mixed(nn.Module):
         return logits
 
 
+class Streams(nn.Module):
+    """Cells that each take the results of the last `num` cells, the newest first; two of them halve the image."""
+
+    def __init__(self, num: int = 2) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, NUM_CLASSES)
+        sizes, cells = [1] * num, []  # of the results, as parts of the image's; the newest last
+        for stride in (1, 2, 1, 1, 2, 1):
+            size = sizes[-1] * stride
+            cells.append(Cell([size // one for one in reversed(sizes)]))
+            sizes = [*sizes[1:], size]
+        self.num, self.cells = num, nn.ModuleList(cells)
+
+    def forward(self, images: Tensor) -> Tensor:
+        results = [self.stem(images)] * self.num
+        for cell in self.cells:
+            results = [*results[1:], cell(*reversed(results))]
+        logits: Tensor = self.head(results[-1].mean((2, 3)))
+        return logits
+
+
+class Cell(nn.Module):
+    """The sum of convolutions, one of each input."""
+
+    def __init__(self, strides: Sequence[int]) -> None:
+        super().__init__()
+        self.takes = nn.ModuleList(nn.Conv2d(4, 4, 3, stride=stride, padding=1) for stride in strides)
+        self.norm = nn.GroupNorm(2, 4)
+
+    def forward(self, *images: Tensor) -> Tensor:
+        taken = [take(image) for take, image in zip(self.takes, images, strict=True)]
+        return torch.relu(self.norm(sum(taken[1:], taken[0])))
+
+
 def images(rows: int, columns: int, batch: int = 4, dense: bool = False) -> Callable[[int], tuple[Tensor, Tensor]]:
     """Batches of images and a class each, or one for each pixel."""
 

@@ -50,10 +50,16 @@ class MovedTally:
         self._read.clear()
         self._alive += outputs
 
-    def operation(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], place: Place) -> None:
-        """Anything else that is no view."""
+    def operation(
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], place: Place, reads_twice: bool = False
+    ) -> None:
+        """Anything else that is no view. One that `reads_twice` is two kernels when fused: statistics of whole images
+        are known only when all has been read.
+        """
         num_bytes = sum(map(bytes_of, (*inputs, *outputs)))
         moved = Moved(num_bytes, 1, 0, 0 if self._is_open else 1)
+        if reads_twice:
+            moved = moved.plus(Moved(fused_bytes=bytes_of(inputs[0]), fused_kernels=1))
         self._is_open = True
         for tensor in inputs:
             storage = _storage(tensor)

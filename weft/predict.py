@@ -36,8 +36,8 @@ from weft.pipeline import Timeline, simulate
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
-from weft.planner.image_model import planned_images
-from weft.planner.kernels import software_for_text
+from weft.planner.image_model import COMPILED, planned_images
+from weft.planner.kernels import Software, software_for_text
 from weft.planner.model import planned_model
 from weft.planner.step import HOST_LINK_SHARE, StepModel
 from weft.profile import Profile, profile
@@ -116,7 +116,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     whole, plan = micro_batch_profile(run), run.plan
     refuse(whole, plan)
     staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # cut as the run cuts, which has no compiled profile
-    if wants_compile(run, torch.device("cpu" if is_cpu(cluster) else "cuda")):
+    if _compiles(run, cluster, whole):
         whole = under(compiled(whole), plan)
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     costs = [cost(whole, plan, run.split, coordinates, staging) for coordinates in ranks]
@@ -128,7 +128,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
     modelled = is_known(cluster, plan.precision)
     if modelled:
-        steps = _step_model(run, cluster)
+        steps = _step_model(run, cluster, _compiles(run, cluster, whole))
         timed = steps.step(replace(plan, micro_batch=run.split.micro_batch), run.split.accumulation)
         timeline, compute, step = timed.timeline, timed.where["compute"], timed.seconds
     elif rate is not None:
@@ -167,13 +167,19 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     )
 
 
-def _step_model(run: Run, cluster: Cluster) -> StepModel:
+def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
+    """Whether the run compiles its blocks on the cluster's devices."""
+    return wants_compile(run, torch.device("cpu" if is_cpu(cluster) else "cuda"), whole.model, lambda _: None)
+
+
+def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
     """The planner's times for the run's model."""
     if isinstance(run.model, LanguageConfig):
         software = software_for_text(cluster, run.train.compile)
         return planned_model(run.model, run.split.sequence, cluster, software).steps
     assert not isinstance(run.data, DataConfig), "the run file was checked"
-    return planned_images(run.model, run.data.shape(run.model.in_channels), run.plan.precision, cluster).steps
+    shape, software = run.data.shape(run.model.in_channels), COMPILED if compiles else Software()
+    return planned_images(run.model, shape, run.plan.precision, cluster, software).steps
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ that `y` splits: torch.compile steps around the sum behind each matmul, and the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.blocks import find_blocks
@@ -19,7 +20,18 @@ from weft.memory.partition import Partition, partition
 from weft.plan import Plan
 from weft.profile import Block, Given, Profile, Source
 
+MAX_LAYERS = 200  # that are compiled unasked; each takes about a second
 _found: dict[Any, Partition | None] = {}  # by all that a partition depends on
+
+
+def num_layers(model: nn.Module) -> int:
+    """How many layers are compiled of a model: those of one block of each kind; others look alike."""
+    return sum(layer_kinds(find_blocks(model).values()).values())
+
+
+def layer_kinds(blocks: Iterable[nn.Module]) -> dict[str, int]:
+    """How many layers a block has, of each kind of block."""
+    return {repr(block): sum(1 for layer in block.modules() if layer._parameters) for block in blocks}
 
 
 def compiled(profile: Profile, matmul: str = "compute") -> Profile:

@@ -77,6 +77,7 @@ def _show(leaf: Any) -> Any:
 
 def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> _Graphs:
     """The first `num_own` tensors are there anyway: to keep them costs nothing."""
+    import torch._inductor.lowering  # which the decompositions of pools ask
     from torch._functorch.aot_autograd import aot_function  # seconds to import, which eager runs need not wait for
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table

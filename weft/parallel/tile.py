@@ -98,7 +98,7 @@ class TileAxis(Strategy):
             batch=mesh["batch"] if is_over_batch else None,
         )
         put_under = install_stage if is_staged else install
-        put_under(model, View(grid, plan.tile, tiling.extras, is_staged), tiling.sizes)
+        put_under(model, View(grid, plan.tile, tiling.extras, is_staged, tiling.point), tiling.sizes)
         return model
 
 

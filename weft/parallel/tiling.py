@@ -19,12 +19,13 @@ _ATTRIBUTE = "_weft_tiling"
 @dataclass(frozen=True)
 class Tiling:
     """Of a model: the sizes of its images, how its result lies ("tile", "whole" on every rank, or "batch"), and what
-    its layers compute beside their own pixels, so that later ones need not ask.
+    its layers compute beside their own pixels, so that later ones need not ask. `point`: see `View`.
     """
 
     sizes: tuple[int, int]
     output: str
     extras: Mapping[Position, Extra] = field(default_factory=dict)
+    point: int | None = None
 
 
 def tiling_of(model: nn.Module) -> Tiling | None:
@@ -37,7 +38,7 @@ def tiling_for(whole: Profile, plan: Plan) -> Tiling | None:
     if not plan.is_viewed:
         return None
     found = dry_run(whole, plan, {"rows": 0, "columns": 0})
-    return Tiling(found.sizes, found.output, found.extras)
+    return Tiling(found.sizes, found.output, found.extras, found.point)
 
 
 def mark(model: nn.Module, tiling: Tiling) -> None:

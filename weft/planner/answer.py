@@ -16,7 +16,7 @@ from weft.errors import PlanError
 from weft.models import LanguageConfig, ModelConfig
 from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
-from weft.planner.image_model import planned_images
+from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.question import Objective, Question
@@ -186,7 +186,8 @@ def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
     if isinstance(config, LanguageConfig):
         return planned_model(config, question.sequence, cluster, software_for_text(cluster, question.compiles))
     assert question.shape is not None
-    return planned_images(config, question.shape, question.precision, cluster)
+    software = software_for_images(config, cluster, question.compiles)
+    return planned_images(config, question.shape, question.precision, cluster, software)
 
 
 def with_more(answer: Answer, say: Progress) -> Answer:

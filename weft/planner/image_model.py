@@ -10,6 +10,8 @@ from torch import Tensor
 
 from weft.cluster import Cluster
 from weft.data.formats import Shape
+from weft.measure import is_cpu
+from weft.memory.compiled import MAX_LAYERS, num_layers
 from weft.models import VisionConfig, build
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.plan import Plan
@@ -22,6 +24,18 @@ from weft.planner.search import Model, Search
 from weft.planner.sections import Sections
 from weft.planner.workload import Workload
 from weft.profile import profile
+
+COMPILED = Software(fused=True, compiled=True)  # but for tiles
+
+
+def software_for_images(config: VisionConfig, cluster: Cluster, compiles: bool | None = None) -> Software:
+    """How weft trains a model of images on a cluster: compiled if the run says so, or else on GPUs, where its blocks
+    have few different layers.
+    """
+    if compiles is None and not is_cpu(cluster):
+        with torch.device("meta"):
+            compiles = num_layers(build(config)) <= MAX_LAYERS
+    return COMPILED if compiles else Software()
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,7 @@ class ImageModel(Model):
 def planned_images(
     config: VisionConfig, shape: Shape, precision: str, cluster: Cluster, software: Software | None = None
 ) -> ImageModel:
-    """The model for images of a shape on a cluster, as weft runs it unless `software` says otherwise."""
+    """The model for images of a shape on a cluster, as weft runs it uncompiled unless `software` says otherwise."""
     sections = _sections(config, shape, precision)
     parts = [section.part for section in sections.whole]
     work = Workload(parts[0], tuple(parts[1:-1]), parts[-1], sections.profile.stream_numel)

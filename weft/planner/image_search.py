@@ -46,6 +46,8 @@ class ImageSearch(Search):
         if rows > sections.sizes[0] or columns > sections.sizes[1]:
             self._refused.setdefault("more tiles than the image has pixels", name)
             return
+        if sections.no_point:
+            self._refused.setdefault(sections.no_point, "tile.until")
         for fused in FUSED:
             for until in ("", *sections.points):
                 for hand_over in ("gather", "batch"):

@@ -8,7 +8,7 @@ stages, what the schedule keeps alive of their saved bytes, and the fullest back
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -38,6 +38,24 @@ class ImageSteps(StepModel):
     @cached_property
     def _seconds_of(self) -> dict[Any, list[Seconds]]:
         return {}
+
+    @cached_property
+    def _uncompiled(self) -> ImageSteps:
+        return replace(self, software=replace(self.software, fused=False, compiled=False))
+
+    def _is_apart(self, plan: Plan) -> bool:
+        """Tiles are not compiled, where all else is."""
+        return self.software.compiled and plan.tile.degree > 1
+
+    def part(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
+        if self._is_apart(plan):
+            return self._uncompiled.part(part, plan, micro_batch)
+        return super().part(part, plan, micro_batch)
+
+    def inside(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
+        if self._is_apart(plan):
+            return self._uncompiled.inside(part, plan, micro_batch)
+        return super().inside(part, plan, micro_batch)
 
     def _is_block(self, part: Part) -> bool:
         return not self.sections.is_end(part)
@@ -92,7 +110,8 @@ class ImageSteps(StepModel):
 
     def held(self, plan: Plan, num_micro_batches: int) -> Memory:
         """The fullest rank along `pipe`."""
-        sections = self.sections.under(plan.tile)
+        is_compiled = self.software.compiled and plan.tile.degree == 1
+        sections = self.sections.compiled if is_compiled else self.sections.under(plan.tile)
         stages = [sections[begin:end] for begin, end in self.groups(plan)]
         assert plan.micro_batch is not None
         saved = [sum(_saved(one, plan) for one in own) for own in stages]

@@ -79,7 +79,7 @@ class Question:
     """What is to be planned, on all devices of the model's cluster: for `shape`, images; else sequences of tokens.
 
     Without `exact` plans may change the mathematics (batch norm over the images of each rank alone). `compiles` says
-    whether blocks of a model of language are compiled; None, that they are on GPUs.
+    whether blocks are compiled; None, that they are on GPUs, but for tiles and models of many different layers.
     """
 
     batch: int

@@ -15,11 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.moved import Moved
+from weft.memory.compiled import compiled
+from weft.moved import Moved, tensors_of
 from weft.plan import Plan, Tile
 from weft.planner.image_chain import (
     POLICIES,
@@ -33,7 +36,7 @@ from weft.planner.image_chain import (
     smallest_images,
 )
 from weft.planner.workload import Call, Filter, Part, Product
-from weft.profile import Block, Profile
+from weft.profile import Block, Profile, profile
 from weft.spatial.dry import Dry, dry_run, image_sizes
 from weft.spatial.said import Said
 
@@ -81,6 +84,20 @@ class Sections:
         """Whether a part lies outside of blocks."""
         return id(part) in self._ends
 
+    @cached_property
+    def compiled(self) -> tuple[Section, ...]:
+        """The whole ones with what compiled blocks keep. What lies around blocks counts as uncompiled, as it is cheap
+        to know and not less.
+        """
+        model, example = self.profile.model, self.profile.example
+        assert model is not None
+        blocks = compiled(profile(model, example, _any_loss, self.profile.dtype)).blocks
+        kept = {block.name: (block.saved_bytes or {})["none"] for block in blocks}
+        return tuple(
+            replace(one, saved_bytes={**one.saved_bytes, "none": kept.get(one.name, one.saved_bytes["none"])})
+            for one in self.whole
+        )
+
     def under(self, tile: Tile) -> tuple[Section, ...]:
         """The sections of an inner tile's rank."""
         if tile.degree == 1:
@@ -90,7 +107,7 @@ class Sections:
         return self._found[tile]
 
     @cached_property
-    def points(self) -> tuple[str, ...]:
+    def _smaller(self) -> tuple[str, ...]:
         """Where a hand-over may pay: before blocks that see smaller images than those before them."""
         found, before = [], math.inf
         for block in self._blocks[1:-1]:
@@ -98,14 +115,29 @@ class Sections:
             if size < before < math.inf:
                 found.append(block.name)
             before = min(size, before)
-        return tuple(found) if found and self._stays_whole(found[0]) else ()
+        return tuple(found)
 
-    def _stays_whole(self, name: str) -> bool:
-        """Whether what follows a hand-over stays whole: a skip around it would bring tiles back."""
+    @cached_property
+    def points(self) -> tuple[str, ...]:
+        """Those of them at which the model can be handed over."""
+        return () if self.no_point else self._smaller
+
+    @cached_property
+    def no_point(self) -> str:
+        """Why it cannot, in words: a skip around the hand-over, of larger images, brings tiles back."""
+        if not self._smaller:
+            return ""
+        name = self._smaller[0]
         dry = dry_run(self.profile, Plan(tile=Tile(self._side, self._side, name)), {"rows": 1, "columns": 1})
         names = [block.name for block in self._blocks]
         later = set(names[names.index(name) + 1 : -1])
-        return not any(one.block in later and one.call[0] in ("rows", "columns") for one in dry.said)
+        back = next((one.block for one in dry.said if one.block in later and one.call[0] in ("rows", "columns")), None)
+        if back is None:
+            return ""
+        return (
+            f"behind a hand-over before '{name}', block '{back}' takes larger images from before it, which are in "
+            f"tiles, so all that follows is in tiles again; use until = '' (tiles to the end)"
+        )
 
     def handed_over_at(self, tile: Tile) -> int:
         """The first section with whole images; as many as there are, if none has."""
@@ -126,7 +158,8 @@ class Sections:
             section = self.whole[index]
             calls: list[Call] = []
             if index == at and at > 0:
-                calls += _hand_over(self.whole[at - 1].boundary_bytes, tile)
+                taken = self._dry(1).taken.get(section.name) or (self.whole[at - 1].boundary_bytes,)
+                calls += (call for num_bytes in taken for call in _hand_over(num_bytes, tile))
             if is_batch and self.profile.batch_mixers:
                 calls += (one for one in self._reference(1)[index].calls if one.operation != "send")
             part = replace(section.part, told=tuple(calls)) if calls else section.part
@@ -212,6 +245,11 @@ class Sections:
             plan = Plan(tile=Tile(self._side, self._side, fused=fused))
             self._ran[fused] = dry_run(self.profile, plan, {"rows": 1, "columns": 1})
         return self._ran[fused]
+
+
+def _any_loss(output: Any) -> Tensor:
+    """What is kept inside of blocks does not depend on it."""
+    return torch.stack([one.float().sum() for one in tensors_of(output)]).sum()
 
 
 def _compare(whole: Sequence[Block], dry: Dry, plain: Dry, degree: int) -> list[_Reference]:

@@ -38,6 +38,7 @@ NO_FLOPS = Flops()
 aten = torch.ops.aten
 LOOKUPS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+WHOLE_NORMS = (aten.native_batch_norm, aten.native_group_norm)  # of which each statistic is of a whole image
 
 
 def count(
@@ -176,7 +177,8 @@ class Tally(TorchDispatchMode):
         elif func._overloadpacket in ALLOCATIONS:
             return result
         elif not is_view(func, inputs, outputs):
-            self.moved.operation(inputs, outputs, (self.running, self._behind))
+            reads_twice = func._overloadpacket in WHOLE_NORMS
+            self.moved.operation(inputs, outputs, (self.running, self._behind), reads_twice)
         else:
             return result
         here.read_bytes += sum(map(bytes_of, inputs))

@@ -9,6 +9,7 @@ The same forward of whole images runs beside it: from outside, both must look al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from weft.plan import Plan
 from weft.profile import Profile, Tally, count
 from weft.spatial.fuse import Layer, fuse
 from weft.spatial.operands import map_tensors
-from weft.spatial.place import Grid, Needs, Place, tensors_in
+from weft.spatial.place import Grid, Needs, Place, place_of, tensors_in
 from weft.spatial.said import Recorder, Said
 from weft.spatial.tiled import TiledModel, install, prepare
 from weft.spatial.view import Position, View
@@ -37,19 +38,25 @@ Sizes = tuple[int, int]
 
 @dataclass(frozen=True)
 class Dry:
-    """What one rank does in a forward and backward of one micro-batch; `output` is "tile", "whole" or "batch"."""
+    """What one rank does in a forward and backward of one micro-batch; `output` is "tile", "whole" or "batch". `point`
+    has the pixels of the largest image that is handed over before `tile.until`, `taken` the bytes of the whole images
+    that each block takes as tiles.
+    """
 
     said: tuple[Said, ...]
     sizes: Sizes
     output: str
     extras: Mapping[Position, Extra]
     profile: Profile
+    point: int | None
+    taken: Mapping[str, tuple[int, ...]]
 
 
 class _Tally(Tally):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self.recorder = recorder
+        self.taken: dict[str, tuple[int, ...]] = {}
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.recorder.saved()
@@ -58,6 +65,10 @@ class _Tally(Tally):
     def _enter(self, name: str, *given: Any) -> None:
         super()._enter(name, *given)
         self.recorder.block = self.running
+        tiles = {id(one): (one, at) for one in tensors_in(given) if isinstance(at := place_of(one), Place)}
+        with torch._C.DisableTorchFunction():
+            whole = [math.prod(at.whole_shape(tuple(one.shape))) * one.itemsize for one, at in tiles.values()]
+        self.taken[name] = tuple(whole)
 
     def _leave(self, name: str, *given: Any) -> None:
         super()._leave(name, *given)
@@ -117,9 +128,10 @@ def _run(
     with _restored(whole.model), _compared(whole.model, view, _outline(whole)):
         tiled = install(whole.model, view, sizes)
         example = partial(cut_images, whole.example, plan, (coordinates["rows"], coordinates["columns"]), sizes)
-        counted = count(whole.model, example, None, whole.dtype, whole, _Tally(recorder))
+        tally = _Tally(recorder)
+        counted = count(whole.model, example, None, whole.dtype, whole, tally)
     kept = {name: getattr(counted, name) for name in ("root", "blocks", "units", "stream_numel")}
-    return Dry(tuple(recorder.said), sizes, tiled.output, extras, replace(whole, **kept))
+    return Dry(tuple(recorder.said), sizes, tiled.output, extras, replace(whole, **kept), view.point, tally.taken)
 
 
 def _dry_grid(

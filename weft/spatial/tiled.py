@@ -17,7 +17,7 @@ from weft.errors import PlanError
 from weft.spatial.hand_over import own_part
 from weft.spatial.operands import map_tensors
 from weft.spatial.place import Place, Share, place_of, put, tensors_in
-from weft.spatial.view import View, hand_over
+from weft.spatial.view import View, forget_handed, hand_over
 from weft.spatial.wide import forget
 
 _ATTRIBUTE = "_weft_tiled"
@@ -41,6 +41,7 @@ class TiledModel:
         images = self._images(given)
         place = Place.of(self.view.grid, self.sizes)
         self.view.notes.forget()
+        self.view.point = None
         with self.view, self.view.inside(""):
             try:
                 for image in images:
@@ -48,6 +49,7 @@ class TiledModel:
                 yield
             finally:
                 forget(images)
+                forget_handed(images)
                 for image in images:
                     put(image, None)
 
@@ -112,8 +114,13 @@ def _copied_buffers(block: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def _before_until(_: nn.Module, args: Any, kwargs: Any) -> Any:
+def _before_until(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    view.pass_point((args, kwargs))
     return map_tensors(hand_over, (args, kwargs))
+
+
+def _before_unit(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return None if view.point is None else map_tensors(view.hand_over_late, (args, kwargs))
 
 
 def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
@@ -133,10 +140,20 @@ def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
     find = find_units if view.is_staged else find_blocks
     for name, unit in find(model).items():
         setattr(unit, "forward", partial(run_unit, view, name, unit, unit.forward))  # noqa: B010
-    until = dict(model.named_modules()).get(view.tile.until) if view.tile.until else None
-    if until is not None and not isinstance(until, Elsewhere):  # a stage may not have it
-        until.register_forward_pre_hook(_before_until, with_kwargs=True)
+        if view.tile.until and not isinstance(unit, Elsewhere):
+            unit.register_forward_pre_hook(partial(_before_unit, view), with_kwargs=True)
+    if view.tile.until:
+        _watch_point(model, view)
     return TiledModel(model, view, sizes)
+
+
+def _watch_point(model: nn.Module, view: View) -> None:
+    """Let tiles be handed over before `until`, or (where another stage has it) the view know when that has been."""
+    for name, module in model.named_modules():
+        if isinstance(module, Elsewhere) and f"{view.tile.until}.".startswith(f"{name}."):
+            module.register_forward_pre_hook(lambda *_: view.pass_point(()))
+        elif name == view.tile.until:
+            module.register_forward_pre_hook(partial(_before_until, view), with_kwargs=True)
 
 
 def tiled_of(model: nn.Module) -> TiledModel | None:

@@ -7,7 +7,8 @@ needs whole images is where tiles are handed over (unless the plan says where).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from weft.spatial.shapes import shape_of
 from weft.spatial.wide import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
+_HANDED = "_weft_handed"
 Position = tuple[str, int]  # a unit ("" for the root), and the number of a layer in it
 
 
@@ -47,6 +49,18 @@ def hand_over(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def handed(tensor: Tensor) -> Tensor:
+    """What a tile was handed over as, for as long as the tile lives; itself, if it was not."""
+    found: Tensor = tensor.__dict__.get(_HANDED, tensor)
+    return found
+
+
+def forget_handed(tensors: Iterable[Tensor]) -> None:
+    """Let go of what tensors that outlive the forward were handed over as."""
+    for tensor in tensors:
+        tensor.__dict__.pop(_HANDED, None)
+
+
 class View(TorchFunctionMode):
     """How one rank sees its tiles. `path` names the module that runs, where someone keeps it.
 
@@ -55,13 +69,23 @@ class View(TorchFunctionMode):
 
     Of a stage of a pipeline (`is_staged`) the root's code runs with parts left out. What it does then is the same in
     every cut of the model: its layers compute no more than their own, and fetch for themselves alone.
+
+    Behind the module `tile.until`, units take images whole that have at most as many pixels as the largest which was
+    handed over there: `point`, None before it. A stage that does not see the module is `told` it.
     """
 
     def __init__(
-        self, grid: Grid, tile: Tile, extras: Mapping[Position, Extra] | None = None, is_staged: bool = False
+        self,
+        grid: Grid,
+        tile: Tile,
+        extras: Mapping[Position, Extra] | None = None,
+        is_staged: bool = False,
+        told: int | None = None,
     ) -> None:
         super().__init__()
         self.grid, self.tile, self.extras, self.is_staged = grid, tile, extras or {}, is_staged
+        self.told = told
+        self.point: int | None = None
         self.notes = Notes()
         self.path: list[str] = []
         self.position: Position = ("", 0)
@@ -95,6 +119,8 @@ class View(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is hand_over:
             return self.hand_over(args[0])
+        if self.point is not None and not self.position[0]:  # the code around units takes what they were given
+            args, kwargs = map_tensors(handed, (args, kwargs))
         places = [place for tensor in tensors_in((args, kwargs)) if (place := place_of(tensor)) is not None]
         if not places:
             if self.grid.batch is not None and func is F.batch_norm:
@@ -133,7 +159,28 @@ class View(TorchFunctionMode):
             args, kwargs = map_tensors(self.hand_over, (args, kwargs))
             return self.__torch_function__(func, types, args, kwargs)
 
+    def pass_point(self, given: Any) -> None:
+        """The module before which tiles are handed over begins; what it is given is about to be."""
+        places = [place for tensor in tensors_in(given) if isinstance(place := place_of(tensor), Place)]
+        self.point = max((math.prod(place.sizes) for place in places), default=0) if self.told is None else self.told
+
+    def hand_over_late(self, tensor: Tensor) -> Tensor:
+        """For a unit behind the point: what earlier ones were given whole, and other images of no more pixels."""
+        place = place_of(tensor)
+        is_small = isinstance(place, Place) and self.point is not None and math.prod(place.sizes) <= self.point
+        return hand_over(tensor) if is_small else handed(tensor)
+
     def hand_over(self, tensor: Tensor) -> Tensor:
+        """A tile once for all that take it. But for stages, of which each knows its own units alone, and inside of
+        units, where recompute does it again.
+        """
+        if self.is_staged or self.position[0] or not isinstance(place_of(tensor), Place):
+            return self._hand_over(tensor)
+        if _HANDED not in tensor.__dict__:
+            tensor.__dict__[_HANDED] = self._hand_over(tensor)
+        return handed(tensor)
+
+    def _hand_over(self, tensor: Tensor) -> Tensor:
         """A tile to whole images, or to a share of the batch; what is whole becomes a share where the plan has both."""
         place = place_of(tensor)
         if self.tile.hand_over == "batch":

@@ -20,12 +20,12 @@ from weft.blocks import find_blocks
 from weft.config import Run
 from weft.errors import ConfigError
 from weft.head import loss_head_of
+from weft.memory.compiled import MAX_LAYERS, layer_kinds
 from weft.models.loss import rows_kernel, rows_loss
 from weft.pipeline.runtime import Pipeline
 
 Say = Callable[[str], None]
 
-MAX_LAYERS = 200  # that are compiled unasked; each takes about a second
 VARIANTS = 4  # of what is compiled of one block: training, evaluation, and a few shapes
 
 
@@ -41,12 +41,10 @@ def wants_compile(run: Run, device: torch.device, model: nn.Module | None = None
         return wanted
     if device.type != "cuda" or run.plan.tile.degree > 1:
         return False
-    num_layers = 0 if model is None else sum(_kinds(model).values())
-    if num_layers > MAX_LAYERS:
-        say(
-            f"not compiled: its blocks have {num_layers} different layers; train.compile = true takes the time for them"
-        )
-    return num_layers <= MAX_LAYERS
+    count = 0 if model is None else sum(layer_kinds(_blocks(model)).values())
+    if count > MAX_LAYERS:
+        say(f"not compiled: its blocks have {count} different layers; train.compile = true takes the time for them")
+    return count <= MAX_LAYERS
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:
@@ -56,7 +54,9 @@ def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> Non
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     outcome = _Outcome(say)
-    limit = VARIANTS * len(_kinds(model))  # torch counts by functions, and alike blocks of any sizes have one
+    limit = VARIANTS * len(
+        layer_kinds(_blocks(model))
+    )  # torch counts by functions, and alike blocks of any sizes have one
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for part in _parts(model):
         for block in find_blocks(part).values():
@@ -114,10 +114,8 @@ def _leave_out_hooks(module: nn.Module) -> None:
             hooks[key] = torch._dynamo.disable(hook)
 
 
-def _kinds(model: nn.Module) -> dict[str, int]:
-    """How many layers a block has, of each kind of block: those that look alike are compiled once."""
-    blocks = [block for part in _parts(model) for block in find_blocks(part).values()]
-    return {repr(block): sum(1 for layer in block.modules() if layer._parameters) for block in blocks}
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return [block for part in _parts(model) for block in find_blocks(part).values()]
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:

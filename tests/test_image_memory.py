@@ -1,0 +1,99 @@
+"""Memory of models of images on a GPU, predicted as the run is: compiled but for tiles and many different layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from sampled_for_tests import one_in
+from torch import Tensor, nn
+
+from weft.cluster import load, local_cluster
+from weft.data.formats import Shape
+from weft.memory.compiled import compiled
+from weft.models.vision import AmoebaNetDConfig, ResNetConfig
+from weft.plan import Plan, Tile
+from weft.planner.answer import planned
+from weft.planner.image_model import COMPILED, planned_images, software_for_images
+from weft.planner.kernels import Software
+from weft.planner.question import Question
+from weft.planning import image_run
+from weft.predict import predict
+from weft.profile import profile
+from weft.train import compiling
+
+RESULTS = json.loads((Path(__file__).parent.parent / "benchmarks" / "results" / "images-h200.json").read_text())
+ROWS: dict[str, tuple[str, int, int]] = {
+    key: (key.split()[0], int(key.split()[1]), row["weft"]["peak_bytes"])
+    for key, row in RESULTS.items()
+    if isinstance(row, dict) and "peak_bytes" in row.get("weft", {})
+}
+
+
+@pytest.mark.parametrize(("name", "size", "peak_bytes"), one_in(3, ROWS))
+def test_what_was_measured_on_an_h200_is_predicted_within_3_percent(name: str, size: int, peak_bytes: int) -> None:
+    """ResNet-50 was compiled, AmoebaNet-D not; `weft train` and `weft plan` say the same."""
+    run, cluster = image_run(name, "h200:1x1", 1, size), load("h200:1x1")
+    run = replace(run, plan=Plan(precision="bf16"))
+    found = predict(run, cluster).cost.memory_bytes
+    assert found == pytest.approx(peak_bytes, rel=0.03)
+    model = planned(run.model, cluster, Question(1, 1, "bf16", shape=Shape(size, size, 3)))
+    planner = model.held(Plan(micro_batch=1, precision="bf16"), 1).tensor_bytes
+    assert planner == pytest.approx(found, rel=0.01)
+
+
+def test_both_models_were_measured() -> None:
+    assert {name for name, _, _ in ROWS.values()} == {"resnet50", "amoebanet-d-18-208"}
+
+
+class Pooled(nn.Module):
+    """A block with a pool, of which torch.compile keeps the places of maxima in a byte each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolve, self.norm, self.pool = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.MaxPool2d(3, 2, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pooled: Tensor = self.pool(torch.relu(self.norm(self.convolve(images))))
+        return pooled
+
+
+def test_a_block_with_a_pool_is_traced() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), Pooled())
+    found = profile(model, lambda: (torch.zeros(2, 3, 16, 16),), lambda out: out.sum())
+    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled(found)))
+    pixels, pooled, statistics = 2 * 4 * 16 * 16, 2 * 4 * 8 * 8, 2 * 4 * 4
+    assert eager is not None
+    assert kept is not None
+    assert kept["none"] == 2 * pixels * 4 + pooled + statistics  # its input, and the result of the convolution
+    assert eager["none"] == 3 * pixels * 4 + pooled * 8 + statistics  # and that of the ReLU
+
+
+def test_what_a_run_compiles_is_predicted_as_compiled() -> None:
+    cluster, shape = load("h200:1"), Shape(64, 64, 3)
+    few, many = ResNetConfig(depth=18, width=8), AmoebaNetDConfig(filters=16)
+    assert software_for_images(few, cluster) == software_for_images(many, cluster, True) == COMPILED
+    assert software_for_images(few, cluster, False) == software_for_images(many, cluster) == Software()
+    assert software_for_images(few, local_cluster(1, on_cpu=True)) == Software()
+    ours, plain = (planned_images(few, shape, "bf16", cluster, one).steps for one in (COMPILED, Software()))
+    tiles, one = (Plan(tile=tile, micro_batch=1, precision="bf16") for tile in (Tile(2, 2), Tile()))
+    assert ours.held(tiles, 1) == plain.held(tiles, 1)
+    assert ours.step(tiles, 1).seconds == plain.step(tiles, 1).seconds
+    assert ours.held(one, 1) != plain.held(one, 1)
+    assert ours.step(one, 1).seconds < plain.step(one, 1).seconds
+
+
+def test_a_run_of_many_different_layers_is_predicted_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it says otherwise."""
+    cluster, model = load("h200:1x1"), ResNetConfig(depth=18, width=8)
+    run = replace(image_run("resnet50", "h200:1x1", 1, 64), model=model)
+    saved = {
+        word: predict(replace(run, train=replace(run.train, compile=word)), cluster).cost.saved_bytes
+        for word in (None, True, False)
+    }
+    assert saved[None] == saved[True] != saved[False]
+    monkeypatch.setattr(compiling, "MAX_LAYERS", 10)
+    assert predict(run, cluster).cost.saved_bytes == saved[False]
