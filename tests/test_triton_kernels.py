@@ -42,6 +42,7 @@ def test_the_loss_of_rows_and_their_gradient_are_the_plain_ones() -> None:
     for name, one in found.items():
         assert one["total"] <= CLOSE, name
         assert one["rows"] <= (BF16_STEP if "bfloat16" in name else CLOSE), name
+        assert one["beside"] == 0, name
 
 
 def test_a_gradient_is_copied_and_its_squares_are_added_up() -> None:

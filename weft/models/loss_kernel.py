@@ -22,6 +22,7 @@ def _rows(
     logits_ptr,
     labels_ptr,
     losses_ptr,
+    stride,
     z_loss,
     NUM_CLASSES: tl.constexpr,
     IGNORED: tl.constexpr,
@@ -29,7 +30,7 @@ def _rows(
     WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    start = logits_ptr + row * NUM_CLASSES
+    start = logits_ptr + row * stride
     label = tl.load(labels_ptr + row)
     valid = (label != IGNORED).to(tl.float32)
     # Before anything is written: the sums below let no thread pass before all have read it.
@@ -54,13 +55,14 @@ def _rows(
 
 def rows_loss_by_kernel(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradient: bool) -> Tensor:
     """`rows_loss`."""
-    if logits.dtype == torch.float64 or not logits.is_contiguous() or not logits.numel():
+    if logits.dtype == torch.float64 or logits.stride(1) != 1 or not logits.numel():
         return rows_loss(logits, labels, z_loss, with_gradient)
     losses = torch.empty(len(logits), device=logits.device)
     _rows[(len(logits),)](
         logits,
         labels,
         losses,
+        logits.stride(0),
         float(z_loss or 0.0),
         NUM_CLASSES=logits.shape[1],
         IGNORED=IGNORE,
