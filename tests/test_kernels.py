@@ -279,7 +279,7 @@ def test_lists_take_as_long_as_their_simulation(
     halves = [backward / 2 for _, backward in stages]
     schedule = make_schedule(pipe.schedule, pipe.degree, count, **pipe.options)
     timeline = simulate(schedule, [forward for forward, _ in stages], halves, halves, message)
-    found = run(pipe, count, stages, [message] * len(stages))
+    found = run(pipe, count, tuple(stages), (message,) * len(stages))
     assert found.makespan_seconds == pytest.approx(timeline.makespan_seconds)
     assert found.bubble_share == pytest.approx(timeline.bubble_share, abs=1e-9)
 

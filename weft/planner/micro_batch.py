@@ -72,6 +72,10 @@ class MicroBatchModel:
         return {}
 
     @cached_property
+    def _ends(self) -> dict[Any, list[Seconds]]:
+        return {}
+
+    @cached_property
     def _links(self) -> dict[tuple[int, int], tuple[float, float]]:
         return {}
 
@@ -165,6 +169,10 @@ class MicroBatchModel:
     def _gathers_fp8(self, plan: Plan) -> bool:
         return self.software.fp8 == "tensor" and plan.tensor.sequence
 
+    def _gathers_again(self, plan: Plan) -> bool:
+        """Whether what enters regions is gathered anew where a matmul is computed again."""
+        return plan.memory.recompute == "selective" and self.software.selective == "other" and plan.tensor.sequence
+
     def _is_block(self, part: Part) -> bool:
         return part is not self.workload.first and part is not self.workload.last
 
@@ -209,7 +217,7 @@ class MicroBatchModel:
             if over_out > 1 and product.enters:
                 num_bytes = scale * product.rows * product.inputs / over_in
                 yield Call(out_axis, "all_reduce", num_bytes, "backward")
-                if plan.memory.recompute == "selective" and self.software.selective == "other" and plan.tensor.sequence:
+                if self._gathers_again(plan):
                     yield Call(out_axis, "all_gather", num_bytes, "backward")
 
     def _context_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
@@ -308,17 +316,19 @@ class MicroBatchModel:
         return Counter(self.workload.blocks)
 
     def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
-        key = (plan.tensor, plan.context, plan.micro_batch, plan.memory.recompute, plan.precision)
-        found = self._chains.get(key)
+        inner = (plan.tensor, plan.context, plan.micro_batch, plan.precision)
+        found = self._chains.get((inner, plan.memory.recompute))
         if found is None:
             assert plan.micro_batch is not None
             blocks = Seconds()
             for part, count in self._kinds.items():
                 blocks = blocks.plus(self.inside(part, plan, plan.micro_batch), count)
-            first, last = (
-                self.inside(end, plan, plan.micro_batch) for end in (self.workload.first, self.workload.last)
-            )
-            found = self._chains[key] = (first, blocks, last)
+            of_ends = (inner, self._gathers_again(plan))  # ends are not computed again
+            if of_ends not in self._ends:
+                ends = (self.workload.first, self.workload.last)
+                self._ends[of_ends] = [self.inside(end, plan, plan.micro_batch) for end in ends]
+            first, last = self._ends[of_ends]
+            found = self._chains[inner, plan.memory.recompute] = (first, blocks, last)
         return found
 
 

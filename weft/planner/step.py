@@ -177,7 +177,7 @@ class StepModel(MicroBatchModel):
     def _run(self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int) -> Run:
         if plan.pipe.degree == 1:
             return Run(sum(stages[0]) * num_micro_batches, 0.0)
-        return run(plan.pipe, num_micro_batches, stages, messages)
+        return run(plan.pipe, num_micro_batches, tuple(stages), tuple(messages))
 
     def _timeline(
         self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int
