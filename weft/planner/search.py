@@ -199,9 +199,8 @@ class Search(ABC):
     def _offloaded(self, candidate: Candidate) -> Candidate | None:
         """A plan with the least share of its state on the host that is allowed and fits; None if there is none."""
         node, count = self.steps.cluster.node, candidate.num_micro_batches
-        if node.host_link_bytes_per_second is None or not self._shares:
-            return None
-        if candidate.memory.least_bytes > self.limit_bytes:
+        is_hopeless = candidate.memory.least_bytes > self.limit_bytes
+        if node.host_link_bytes_per_second is None or not self._shares or is_hopeless:
             return None
         held = candidate.memory.total_bytes
         hosted = held - self._with_share(candidate, 1.0).memory.total_bytes
@@ -228,11 +227,10 @@ class Search(ABC):
         held = self.model.held(plan, num_micro_batches)
         candidate: Candidate | None = Candidate(plan, num_micro_batches, seconds, held)
         assert candidate is not None
-        if held.total_bytes > self.limit_bytes:
-            nearest = self._large.get(tuple(plan.degrees.values()))
-            if nearest is None or held.total_bytes < nearest.memory.total_bytes:
-                self._large[tuple(plan.degrees.values())] = candidate
-        if held.total_bytes > self.limit_bytes or self._shares[:1] != [0.0]:
+        is_large, layout = held.total_bytes > self.limit_bytes, tuple(plan.degrees.values())
+        if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
+            self._large[layout] = candidate
+        if is_large or self._shares[:1] != [0.0]:
             candidate = self._offloaded(candidate)
         if candidate is None or self._is_slow(candidate.seconds):
             return
