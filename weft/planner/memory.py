@@ -194,7 +194,6 @@ def state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, floa
     """Bytes of parameters, gradients and optimizer on the device, of so many parameters on a rank of pipe."""
     compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
     gradient = gradient_dtype(plan, num_micro_batches).itemsize
-    moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
     own, is_alone = numel / plan.shard.degree, plan.shard.degree == 1
     frees = plan.shard.stage == 3 and not is_alone
     here = 1 - plan.memory.offload
@@ -203,7 +202,21 @@ def state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, floa
     gradients = (numel if plan.shard.stage == 1 or is_alone else own) * gradient
     if plan.memory.delay:
         parameters, gradients = parameters + own * compute, gradients + own * gradient
-    return parameters, gradients, 2 * own * here * (1 + 4 / CODE_BLOCK if moment is None else moment.itemsize)
+    return parameters, gradients, 2 * own * here * _moment_bytes(plan)
+
+
+def _moment_bytes(plan: Plan) -> float:
+    """Of one moment of a parameter; codes with their part of a scale."""
+    moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
+    return 1 + 4 / CODE_BLOCK if moment is None else moment.itemsize
+
+
+def spared_bytes(plan: Plan) -> float:
+    """What the update of a parameter need not move, by what the plan holds in fewer bits: both moments, read and
+    written, and the master weight, in whose place is that which would be written anyway.
+    """
+    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
+    return 4 * (master - _moment_bytes(plan)) + (0 if plan.memory.master else 2 * master - compute)
 
 
 def host_bytes(plan: Plan, numel: float) -> float:

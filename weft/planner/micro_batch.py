@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from weft.cluster import DTYPES, Cluster, ring_seconds
 from weft.moved import Moved
+from weft.parallel.fp8 import MULTIPLE
 from weft.plan import Plan
 from weft.planner.kernels import Kernels, Software
-from weft.planner.workload import Call, Part, Workload
+from weft.planner.workload import Call, Part, Product, Workload
 
 # What collectives reach of a link's printed bandwidth: about 235 of 300 GB/s inside a DGX A100, 360 of 450 inside a DGX
 # H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
@@ -83,6 +84,10 @@ class MicroBatchModel:
     def _kernels(self) -> dict[str, Kernels]:
         return {name: Kernels(self.cluster.node.device, self.software, name) for name in DTYPES}
 
+    @cached_property
+    def _fp8_kernels(self) -> Kernels:
+        return Kernels(self.cluster.node.device, replace(self.software, fp8="row"))
+
     # --- kernels
 
     def part(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
@@ -91,7 +96,7 @@ class MicroBatchModel:
 
     def _kernels_of(self, part: Part, plan: Plan, micro_batch: float) -> tuple[Seconds, Seconds]:
         """(kernels, those of attention among them)"""
-        key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision)
+        key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision, plan.matmul)
         if key not in self._runs:
             self._runs[key] = part, self._run_once(part, plan, micro_batch)  # the part lives, so its id stays its own
         once = self._runs[key][1]
@@ -123,7 +128,8 @@ class MicroBatchModel:
         for product in part.products:
             rows, inputs, outputs = product.local(x, y)
             gathered = x if self._gathers_fp8(plan) and product.kind != "row" else 1
-            times = kernels.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
+            own = self._fp8_kernels if self._is_fp8(part, product, plan) else kernels
+            times = own.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
             forward, backward = forward + times[0], backward + times[1]
         for one in part.filters:
             times = kernels.convolution(one, scale)
@@ -168,6 +174,11 @@ class MicroBatchModel:
 
     def _gathers_fp8(self, plan: Plan) -> bool:
         return self.software.fp8 == "tensor" and plan.tensor.sequence
+
+    def _is_fp8(self, part: Part, product: Product, plan: Plan) -> bool:
+        """Whether the plan has a linear in fp8, and the device a rate for it."""
+        takes_part = self._is_block(part) and product.inputs % MULTIPLE == product.outputs % MULTIPLE == 0
+        return plan.matmul == "fp8" and takes_part and "fp8" in self.cluster.node.device.peak_flops
 
     def _gathers_again(self, plan: Plan) -> bool:
         """Whether what enters regions is gathered anew where a matmul is computed again."""
@@ -316,7 +327,7 @@ class MicroBatchModel:
         return Counter(self.workload.blocks)
 
     def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
-        inner = (plan.tensor, plan.context, plan.micro_batch, plan.precision)
+        inner = (plan.tensor, plan.context, plan.micro_batch, plan.precision, plan.matmul)
         found = self._chains.get((inner, plan.memory.recompute))
         if found is None:
             assert plan.micro_batch is not None
