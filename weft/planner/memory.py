@@ -231,8 +231,11 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     """
     in_head = profile.kept.get(IN_HEAD) if is_loss_in_head(plan) else None
     profile = under(in_head or profile, plan)
-    at = dict.fromkeys(plan.degrees, 0)
-    local = localise(profile, replace(plan, context=Context()), at)
+    part = f"part of {plan.tensor} in {plan.precision}"
+    if part not in profile.kept:
+        at = dict.fromkeys(plan.degrees, 0)
+        profile.kept[part] = localise(profile, replace(plan, context=Context()), at)
+    local: Profile = profile.kept[part]
     block, policy = local.blocks[-1], plan.memory.recompute
     names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
     embeddings = profile.pairing.embeddings
