@@ -19,22 +19,25 @@ from weft.moved import Moved
 from weft.parallel.context_attention import all_to_all_traffic, ring_traffic
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.simulate import simulate
-from weft.plan import AXES, Context, Memory, Pipe, Plan, Shard, Tensor
+from weft.plan import AXES, Context, Memory, Pipe, Plan, Precision, Shard, Tensor
 from weft.planner.kernels import (
     CAST_BYTES,
     EAGER_LOSS_BYTES,
     FILL_DEPTH,
     FLASH,
+    FP8_PRODUCT,
     LAUNCH_SECONDS,
     MEMORY_SHARE,
     TURN_BYTES,
     Kernels,
     Software,
+    software_for_text,
     tile_share,
 )
 from weft.planner.lists import run
+from weft.planner.memory import spared_bytes
 from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, OVERLAP_LOSS, beside, place
-from weft.planner.step import StepModel
+from weft.planner.step import FIXED_SECONDS, StepModel
 from weft.planner.workload import Call, Part, Product, Workload
 
 A100 = load("a100-80").node.device
@@ -168,6 +171,52 @@ def test_fp8_halves_products_and_pays_for_casts() -> None:
     row = kernels(H100, fp8="row").linear(4096, 4096, 4096)
     assert row[0] == eager[0]
     assert row[1] - eager[1] == pytest.approx((3 * CAST_BYTES[False] - 2 * TURN_BYTES) * 4096**2 / bandwidth)
+
+
+def test_a_plan_in_fp8_multiplies_linears_of_blocks_so() -> None:
+    rows, inputs, outputs = 8192, 4096, 6144
+    narrow, ragged = Product(rows, inputs, outputs, "column"), Product(rows, inputs, 6104, "column")
+    work = Workload(Part(), (Part(products=(narrow, ragged)),), Part(products=(narrow,)), rows * inputs)
+    model = StepModel(work, load("h100:1x1"), Software(fused=True))
+    plan = Plan(micro_batch=1, precision="bf16", matmul="fp8", exact=False)
+    rate, bandwidth = 1978.9e12 * H100.calibration * FP8_PRODUCT, 3.35e12 * MEMORY_SHARE
+
+    def seconds(m: int, k: int, n: int) -> float:
+        return 2 * m * k * n / (rate * tile_share(m, k, n, H100.num_processors)) + LAUNCH_SECONDS
+
+    # Each operand of each product is read in 2 bytes and written in 1: x and w, then dY and w, then dY and x.
+    given, weight, result = rows * inputs, inputs * outputs, rows * outputs
+    forward = seconds(rows, inputs, outputs) + 3 * (given + weight) / bandwidth
+    backward = seconds(rows, outputs, inputs) + seconds(inputs, rows, outputs)
+    backward += 3 * (2 * result + given + weight) / bandwidth
+    plain = kernels(H100, fused=True).linear(rows, inputs, 6104)  # not in multiples of 16
+    assert model.part(work.blocks[0], plan, 1) == pytest.approx((forward + plain[0], backward + plain[1]))
+    wide = replace(plan, matmul="compute")
+    assert model.part(work.last, plan, 1) == model.part(work.last, wide, 1)
+    assert model.chain(plan).forward < 0.9 * model.chain(wide).forward
+    old = replace(model, cluster=load("a100-80:1x1"))  # which has none
+    assert old.part(work.blocks[0], plan, 1) == old.part(work.blocks[0], wide, 1)
+
+
+@pytest.mark.parametrize(
+    ("precision", "master", "state", "spared"),
+    [
+        ("bf16", True, "master", 0),
+        ("fp64", True, "master", 0),
+        ("bf16", True, "bf16", 8),  # two moments, read and written in 2 bytes instead of 4
+        ("bf16", False, "bf16", 14),  # weights of 2 bytes read and written, not of 4 and then once of 2
+        ("bf16", True, "int8", 4 * (4 - 1 - 4 / 256)),  # codes with a scale for 256 of them
+        ("fp32", True, "int8", 4 * (4 - 1 - 4 / 256)),
+    ],
+)
+def test_fewer_bits_of_state_are_fewer_bytes_to_update(
+    precision: Precision, master: bool, state: Literal["master", "bf16", "int8"], spared: float
+) -> None:
+    plan = Plan(micro_batch=1, precision=precision, exact=False, memory=Memory(master=master, state=state))
+    assert spared_bytes(plan) == spared
+    model = StepModel(Workload(Part(), (Part(),), Part(), 0), load("h100:1x1"), Software(), (0, 10**9, 0))
+    seconds = (40 - spared) * 1e9 / (3.35e12 * MEMORY_SHARE) + FIXED_SECONDS
+    assert model.step(plan, 1).optimizer_seconds == pytest.approx(seconds)
 
 
 def test_moved_bytes_by_hand() -> None:
@@ -342,7 +391,7 @@ def test_lists_take_as_long_as_their_simulation(
     halves = [backward / 2 for _, backward in stages]
     schedule = make_schedule(pipe.schedule, pipe.degree, count, **pipe.options)
     timeline = simulate(schedule, [forward for forward, _ in stages], halves, halves, message)
-    found = run(pipe, count, stages, [message] * len(stages))
+    found = run(pipe, count, tuple(stages), (message,) * len(stages))
     assert found.makespan_seconds == pytest.approx(timeline.makespan_seconds)
     assert found.bubble_share == pytest.approx(timeline.bubble_share, abs=1e-9)
 
@@ -371,3 +420,18 @@ def test_no_layout_beats_the_bound(pipe: Pipe, shard: int, stage: Literal[1, 2, 
     inner = Plan(micro_batch=1, precision="bf16")
     whole = replace(inner, pipe=pipe, shard=Shard(shard, stage), data=data)
     assert model.bound(inner, pipe, count) <= model.estimate(whole, count)
+
+
+def test_a_head_that_weft_pads_is_timed_as_padded() -> None:
+    head = Product(8192, 768, 50257, "head")
+    work = Workload(Part(), (Part(),), Part(products=(head,)), 8192 * 768)
+    plan = Plan(micro_batch=1, precision="bf16")
+
+    def seconds(software: Software) -> tuple[float, float]:
+        return StepModel(work, load("h100:1x1"), software).part(work.last, plan, 1)
+
+    padded = software_for_text(load("h100:1x1"))
+    assert padded.pads_head
+    assert seconds(padded) == pytest.approx(kernels(H100).linear(8192, 768, 50264))
+    assert seconds(replace(padded, pads_head=False)) == pytest.approx(kernels(H100).linear(8192, 768, 50257))
+    assert kernels(H100).linear(8192, 768, 50257)[0] > 4 * kernels(H100).linear(8192, 768, 50264)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def test_delays_change_no_bit() -> None:
             for step in range(2):
                 trainer.step(micro_batches(6, step))
             gradients[name] = trainer.gradients
-            orders[name] = [astuple(action) for action in trainer.model.order]
+            orders[name] = [tuple(action) for action in trainer.model.order]
         return {"gradients": gradients, "orders": orders}
 
     answers = run_ranks(rank, RANKS)
@@ -131,7 +130,7 @@ def test_one_micro_batch() -> None:
             trainer = Trainer(Pipe(RANKS, name), chain(seed=None))
             result = trainer.step(micro_batches(1))
             found[name] = [trainer.gradients, result.loss.item(), result.grad_norm.item()]
-        found["order"] = [astuple(action) for action in trainer.model.order]
+        found["order"] = [tuple(action) for action in trainer.model.order]
         return found
 
     for index, answer in enumerate(run_ranks(rank, RANKS)):

@@ -34,7 +34,7 @@ def spans_of(pipe: Pipe, num_micro_batches: int) -> list[dict[str, Any]]:
         for name, run in (("step", trainer.step), ("evaluation", trainer.evaluate)):
             run(batches)
             found[name] = [
-                (start, end, list(vars(action).values()) if isinstance(action, Action) else None)
+                (start, end, list(action) if isinstance(action, Action) else None)
                 for start, end, action in trainer.model.spans
             ]
         return found

@@ -269,7 +269,9 @@ def test_broken_lists_are_named(schedule: Schedule, words: str) -> None:
 
 def test_a_micro_batch_belongs_to_one_replica() -> None:
     schedule = make_schedule("gems", 2, 2)
-    moved = replace(schedule.lists[0][0], micro_batch=1)
+    first = schedule.lists[0][0]
+    assert isinstance(first, Action)
+    moved = first._replace(micro_batch=1)
     assert "another replica has that micro-batch too" in refused(edited(schedule, 0, (*schedule.lists[0], moved)))
 
 

@@ -21,7 +21,7 @@ from weft.pipeline.simulate import simulate
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard, Tensor, split_batch
 from weft.planner.kernels import software_for_text
-from weft.planner.memory import alive_at_once, memory, sizes
+from weft.planner.memory import alive_at_once, memory, sizes, working
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
@@ -59,7 +59,9 @@ def everything(model: Model, batch: int, num_devices: int) -> list[tuple[float, 
                     tensor = Tensor(x, y, sequence)
                     plan = Plan(data=data, pipe=own, shard=shards, tensor=tensor, micro_batch=micro_batch, **others)
                     count = per_rank // micro_batch
-                    if memory(sizes(model.profile, plan), plan, 8, count).total_bytes <= limit:
+                    own_sizes = sizes(model.profile, plan)
+                    held = memory(working(own_sizes, plan, 8, count), own_sizes, plan, count)
+                    if held.total_bytes <= limit:
                         found.append((model.steps.estimate(plan, count), plan))
     return sorted(found, key=lambda pair: pair[0])
 
@@ -194,7 +196,7 @@ def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles
     found = compiled(found) if compiles else found
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     stated = max((cost(found, plan, split_batch(plan, 64, 1024), at) for at in ranks), key=lambda one: one.memory_bytes)
-    closed = memory(sizes(model.profile, plan), plan, 8, 64 // plan.num_batch_ranks // plan.micro_batch)
+    closed = model.held(plan, 64 // plan.num_batch_ranks // plan.micro_batch)
     assert closed.state_bytes == pytest.approx(sum(stated.state_bytes.values()), rel=0.01)
     assert closed.saved_bytes == pytest.approx(stated.saved_bytes, rel=0.02)
     assert closed.tensor_bytes == pytest.approx(stated.memory_bytes, rel=0.02)

@@ -196,9 +196,9 @@ class Plan:
     statistics: Literal["rank", "batch"] = "rank"
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            if self.degree(axis) < 1:
-                raise PlanError(f"plan.{axis} = {self.degree(axis)}; a degree is at least 1")
+        for axis, degree in self.degrees.items():
+            if degree < 1:
+                raise PlanError(f"plan.{axis} = {degree}; a degree is at least 1")
         if self.num_ranks > MAX_RANKS:
             raise PlanError(f"the plan asks for {self.num_ranks} ranks ({self.describe_axes()}); at most {MAX_RANKS}")
         if self.micro_batch is not None and self.micro_batch < 1:
@@ -280,7 +280,12 @@ class Plan:
 
     def degree(self, axis: str) -> int:
         """The degree of an axis of `AXES`."""
-        degrees = {
+        return self.degrees[axis]
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Axis to degree, in mesh order: that of `AXES`."""
+        return {
             "data": self.data,
             "pipe": self.pipe.degree,
             "shard": self.shard.degree,
@@ -290,12 +295,6 @@ class Plan:
             "x": self.tensor.x,
             "y": self.tensor.y,
         }
-        return degrees[axis]
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """Axis to degree, in mesh order."""
-        return {axis: self.degree(axis) for axis in AXES}
 
     @property
     def num_ranks(self) -> int:
@@ -319,7 +318,8 @@ class Plan:
 
     def inner(self, axis: str) -> int:
         """The product of the degrees inside `axis`: how far apart neighbours on the axis are."""
-        return math.prod(self.degree(other) for other in AXES[AXES.index(axis) + 1 :])
+        degrees = self.degrees
+        return math.prod(degrees[other] for other in AXES[AXES.index(axis) + 1 :])
 
     def describe_axes(self) -> str:
         """`data 2 × shard 4 (stage 3)`, or `1 process`."""

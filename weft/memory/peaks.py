@@ -53,11 +53,16 @@ class Peaks:
 
 def peaks(profile: Profile, policy: str, wrap: Wrap) -> Peaks:
     """The peaks of the model that a profile, or one of a stage, was taken of; nothing if it was without a loss."""
-    source = profile.source
-    if source is None:
-        return Peaks()
+    return Peaks() if profile.source is None else _found(profile.source, policy, wrap)
+
+
+def _found(source: Source, policy: str, wrap: Wrap) -> Peaks:
     if policy not in source.found:
-        ran = Peaks(**run_apart(lambda: asdict(_run(source.eager or source, policy, wrap, source.eager is not None))))
+        eager = source.eager
+        if eager is not None and loss_head_of(eager.model) is None:  # nothing but blocks holds anything else compiled
+            ran = _found(eager, policy, wrap)
+        else:
+            ran = Peaks(**run_apart(lambda: asdict(_run(eager or source, policy, wrap, eager is not None))))
         source.found[policy] = _compiled(ran, source.blocks)
     found: Peaks = source.found[policy]
     return found

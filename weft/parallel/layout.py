@@ -129,7 +129,7 @@ def slice_dtype(plan: Plan) -> torch.dtype:
 
 def gradient_dtype(plan: Plan, accumulation: int) -> torch.dtype:
     """Of gradients at rest: in the compute dtype where they are neither added up nor reduced."""
-    return (COMPUTE_DTYPE if plan.num_ranks == 1 and accumulation == 1 else MASTER_DTYPE)[plan.precision]
+    return (COMPUTE_DTYPE if accumulation == 1 and plan.num_ranks == 1 else MASTER_DTYPE)[plan.precision]
 
 
 def num_scales(part: Part) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -265,7 +266,7 @@ class _Stream:
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.dtype = COMPUTE_DTYPE[plan.precision]
         self.ends = ends_of(self.pairing, plan)
-        self._per_row: dict[tuple[type[nn.Module], int, bool], int] = {}
+        self._per_row: dict[Any, int] = profile.kept.setdefault("saved by norms", {})
 
     def local(self, block: Block) -> Block:
         """The block with a rank's FLOPs and saved bytes."""
@@ -347,7 +348,7 @@ class _Stream:
             module = self.profile.model.get_submodule(name)
             is_here = (self.pairing.block_of(name) or "") == block
             if is_here and is_norm(module) and f"{name}.weight" not in self.pairing.inner and layer.needs_gradient:
-                key = type(module), layer.in_features, is_split
+                key = type(module), layer.in_features, self.dtype, is_split
                 if key not in self._per_row:
                     self._per_row[key] = _saved_per_row(module, layer.in_features, self.dtype, is_split)
                 over = self.over(bool(block) or name == self.ends.norm) if is_local else 1

@@ -24,8 +24,7 @@ SHADOW = "shadow"  # a forward of the next rank's stage, done beside it in case 
 MESSAGE_KINDS = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One computation of one micro-batch at one stage.
 
     A backward computes the gradients of inputs and weights, unless a `weight` action of the same stage and micro-batch
@@ -180,7 +179,7 @@ class Schedule:
                     continue
                 other = self.edges[index].source if upstream else self.edges[index].target
                 peer = self.rank_of(other, action.replica)
-                is_used = what == "send" and replace(action, stage=other) in self.done
+                is_used = what == "send" and action._replace(stage=other) in self.done
                 if peer != here and not is_used:
                     kind = f"{what}_{action.kind}"
                     found.append(Message(kind, action.stage, action.micro_batch, action.replica, peer, index))

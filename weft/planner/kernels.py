@@ -72,7 +72,8 @@ class Software:
     shorter, the host sets the pace. `loss_bytes` pass through memory for each logit, forward and backward.
     `selective`: what selective recompute does again: "cheap" work, the "attention", or every "other" matmul beside the
     cheap work. `stops_early`: full recompute ends at the last thing that backward needs, before a block's last
-    linear (torch's own without reentrance, since 2.1). `gradient_bytes` of a parameter are reduced, behind the last
+    linear (torch's own without reentrance, since 2.1). `pads_head`: classes that are no multiple of 16 bytes are
+    filled up, where the head is whole. `gradient_bytes` of a parameter are reduced, behind the last
     backward where `hides_gradients`. `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in
     pieces behind the pieces of their matmul. `copies_sequence`: the sequence is not the outermost dimension, so
     that what is gathered or scattered along it is copied once more. `fp8`: products of linears are, scaled by
@@ -88,6 +89,7 @@ class Software:
     loss_bytes: float = EAGER_LOSS_BYTES
     selective: str = "cheap"
     stops_early: bool = True
+    pads_head: bool = False
     gradient_bytes: int = 4
     hides_gradients: bool = True
     hides_input: bool = True
@@ -110,8 +112,9 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
     is_newer = cluster.node.device.is_newer and not is_cpu(cluster)
     attention = "flash3" if is_newer else "flash2"  # Hopper's has a kernel of its own
     if not (not is_cpu(cluster) if compiles is None else compiles):
-        return Software(attention)
-    return Software(attention, fused=True, compiled=True, loss_bytes=COMPILED_LOSS_BYTES)
+        return Software(attention, pads_head=not is_cpu(cluster))
+    loss_bytes = COMPILED_LOSS_BYTES if is_cpu(cluster) else FUSED_LOSS_BYTES
+    return Software(attention, fused=True, compiled=True, loss_bytes=loss_bytes, pads_head=not is_cpu(cluster))
 
 
 @dataclass(frozen=True)

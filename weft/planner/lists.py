@@ -6,7 +6,6 @@ many plans with the same lists. A test holds both to the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -56,8 +55,9 @@ def _entries(pipe: Pipe, num_micro_batches: int) -> tuple[tuple[_Entry, ...], fr
     return tuple(found), schedule.split_stages
 
 
+@lru_cache(maxsize=64)  # plans that differ in shard and data have the same stages
 def run(
-    pipe: Pipe, num_micro_batches: int, stages: Sequence[tuple[float, float]], message_seconds: Sequence[float]
+    pipe: Pipe, num_micro_batches: int, stages: tuple[tuple[float, float], ...], message_seconds: tuple[float, ...]
 ) -> Run:
     """The lists under (forward, backward) of each stage, half of which is that of the weights, and the seconds of a
     message between each stage and the next.

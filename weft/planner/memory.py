@@ -8,9 +8,10 @@ is that of the fullest moment: the loss, the backward of the head or that of a b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from weft.head import is_loss_in_head
 from weft.memory.compiled import under
@@ -103,6 +104,11 @@ class Memory:
         """Of the device."""
         return self.tensor_bytes * SLACK + RESERVE_BYTES
 
+    @property
+    def least_bytes(self) -> float:
+        """What stays of it at least, whatever share of its state goes to the host."""
+        return (self.gradients_bytes + self.saved_bytes + self.transient_bytes) * SLACK + RESERVE_BYTES
+
     def parts(self) -> dict[str, float]:
         """Bytes by what they hold; `other` is what comes and goes, the allocator's slack and libraries."""
         held = {
@@ -114,25 +120,27 @@ class Memory:
         return {**held, "other": self.total_bytes - sum(held.values())}
 
 
-def memory(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) -> Memory:
-    """The fullest rank along `pipe`."""
-    assert plan.micro_batch is not None
-    chunks = num_chunks(plan)
-    ranks = sorted({0, min(1, plan.pipe.degree - 1), plan.pipe.degree - 1})  # an end, or the first without one
+class Working(NamedTuple):
+    """A rank of pipe at work: all that it holds but for its state, which is what `shard` and `offload` change."""
+
+    numel: float  # of its parameters
+    ends: float  # of them, what no block holds
+    saved: float
+    kept: float  # of it, by one block for one micro-batch
+    loss: float  # bytes that come and go: at the loss,
+    backward: float  # in a block's backward,
+    throughout: float  # and in both
+
+
+def working(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) -> tuple[Working, ...]:
+    """The ranks of pipe that may be the fullest: both ends, and the first that is none."""
     alive = alive_at_once(plan.pipe.schedule, plan.pipe.degree, num_micro_batches, tuple(plan.pipe.options.items()))
-    found = (_of_rank(sizes, plan, num_blocks, num_micro_batches, alive[rank], rank, chunks) for rank in ranks)
-    return max(found, key=_total)
+    ranks = sorted({0, min(1, plan.pipe.degree - 1), plan.pipe.degree - 1})
+    return tuple(_working(sizes, plan, num_blocks, alive[rank], rank, num_chunks(plan)) for rank in ranks)
 
 
-def _total(memory: Memory) -> float:
-    return memory.total_bytes
-
-
-def _of_rank(
-    sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int, alive: float, rank: int, chunks: int
-) -> Memory:
-    per_micro_batch, degree = (plan.micro_batch or 1) / plan.context.degree, plan.shard.degree
-    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
+def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int, chunks: int) -> Working:
+    per_micro_batch, compute = (plan.micro_batch or 1) / plan.context.degree, COMPUTE_DTYPE[plan.precision].itemsize
     blocks = num_blocks / plan.pipe.degree
     is_first, is_last = rank == 0, rank == plan.pipe.degree - 1
     ends = sizes.root_numel if is_first and is_last else is_first * sizes.first_numel + is_last * sizes.last_numel
@@ -154,15 +162,30 @@ def _of_rank(
     else:
         results = alive if chunks > 1 or not is_last else 0
         throughout += sizes.stream_bytes * per_micro_batch * (results + NUM_MESSAGES)
-    if degree > 1 and plan.shard.stage == 3:
-        throughout += ends * compute
-        backward += 2 * sizes.block_numel * compute
-    if degree > 1 and plan.shard.stage > 1:
+    return Working(numel, ends, saved, kept * per_micro_batch, loss, backward, throughout)
+
+
+def memory(ranks: Sequence[Working], sizes: Sizes, plan: Plan, num_micro_batches: int) -> Memory:
+    """What the fullest of these ranks of pipe holds, its state included."""
+    return max((_of_rank(rank, sizes, plan, num_micro_batches) for rank in ranks), key=_total)
+
+
+def _total(memory: Memory) -> float:
+    return memory.total_bytes
+
+
+def _of_rank(rank: Working, sizes: Sizes, plan: Plan, num_micro_batches: int) -> Memory:
+    numel, ends, saved, kept, loss, backward, throughout = rank
+    if plan.shard.degree > 1 and plan.shard.stage > 1:
+        compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
+        if plan.shard.stage == 3:
+            throughout += ends * compute
+            backward += 2 * sizes.block_numel * compute
         if plan.pipe.degree > 1 or (num_micro_batches > 1 and plan.memory.accumulate == "whole"):
             throughout += numel * master
         else:
             one = sizes.block_numel * master
-            backward += ends * master + max(one, 2 * one - kept * per_micro_batch)
+            backward += ends * master + max(one, 2 * one - kept)
     held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches)
     return Memory(*held, saved, throughout + max(loss, backward))
 
@@ -171,7 +194,6 @@ def state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, floa
     """Bytes of parameters, gradients and optimizer on the device, of so many parameters on a rank of pipe."""
     compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
     gradient = gradient_dtype(plan, num_micro_batches).itemsize
-    moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
     own, is_alone = numel / plan.shard.degree, plan.shard.degree == 1
     frees = plan.shard.stage == 3 and not is_alone
     here = 1 - plan.memory.offload
@@ -180,7 +202,21 @@ def state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, floa
     gradients = (numel if plan.shard.stage == 1 or is_alone else own) * gradient
     if plan.memory.delay:
         parameters, gradients = parameters + own * compute, gradients + own * gradient
-    return parameters, gradients, 2 * own * here * (1 + 4 / CODE_BLOCK if moment is None else moment.itemsize)
+    return parameters, gradients, 2 * own * here * _moment_bytes(plan)
+
+
+def _moment_bytes(plan: Plan) -> float:
+    """Of one moment of a parameter; codes with their part of a scale."""
+    moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
+    return 1 + 4 / CODE_BLOCK if moment is None else moment.itemsize
+
+
+def spared_bytes(plan: Plan) -> float:
+    """What the update of a parameter need not move, by what the plan holds in fewer bits: both moments, read and
+    written, and the master weight, in whose place is that which would be written anyway.
+    """
+    compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
+    return 4 * (master - _moment_bytes(plan)) + (0 if plan.memory.master else 2 * master - compute)
 
 
 def host_bytes(plan: Plan, numel: float) -> float:
@@ -195,8 +231,11 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     """
     in_head = profile.kept.get(IN_HEAD) if is_loss_in_head(plan) else None
     profile = under(in_head or profile, plan)
-    at = dict.fromkeys(plan.degrees, 0)
-    local = localise(profile, replace(plan, context=Context()), at)
+    part = f"part of {plan.tensor} in {plan.precision}"
+    if part not in profile.kept:
+        at = dict.fromkeys(plan.degrees, 0)
+        profile.kept[part] = localise(profile, replace(plan, context=Context()), at)
+    local: Profile = profile.kept[part]
     block, policy = local.blocks[-1], plan.memory.recompute
     names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
     embeddings = profile.pairing.embeddings

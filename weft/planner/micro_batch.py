@@ -10,15 +10,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from weft.cluster import DTYPES, Cluster, ring_seconds
 from weft.moved import Moved
+from weft.parallel.fp8 import MULTIPLE
 from weft.plan import Plan
-from weft.planner.kernels import Kernels, Software
-from weft.planner.workload import Call, Part, Workload
+from weft.planner.kernels import ALIGNED_ELEMENTS, Kernels, Software
+from weft.planner.workload import Call, Part, Product, Workload
 
 # What collectives reach of a link's printed bandwidth: about 235 of 300 GB/s inside a DGX A100, 360 of 450 inside a DGX
 # H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
@@ -73,12 +74,20 @@ class MicroBatchModel:
         return {}
 
     @cached_property
+    def _ends(self) -> dict[Any, list[Seconds]]:
+        return {}
+
+    @cached_property
     def _links(self) -> dict[tuple[int, int], tuple[float, float, float]]:
         return {}
 
     @cached_property
     def _kernels(self) -> dict[str, Kernels]:
         return {name: Kernels(self.cluster.node.device, self.software, name) for name in DTYPES}
+
+    @cached_property
+    def _fp8_kernels(self) -> Kernels:
+        return Kernels(self.cluster.node.device, replace(self.software, fp8="row"))
 
     # --- kernels
 
@@ -88,7 +97,7 @@ class MicroBatchModel:
 
     def _kernels_of(self, part: Part, plan: Plan, micro_batch: float) -> tuple[Seconds, Seconds]:
         """(kernels, those of attention among them)"""
-        key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision)
+        key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision, plan.matmul)
         if key not in self._runs:
             self._runs[key] = part, self._run_once(part, plan, micro_batch)  # the part lives, so its id stays its own
         once = self._runs[key][1]
@@ -119,8 +128,11 @@ class MicroBatchModel:
         forward = backward = last = 0.0
         for product in part.products:
             rows, inputs, outputs = product.local(x, y)
+            if product.kind == "head" and self.software.pads_head and x * y == 1:
+                outputs = -(-outputs // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
             gathered = x if self._gathers_fp8(plan) and product.kind != "row" else 1
-            times = kernels.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
+            own = self._fp8_kernels if self._is_fp8(part, product, plan) else kernels
+            times = own.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
             forward, backward, last = forward + times[0], backward + times[1], last + product.is_last * times[0]
         for one in part.filters:
             times = kernels.convolution(one, scale)
@@ -165,6 +177,15 @@ class MicroBatchModel:
 
     def _gathers_fp8(self, plan: Plan) -> bool:
         return self.software.fp8 == "tensor" and plan.tensor.sequence
+
+    def _is_fp8(self, part: Part, product: Product, plan: Plan) -> bool:
+        """Whether the plan has a linear in fp8, and the device a rate for it."""
+        takes_part = self._is_block(part) and product.inputs % MULTIPLE == product.outputs % MULTIPLE == 0
+        return plan.matmul == "fp8" and takes_part and "fp8" in self.cluster.node.device.peak_flops
+
+    def _gathers_again(self, plan: Plan) -> bool:
+        """Whether what enters regions is gathered anew where a matmul is computed again."""
+        return plan.memory.recompute == "selective" and self.software.selective == "other" and plan.tensor.sequence
 
     def _is_block(self, part: Part) -> bool:
         return part is not self.workload.first and part is not self.workload.last
@@ -211,7 +232,7 @@ class MicroBatchModel:
             if over_out > 1 and product.enters:
                 num_bytes = scale * product.rows * product.inputs / over_in
                 yield Call(out_axis, "all_reduce", num_bytes, "backward")
-                if plan.memory.recompute == "selective" and self.software.selective == "other" and plan.tensor.sequence:
+                if self._gathers_again(plan):
                     yield Call(out_axis, "all_gather", num_bytes, "backward")
 
     def _context_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
@@ -312,17 +333,19 @@ class MicroBatchModel:
         return Counter(self.workload.blocks)
 
     def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
-        key = (plan.tensor, plan.context, plan.micro_batch, plan.memory.recompute, plan.precision)
-        found = self._chains.get(key)
+        inner = (plan.tensor, plan.context, plan.micro_batch, plan.precision, plan.matmul)
+        found = self._chains.get((inner, plan.memory.recompute))
         if found is None:
             assert plan.micro_batch is not None
             blocks = Seconds()
             for part, count in self._kinds.items():
                 blocks = blocks.plus(self.inside(part, plan, plan.micro_batch), count)
-            first, last = (
-                self.inside(end, plan, plan.micro_batch) for end in (self.workload.first, self.workload.last)
-            )
-            found = self._chains[key] = (first, blocks, last)
+            of_ends = (inner, self._gathers_again(plan))  # ends are not computed again
+            if of_ends not in self._ends:
+                ends = (self.workload.first, self.workload.last)
+                self._ends[of_ends] = [self.inside(end, plan, plan.micro_batch) for end in ends]
+            first, last = self._ends[of_ends]
+            found = self._chains[inner, plan.memory.recompute] = (first, blocks, last)
         return found
 
 

@@ -15,14 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Self
+from typing import Any, Self
 
 from weft.cluster import Cluster
 from weft.memory.host import KEPT_FREE_BYTES
 from weft.parallel import STRATEGIES
 from weft.plan import Context, Pipe, Plan, Shard, Tensor
 from weft.plan import Memory as MemoryPolicy
-from weft.planner.memory import Memory, Sizes, memory, sizes
+from weft.planner.memory import Memory, Sizes, Working, memory, sizes, working
 from weft.planner.question import Question
 from weft.planner.step import StepModel, StepTime
 from weft.profile import Profile
@@ -89,15 +89,22 @@ class Model:
         return replace(self, steps=replace(self.steps, cluster=cluster))
 
     @cached_property
-    def _sizes(self) -> dict[tuple[int, int, bool, str, str], Sizes]:
+    def _sizes(self) -> dict[Any, Sizes]:
+        return {}
+
+    @cached_property
+    def _working(self) -> dict[Any, tuple[Working, ...]]:
         return {}
 
     def held(self, plan: Plan, num_micro_batches: int) -> Memory:
         """What the fullest rank holds."""
-        key = (plan.tensor.x, plan.tensor.y, plan.tensor.sequence, plan.memory.recompute, plan.matmul)
-        if key not in self._sizes:
-            self._sizes[key] = sizes(self.profile, plan)
-        return memory(self._sizes[key], plan, self.num_blocks, num_micro_batches)
+        inside = (plan.tensor, plan.memory.recompute, plan.precision, plan.matmul)
+        if inside not in self._sizes:
+            self._sizes[inside] = sizes(self.profile, plan)
+        key = (*inside, plan.context, plan.micro_batch, plan.memory.activations, plan.pipe, num_micro_batches)
+        if key not in self._working:
+            self._working[key] = working(self._sizes[inside], plan, self.num_blocks, num_micro_batches)
+        return memory(self._working[key], self._sizes[inside], plan, num_micro_batches)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """The search over plans for it."""
@@ -192,7 +199,8 @@ class Search(ABC):
     def _offloaded(self, candidate: Candidate) -> Candidate | None:
         """A plan with the least share of its state on the host that is allowed and fits; None if there is none."""
         node, count = self.steps.cluster.node, candidate.num_micro_batches
-        if node.host_link_bytes_per_second is None or not self._shares:
+        is_hopeless = candidate.memory.least_bytes > self.limit_bytes
+        if node.host_link_bytes_per_second is None or not self._shares or is_hopeless:
             return None
         held = candidate.memory.total_bytes
         hosted = held - self._with_share(candidate, 1.0).memory.total_bytes
@@ -219,11 +227,10 @@ class Search(ABC):
         held = self.model.held(plan, num_micro_batches)
         candidate: Candidate | None = Candidate(plan, num_micro_batches, seconds, held)
         assert candidate is not None
-        if held.total_bytes > self.limit_bytes:
-            nearest = self._large.get(tuple(plan.degrees.values()))
-            if nearest is None or held.total_bytes < nearest.memory.total_bytes:
-                self._large[tuple(plan.degrees.values())] = candidate
-        if held.total_bytes > self.limit_bytes or self._shares[:1] != [0.0]:
+        is_large, layout = held.total_bytes > self.limit_bytes, tuple(plan.degrees.values())
+        if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
+            self._large[layout] = candidate
+        if is_large or self._shares[:1] != [0.0]:
             candidate = self._offloaded(candidate)
         if candidate is None or self._is_slow(candidate.seconds):
             return

@@ -20,7 +20,7 @@ from weft.pipeline.shadow import with_shadows
 from weft.pipeline.simulate import Timeline, simulate
 from weft.plan import Pipe, Plan
 from weft.planner.lists import Run, run
-from weft.planner.memory import host_bytes
+from weft.planner.memory import host_bytes, spared_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.workload import Part
 
@@ -88,7 +88,8 @@ class StepModel(MicroBatchModel):
 
     def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
         own = numel / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
-        updated = own * self.software.optimizer_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
+        num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan))
+        updated = num_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
         link = self.cluster.node.host_link_bytes_per_second
         if not plan.memory.offload or link is None:
             return updated
@@ -177,7 +178,7 @@ class StepModel(MicroBatchModel):
     def _run(self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int) -> Run:
         if plan.pipe.degree == 1:
             return Run(sum(stages[0]) * num_micro_batches, 0.0)
-        return run(plan.pipe, num_micro_batches, stages, messages)
+        return run(plan.pipe, num_micro_batches, tuple(stages), tuple(messages))
 
     def _timeline(
         self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int

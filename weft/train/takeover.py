@@ -100,7 +100,7 @@ class TakeOver:
 
     def _tell_all(self, store: Store, ranks: list[int]) -> dict[int, _Progress]:
         done, has_gradients = self._model.progress()
-        actions, sections = [asdict(action) for action in done], self.sections
+        actions, sections = [action._asdict() for action in done], self.sections
         own = _Progress(sections.number, sections.last, actions, has_gradients, self._saver.num_saves)
         store.set(f"state/{self._rank}", json.dumps(asdict(own)))
         return {rank: _Progress(**json.loads(store.get(f"state/{rank}"))) for rank in ranks}
