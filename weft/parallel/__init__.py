@@ -27,6 +27,7 @@ from weft.parallel.flat import Flat
 from weft.parallel.fp8 import Fp8Matmuls
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
+from weft.parallel.streamed import StreamedFlat
 from weft.parallel.tensor import TensorAxes, localise
 from weft.parallel.tile import TileAxis, TileGradients
 from weft.parallel.tiling import localise_tile, mark, tiling_for
@@ -227,8 +228,9 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
     """What lives on this rank's device from step to step, by kind; all of it between backward and step."""
     pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
     away = {id(piece) for flat in flats if flat.on_host for piece in flat.pieces}
-    gradients = [buffer for flat in flats for buffer in (flat.whole_gradient, flat.slice_gradient)]
-    gradients += [piece.grad for piece in pieces]
+    gradients = [buffer for flat in flats for buffer in flat.device_gradients]
+    there = {id(piece) for flat in flats if flat.is_streamed for piece in flat.pieces}
+    gradients += [piece.grad for piece in pieces if id(piece) not in there]
     values = [value for piece, state in optimizer.state.items() if id(piece) not in away for value in state.values()]
     slices = [flat.slice for flat in flats if not (flat.on_host and flat.is_apart)]
     found = {
@@ -246,8 +248,13 @@ def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tenso
     flats = [flat for flat in all_flats(model) if flat.on_host]
     sender = sender_of(model)
     slices = [flat.slice for flat in flats if flat.is_apart]
+    streamed = [flat for flat in flats if isinstance(flat, StreamedFlat)]
     values = [value for flat in flats for piece in flat.pieces for value in optimizer.state.get(piece, {}).values()]
-    found = {"parameters": slices, "optimizer": [value for value in values if isinstance(value, Tensor)]}
+    found = {
+        "parameters": [*slices, *(flat.home for flat in streamed)],
+        "gradients": [flat.slice_gradient for flat in streamed if flat.slice_gradient is not None],
+        "optimizer": [value for value in values if isinstance(value, Tensor)],
+    }
     found[ACTIVATIONS] = sender.pool.buffers if sender is not None else []
     return {kind: tensors for kind, tensors in found.items() if tensors}
 
@@ -290,10 +297,13 @@ def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
     flats = [flat for flat in flats if flat.slice_gradient is not None]
     gradients = [flat.slice_gradient for flat in flats if flat.slice_gradient is not None]
     replicas = [flat.layout.replicas * flat.copies for flat in flats]
+    known_norms = [flat.gradient_norm for flat in flats]
     squared = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:  # a stage may be frozen
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # of the sum: bf16 has too few bits for it
-        squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square()
+        here = [gradient for gradient, known in zip(gradients, known_norms, strict=True) if known is None]
+        norms = iter(torch._foreach_norm(here, 2, dtype=dtype) if here else ())
+        squares = torch.stack([next(norms) if known is None else known for known in known_norms]).double().square()
         if any(count > 1 for count in replicas):  # numbers from the host, which would wait for the device
             squares = squares / torch.tensor(replicas, dtype=squares.dtype).to(squares.device, non_blocking=True)
         squared += squares.sum()
@@ -314,8 +324,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: T
     norm = grad_norm(model, mesh) if norm is None else norm
     gradients = [flat.slice_gradient for flat in all_flats(model) if flat.slice_gradient is not None]
     factor = clip_factor(norm, max_norm)
-    if factor is not None and gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    for device in {gradient.device for gradient in gradients} if factor is not None else ():
+        there = [gradient for gradient in gradients if gradient.device == device]
+        torch._foreach_mul_(there, factor.to(device, there[0].dtype))
     return norm
 
 
