@@ -259,6 +259,11 @@ class Plan:
                 "plan.memory.delay = true hides the update of state on the host, and plan.memory.offload = 0; raise "
                 "offload, or use delay = false"
             )
+        if self.memory.weights:
+            raise PlanError(
+                f"plan.memory.delay = true keeps the weights of two steps, and plan.memory.weights = "
+                f"{self.memory.weights:g} one on the host; use weights = 0 with offload, or delay = false"
+            )
         is_freed = self.shard.degree > 1 and self.shard.stage == 3
         if self.precision != "bf16" or not self.memory.master or is_freed:
             raise PlanError(

@@ -20,6 +20,7 @@ from weft.head import install_loss_head, is_loss_in_head
 from weft.memory.activations import ACTIVATIONS, ActivationPolicy
 from weft.memory.recompute import RecomputePolicy
 from weft.memory.sending import sender_of
+from weft.memory.weights import WeightPolicy
 from weft.mesh import Mesh
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
@@ -47,6 +48,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Fp8Matmuls(),
     RecomputePolicy(),
     ActivationPolicy(),
+    WeightPolicy(),
     ShardAxis(),
     DataAxis(),
     ContextAxis(),
@@ -324,9 +326,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: T
     norm = grad_norm(model, mesh) if norm is None else norm
     gradients = [flat.slice_gradient for flat in all_flats(model) if flat.slice_gradient is not None]
     factor = clip_factor(norm, max_norm)
-    for device in {gradient.device for gradient in gradients} if factor is not None else ():
-        there = [gradient for gradient in gradients if gradient.device == device]
-        torch._foreach_mul_(there, factor.to(device, there[0].dtype))
+    if factor is not None:
+        for device in {gradient.device for gradient in gradients}:
+            there = [gradient for gradient in gradients if gradient.device == device]
+            torch._foreach_mul_(there, factor.to(device, there[0].dtype))
     return norm
 
 

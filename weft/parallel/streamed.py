@@ -45,7 +45,8 @@ class Room:
         self.holder: StreamedFlat | None = None  # whose weights are here, or on their way
         self.gradient: Tensor | None = None
         self.owner: StreamedFlat | None = None  # whose gradient is here, and not on the host
-        self._size, self._going = size, (None, None)  # a gradient that leaves, and when it has
+        self._size = size
+        self._going: tuple[Tensor | None, Any] = None, None  # a gradient that leaves, and when it has
 
     def send(self, target: Tensor, gradient: Tensor) -> Any:
         """Let a gradient go to the host; when it is there."""
@@ -87,7 +88,8 @@ class StreamedFlat(Flat):
         self._sent: Any = None  # when the gradient is on the host
         self._arriving: tuple[Tensor, Any] | None = None  # a sum on its way back, to be added to, and when it is there
         self._has_sum = False  # whether the host has a gradient that is to be added to
-        super().__init__(*args, **options, on_host=True)
+        options["on_host"] = True
+        super().__init__(*args, **options)
         is_one = self.slice_dtype == self.compute_dtype
         self.home = self.slice if is_one else host_zeros(self.layout.numel, self.compute_dtype, self.device)
 
@@ -250,7 +252,8 @@ class StreamedFlat(Flat):
             assert self.whole_gradient is not None
             self._zero_padding(self.whole_gradient)
             return
-        assert self.slice_gradient is not None and self.whole_gradient is not None
+        assert self.slice_gradient is not None
+        assert self.whole_gradient is not None
         arriving = self.whole_gradient
         if arriving.dtype != self.slice_gradient.dtype:  # the first sum of all, which is in few bits still
             arriving = torch.empty_like(arriving, dtype=self.slice_gradient.dtype)
@@ -259,7 +262,8 @@ class StreamedFlat(Flat):
         self._filled.update(range(len(self.whole_parameters)))
 
     def _finish_arriving(self) -> None:
-        assert self._arriving is not None and self.whole_gradient is not None
+        assert self._arriving is not None
+        assert self.whole_gradient is not None
         arriving, event = self._arriving
         self._arriving = None
         self._link.up.wait(event)

@@ -15,12 +15,13 @@ from functools import lru_cache
 from weft.head import is_loss_in_head
 from weft.memory.compiled import under
 from weft.memory.recompute import over_root, transient
-from weft.memory.sent import sendable, sent_blocks
+from weft.memory.sent import sendable, sent_blocks, spread
 from weft.models.loss import parts
 from weft.parallel.layout import (
     CODE_BLOCK,
     COMPUTE_DTYPE,
     MASTER_DTYPE,
+    NUM_ROOMS,
     gradient_dtype,
     is_apart,
     moment_dtype,
@@ -163,30 +164,39 @@ def _of_rank(
         else:
             one = sizes.block_numel * master
             backward += ends * master + max(one, 2 * one - kept * per_micro_batch)
-    held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches)
+    streamed = len(spread(num_blocks, plan.memory.weights))
+    if streamed:
+        rooms = min(NUM_ROOMS, streamed) * sizes.block_numel
+        throughout += rooms * (compute + gradient_dtype(plan, num_micro_batches).itemsize)
+    held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches, streamed * sizes.block_numel)
     return Memory(*held, saved, throughout + max(loss, backward))
 
 
-def state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer on the device, of so many parameters on a rank of pipe."""
+def state(plan: Plan, numel: float, num_micro_batches: int, streamed_numel: float = 0.0) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer on the device, of so many parameters on a rank of pipe; some of them
+    may be streamed from the host.
+    """
     compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
     gradient = gradient_dtype(plan, num_micro_batches).itemsize
     moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
     own, is_alone = numel / plan.shard.degree, plan.shard.degree == 1
     frees = plan.shard.stage == 3 and not is_alone
-    here = 1 - plan.memory.offload
-    parameters = 0 if frees else numel * compute
+    here = 1 - max(plan.memory.offload, streamed_numel / numel if numel else 0.0)
+    parameters = 0 if frees else (numel - streamed_numel) * compute
     parameters += own * at_rest * here if is_apart(plan) else 0
-    gradients = (numel if plan.shard.stage == 1 or is_alone else own) * gradient
+    gradients = (numel - streamed_numel if plan.shard.stage == 1 or is_alone else own) * gradient
     if plan.memory.delay:
         parameters, gradients = parameters + own * compute, gradients + own * gradient
     return parameters, gradients, 2 * own * here * (1 + 4 / CODE_BLOCK if moment is None else moment.itemsize)
 
 
-def host_bytes(plan: Plan, numel: float) -> float:
-    """Bytes of state in host memory, of so many parameters on a rank of pipe."""
+def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> float:
+    """Bytes that an update moves each way of state in host memory, of so many parameters on a rank of pipe. Weights
+    that are there apart from the optimizer's only go, as their gradients only come.
+    """
     here = replace(plan, memory=replace(plan.memory, offload=0.0))
-    return sum(state(here, numel, 1)) - sum(state(plan, numel, 1))
+    home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if is_apart(plan) else 0.0
+    return sum(state(here, numel, 1)) - sum(state(plan, numel, 1, streamed_numel)) - home
 
 
 def sizes(profile: Profile, plan: Plan) -> Sizes:
