@@ -108,14 +108,16 @@ def predicted(make: Callable[[], nn.Module], plan: Plan, count: int = 1) -> Cost
 # --- exactness
 
 
-@pytest.mark.parametrize(("recompute", "count"), [("none", 1), ("selective", 1), ("full", 1), ("full", 2)])
+@pytest.mark.parametrize(
+    ("recompute", "count", "share"),
+    [("none", 1, 0.4), ("none", 2, 1.0), ("selective", 1, 1.0), ("full", 1, 1.0), ("full", 2, 0.4)],
+)
 @pytest.mark.parametrize(("make", "plan"), [(gpt2, FP32), (llama, BF16)], ids=["fp32", "bf16"])
-def test_no_bit_changes(make: Callable[[], nn.Module], plan: Plan, recompute: Any, count: int) -> None:
+def test_no_bit_changes(make: Callable[[], nn.Module], plan: Plan, recompute: Any, count: int, share: float) -> None:
     plan = replace(plan, memory=replace(plan.memory, recompute=recompute))
     expected = train(make, plan, count)
     assert float(expected["norm 0"]) > CLIP
-    for share in (0.4, 1.0):
-        assert differing(train(make, streamed(plan, share), count), expected) == []
+    assert differing(train(make, streamed(plan, share), count), expected) == []
 
 
 @pytest.mark.parametrize(
@@ -136,10 +138,9 @@ def test_beside_other_policies_no_bit_changes(memory: Memory, monkeypatch: pytes
     assert differing(train(llama, streamed(plan, 0.6)), expected) == []
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_compiled_blocks_find_their_weights(recompute: Any) -> None:
+def test_compiled_blocks_find_their_weights() -> None:
     def compiled(share: float) -> dict[str, Tensor]:
-        one = built(llama, streamed(BF16, share, recompute=recompute))
+        one = built(llama, streamed(BF16, share))
         torch.compiler.reset()
         compile_blocks(one[0], pytest.fail, "aot_eager_decomp_partition")
         return run(one, 1)
@@ -154,7 +155,7 @@ def test_a_sum_of_three_micro_batches_comes_back_for_each(monkeypatch: pytest.Mo
     assert differing(train(llama, streamed(BF16, 1.0), 4), expected) == []
 
 
-@pytest.mark.parametrize("name", ["gpt2", "frozen parameter", "transformers gpt2", *oracle.VECTOR_MODELS])
+@pytest.mark.parametrize("name", ["gpt2", "frozen parameter", *oracle.VECTOR_MODELS])
 def test_models_of_all_kinds_are_verified(name: str) -> None:
     for count, share in ((1, 1.0), (2, 0.5)):
         report = oracle.check(name, Plan(memory=Memory(weights=share), micro_batch=8 // count)).require()
@@ -172,7 +173,7 @@ def test_skipped_blocks_have_zero_gradients() -> None:
         plan = replace(streamed(BF16, share), exact=False)
         model, optimizer, mesh = built(gpt2, plan)
         gates = drop_layers(model, LayerDrop(0.2, 10.0), 0, plan, optimizer)
-        found = {}
+        found: dict[str, Tensor] = {}
         for step in range(6):
             torch.manual_seed(step)
             gates.begin(step + 1, 0)
@@ -225,6 +226,7 @@ def test_parameters_without_gradients_and_sums_that_the_user_keeps(plan: Plan) -
         for is_idle in (True, False, True):  # nobody clears them in between
             model(torch.randn(3, 6), is_idle).float().square().sum().backward()
         found = [grad_norm(model, mesh), clip_grad_norm(model, 0.5, mesh)]
+        assert float(grad_norm(model, mesh)) == pytest.approx(0.5, rel=1e-2)
         found += [flat.slice_gradient.clone() for flat in all_flats(model) if flat.slice_gradient is not None]
         optimizer.step()
         return found + [piece.detach().clone() for _, piece in named_pieces(model)]
@@ -248,6 +250,31 @@ def test_a_backward_that_was_cut_short_leaves_nothing() -> None:
     assert differing(after(True), after(False)) == []
 
 
+def test_gradients_that_nobody_keeps_leave_nothing() -> None:
+    def after(is_asked: bool) -> dict[str, Tensor]:
+        one = built(llama, streamed(BF16, 1.0))
+        if is_asked:
+            embedding = all_flats(one[0])[0].whole_parameters[0]
+            for step in range(2):  # a sum, which comes back for nothing
+                loss = one[0](micro_batches(step, 1)[0][0]).float().sum()
+                loss.backward() if step == 0 else torch.autograd.grad(loss, embedding)
+            one[1].zero_grad()
+        return run(one, 1)
+
+    assert differing(after(True), after(False)) == []
+
+
+def test_micro_batches_are_computed_twice(tmp_path: Path) -> None:
+    path = runs.write_run_file(tmp_path, runs.DEEP)
+    overrides = ['plan.precision="bf16"', "plan.micro_batch=8", "numbers.repeat_every=1", "train.steps=4"]
+    found = []
+    for name, share in (("here", 0.0), ("away", 1.0)):
+        one = runs.make_run(path, name, *overrides, "train.deterministic=true", f"plan.memory={{weights={share}}}")
+        runs.train_on_ranks(one)
+        found.append(runs.losses(one.folder))
+    assert found[0] == found[1]
+
+
 def test_a_change_of_a_piece_reaches_the_next_forward() -> None:
     for plan in (FP32, BF16):
         model, optimizer, mesh = built(llama, streamed(plan, 1.0))
@@ -266,7 +293,7 @@ def test_a_change_of_a_piece_reaches_the_next_forward() -> None:
 # --- resume
 
 
-@pytest.mark.parametrize(("first", "second"), [(1.0, 0.0), (0.0, 1.0), (0.4, 1.0)])
+@pytest.mark.parametrize(("first", "second"), [(1.0, 0.0), (0.0, 0.4)])
 @pytest.mark.parametrize("plan", [FP32, BF16], ids=["fp32", "bf16"])
 def test_a_run_resumes_under_another_share(plan: Plan, first: float, second: float, tmp_path: Path) -> None:
     expected = run(built(llama, plan), 2)
@@ -452,7 +479,7 @@ def test_blocks_are_spread_and_the_last_is_streamed(num_blocks: int, twentieths:
 
 def on_h200(share: float, link: float = 64e9) -> tuple[Run, Cluster]:
     overrides = ["plan.precision=bf16", "plan.data=1", "plan.shard=1", "train.batch=16", "plan.micro_batch=16"]
-    deep = ["data.sequence=512", "model.num_hidden_layers=24", "train.compile=false"]
+    deep = ["data.sequence=64", "model.num_hidden_layers=16", "train.compile=false"]
     run = load_run(QUICKSTART, [*overrides, *deep, f"plan.memory={{weights={share}}}"])
     cluster = load("h200")
     return run, replace(cluster, node=replace(cluster.node, host_link_bytes_per_second=link))

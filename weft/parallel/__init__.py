@@ -330,6 +330,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: T
         for device in {gradient.device for gradient in gradients}:
             there = [gradient for gradient in gradients if gradient.device == device]
             torch._foreach_mul_(there, factor.to(device, there[0].dtype))
+        for flat in all_flats(model):
+            if flat.gradient_norm is not None:
+                flat.gradient_norm = flat.gradient_norm * factor.to(flat.gradient_norm.dtype)
     return norm
 
 

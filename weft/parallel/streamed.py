@@ -218,18 +218,18 @@ class StreamedFlat(Flat):
         self.hides_gradient = True
 
     def forget_gradient(self) -> None:
-        """The next backward begins a new sum."""
+        """The next backward begins a new sum, also where one has come back and nothing was added to it."""
         super().forget_gradient()
         self._has_sum = False
+        if self.room.owner is self:
+            if self._arriving is not None:
+                self._finish_arriving()
+            self.room.owner, self.whole_gradient, self._targets = None, None, []
+            self._filled.clear()
+            self._taken.clear()
 
     def discard_gradient(self) -> None:
         """Forget what a backward that was cut short has left, and what it was added to."""
-        if self._arriving is not None:
-            self._finish_arriving()
-        if self.room.owner is self:
-            self.room.owner = None
-        self._filled.clear()
-        self._taken.clear()
         self.forget_gradient()
         for piece in self.pieces:
             piece.grad = None
@@ -244,7 +244,8 @@ class StreamedFlat(Flat):
         return self.room.weights[: self.layout.numel]
 
     def _begin_gradient(self) -> None:
-        self.await_update()  # which reads the last gradient
+        self.await_update()  # which reads the last gradient; or weights that were fetched behind it, and not used
+        self._link.up.wait(self._fetched)
         if self._has_sum:
             self._is_alone = False
         self._take_room()

@@ -240,8 +240,9 @@ class Units:
         unit.in_backward = True
         unit.finish_gather()
         self._fetch_ahead(unit, -1)
-        for flat in unit.trained:
-            flat.expect_gradient()
+        if not self.rehearses:
+            for flat in unit.trained:
+                flat.expect_gradient()
 
     def _take(self, number: int, place: int, index: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # it went into an operation whose backward had nothing for it
