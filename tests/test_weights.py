@@ -32,7 +32,7 @@ from weft.launch import Place
 from weft.layer_drop import LayerDrop, drop_layers
 from weft.live import LiveTensors
 from weft.memory.pruned import prune
-from weft.memory.weights import WeightPolicy, trips
+from weft.memory.weights import WeightPolicy, home_bytes, trips
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.optim import AdamW
@@ -53,6 +53,7 @@ from weft.parallel.layout import streamed_blocks
 from weft.parallel.streamed import Link, Room, StreamedFlat
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
+from weft.planner.memory import state, updated_bytes
 from weft.predict import example_inputs, fitting_offload, fitting_weights, predict
 from weft.profile import profile
 from weft.train.compiling import compile_blocks
@@ -442,6 +443,21 @@ def test_the_device_holds_no_more_of_a_deeper_model() -> None:
     assert here[2:] == sorted(here[2:], reverse=True)  # the first room costs what its block saves
     assert there == sorted(there)
     assert there[0] == 0
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "compact"])  # offload takes whole buffers, of which here are few
+def test_the_planners_closed_form_is_that_of_the_strategies(name: str) -> None:
+    plan = streamed(PLANS[name], 0.6)
+    found, exact = profile(llama()), predicted(llama, plan)
+    away = sum(block.numel for block in found.blocks if block.name in streamed_blocks(found.all, plan))
+    parameters, gradients, optimizer = state(plan, found.numel, 1, away)
+    rooms = 2 * found.blocks[0].numel
+    compute, gradient = (2, 2) if plan.precision == "bf16" else (4, 4)
+    assert parameters + rooms * compute == pytest.approx(exact.state_bytes["parameters"], rel=0.02)
+    assert gradients + rooms * gradient == pytest.approx(exact.state_bytes["gradients"], rel=0.02)
+    assert optimizer == pytest.approx(exact.state_bytes["optimizer"], rel=0.1)
+    moved = sum(exact.host_bytes.values()) - home_bytes(found, plan)
+    assert updated_bytes(plan, found.numel, away) == pytest.approx(moved, rel=0.1)
 
 
 def test_predicted_peak_is_what_tensors_take() -> None:
