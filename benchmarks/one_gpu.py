@@ -2,6 +2,7 @@
 
     python benchmarks/one_gpu.py [--short] [--only weft plain] [--shapes 1.2b 6.7b] [--out FILE]
     python benchmarks/one_gpu.py --only weft-split --shapes 13b
+    python benchmarks/one_gpu.py --only weft-weights --shapes 40b
     python benchmarks/one_gpu.py --only weft weft-fp8 --shapes 6.7b --losses 200 --text FILE
 
 Every contender runs in a process of its own; one that is not installed, or does not fit, says so. A step is forward,
@@ -58,6 +59,7 @@ CONTENDERS = (
     "weft-offload",
     "weft-split",
     "weft-compact",
+    "weft-weights",
     "plain",
     "transformers",
     "transformers-eager",
@@ -66,7 +68,7 @@ CONTENDERS = (
     "deepspeed",
 )
 
-SMALLER = ("selective", "activations", "offload", "split", "compact")
+SMALLER = ("selective", "activations", "offload", "split", "compact", "weights")
 SPEED = tuple(name for name in CONTENDERS if name.partition("-")[2] not in SMALLER)
 
 
@@ -113,6 +115,7 @@ CASES = {
     "6.7b-small": Case(SEVEN, 2, 2048),
     "13b": Case(_llama(5120, 40, 40, 40, 13824, 32000), 4, 2048),
     "32b": Case(_llama(6656, 60, 52, 52, 17920, 32000), 2, 2048),
+    "40b": Case(_llama(7168, 64, 56, 56, 19456, 32000), 2, 2048),
     "tiny": Case(_llama(32, 2, 4, 2, 64, 256), 2, 16),
 }
 PLANS: dict[str, dict[str, Any]] = {
@@ -132,6 +135,11 @@ PLANS: dict[str, dict[str, Any]] = {
         "precision": "bf16",
         "exact": False,
         "memory": {"master": False, "state": "int8", "offload": 1.0, "recompute": "full"},
+    },
+    "weft-weights": {  # 31 of 64 blocks of 40b: 116 GB in host memory, 127 GB of state on the device
+        "precision": "bf16",
+        "exact": False,
+        "memory": {"master": False, "state": "int8", "weights": 0.48, "recompute": "full"},
     },
 }
 

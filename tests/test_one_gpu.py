@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import one_gpu
 
-NAMES = ("weft", "weft-fp8", "plain", "transformers")
+NAMES = ("weft", "weft-fp8", "weft-weights", "plain", "transformers")
 
 
 def arguments(losses: int = 0, text: Path | None = None) -> argparse.Namespace:

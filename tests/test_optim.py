@@ -20,11 +20,22 @@ from weft.errors import PlanError
 from weft.local import run_local
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel import all_flats, clip_factor, cost, grad_norm, host_bytes, named_pieces, parallelize, state_bytes
+from weft.parallel import (
+    all_flats,
+    clip_factor,
+    clip_grad_norm,
+    cost,
+    grad_norm,
+    host_bytes,
+    named_pieces,
+    parallelize,
+    state_bytes,
+)
+from weft.parallel.flat import Flat
 from weft.plan import BatchSplit, Memory, Plan, Shard, split_batch
 from weft.predict import fitting_offload, predict
 from weft.profile import profile
-from weft.train.step import Batch, train_step
+from weft.train.step import CROSS_ENTROPY, Batch, train_step
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 STEPS = 5
@@ -291,3 +302,40 @@ def test_the_least_offload_that_fits_is_found() -> None:
     assert predict(replace(run, plan=replace(run.plan, memory=Memory(offload=1.0))), cluster).communication_seconds[
         "host"
     ]
+
+
+def test_squares_that_were_taken_with_gradients_are_the_norm_until_something_changes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a GPU does by a kernel: large gradients alone, and none that are added to or scaled afterwards."""
+
+    def take(flat: Flat, index: int, gradient: Tensor) -> bool:
+        if not flat._is_alone or gradient.numel() < 100:
+            return False
+        flat._targets[index].copy_(gradient.view_as(flat._targets[index]))
+        flat._squares[index] = gradient.float().square().sum(dtype=torch.float32).view(1)
+        taken.append(index)
+        return True
+
+    def norm_of_slices() -> float:
+        slices = [flat.slice_gradient.double().square().sum() for flat in all_flats(model) if flat.trainable]
+        return float(torch.stack(slices).sum().sqrt())
+
+    taken: list[int] = []
+    monkeypatch.setattr(Flat, "_take", take)
+    torch.manual_seed(0)
+    plan = Plan(precision="bf16")
+    mesh = Mesh(plan)
+    model = parallelize(models.tied_decoder().float(), plan, mesh)
+    optimizer = AdamW(model)
+    for step in range(2):
+        CROSS_ENTROPY.total(model, models.token_batch(step)).backward()
+        assert float(grad_norm(model, mesh)) == pytest.approx(norm_of_slices(), rel=1e-6)
+        optimizer.zero_grad()
+    assert taken
+    CROSS_ENTROPY.total(model, models.token_batch(0)).backward()
+    before = clip_grad_norm(model, 1e-3, mesh)
+    assert float(grad_norm(model, mesh)) == pytest.approx(1e-3, rel=1e-2)
+    assert float(before) > 1e-2
+    CROSS_ENTROPY.total(model, models.token_batch(1)).backward()  # another is added
+    assert float(grad_norm(model, mesh)) == pytest.approx(norm_of_slices(), rel=1e-6)

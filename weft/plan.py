@@ -17,6 +17,7 @@ from weft.schema import convert, dump_toml, read_toml, to_table
 
 AXES = ("data", "pipe", "shard", "rows", "columns", "context", "x", "y")
 MAX_RANKS = 1 << 20
+HOST_SHARES = ("offload", "activations", "weights")  # of `Memory`: what goes to the host
 
 Precision = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
@@ -151,7 +152,8 @@ class Memory:
     master weights and moments that lives in host memory, 0 to 1. `delay`: each step's update runs behind the forward
     and backward of the next, which compute with the weights before it; needs `plan.exact = false`.
 
-    `activations`: the share of blocks, 0 to 1, whose saved activations wait for backward in host memory.
+    `activations`: the share of blocks, 0 to 1, whose saved activations wait for backward in host memory. `weights`: the
+    share of blocks whose weights live there with their gradients, master weights and moments.
     """
 
     recompute: Recompute = "none"
@@ -161,13 +163,19 @@ class Memory:
     offload: float = 0.0
     delay: bool = False
     activations: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def keeps_state_on_host(self) -> bool:
+        """Whether anything that lives from step to step does so in host memory."""
+        return self.offload > 0 or self.weights > 0
 
     @property
     def words(self) -> str:
         """`, recompute full, offload 0.35, activations 0.5`; nothing where there is none of it."""
         again = "" if self.recompute == "none" else f", recompute {self.recompute}"
-        again += f", offload {self.offload:g}" if self.offload else ""
-        return again + (f", activations {self.activations:g}" if self.activations else "")
+        shares = {name: getattr(self, name) for name in HOST_SHARES}
+        return again + "".join(f", {name} {share:g}" for name, share in shares.items() if share)
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,7 @@ class Plan:
         ]
         if self.memory.delay:
             self._check_delay()
-        for name in ("offload", "activations"):
+        for name in HOST_SHARES:
             share = getattr(self.memory, name)
             if not 0 <= share <= 1:
                 raise PlanError(f"plan.memory.{name} = {share}; a share lies between 0 and 1")
@@ -250,6 +258,11 @@ class Plan:
             raise PlanError(
                 "plan.memory.delay = true hides the update of state on the host, and plan.memory.offload = 0; raise "
                 "offload, or use delay = false"
+            )
+        if self.memory.weights:
+            raise PlanError(
+                f"plan.memory.delay = true keeps the weights of two steps, and plan.memory.weights = "
+                f"{self.memory.weights:g} one on the host; use weights = 0 with offload, or delay = false"
             )
         is_freed = self.shard.degree > 1 and self.shard.stage == 3
         if self.precision != "bf16" or not self.memory.master or is_freed:

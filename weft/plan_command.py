@@ -18,7 +18,15 @@ from weft.planner.page import page
 from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
 from weft.planner.show import show_answer
 from weft.planning import ask_for, catalog_run, image_run, planning_cluster, with_plan, with_saves, with_traffic
-from weft.predict import better_form, fitting_activations, fitting_offload, micro_batch_profile, predict, run_cluster
+from weft.predict import (
+    better_form,
+    fitting_activations,
+    fitting_offload,
+    fitting_weights,
+    micro_batch_profile,
+    predict,
+    run_cluster,
+)
 from weft.train.timeline import refuse_timeline
 
 
@@ -122,10 +130,14 @@ def predict_plan(
         refuse_timeline(run.plan, path)
     cluster = run_cluster(run)
     profile = micro_batch_profile(run)
-    offload, mtbf_seconds = run.plan.memory.offload, asks.device_mtbf(cluster)
+    offload, mtbf_seconds = max(run.plan.memory.offload, run.plan.memory.weights), asks.device_mtbf(cluster)
     failing = _failures(mtbf_seconds, profile.numel, run.plan.precision, cluster, offload)
     prediction, form = predict(run, cluster), better_form(run, cluster)
-    fitting = {"offload": fitting_offload(run, cluster), "activations": fitting_activations(run, cluster)}
+    fitting = {
+        "offload": fitting_offload(run, cluster),
+        "activations": fitting_activations(run, cluster),
+        "weights": fitting_weights(run, cluster),
+    }
     if as_json:
         found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
         better: dict[str, Any] = {} if form is None else {"better_form": asdict(form)}

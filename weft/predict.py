@@ -26,6 +26,7 @@ from weft.measure import cpu_flops_per_second, is_cpu
 from weft.memory.activations import ACTIVATIONS
 from weft.memory.compiled import compiled, under
 from weft.memory.host import KEPT_FREE_BYTES
+from weft.memory.weights import WEIGHTS, trips
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import LanguageConfig, ModelConfig, build
 from weft.models.loss import ExampleLoss
@@ -36,10 +37,11 @@ from weft.pipeline import Timeline, simulate
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
+from weft.planner.host_link import copied_seconds, update_seconds
 from weft.planner.image_model import COMPILED, planned_images
 from weft.planner.kernels import Software, software_for_text
 from weft.planner.model import planned_model
-from weft.planner.step import HOST_LINK_SHARE, StepModel
+from weft.planner.step import StepModel
 from weft.profile import Profile, profile
 from weft.train.compiling import wants_compile
 from weft.train.documents import document_traffic
@@ -77,6 +79,7 @@ class Prediction:
     host_limit_bytes: int = 0  # each rank's part of its host's memory
     offload: float = 0.0
     activations: float = 0.0
+    weights: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain values."""
@@ -140,11 +143,13 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
             timeline = _run_schedule(run, staging, times, cluster)
             step = _last_end(timeline, times, told, cluster)
     sent = costs[worst].host_bytes.get(ACTIVATIONS, 0)
-    if sent:
-        told[worst][ACTIVATIONS], exposed = _sent_seconds(sent * run.split.accumulation, plan, compute or 0.0, cluster)
+    if sent or plan.memory.weights:
+        moved = trips(whole, plan, run.split.accumulation)
+        copied, exposed = copied_seconds(sent * run.split.accumulation, moved, plan, compute or 0.0, cluster)
+        told[worst] |= copied
         step = step if step is None else step + exposed
     if sum(costs[worst].host_bytes.values()) > sent:
-        told[worst]["host"] = _host_seconds(costs[worst], cluster)
+        told[worst]["host"] = update_seconds(costs[worst], whole, plan, cluster)
         if step is not None and not modelled:  # the step model has it in the update
             hidden = compute or 0.0 if plan.memory.delay else 0.0
             step += max(0.0, told[worst]["host"] - hidden)
@@ -164,6 +169,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         host_limit,
         plan.memory.offload,
         plan.memory.activations,
+        plan.memory.weights,
     )
 
 
@@ -231,6 +237,16 @@ def fitting_activations(run: Run, cluster: Cluster) -> Prediction | None:
     """The same of `memory.activations`; None also where the plan does not allow it."""
     try:
         return _fitting(run, cluster, ACTIVATIONS)
+    except PlanError:
+        return None
+
+
+def fitting_weights(run: Run, cluster: Cluster) -> Prediction | None:
+    """The same of `memory.weights`, the last resort: None also where less does."""
+    if fitting_offload(run, cluster) is not None or fitting_activations(run, cluster) is not None:
+        return None
+    try:
+        return _fitting(run, cluster, WEIGHTS)
     except PlanError:
         return None
 
@@ -394,23 +410,6 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
         return load(run.cluster)
     machine = local_cluster(math.ceil(run.plan.num_ranks / num_hosts), on_cpu=run.train.device == "cpu")
     return replace(machine, num_nodes=num_hosts)
-
-
-def _host_seconds(one: Cost, cluster: Cluster) -> float:
-    """State on the host goes up and down at once; what the next forward hides of it is left out."""
-    link = cluster.node.host_link_bytes_per_second
-    state = sum(one.host_bytes.values()) - one.host_bytes.get(ACTIVATIONS, 0)
-    return 0.0 if link is None else state / link
-
-
-def _sent_seconds(sent_bytes: int, plan: Plan, compute: float, cluster: Cluster) -> tuple[float, float]:
-    """What activations take to the host and back, and what forward and backward do not hide of it."""
-    link = cluster.node.host_link_bytes_per_second
-    if link is None:
-        return 0.0, 0.0
-    one_way = sent_bytes / (link * HOST_LINK_SHARE)
-    forward = compute / (4 if plan.memory.recompute == "full" else 3)
-    return 2 * one_way, max(0.0, one_way - forward) + max(0.0, one_way - (compute - forward))
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:

@@ -131,7 +131,8 @@ def _exact(memory: Memory) -> Memory:
 def verify_run(run: Run) -> Report:
     """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked."""
     pipe = run.plan.pipe
-    config = run.model.shrunk(max(4 if run.plan.memory.activations else 2, pipe.num_stages))
+    sends = run.plan.memory.activations or run.plan.memory.weights
+    config = run.model.shrunk(max(4 if sends else 2, pipe.num_stages))
     plan = replace(run.plan, micro_batch=2, pipe=replace(pipe, split=()))  # whose names are the whole model's
     most = 2 * pipe.degree if pipe.degree > 1 else 2
     num_samples = plan.num_batch_ranks * 2 * (pipe.batches or min(most, run.split.accumulation))

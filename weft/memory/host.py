@@ -30,8 +30,8 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if error:
         raise PlanError(
-            f"CUDA does not pin {size:,} bytes of host memory (error {error}); lower plan.memory.offload or "
-            f"plan.memory.activations, or raise the limit of locked memory (ulimit -l)"
+            f"CUDA does not pin {size:,} bytes of host memory (error {error}); lower plan.memory.offload, "
+            f"activations or weights, or raise the limit of locked memory (ulimit -l)"
         )
     pages.address = tensor.data_ptr()
     return tensor.view(dtype)
@@ -71,8 +71,8 @@ def check_room(host_bytes: int, device_bytes: int, device: torch.device, num_loc
         raise PlanError(
             f"the plan keeps {host_bytes / 2**30:.1f} GiB in host memory for each of {num_local_ranks} ranks "
             f"here, and {available / 2**30:.1f} GiB are free, of which {KEPT_FREE_BYTES / 2**30:.0f} stay free; lower "
-            f"plan.memory.offload or plan.memory.activations, keep state in fewer bits (plan.memory.state), or shard "
-            f"over more ranks"
+            f"plan.memory.offload, plan.memory.activations or plan.memory.weights, keep state in fewer bits "
+            f"(plan.memory.state), or shard over more ranks"
         )
     if device.type != "cuda":
         return
@@ -80,6 +80,6 @@ def check_room(host_bytes: int, device_bytes: int, device: torch.device, num_loc
     if device_bytes > free:
         raise PlanError(
             f"the plan keeps {device_bytes / 2**30:.1f} GiB of state on {device}, of whose {total / 2**30:.1f} GiB "
-            f"{free / 2**30:.1f} are free; raise plan.memory.offload, keep state in fewer bits (plan.memory.state), or "
-            f"shard over more ranks"
+            f"{free / 2**30:.1f} are free; raise plan.memory.offload or plan.memory.weights, keep state in fewer bits "
+            f"(plan.memory.state), or shard over more ranks"
         )

@@ -37,15 +37,20 @@ def sending_from(num_bytes: int) -> Iterator[None]:
         _least.pop()
 
 
+def spread(num_blocks: int, share: float) -> tuple[int, ...]:
+    """The places of a share of the blocks, at equal intervals, the first among them."""
+    counts = [math.ceil(share * place - 1e-9) for place in range(num_blocks + 1)]
+    return tuple(place for place in range(num_blocks) if counts[place + 1] > counts[place])
+
+
 def sent_blocks(num_blocks: int, share: float) -> tuple[int, ...]:
     """The places of the blocks that send what they save: the share of all, but for those of the last interval; one at
     least, and never the last.
     """
     if not share:
         return ()
-    counts = [math.ceil(share * place - 1e-9) for place in range(num_blocks + 1)]
     last = max(1, num_blocks - math.ceil(1 / share - 1e-9))
-    return tuple(place for place in range(min(last, num_blocks - 1)) if counts[place + 1] > counts[place])
+    return tuple(place for place in spread(num_blocks, share) if place < min(last, num_blocks - 1))
 
 
 def sent_bytes(profile: Profile, plan: Plan) -> dict[str, int]:

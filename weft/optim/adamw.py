@@ -25,7 +25,7 @@ from weft.optim.update import change_by, change_by_torch, numbers, scaled, updat
 from weft.optim.update import update as plain_update
 from weft.parallel import all_flats, all_units
 from weft.parallel.flat import Flat
-from weft.parallel.layout import STAGING_NUMEL, Part, moment_dtype, slot_shapes
+from weft.parallel.layout import STAGING_NUMEL, Part, moment_dtype, passing_shapes, slot_shapes
 
 CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
 KERNEL_NUMEL = 1 << 26  # of one that is
@@ -185,7 +185,8 @@ class AdamW(Optimizer):
     @property
     def beside(self) -> dict[str, list[Tensor]]:
         """What it holds on the device beside `state`, by kind: slots for state on the host, and delayed updates."""
-        slots = [] if self._streams is None else [tensor for slot in self._streams.slots for tensor in slot]
+        streams = self._streams
+        slots = [] if streams is None else [tensor for slot in (*streams.slots, *streams.passing) for tensor in slot]
         pending = [held.pending for held in self.held if held.pending is not None]
         following = [held.following for held in self.held if held.following is not None]
         found = {"staging": slots, "gradients": pending, "parameters": following}
@@ -195,7 +196,7 @@ class AdamW(Optimizer):
         """Forget the gradients; buffers of them stay, and are written before they are read."""
         super().zero_grad(set_to_none)
         for held in self.held:
-            held.flat.hides_gradient = False
+            held.flat.forget_gradient()
 
     # --- one buffer
 
@@ -229,7 +230,7 @@ class AdamW(Optimizer):
                 whole = None if written is None else written[own]
                 state = store.at(run.first, held.parts[run.first][0], start, stop)
                 if is_fused:
-                    change = partial(change_by_torch, gradient[own], whole, store.steps[run.first], group)
+                    change = partial(change_by_torch, store.steps[run.first], group)
                 else:
                     with nullcontext() if streams is None else streams.updating(scale):
                         seed = (
@@ -239,13 +240,12 @@ class AdamW(Optimizer):
                         )
                         known = self._known(run.group, step, flat)
                         one = torch.ones((), device=flat.device) if scale is None else scale
-                    change = partial(change_by, update, gradient[own], whole, [one, known, seed])
+                    change = partial(change_by, update, [one, known, seed])
+                weight, changed = (None, (flat.slice[own], *state)) if flat.is_apart else (flat.slice[own], state)
                 if streams is None:
-                    change(None, [flat.slice[own], *state])
-                elif flat.is_apart:
-                    streams.run([flat.slice[own], *state], partial(change, None))
+                    change(weight, gradient[own], whole, changed)
                 else:
-                    streams.run(state, partial(change, flat.slice[own]))
+                    streams.run(changed, partial(change, weight), gradient[own], whole, flat.is_streamed)
         held.done = None if streams is None else streams.updated(with_host=flat.frees_whole)
 
     def _known(self, group: int, step: int, flat: Flat) -> Tensor:
@@ -314,8 +314,11 @@ class AdamW(Optimizer):
 def _streams(flats: Sequence[Flat]) -> Streams:
     """For buffers whose state is on the host, which have one format."""
     flat, largest = flats[0], max(one.layout.slice_numel for one in flats)
-    weight = flat.slice_dtype if flat.is_apart else None
-    return Streams(slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), flat.device)
+    weight = flat.slice_dtype if any(one.is_apart for one in flats) else None
+    shapes, passing = slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), []
+    if any(one.is_streamed for one in flats):
+        passing = passing_shapes(largest, flat.slice_dtype, flat.compute_dtype, flat.master_dtype)
+    return Streams(shapes, flat.device, passing)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:

@@ -19,19 +19,24 @@ from torch import Tensor
 
 from weft.parallel.layout import STAGING_SLOTS
 
-Update = Callable[[list[Tensor]], None]
+Update = Callable[[Tensor, Tensor | None, list[Tensor]], None]  # a gradient, other weights to write, what changes
 
 
 class Streams:
     """The ring of slots, and the streams that fill, use and empty it."""
 
-    def __init__(self, shapes: Sequence[tuple[int, torch.dtype]], device: torch.device) -> None:
-        """`shapes`: elements and dtypes of what a slot takes. They are tensors of their own: a compiler that saw one
-        storage would have to prove that what is written does not overlap.
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, torch.dtype]],
+        device: torch.device,
+        passing: Sequence[tuple[int, torch.dtype]] = (),
+    ) -> None:
+        """`shapes`: elements and dtypes of what a slot takes, up and down. They are tensors of their own: a compiler
+        that saw one storage would have to prove that what is written does not overlap. `passing`: of gradients, which
+        only come, and of weights that only go, where those are on the host too.
         """
-        self.slots = [
-            [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in shapes] for _ in range(STAGING_SLOTS)
-        ]
+        self.slots = [_empty(shapes, device) for _ in range(STAGING_SLOTS)]
+        self.passing = [_empty(passing, device) for _ in range(STAGING_SLOTS)]
         self._is_cuda, self._next = device.type == "cuda", 0
         self._up, self._update, self._down = [torch.cuda.Stream(device) if self._is_cuda else None for _ in range(3)]
         self._freed: list[torch.cuda.Event | None] = [None] * STAGING_SLOTS
@@ -51,17 +56,30 @@ class Streams:
             scale.record_stream(self._update)
         return self._on(self._update, None)
 
-    def run(self, on_host: Sequence[Tensor], update: Update) -> None:
-        """Bring tensors up, let `update` change what it is given for them, and take them down."""
+    def run(
+        self, on_host: Sequence[Tensor], update: Update, gradient: Tensor, written: Tensor | None, passes: bool
+    ) -> None:
+        """Bring tensors up, let `update` change what it is given for them, and take them down. `passes`: the gradient
+        and what is written besides are on the host as well.
+        """
         number, self._next = self._next, (self._next + 1) % STAGING_SLOTS
-        staged = [room[: tensor.numel()] for room, tensor in zip(self.slots[number], on_host, strict=True)]
+        rooms = self.slots[number][-len(on_host) :]  # weights come first, where they come
+        staged = [room[: tensor.numel()] for room, tensor in zip(rooms, on_host, strict=True)]
+        up, down = list(zip(staged, on_host, strict=True)), list(zip(on_host, staged, strict=True))
+        if passes:
+            incoming, *outgoing = self.passing[number]
+            up.append((incoming.view(gradient.dtype)[: gradient.numel()], gradient))
+            gradient = up[-1][0]
+            if written is not None:
+                down.append((written, outgoing[0][: written.numel()]))
+                written = down[-1][1]
         with self._on(self._up, self._freed[number]):
-            for place, tensor in zip(staged, on_host, strict=True):
+            for place, tensor in up:
                 place.copy_(tensor, non_blocking=True)
         with self._on(self._update, self._reached(self._up)):
-            update(staged)
+            update(gradient, written, staged)
         with self._on(self._down, self._reached(self._update)):
-            for place, tensor in zip(staged, on_host, strict=True):
+            for tensor, place in down:
                 tensor.copy_(place, non_blocking=True)
         self._freed[number] = self._reached(self._down)
 
@@ -83,3 +101,7 @@ class Streams:
 
     def _reached(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         return None if stream is None else stream.record_event()
+
+
+def _empty(shapes: Sequence[tuple[int, torch.dtype]], device: torch.device) -> list[Tensor]:
+    return [torch.empty(numel, dtype=dtype, device=device) for numel, dtype in shapes]

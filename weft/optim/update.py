@@ -137,11 +137,11 @@ def scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor
 
 
 def change_by_torch(
-    gradient: Tensor,
-    whole: Tensor | None,
     step: Tensor,
     group: Mapping[str, Any],
     weight: Tensor | None,
+    gradient: Tensor,
+    whole: Tensor | None,
     changed: Sequence[Tensor],
 ) -> None:
     """Torch's kernel over a weight and its moments; the weight is the first of `changed`, unless it is given."""
@@ -153,10 +153,10 @@ def change_by_torch(
 
 def change_by(
     update: Callable[..., None],
-    gradient: Tensor,
-    whole: Tensor | None,
     small: Sequence[Tensor],
     weight: Tensor | None,
+    gradient: Tensor,
+    whole: Tensor | None,
     changed: Sequence[Tensor],
 ) -> None:
     """Weft's kernel over the same."""

@@ -20,6 +20,7 @@ from weft.head import install_loss_head, is_loss_in_head
 from weft.memory.activations import ACTIVATIONS, ActivationPolicy
 from weft.memory.recompute import RecomputePolicy
 from weft.memory.sending import sender_of
+from weft.memory.weights import WeightPolicy
 from weft.mesh import Mesh
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
@@ -27,6 +28,7 @@ from weft.parallel.flat import Flat
 from weft.parallel.fp8 import Fp8Matmuls
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
+from weft.parallel.streamed import StreamedFlat
 from weft.parallel.tensor import TensorAxes, localise
 from weft.parallel.tile import TileAxis, TileGradients
 from weft.parallel.tiling import localise_tile, mark, tiling_for
@@ -46,6 +48,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     Fp8Matmuls(),
     RecomputePolicy(),
     ActivationPolicy(),
+    WeightPolicy(),
     ShardAxis(),
     DataAxis(),
     ContextAxis(),
@@ -227,8 +230,9 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
     """What lives on this rank's device from step to step, by kind; all of it between backward and step."""
     pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
     away = {id(piece) for flat in flats if flat.on_host for piece in flat.pieces}
-    gradients = [buffer for flat in flats for buffer in (flat.whole_gradient, flat.slice_gradient)]
-    gradients += [piece.grad for piece in pieces]
+    gradients = [buffer for flat in flats for buffer in flat.device_gradients]
+    there = {id(piece) for flat in flats if flat.is_streamed for piece in flat.pieces}
+    gradients += [piece.grad for piece in pieces if id(piece) not in there]
     values = [value for piece, state in optimizer.state.items() if id(piece) not in away for value in state.values()]
     slices = [flat.slice for flat in flats if not (flat.on_host and flat.is_apart)]
     found = {
@@ -246,8 +250,13 @@ def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tenso
     flats = [flat for flat in all_flats(model) if flat.on_host]
     sender = sender_of(model)
     slices = [flat.slice for flat in flats if flat.is_apart]
+    streamed = [flat for flat in flats if isinstance(flat, StreamedFlat)]
     values = [value for flat in flats for piece in flat.pieces for value in optimizer.state.get(piece, {}).values()]
-    found = {"parameters": slices, "optimizer": [value for value in values if isinstance(value, Tensor)]}
+    found = {
+        "parameters": [*slices, *(flat.home for flat in streamed)],
+        "gradients": [flat.slice_gradient for flat in streamed if flat.slice_gradient is not None],
+        "optimizer": [value for value in values if isinstance(value, Tensor)],
+    }
     found[ACTIVATIONS] = sender.pool.buffers if sender is not None else []
     return {kind: tensors for kind, tensors in found.items() if tensors}
 
@@ -288,17 +297,20 @@ def grad_norm(model: nn.Module, mesh: Mesh) -> Tensor:
 def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
     """Of this rank's part of the gradients []."""
     squared = torch.zeros((), dtype=torch.float64, device=device)
-    sums, gradients, replicas = list[Tensor](), list[Tensor](), list[int]()
+    sums, gradients, known, replicas = list[Tensor](), list[Tensor](), list[Tensor | None](), list[int]()
     for flat in flats:
         own, others = flat.norms
         sums += own  # only where no other rank takes part
         gradients += others
+        known += [flat.gradient_norm] * len(others)
         replicas += [flat.layout.replicas * flat.copies] * len(others)
     if sums:
         squared += torch.cat(sums).sum(dtype=squared.dtype)
     if gradients:  # a stage may be frozen
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # of the sum: bf16 has too few bits for it
-        squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square()
+        here = [gradient for gradient, norm in zip(gradients, known, strict=True) if norm is None]
+        norms = iter(torch._foreach_norm(here, 2, dtype=dtype) if here else ())
+        squares = torch.stack([next(norms) if norm is None else norm for norm in known]).double().square()
         if any(count > 1 for count in replicas):  # numbers from the host, which would wait for the device
             squares = squares / torch.tensor(replicas, dtype=squares.dtype).to(squares.device, non_blocking=True)
         squared += squares.sum()
@@ -319,8 +331,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: T
     norm = grad_norm(model, mesh) if norm is None else norm
     gradients = [flat.slice_gradient for flat in all_flats(model) if flat.slice_gradient is not None]
     factor = clip_factor(norm, max_norm)
-    if factor is not None and gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    if factor is not None:
+        for device in {gradient.device for gradient in gradients}:
+            there = [gradient for gradient in gradients if gradient.device == device]
+            torch._foreach_mul_(there, factor.to(device, there[0].dtype))
+        for flat in all_flats(model):
+            flat.forget_norm(factor)
     return norm
 
 

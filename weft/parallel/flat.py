@@ -35,6 +35,8 @@ TAKEN_NUMEL = 1 << 20  # of one that has a launch of its own
 class Flat:
     """A flat buffer, the parameters that live in it and the collectives that move it."""
 
+    is_streamed = False  # whether it lives in host memory, as in `streamed.py`
+
     def __init__(
         self,
         layout: FlatLayout,
@@ -67,10 +69,10 @@ class Flat:
         self._is_alone, self.on_host, self.delays = is_alone, on_host, delays
         self.update_done: torch.cuda.Event | None = None  # of an optimizer that works on another stream
         self._starts, self.parts = layout.starts, tuple(layout.parts(shard.index))
-        self.frees_whole = stage == 3 and shard.degree > 1
+        self.frees_whole = self.is_streamed or (stage == 3 and shard.degree > 1)
         self.is_apart = self.frees_whole or compute_dtype != self.slice_dtype  # the slice is no view of `whole`
         self.keeps_whole_gradient = stage == 1 or shard.degree == 1
-        self.whole = torch.empty(layout.numel, dtype=compute_dtype, device=device)
+        self.whole = self._make_whole()
         self.slice = self._make_slice(values)
         self.whole_gradient: Tensor | None = None
         self.slice_gradient: Tensor | None = None
@@ -80,6 +82,7 @@ class Flat:
         self._taken: dict[int, Tensor] = {}  # gradients that wait to be put into place together
         self._squares: dict[int, Tensor] = {}  # sums of their squares, where they were taken on the way
         self.hides_gradient = False  # whether there is one that torch would not let pieces show
+        self.gradient_norm: Tensor | None = None  # where it had to be taken before the optimizer asks for it []
         self._written_version = -1
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
@@ -278,6 +281,28 @@ class Flat:
         self.slice_gradient = self._own(self.whole_gradient)
         return self.slice_gradient
 
+    def forget_norm(self, factor: Tensor) -> None:
+        """The gradient was scaled from outside."""
+        self._squares.clear()
+        if self.gradient_norm is not None:
+            self.gradient_norm = self.gradient_norm * factor.to(self.gradient_norm.dtype)
+
+    def expect_gradient(self) -> None:
+        """Backward has reached the block."""
+
+    def keep_gradient(self) -> None:
+        """Backward of this micro-batch has no more for the sum."""
+        self.place_gradients()
+
+    def forget_gradient(self) -> None:
+        """The optimizer needs it no more; buffers stay, and are written before they are read."""
+        self.hides_gradient = False
+
+    @property
+    def device_gradients(self) -> list[Tensor | None]:
+        """The buffers of gradients on the device."""
+        return [self.whole_gradient, self.slice_gradient]
+
     def show_gradient(self) -> None:
         """Let the optimizer see the gradient."""
         assert self.slice_gradient is not None
@@ -306,6 +331,9 @@ class Flat:
         self._squares.clear()
 
     # --- inside
+
+    def _make_whole(self) -> Tensor:
+        return torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self.device)
 
     def _make_slice(self, values: Callable[[str], Tensor]) -> Tensor:
         """Fill this rank's slice, one parameter at a time, so that no rank ever needs the whole model in memory."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from weft.memory.sent import spread
 from weft.plan import Plan
 from weft.profile import Block, Parameter, Profile
 
@@ -19,6 +20,7 @@ ALIGNMENT = 8
 CODE_BLOCK = 256  # elements of 8-bit optimizer state that share a scale
 STAGING_NUMEL = 1 << 23  # elements of state from the host that are on the device at once, in each slot
 STAGING_SLOTS = 3
+NUM_ROOMS = 2  # for the weights of alike blocks that are streamed: one computes, one is filled
 STEP_COUNTER_BYTES = 4  # AdamW keeps one fp32 step count for each tensor
 COMPUTE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 MASTER_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
@@ -140,20 +142,56 @@ def num_scales(part: Part) -> int:
 def needs_units(plan: Plan) -> bool:
     """Whether state lives in flat buffers: with ranks beside it, several precisions, or a part on the host."""
     is_mixed = COMPUTE_DTYPE[plan.precision] != MASTER_DTYPE[plan.precision] or plan.memory.state != "master"
-    return plan.num_ranks > 1 or is_mixed or plan.memory.offload > 0
+    return plan.num_ranks > 1 or is_mixed or plan.memory.keeps_state_on_host
 
 
 def on_host(blocks: Sequence[Block], plan: Plan) -> frozenset[tuple[str, int]]:
-    """The flat buffers, by block and number, whose state `memory.offload` keeps on the host: spread over the chain."""
+    """The flat buffers, by block and number, whose state is on the host: those that are streamed, and what
+    `memory.offload` asks for beside them, spread over the chain.
+    """
     found, seen, taken = [], 0, 0
+    streamed = streamed_blocks(blocks, plan)
     for block in blocks:
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree)):
             if layout.parameters[0].trainable:
                 seen += layout.slice_numel
-                if plan.memory.offload and taken + layout.slice_numel / 2 <= plan.memory.offload * seen:
+                is_due = plan.memory.offload and taken + layout.slice_numel / 2 <= plan.memory.offload * seen
+                if block.name in streamed or is_due:
                     taken += layout.slice_numel
                     found.append((block.name, number))
     return frozenset(found)
+
+
+RoomKey = tuple[int, int]  # a buffer's number in its block, and which of NUM_ROOMS
+
+
+@dataclass(frozen=True)
+class RoomSize:
+    """Elements of the largest streamed buffer that a room takes, and of those that are trained."""
+
+    numel: int = 0
+    trained_numel: int = 0
+
+
+def streamed_blocks(blocks: Sequence[Block], plan: Plan) -> dict[str, int]:
+    """The blocks whose weights `memory.weights` keeps on the host, and their order among them: a share at equal
+    intervals, the last among them. Where it is not all, the first block of a step is there, and hides what comes.
+    """
+    names = [block.name for block in blocks if block.name]
+    places = [len(names) - 1 - place for place in reversed(spread(len(names), plan.memory.weights))]
+    return {names[place]: order for order, place in enumerate(places)}
+
+
+def room_sizes(blocks: Sequence[Block], plan: Plan) -> dict[RoomKey, RoomSize]:
+    """The rooms on the device that streamed buffers take turns in."""
+    streamed, found = streamed_blocks(blocks, plan), dict[RoomKey, RoomSize]()
+    for block in blocks:
+        if block.name in streamed:
+            for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree)):
+                key = number, streamed[block.name] % NUM_ROOMS
+                size, trained = found.get(key, RoomSize()), layout.numel * layout.parameters[0].trainable
+                found[key] = RoomSize(max(size.numel, layout.numel), max(size.trained_numel, trained))
+    return found
 
 
 def slot_shapes(
@@ -168,6 +206,16 @@ def slot_shapes(
         return [*weights, (numel, moment), (numel, moment)]
     scales = (numel // CODE_BLOCK, torch.float32)
     return [*weights, (numel, torch.int8), scales, (numel, torch.uint8), scales]
+
+
+def passing_shapes(
+    largest_numel: int, at_rest: torch.dtype, compute: torch.dtype, master: torch.dtype
+) -> list[tuple[int, torch.dtype]]:
+    """A slot's room for what an update of a streamed buffer reads, its gradient in any dtype, and for what it writes
+    besides: weights to compute with, where those at rest are others.
+    """
+    numel = _round_up(min(largest_numel, STAGING_NUMEL), CODE_BLOCK)
+    return [(numel, master), *([(numel, compute)] * (at_rest != compute))]
 
 
 def is_apart(plan: Plan) -> bool:

@@ -19,7 +19,7 @@ follow any reduction. Degree 1 is plain data parallelism or mixed precision: the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -32,8 +32,11 @@ from weft.parallel.flat import Flat
 from weft.parallel.layout import (
     COMPUTE_DTYPE,
     MASTER_DTYPE,
+    NUM_ROOMS,
     STAGING_SLOTS,
     STEP_COUNTER_BYTES,
+    FlatLayout,
+    RoomKey,
     flat_layouts,
     gradient_dtype,
     is_apart,
@@ -42,10 +45,14 @@ from weft.parallel.layout import (
     needs_units,
     on_host,
     optimizer_bytes,
+    passing_shapes,
+    room_sizes,
     slice_dtype,
     slot_shapes,
+    streamed_blocks,
     trained_layouts,
 )
+from weft.parallel.streamed import Room, StreamedFlat, make_rooms
 from weft.parallel.unit import hold
 from weft.plan import BatchSplit, Plan
 from weft.profile import Block, Places, Profile, profile
@@ -80,8 +87,11 @@ class ShardAxis(Strategy):
         structure = profile(model)
         state, hosted = _state_bytes(structure, plan, _ONE, mesh.coordinates["shard"])
         check_room(sum(hosted.values()), sum(state.values()), mesh.device, mesh.num_local_ranks)
-        away = on_host(structure.all, plan)
-        make_flats = partial(_make_flats, plan=plan, mesh=mesh, values=values, away=away)
+        away, streamed = on_host(structure.all, plan), streamed_blocks(structure.all, plan)
+        rooms = make_rooms(room_sizes(structure.all, plan), COMPUTE_DTYPE[plan.precision], mesh.device)
+        make_flats = partial(
+            _make_flats, plan=plan, mesh=mesh, values=values, away=away, streamed=streamed, rooms=rooms
+        )
         hold(model, make_flats, COMPUTE_DTYPE[plan.precision])
         for buffer_owner in model.modules():
             for name, buffer in buffer_owner._buffers.items():
@@ -124,11 +134,15 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
     keeps_whole = plan.shard.stage < 3 or plan.shard.degree == 1
     keeps_whole_gradient = plan.shard.stage == 1 or plan.shard.degree == 1
     device, hosted = Counter[str](parameters=0, gradients=0, optimizer=0), Counter[str]()
-    away, largest = on_host(profile.all, plan), 0
+    away, streamed, largest = on_host(profile.all, plan), streamed_blocks(profile.all, plan), 0
     for block in profile.all:
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree)):
             is_away = (block.name, number) in away
-            home, largest = hosted if is_away else device, max(largest, is_away * layout.slice_numel)
+            largest = max(largest, is_away * layout.slice_numel)
+            if block.name in streamed:
+                hosted.update(_streamed_bytes(layout, plan, gradient))
+                continue
+            home = hosted if is_away else device
             device["parameters"] += layout.numel * compute * keeps_whole
             if is_apart(plan):
                 home["parameters"] += layout.slice_numel * at_rest
@@ -139,11 +153,26 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
                     device["gradients"] += layout.slice_numel * gradient
                     device["parameters"] += layout.slice_numel * compute
     if away:
-        weight = slice_dtype(plan) if is_apart(plan) else None
+        weight = slice_dtype(plan) if is_apart(plan) or streamed else None
         moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
         shapes = slot_shapes(largest, weight, moment)
+        if streamed:
+            computes, master = COMPUTE_DTYPE[plan.precision], MASTER_DTYPE[plan.precision]
+            shapes += passing_shapes(largest, slice_dtype(plan), computes, master)
         device["staging"] = STAGING_SLOTS * sum(numel * dtype.itemsize for numel, dtype in shapes)
+    for room in room_sizes(profile.all, plan).values():
+        device["parameters"] += room.numel * compute
+        device["gradients"] += room.trained_numel * gradient
     return {**device, "buffers": profile.buffer_bytes}, dict(hosted)
+
+
+def _streamed_bytes(layout: FlatLayout, plan: Plan, gradient_bytes: int) -> dict[str, int]:
+    """What a streamed buffer holds on the host, by kind."""
+    weights = {COMPUTE_DTYPE[plan.precision], slice_dtype(plan)}
+    found = {"parameters": layout.numel * sum(dtype.itemsize for dtype in weights)}
+    if layout.parameters[0].trainable:
+        found |= {"gradients": layout.numel * gradient_bytes, "optimizer": optimizer_bytes(layout, 0, plan)}
+    return found
 
 
 def _transient(profile: Profile, plan: Plan, split: BatchSplit) -> Transient:
@@ -190,10 +219,22 @@ def _plain_cost(profile: Profile, plan: Plan) -> Cost:
 
 
 def _make_flats(
-    block: Block, places: Mapping[str, Places], plan: Plan, mesh: Mesh, values: Values, away: frozenset[tuple[str, int]]
+    block: Block,
+    places: Mapping[str, Places],
+    plan: Plan,
+    mesh: Mesh,
+    values: Values,
+    away: frozenset[tuple[str, int]],
+    streamed: Mapping[str, int],
+    rooms: Mapping[RoomKey, Room],
 ) -> Sequence[Flat]:
+    def kind(number: int) -> Callable[..., Flat]:
+        if block.name in streamed:
+            return partial(StreamedFlat, rooms[number, streamed[block.name] % NUM_ROOMS])
+        return partial(Flat, on_host=(block.name, number) in away)
+
     flats = [
-        Flat(
+        kind(number)(
             layout,
             [places[parameter.name] for parameter in layout.parameters],
             values,
@@ -205,7 +246,6 @@ def _make_flats(
             slice_dtype(plan),
             plan.memory.state,
             is_alone=plan.num_ranks == 1,
-            on_host=(block.name, number) in away,
             delays=plan.memory.delay,
         )
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree))

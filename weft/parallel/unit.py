@@ -44,6 +44,7 @@ class Unit:
         self.forward_words, self.backward_words = f"forward of {what}", f"backward of {what}"
         self.trained = tuple(flat for flat in flats if flat.trainable)
         self.is_sharded = any(flat.shard.degree > 1 for flat in flats)
+        self.is_streamed = any(flat.is_streamed for flat in flats)
         self.in_backward = False
         self.needs_backward = False
         self.missing = 0
@@ -87,6 +88,7 @@ class Units:
         self.compute_dtype = compute_dtype
         self.sync = True
         self.status: Status | None = None  # is told which block the rank is in, where somebody watches
+        self._is_streamed = any(unit.is_streamed for unit in units)
         self.rehearses = False  # whether backwards drop their gradients, and what was added up before stays
         self._in_step = False  # see begin_step
         self._forward_order: list[Unit] = []  # as recorded in this pass
@@ -157,6 +159,8 @@ class Units:
             if unit is self.root or not any(flat.frees_whole for flat in unit.flats):
                 unit.start_gather()
         self.root.finish_gather()
+        if self._is_streamed:
+            self._start_first(self._order)
 
     def _start_pass(self) -> None:
         """Trust nothing that an earlier pass left whole: without a backward, it may have been cut short or followed by
@@ -204,8 +208,10 @@ class Units:
             )
         if any(flat.is_freed_view(tensor) for flat in unit.flats for tensor in tensors):
             raise PlanError(
-                f"block '{unit.name}' returned a view of its parameter, which shard.stage = 3 frees after the block; "
-                f"return a copy of it (.clone()), or use stage 1 or 2"
+                f"block '{unit.name}' returned a view of its parameter, which "
+                + ("memory.weights > 0" if unit.is_streamed else "shard.stage = 3")
+                + " frees after the block; return a copy of it (.clone()), or use "
+                + ("weights = 0" if unit.is_streamed else "stage 1 or 2")
             )
         unit.needs_backward = any(tensor.requires_grad for tensor in tensors)
         for tensor in tensors:
@@ -234,6 +240,9 @@ class Units:
         unit.in_backward = True
         unit.finish_gather()
         self._fetch_ahead(unit, -1)
+        if not self.rehearses:
+            for flat in unit.trained:
+                flat.expect_gradient()
 
     def _take(self, number: int, place: int, index: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # it went into an operation whose backward had nothing for it
@@ -256,7 +265,7 @@ class Units:
                 self._reduce_ready()
             else:
                 for own in unit.trained:
-                    own.place_gradients()
+                    own.keep_gradient()
 
     def _release_if_done(self, unit: Unit) -> None:
         if unit is not self.root and unit.is_done:
@@ -310,6 +319,10 @@ class Units:
             self._accumulating = not self.sync
             if self.sync:
                 self._reduce()
+            else:
+                for unit in self.all:
+                    for flat in unit.trained:
+                        flat.keep_gradient()
         for unit in self.all:
             unit.expect_use()
             if not self._in_step:
@@ -332,13 +345,19 @@ class Units:
     def _fetch_ahead(self, unit: Unit, direction: int) -> None:
         """Start gathering the unit that the last pass used after (or, in backward, before) this one."""
         try:
-            position = self._order.index(unit) + direction
+            position = self._order.index(unit)
         except ValueError:
             return
-        if 0 <= position < len(self._order):
-            following = self._order[position]
-            if direction > 0 or following.needs_backward:
-                following.start_gather()
+        if direction > 0:
+            self._start_first(self._order[position + 1 :])
+        else:
+            self._start_first(self._order[:position][::-1], for_backward=True)
+
+    def _start_first(self, units: Sequence[Unit], for_backward: bool = False) -> None:
+        """Start gathering the first of them; where some are streamed from the host, the first of those."""
+        following = next((unit for unit in units if unit.is_streamed or not self._is_streamed), None)
+        if following is not None and (following.needs_backward or not for_backward):
+            following.start_gather()
 
     def _await_inputs(self, unit: Unit, tensors: list[Tensor]) -> None:
         """What is frozen in a block has no gradient to wait for, and backward needs it until the inputs have theirs."""

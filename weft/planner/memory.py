@@ -16,12 +16,13 @@ from typing import NamedTuple
 from weft.head import is_loss_in_head
 from weft.memory.compiled import under
 from weft.memory.recompute import over_root, transient
-from weft.memory.sent import sendable, sent_blocks
+from weft.memory.sent import sendable, sent_blocks, spread
 from weft.models.loss import parts
 from weft.parallel.layout import (
     CODE_BLOCK,
     COMPUTE_DTYPE,
     MASTER_DTYPE,
+    NUM_ROOMS,
     gradient_dtype,
     is_apart,
     moment_dtype,
@@ -186,20 +187,27 @@ def _of_rank(rank: Working, sizes: Sizes, plan: Plan, num_micro_batches: int) ->
         else:
             one = sizes.block_numel * master
             backward += ends * master + max(one, 2 * one - kept)
-    held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches)
+    streamed = 0
+    if plan.memory.weights:  # on one rank
+        streamed = len(spread(round((numel - ends) / sizes.block_numel), plan.memory.weights))
+        width = COMPUTE_DTYPE[plan.precision].itemsize + gradient_dtype(plan, num_micro_batches).itemsize
+        throughout += min(NUM_ROOMS, streamed) * sizes.block_numel * width
+    held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches, streamed * sizes.block_numel)
     return Memory(*held, saved, throughout + max(loss, backward))
 
 
-def state(plan: Plan, numel: float, num_micro_batches: int) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer on the device, of so many parameters on a rank of pipe."""
+def state(plan: Plan, numel: float, num_micro_batches: int, streamed_numel: float = 0.0) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer on the device, of so many parameters on a rank of pipe; some of them
+    may be streamed from the host.
+    """
     compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
     gradient = gradient_dtype(plan, num_micro_batches).itemsize
     own, is_alone = numel / plan.shard.degree, plan.shard.degree == 1
     frees = plan.shard.stage == 3 and not is_alone
-    here = 1 - plan.memory.offload
-    parameters = 0 if frees else numel * compute
+    here = 1 - max(plan.memory.offload, streamed_numel / numel if numel else 0.0)
+    parameters = 0 if frees else (numel - streamed_numel) * compute
     parameters += own * at_rest * here if is_apart(plan) else 0
-    gradients = (numel if plan.shard.stage == 1 or is_alone else own) * gradient
+    gradients = (numel - streamed_numel if plan.shard.stage == 1 or is_alone else own) * gradient
     if plan.memory.delay:
         parameters, gradients = parameters + own * compute, gradients + own * gradient
     return parameters, gradients, 2 * own * here * _moment_bytes(plan)
@@ -219,10 +227,13 @@ def spared_bytes(plan: Plan) -> float:
     return 4 * (master - _moment_bytes(plan)) + (0 if plan.memory.master else 2 * master - compute)
 
 
-def host_bytes(plan: Plan, numel: float) -> float:
-    """Bytes of state in host memory, of so many parameters on a rank of pipe."""
+def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> float:
+    """Bytes that an update moves each way of state in host memory, of so many parameters on a rank of pipe. Weights
+    that are there apart from the optimizer's only go, as their gradients only come.
+    """
     here = replace(plan, memory=replace(plan.memory, offload=0.0))
-    return sum(state(here, numel, 1)) - sum(state(plan, numel, 1))
+    home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if is_apart(plan) else 0.0
+    return sum(state(here, numel, 1)) - sum(state(plan, numel, 1, streamed_numel)) - home
 
 
 def sizes(profile: Profile, plan: Plan) -> Sizes:

@@ -15,12 +15,13 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from weft.cluster import ring_seconds
+from weft.memory.sent import spread
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.shadow import with_shadows
 from weft.pipeline.simulate import Timeline, simulate
 from weft.plan import Pipe, Plan
 from weft.planner.lists import Run, run
-from weft.planner.memory import host_bytes, spared_bytes
+from weft.planner.memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.workload import Part
 
@@ -91,10 +92,11 @@ class StepModel(MicroBatchModel):
         num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan))
         updated = num_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
         link = self.cluster.node.host_link_bytes_per_second
-        if not plan.memory.offload or link is None:
+        if not plan.memory.keeps_state_on_host or link is None:
             return updated
         # Up and down at once, beside the update of what stayed.
-        return max(updated, host_bytes(plan, numel) / (link * HOST_LINK_SHARE))
+        streamed = len(spread(len(self.workload.blocks), plan.memory.weights)) * self.numel[1]
+        return max(updated, updated_bytes(plan, numel, streamed) / (link * HOST_LINK_SHARE))
 
     def _message_bytes(self, plan: Plan) -> float:
         assert plan.micro_batch is not None

@@ -96,7 +96,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
     check_world(place, run.plan.num_ranks, run.plan.degrees)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
-    if run.plan.memory.activations:  # what is on the host between forward and backward follows from the run
+    if run.plan.memory.activations or run.plan.memory.weights:  # what is there besides follows from the run
         hosted = predict(run, run_cluster(run, place.num_hosts)).cost.host_bytes
         check_room(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
     objective = task_of(run).objective
@@ -334,4 +334,4 @@ def _state(run: Run, data: TrainingData, policy: Policy, guard: Guard, step: int
 
 def _is_asynchronous(run: Run) -> bool:
     """State on the host is not copied there once more: it is written while training waits."""
-    return run.checkpoint.asynchronous and not run.plan.memory.offload
+    return run.checkpoint.asynchronous and not run.plan.memory.keeps_state_on_host

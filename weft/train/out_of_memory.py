@@ -9,7 +9,7 @@ from weft.cluster import Cluster
 from weft.config import Run
 from weft.errors import ConfigError, PlanError
 from weft.plan import Plan
-from weft.predict import Prediction, fitting_activations, fitting_offload, predict
+from weft.predict import Prediction, fitting_activations, fitting_offload, fitting_weights, predict
 
 KEPT_FREE = 0.9  # of what did not fit: a plan that needs hardly less would not fit either
 
@@ -55,6 +55,9 @@ def nearest_fitting(run: Run, cluster: Cluster, most_bytes: int) -> tuple[str, i
     offloaded = fitting_offload(run, cluster)
     if offloaded is not None:
         return f"plan.memory.offload = {offloaded.offload:g}", offloaded.cost.memory_bytes
+    streamed = fitting_weights(run, cluster)
+    if streamed is not None:
+        return f"plan.memory.weights = {streamed.weights:g}", streamed.cost.memory_bytes
     return None
 
 

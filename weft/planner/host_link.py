@@ -1,0 +1,39 @@
+"""What copies between a device and its host add to a step: activations, streamed weights and gradients beside forward
+and backward, and state in the update.
+"""
+
+from __future__ import annotations
+
+from weft.cluster import Cluster
+from weft.memory.activations import ACTIVATIONS
+from weft.memory.weights import WEIGHTS, Trips, home_bytes
+from weft.plan import Plan
+from weft.planner.step import HOST_LINK_SHARE
+from weft.profile import Profile
+from weft.strategy import Cost
+
+
+def copied_seconds(
+    sent_bytes: int, trips: Trips, plan: Plan, compute: float, cluster: Cluster
+) -> tuple[dict[str, float], float]:
+    """What activations and weights take on the link, and what forward and backward do not hide of it; both directions
+    work at once.
+    """
+    link = cluster.node.host_link_bytes_per_second
+    if link is None:
+        return {}, 0.0
+    rate = link * HOST_LINK_SHARE
+    forward = compute / (4 if plan.memory.recompute == "full" else 3)
+    busy_forward = max(sent_bytes, trips.up_forward_bytes) / rate
+    busy_backward = max(sent_bytes + trips.up_backward_bytes, trips.down_bytes) / rate
+    streamed = trips.up_forward_bytes + trips.up_backward_bytes + trips.down_bytes
+    told = {ACTIVATIONS: 2 * sent_bytes / rate, WEIGHTS: streamed / rate}
+    exposed = max(0.0, busy_forward - forward) + max(0.0, busy_backward - (compute - forward))
+    return {kind: seconds for kind, seconds in told.items() if seconds}, exposed
+
+
+def update_seconds(one: Cost, profile: Profile, plan: Plan, cluster: Cluster) -> float:
+    """State on the host goes up and down at once; what the next forward hides of it is left out."""
+    link = cluster.node.host_link_bytes_per_second
+    state = sum(one.host_bytes.values()) - one.host_bytes.get(ACTIVATIONS, 0) - home_bytes(profile, plan)
+    return 0.0 if link is None else state / link
