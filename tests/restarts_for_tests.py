@@ -23,9 +23,9 @@ from weft.comm import Ledger
 from weft.config import Run, load_run
 from weft.launch import detect
 from weft.nursery import Nursery
+from weft.start import start_ranks
 from weft.train import loop, shared_memory
 from weft.train.batches import TrainingData
-from weft.train_command import start_ranks
 
 NUM_STEPS = 12
 OVERRIDES = [f"train.steps={NUM_STEPS}", "checkpoint.every=5", "checkpoint.memory_every=1"]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import weft
 import weft.memory.sending
 import weft.train.loop
+from weft.advice import fitting_activations
 from weft.cluster import Cluster, load, local_cluster
 from weft.config import Run, load_run
 from weft.errors import PlanError
@@ -41,7 +42,7 @@ from weft.parallel import Cost, cost, host_bytes, named_pieces, parallelize, sta
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.step import HOST_LINK_SHARE
-from weft.predict import example_inputs, fitting_activations, predict
+from weft.predict import example_inputs, predict
 from weft.profile import profile
 from weft.train.compiling import compile_blocks
 from weft.train.state import make_optimizer

@@ -36,7 +36,11 @@ def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a process or a group was started for a run that cannot work")
 
-    for name in ("weft.cli.verify_run", "weft.cli.start_ranks", "weft.train.setup.init_process_group"):
+    for name in (
+        "weft.train_command.verify_run",
+        "weft.train_command.start_ranks",
+        "weft.train.setup.init_process_group",
+    ):
         monkeypatch.setattr(name, start)
 
     def call(*arguments: object, command: str = "train") -> str:

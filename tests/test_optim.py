@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import weft
 import weft.optim.adamw
 import weft.parallel.layout
+from weft.advice import fitting_offload
 from weft.cluster import Cluster, load
 from weft.config import load_run
 from weft.errors import PlanError
@@ -33,7 +34,7 @@ from weft.parallel import (
 )
 from weft.parallel.flat import Flat
 from weft.plan import BatchSplit, Memory, Plan, Shard, split_batch
-from weft.predict import fitting_offload, predict
+from weft.predict import predict
 from weft.profile import profile
 from weft.train.step import CROSS_ENTROPY, Batch, train_step
 

@@ -24,6 +24,7 @@ import weft
 import weft.optim.adamw
 import weft.parallel.streamed
 import weft.train.loop
+from weft.advice import fitting_offload, fitting_weights
 from weft.checkpoint import Checkpoint, Saver
 from weft.cluster import Cluster, load, local_cluster
 from weft.config import Run, load_run
@@ -54,7 +55,7 @@ from weft.parallel.streamed import Link, Room, StreamedFlat
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.memory import state, updated_bytes
-from weft.predict import example_inputs, fitting_offload, fitting_weights, predict
+from weft.predict import example_inputs, predict
 from weft.profile import profile
 from weft.train.compiling import compile_blocks
 from weft.train.graph import wants_graph

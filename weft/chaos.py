@@ -23,10 +23,10 @@ from pathlib import Path
 from weft.config import Run
 from weft.errors import ConfigError
 from weft.nursery import Death, Nursery
+from weft.start import newest_source
 from weft.status import FOLDER_VARIABLE, Seen, last_seen
 from weft.train.faults import INSIDE, ask, request_path
 from weft.train.shared_memory import job_folder
-from weft.train_command import newest_source
 
 KINDS = ("kill", "hang", "slow", "nan", "flip", "partition")
 HARMLESS = ("slow",)  # nothing to recover from

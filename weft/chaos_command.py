@@ -26,9 +26,9 @@ from weft.errors import ConfigError
 from weft.launch import detect
 from weft.planner.goodput import parse_duration
 from weft.planning import has_layout
+from weft.start import start_ranks
 from weft.train.batches import prepare_data
 from weft.train.faults import VARIABLE
-from weft.train_command import start_ranks
 
 _MAX_NAMED = 10  # of tensors that differ
 _LAST_LINES = 5  # of what the agent said, where a job did not survive

@@ -26,6 +26,11 @@ from weft.verify import Report
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+def make_console(to_stderr: bool = False) -> Console:
+    """Where people read; beside JSON that is stderr."""
+    return Console(stderr=to_stderr)
+
+
 def format_bytes(num_bytes: float) -> str:
     """`1536` as `1.5 KiB`."""
     unit = 0

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from weft.advice import better_form, fitting_activations, fitting_offload, fitting_weights
 from weft.cluster import Cluster
 from weft.config import Run
 from weft.display import format_bytes, print_json, show_run, show_timeline
@@ -18,15 +19,7 @@ from weft.planner.page import page
 from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
 from weft.planner.show import show_answer
 from weft.planning import ask_for, catalog_run, image_run, planning_cluster, with_plan, with_saves, with_traffic
-from weft.predict import (
-    better_form,
-    fitting_activations,
-    fitting_offload,
-    fitting_weights,
-    micro_batch_profile,
-    predict,
-    run_cluster,
-)
+from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.train.timeline import refuse_timeline
 
 

@@ -1,46 +1,233 @@
-"""Starting the ranks of `weft train` on this machine: where they keep copies, and from where they go on."""
+"""What `weft train` does before, around and after training: plan, proof, data, ranks, and what is shown of them."""
 
 from __future__ import annotations
 
-import shutil
-import uuid
-from collections.abc import Mapping, Sequence
+import json
+import os
+import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from weft.agent import Restarts, Source, start_local
-from weft.config import Run
-from weft.launch import LOCAL_RUN_ID_PREFIX
+from rich.console import Console
+from torch import OutOfMemoryError
+
+from weft.checkpoint import steps
+from weft.config import Run, load_run
+from weft.display import LiveReporter, QuietReporter, byte_progress, make_console, print_json, show_report, show_run
+from weft.errors import ConfigError
+from weft.launch import Place, is_elastic
+from weft.lock import locked, refuse_if_used
+from weft.models import LanguageConfig, VisionConfig
 from weft.nursery import Nursery
-from weft.predict import predict, run_cluster
-from weft.train.resume import found_checkpoints
-from weft.train.shared_memory import complete_steps, job_folder
+from weft.planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
+from weft.predict import micro_batch_profile, predict, run_cluster
+from weft.schema import inline, to_table
+from weft.start import start_ranks
+from weft.train.batches import prepare_data
+from weft.train.generate import generate, load_for_generation
+from weft.train.loop import train
+from weft.train.out_of_memory import out_of_memory
+from weft.train.setup import device_type
+from weft.train.task import task_of
+from weft.train.timeline import refuse_timeline
+from weft.verify import Report, verify_run
+
+MAX_VERIFIED_RANKS = 8
+PROMPT = "def "
+UNFINISHED = 75  # the exit status for "try again later" (EX_TEMPFAIL)
 
 
-def import_for_ranks() -> None:
-    """What ranks would otherwise each import: optimizers and profiles need it, for seconds."""
-    import torch._dynamo  # noqa: F401
+def train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> None:
+    """One rank of a launcher's."""
+    device_type(run)  # refuses one that is not there
+    if fresh:
+        raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
+    if not has_layout(run):
+        run, _ = _plan_first(run, place, make_console(as_json), [])
+    elif is_elastic(os.environ, place):
+        run = _fit(run, place, as_json)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    _train_rank(run, place, as_json)
 
 
-def start_ranks(nursery: Nursery, run: Run, arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """Train a run on local ranks of the nursery's program, again and again if need be; the exit status."""
-    run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
-    copies = job_folder(run_id) if run.checkpoint.memory_every is not None else None
-    step_seconds = predict(run, run_cluster(run)).step_seconds
-    restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds, step_seconds)
-    environ = {**(environ or {}), "TORCHELASTIC_RUN_ID": run_id}
+def _fit(run: Run, place: Place, as_json: bool) -> Run:
+    """The run for the ranks that a launcher found, which may be others after a restart."""
+    fitted = fit_to_ranks(run, place)
+    if fitted is not run and place.rank == 0:
+        make_console(as_json).print(
+            f"the plan needs {run.plan.num_ranks} ranks ({run.plan.describe_axes()}) and {place.num_ranks} are there: "
+            f"it goes on as {fitted.plan.describe_axes()}, {fitted.split.identity(fitted.plan)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return fitted
 
-    def newest() -> Source:
-        return newest_source(run, copies)
 
+def train_here(
+    nursery: Nursery, run_file: Path, overrides: list[str], verify: bool, fresh: bool, as_json: bool
+) -> None:
+    """The whole of it on this machine, with ranks from the nursery."""
+    run = load_run(run_file, overrides)
+    device_type(run)  # refuses one that is not there
+    console = make_console(as_json)
+    if not has_layout(run):
+        run, overrides = _plan_first(run, None, console, overrides)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    if fresh:
+        _move_aside(run, console)
+    _show(run, console)
+    done = steps(run.folder / "checkpoints")
+    if done and done[-1] >= run.train.steps:
+        console.print(
+            f"\nThis run is finished: step {done[-1]} of {run.train.steps} is in {run.folder}. "
+            f"To start anew: weft train {run_file} --fresh. To go on: weft train {run_file} "
+            f"train.steps={done[-1] + run.train.steps}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    else:
+        refuse_if_used(run.folder)  # told now, not after the proof
+        _prepare(run, console)
+        if verify:
+            _verify(run, console)
+        _run_ranks(nursery, run, run_file, overrides, as_json)
+    if as_json:
+        print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
+    elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
+        (_show_sample if isinstance(run.model, LanguageConfig) else _show_accuracy)(run, run_file, console)
+
+
+def _plan_first(run: Run, place: Place | None, console: Console, overrides: list[str]) -> tuple[Run, list[str]]:
+    """The run under the best plan for the devices that are there, and the overrides that say so to local ranks."""
+    speaks = place is None or place.rank == 0
+    with console.status("planning") if speaks else nullcontext():
+        answer = ask_for(run, planning_cluster(run, place))
+        planned = with_plan(run, answer)
+    if speaks:
+        console.print(f"[bold]planned[/]  no \\[plan] is given. {answer.why}", highlight=False, soft_wrap=True)
+    return planned, [*overrides, f"plan={inline(to_table(planned.plan))}"]
+
+
+def _train_rank(run: Run, place: Place, as_json: bool) -> None:
+    """One rank under a launcher; rank 0 speaks."""
+    console = make_console(as_json)
+    speaks = place.rank == 0 and not as_json
+    step_seconds: float | None = None
+    if place.launcher not in ("none", "weft"):  # under those two, all this was said before
+        cluster = run_cluster(run, place.num_hosts)
+        prediction = predict(run, cluster)
+        step_seconds = prediction.step_seconds
+        if speaks:
+            show_run(console, run, cluster, micro_batch_profile(run), prediction)
+            console.print("Prove this plan with: weft verify (not done under a launcher)")
+    reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
     try:
-        shadowed = run.plan.pipe.shadow
-        return start_local(nursery, run.plan.num_ranks, arguments, environ, restarts, newest, run.folder, shadowed)
+        outcome = train(run, place, reporter, step_seconds)
+    except OutOfMemoryError as error:
+        raise out_of_memory(run, run_cluster(run, place.num_hosts), error) from error
     finally:
-        if copies is not None:
-            shutil.rmtree(copies, ignore_errors=True)
+        reporter.close()
+    if place.rank == 0 and not outcome.finished:
+        make_console(True).print(
+            f"stopped at step {outcome.step} and saved; run the same command to go on", highlight=False
+        )
+    if not outcome.finished and is_elastic(os.environ, place):
+        raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts come: they must not look as if all were done
 
 
-def newest_source(run: Run, copies: Path | None) -> Source:
-    """From where ranks that start now would go on."""
-    found = found_checkpoints(run.folder / "checkpoints", complete_steps(copies) if copies is not None else [])
-    return Source(found[0].step, str(found[0].path or "memory")) if found else Source()
+def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:
+    if run.plan.num_ranks == 1:
+        _train_rank(run, Place(), as_json)
+        return
+
+    arguments = ["train", str(run_file), *overrides, *(["--json"] if as_json else [])]
+    status = start_ranks(nursery, run, arguments)
+    if status:
+        raise SystemExit(status)
+
+
+def _show(run: Run, console: Console) -> None:
+    cluster = run_cluster(run)
+    show_run(console, run, cluster, micro_batch_profile(run), predict(run, cluster))
+
+
+def _verify(run: Run, console: Console) -> None:
+    if run.plan.num_ranks > MAX_VERIFIED_RANKS:
+        console.print(
+            f"not verified here: {run.plan.num_ranks} ranks are more than {MAX_VERIFIED_RANKS} local processes"
+        )
+        return
+    start = time.perf_counter()
+    with console.status("verifying the plan"):
+        report: Report = verify_run(run)
+    show_report(console, report, f"{run.plan.describe_axes()}, {time.perf_counter() - start:.0f} s")
+    report.require()
+
+
+def _prepare(run: Run, console: Console) -> None:
+    with byte_progress(console, task_of(run).unit) as progress:
+        data = prepare_data(run, progress)
+    held_out = 0 if data.held_out is None else len(data.held_out)
+    console.print(
+        f"[bold]data[/]     {data.description}: {len(data.train):,} {run.split.samples}, {held_out:,} held out",
+        highlight=False,
+    )
+
+
+def _move_aside(run: Run, console: Console) -> None:
+    if not run.folder.exists():
+        return
+    number = 1
+    while (aside := run.folder.with_name(f"{run.folder.name}.old-{number}")).exists():
+        number += 1
+    with locked(run.folder):  # not under a job that runs
+        run.folder.rename(aside)
+    console.print(f"moved the earlier run to {aside}")
+
+
+def _last_event(run: Run) -> dict[str, Any]:
+    path = run.folder / "metrics.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    last: dict[str, Any] = {}
+    for event in events:
+        last[event["kind"]] = {key: value for key, value in event.items() if key != "kind"}
+    return {"step": last.get("step"), "evaluation": last.get("evaluation")}
+
+
+def _show_sample(run: Run, run_file: Path, console: Console) -> None:
+    with console.status("generating"):
+        model, tokenizer, context = load_for_generation(run.folder)
+        text = generate(model, tokenizer, PROMPT, num_tokens=240, context=context)
+    console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
+    print(PROMPT + text)
+    console.print(
+        f"\n[bold]what to try next[/]\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps}                 # train on, from the checkpoint\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps} plan.tensor.x=2 plan.data=1  # under another plan\n"
+        f"  weft plan {run_file} plan.shard.stage=2           # what another plan would cost\n"
+        f'  weft generate {run.folder} --prompt "import "     # more text\n'
+        f"  weft export {run.folder} my-model                 # a folder that transformers loads",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_accuracy(run: Run, run_file: Path, console: Console) -> None:
+    assert isinstance(run.model, VisionConfig)
+    found = _last_event(run)["evaluation"]
+    if found is not None:
+        console.print(
+            f"\n[bold]held out[/]  {found['accuracy']:.1%} right (chance is {1 / run.model.num_classes:.1%}), loss "
+            f"{found['loss']:.4f}",
+            highlight=False,
+        )
+    console.print(
+        f"\n[bold]what to try next[/]\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps}              # train on, from the checkpoint\n"
+        f"  weft plan {run_file} plan.memory.recompute=full  # what another plan would cost",
+        highlight=False,
+        soft_wrap=True,
+    )

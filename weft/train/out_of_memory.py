@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from weft.advice import fitting_activations, fitting_offload, fitting_weights
 from weft.cluster import Cluster
 from weft.config import Run
 from weft.errors import ConfigError, PlanError
 from weft.plan import Plan
-from weft.predict import Prediction, fitting_activations, fitting_offload, fitting_weights, predict
+from weft.predict import Prediction, predict
 
 KEPT_FREE = 0.9  # of what did not fit: a plan that needs hardly less would not fit either
 
