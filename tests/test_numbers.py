@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from runs_for_tests import DEEP, events, make_run, train_on_ranks, write_run_file
+from sampled_for_tests import one_in
 
 from weft.checkpoint import Checkpoint
 from weft.checkpoint.folder import step_name
@@ -86,7 +87,7 @@ SKIP_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", SKIP_LAYOUTS)
+@pytest.mark.parametrize("layout", one_in(2, list(SKIP_LAYOUTS)))
 def test_a_bad_batch_on_one_rank_is_skipped_as_if_it_had_never_been(deep_file: Path, layout: str) -> None:
     options = [*SKIP_LAYOUTS[layout], "numbers.on_bad=skip", "train.steps=5", "checkpoint.every=5"]
     skipped = make_run(deep_file, f"skip {layout}", *options)

@@ -81,7 +81,7 @@ def test_random_numbers_go_on_as_if_nothing_had_been_recomputed() -> None:
     assert len(set(drawn)) == 1
 
 
-@pytest.mark.parametrize("model_fn", [models.tied_decoder, models.gpt2])
+@pytest.mark.parametrize("model_fn", [models.tied_decoder, pytest.param(models.gpt2, marks=pytest.mark.soak)])
 def test_bytes_kept_for_backward_fall(model_fn: Callable[[], nn.Module]) -> None:
     tokens = models.token_batch(0)[0]
     none, selective, full = (live_bytes(make(model_fn, kind), tokens) for kind in KINDS)

@@ -99,7 +99,7 @@ def test_zeros_have_codes() -> None:
         assert not decode(*encode(torch.zeros(300), draw_of(0, 300))).any()
 
 
-def losses(plan: Plan, steps: int = 60) -> list[float]:
+def losses(plan: Plan, steps: int = 40) -> list[float]:
     torch.manual_seed(0)
     mesh = Mesh(plan)
     model = parallelize(models.tied_decoder().float(), plan, mesh)

@@ -125,6 +125,7 @@ def test_checkpoints_after_a_loss_are_whole(undisturbed: Path, tmp_path: Path) -
             assert torch.equal(ours.read(entry.name, entry.kind), theirs.read(entry.name, entry.kind)), entry.name
 
 
+@pytest.mark.soak
 def test_a_second_loss_starts_all_again(undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     deaths = [Death(2, 2, "forward 2"), Death(1, 4, "backward 1")]
     assert run_chain(tmp_path / "run", deaths, restarts=Restarts(1)) == 0

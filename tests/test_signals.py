@@ -69,6 +69,7 @@ def started() -> Iterator[list[Command]]:
             command.process.communicate()
 
 
+@pytest.mark.soak
 def test_a_run_that_is_stopped_twice_ends_like_one_that_is_not(tmp_path: Path, started: list[Command]) -> None:
     run_file = write_run_file(tmp_path)
     run = make_run(run_file, "stopped", *OVERRIDES)
@@ -177,6 +178,7 @@ def test_a_killed_rank_does_not_end_the_command(tmp_path: Path, started: list[Co
     assert losses(run.folder) == losses(whole.folder)
 
 
+@pytest.mark.soak
 def test_a_second_command_in_the_same_folder_is_locked_out(tmp_path: Path, started: list[Command]) -> None:
     run_file = write_run_file(tmp_path)
     run = make_run(run_file, "shared", *OVERRIDES, "train.steps=2000")

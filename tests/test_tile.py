@@ -12,6 +12,7 @@ import pytest
 import tiles_for_tests as shared
 import torch
 import torch.nn.functional as F
+from sampled_for_tests import one_in
 from tensor_for_tests import failures
 from tiles_for_tests import Mixed, Streams, UNet, dry, images
 from torch import Tensor, nn
@@ -111,7 +112,7 @@ MORE: dict[str, tuple[str, Plan]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "plan"), CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(("name", "plan"), one_in(2, CASES))
 def test_equals_the_unsplit_model(name: str, plan: Plan) -> None:
     check(name, plan).require()
 
@@ -374,7 +375,7 @@ def saved_bytes(make: Callable[[], nn.Module], shape: tuple[int, ...], plan: Pla
     return found
 
 
-@pytest.mark.parametrize("plan", [over(2, 2), over(2, 2, fused=2)], ids=Plan.describe_axes)
+@pytest.mark.parametrize("plan", one_in(2, {"apart": over(2, 2), "fused": over(2, 2, fused=2)}))
 @pytest.mark.parametrize("make", [images_for_tests.batch_resnet, UNet])
 def test_each_rank_saves_its_part_and_the_halo(make: Callable[[], nn.Module], plan: Plan) -> None:
     shape = (2, 3, 64, 64)

@@ -131,7 +131,7 @@ def test_whole_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(WHOLE[name], monkeypatch)
 
 
-@pytest.mark.parametrize("hand_over", some_soak(["gather", "batch"], "batch"))
+@pytest.mark.parametrize("hand_over", some_soak(["gather", "batch"]))
 def test_amoebanet_is_handed_over_between_cells(hand_over: Any) -> None:
     """Each cell takes the results of the two before it: two streams are handed over, and one of them is taken twice."""
     config = AmoebaNetDConfig(num_classes=NUM_CLASSES, layers=3, filters=16, norm="group")

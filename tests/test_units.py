@@ -49,7 +49,11 @@ PLANS = {
     "stage 3": Plan(shard=Shard(2, 3), precision="fp64"),
 }
 STAGE_3 = PLANS["stage 3"]
-every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+SOAKED = ("stage 1", "stage 2")
+every_plan = pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, id=name, marks=pytest.mark.soak if name in SOAKED else ()) for name, plan in PLANS.items()],
+)
 
 
 def make(model_fn: ModelFn, dtype: torch.dtype = torch.float64) -> nn.Module:

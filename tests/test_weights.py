@@ -15,6 +15,7 @@ import torch
 import torch._dynamo  # before ranks are forked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_for_tests import one_in
 from test_activations import NeverWaits, Slow, differing, gpt2, initialised, llama, micro_batches
 from test_peak_memory import make_run, random_batch
 from test_reshard import copy_run
@@ -157,7 +158,7 @@ def test_a_sum_of_three_micro_batches_comes_back_for_each(monkeypatch: pytest.Mo
     assert differing(train(llama, streamed(BF16, 1.0), 4), expected) == []
 
 
-@pytest.mark.parametrize("name", ["gpt2", "frozen parameter", *oracle.VECTOR_MODELS])
+@pytest.mark.parametrize("name", one_in(4, ["frozen parameter", "gpt2", *oracle.VECTOR_MODELS]))
 def test_models_of_all_kinds_are_verified(name: str) -> None:
     for count, share in ((1, 1.0), (2, 0.5)):
         report = oracle.check(name, Plan(memory=Memory(weights=share), micro_batch=8 // count)).require()
@@ -404,11 +405,12 @@ PLANS = {
     "bf16, offload": replace(BF16, memory=Memory(offload=0.7)),
     "compact": replace(BF16, memory=Memory(state="int8", master=False), exact=False),
 }
+ALL_BYTES = {
+    f"{name} {share} {count}": (name, share, count) for name in PLANS for share in (0.4, 1.0) for count in (1, 2)
+}
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("share", [0.4, 1.0])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("name", "share", "count"), one_in(3, ALL_BYTES))
 def test_bytes_are_those_predicted(name: str, share: float, count: int) -> None:
     plan = streamed(PLANS[name], share)
     model, optimizer, mesh = built(llama, plan)
