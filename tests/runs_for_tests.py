@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from weft.config import Run, load_run
 from weft.launch import Place
 from weft.local import run_local
@@ -133,3 +135,11 @@ def losses(folder: Path) -> list[float]:
     steps = events(folder)
     assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
     return [event["loss"] for event in steps]
+
+
+def train_with_a_small_host(folder: Path, override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train where the host has 2 GiB free; data is not to be looked at."""
+    run = make_run(write_run_file(folder), "small", override)
+    monkeypatch.setattr("weft.memory.host.available_host_bytes", lambda: 2 << 30)
+    monkeypatch.setattr("weft.train.loop.prepare_data", lambda _: pytest.fail("too late"))
+    loop.train(run, Place(), Silent())

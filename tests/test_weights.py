@@ -30,7 +30,6 @@ from weft.checkpoint import Checkpoint, Saver
 from weft.cluster import Cluster, load, local_cluster
 from weft.config import Run, load_run
 from weft.errors import ConfigError, PlanError
-from weft.launch import Place
 from weft.layer_drop import LayerDrop, drop_layers
 from weft.live import LiveTensors
 from weft.memory.pruned import prune
@@ -605,17 +604,8 @@ def test_a_view_of_a_weight_is_refused() -> None:
 
 
 def test_training_asks_for_room_before_it_takes_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = runs.make_run(runs.write_run_file(tmp_path), "sent", "plan.memory={weights=1.0}")
-    monkeypatch.setattr("weft.memory.host.available_host_bytes", lambda: 2 << 30)
-    monkeypatch.setattr("weft.train.loop.prepare_data", lambda _: pytest.fail("too late"))
     with pytest.raises(PlanError, match=r"in host memory for each of 1 ranks here.*plan\.memory\.weights"):
-        weft.train.loop.train(run, Place(), Silent())
-
-
-class Silent:
-    def step(self, metrics: Any) -> None: ...
-
-    def say(self, message: str) -> None: ...
+        runs.train_with_a_small_host(tmp_path, "plan.memory={weights=1.0}", monkeypatch)
 
 
 def test_the_policy_is_told() -> None:
