@@ -23,7 +23,7 @@ import torch
 from commands_for_tests import caller
 from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 
-from weft import cli
+from weft import train_command
 from weft.checkpoint import Checkpoint, Piece, Region, Saver, steps
 from weft.cluster import load
 from weft.config import load_run
@@ -214,7 +214,7 @@ def test_weft_train_says_it_in_one_line(
     def no_room(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(cli, "train", no_room)
+    monkeypatch.setattr(train_command, "train", no_room)
     left = caller(monkeypatch, capfd)("train", run_file, f"folder={tmp_path / 'run'}", "--no-verify")
     assert left.status == 2
     (line,) = [line for line in left.err.splitlines() if line.startswith("weft:")]

@@ -16,7 +16,7 @@ from rich.console import Console
 from runs_for_tests import events, losses, write_run_file
 from typer.testing import CliRunner
 
-from weft import __version__, cli
+from weft import __version__, cli, train_command
 from weft.checkpoint import steps
 from weft.config import load_run
 from weft.display import LiveReporter, format_bytes, format_seconds, step_line
@@ -227,7 +227,7 @@ def test_training_does_not_start_when_the_proof_fails(
         report = verify_run(run)
         return replace(report, checks=(*report.checks, Check("sum", "1", "2", "rank 0", False)))
 
-    monkeypatch.setattr(cli, "verify_run", broken)
+    monkeypatch.setattr(train_command, "verify_run", broken)
     left = weft("train", run_file, "folder=run", "train.steps=3")
     assert left.status == 1
     assert "weft: 1 process differs from the sequential model in sum: expected 1, found 2 (rank 0)" in left.err

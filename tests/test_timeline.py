@@ -19,7 +19,6 @@ from models_for_tests import tied_decoder, token_batch
 from runs_for_tests import train_on_ranks, write_run_file
 from torch.optim import SGD
 
-from weft import cli
 from weft.cluster import Cluster, Device, Link, Node
 from weft.config import Run, load_run
 from weft.local import run_local
@@ -27,7 +26,7 @@ from weft.mesh import Mesh
 from weft.parallel import cost, parallelize
 from weft.pipeline import Action, Span, Timeline, make_schedule, simulate, simulate_like, timeline_of
 from weft.plan import Pipe, Plan
-from weft.predict import ASSUMED_EFFICIENCY, Prediction, micro_batch_profile, predict
+from weft.predict import ASSUMED_EFFICIENCY, Prediction, micro_batch_profile, predict, run_cluster
 from weft.train.step import evaluate, train_step
 from weft.train.timeline import measured
 
@@ -213,7 +212,7 @@ def test_plan_draws_to_files(run_file: Path, tmp_path: Path, weft: Weft, monkeyp
 def test_plan_in_json(run_file: Path, tmp_path: Path, weft: Weft) -> None:
     left = weft("plan", run_file, *PIPE, "--timeline", "--json")
     found = json.loads(left.out)
-    timeline = timeline_in(predict(load_run(run_file, PIPE), cli.run_cluster(load_run(run_file, PIPE))))
+    timeline = timeline_in(predict(load_run(run_file, PIPE), run_cluster(load_run(run_file, PIPE))))
     assert found["pipeline"] == {
         "schedule": "1f1b",
         "bubble_share": timeline.bubble_share,
