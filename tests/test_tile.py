@@ -13,7 +13,7 @@ import tiles_for_tests as shared
 import torch
 import torch.nn.functional as F
 from sampled_for_tests import one_in
-from tensor_for_tests import failures
+from tensor_for_tests import failures, saved_bytes
 from tiles_for_tests import Mixed, Streams, UNet, dry, images
 from torch import Tensor, nn
 
@@ -351,7 +351,7 @@ def test_fused_halos_over_strides() -> None:
 # --- memory
 
 
-def saved_bytes(make: Callable[[], nn.Module], shape: tuple[int, ...], plan: Plan) -> list[int]:
+def all_saved_bytes(make: Callable[[], nn.Module], shape: tuple[int, ...], plan: Plan) -> list[int]:
     """What autograd saves on each rank, parameters and buffers aside."""
 
     def rank(_: int) -> int:
@@ -359,17 +359,8 @@ def saved_bytes(make: Callable[[], nn.Module], shape: tuple[int, ...], plan: Pla
         model = parallelize(make(), plan, mesh, example=lambda: (torch.zeros(shape),))
         units = units_of(model)
         assert units is not None
-        ignored = {t.untyped_storage()._cdata for t in (*(flat.whole for flat in units.flats), *model.buffers())}
-        saved: dict[int, Tensor] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage()._cdata not in ignored:
-                saved[tensor.untyped_storage()._cdata] = tensor
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(tile(torch.zeros(shape), mesh))
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        held = [*(flat.whole for flat in units.flats), *model.buffers()]
+        return saved_bytes(held, lambda: model(tile(torch.zeros(shape), mesh)))
 
     found: list[int] = run_local(rank, plan.num_ranks)
     return found
@@ -382,7 +373,7 @@ def test_each_rank_saves_its_part_and_the_halo(make: Callable[[], nn.Module], pl
     whole = profile(make(), lambda: (torch.zeros(shape),))
     split = split_batch(plan, 2, 1)
     alone = cost(whole, Plan(), split).saved_bytes
-    for index, measured in enumerate(saved_bytes(make, shape, plan)):
+    for index, measured in enumerate(all_saved_bytes(make, shape, plan)):
         row, column = divmod(index, plan.tile.columns)
         at = {**dict.fromkeys(plan.degrees, 0), "rows": row, "columns": column}
         assert cost(whole, plan, split, at).saved_bytes == pytest.approx(measured, rel=0.02)
