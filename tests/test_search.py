@@ -24,7 +24,7 @@ from weft.planner.kernels import software_for_text
 from weft.planner.memory import alive_at_once, memory, sizes, working
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
-from weft.planner.search import Model, search
+from weft.planner.search import Candidate, Model, search
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profile import profile
 
@@ -158,6 +158,27 @@ def test_without_a_host_for_it_nothing_fits(changes: dict[str, Any], where: list
     given = parse_constraints(["no recompute", "micro_batch=1", *where])
     assert search(on_one_device(limit), Question(4, 1024, constraints=given[:2])).best
     assert not search(on_one_device(limit, **changes), Question(4, 1024, constraints=given)).best
+
+
+def test_what_fits_only_so_gathers_again() -> None:
+    words = ["x=8", "y=1", "sequence=true", "micro_batch=16", "no recompute", "no offload"]
+
+    def best(limit_bytes: float, *more: str) -> Candidate | None:
+        cluster = small().cluster
+        device = replace(cluster.node.device, memory_bytes=int(limit_bytes))
+        model = small().on(replace(cluster, node=replace(cluster.node, device=device)))
+        found = search(model, Question(16, 1024, constraints=parse_constraints([*words, *more])))
+        return found.best[0] if found.best else None
+
+    whole, again = best(1e12), best(1e12, "tensor.regather=true")
+    assert whole is not None
+    assert again is not None
+    assert (whole.plan.tensor.regather, again.plan.tensor.regather) == (False, True)
+    assert again.memory.total_bytes < whole.memory.total_bytes
+    assert again.seconds > whole.seconds
+    assert best(whole.memory.total_bytes - 1) == again
+    assert best(whole.memory.total_bytes - 1, "tensor.regather=false") is None
+    assert best(again.memory.total_bytes - 1) is None
 
 
 def test_more_may_be_asked_for_than_must() -> None:

@@ -138,6 +138,10 @@ def _lighter(candidate: Candidate) -> Iterator[tuple[str, Plan, int]]:
     plan, count = candidate.plan, candidate.num_micro_batches
     if plan.tensor.x > 1 and not plan.tensor.sequence:
         yield "tensor.sequence = true", replace(plan, tensor=replace(plan.tensor, sequence=True)), count
+    if plan.tensor.sequence and not plan.tensor.regather and plan.memory.recompute == "none":
+        yield "tensor.regather = true", replace(plan, tensor=replace(plan.tensor, regather=True)), count
+    if plan.tensor.regather:  # and no recompute, which gathers again as it is
+        plan = replace(plan, tensor=replace(plan.tensor, regather=False))
     recomputes: list[Any] = ["none", "selective", "full"]
     for recompute in recomputes[recomputes.index(plan.memory.recompute) + 1 :]:
         yield f"recompute = {recompute}", replace(plan, memory=MemoryPolicy(recompute)), count

@@ -232,7 +232,7 @@ class MicroBatchModel:
             if over_out > 1 and product.enters:
                 num_bytes = scale * product.rows * product.inputs / over_in
                 yield Call(out_axis, "all_reduce", num_bytes, "backward")
-                if self._gathers_again(plan):
+                if self._gathers_again(plan) or (plan.tensor.regather and out_axis == "x"):
                     yield Call(out_axis, "all_gather", num_bytes, "backward")
 
     def _context_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
@@ -276,12 +276,15 @@ class MicroBatchModel:
         own, attention = self._kernels_of(part, plan, micro_batch)
         if not calls:
             return own
-        tensor, context, copied = [0.0, 0.0], [0.0, 0.0], 0.0
+        tensor, context, again, copied = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0
         for call in calls:
             phase = call.phase == "backward"
             seconds = call.times * self.seconds(call.axis, call.operation, call.num_bytes, plan)
             if call.axis == "context":
                 context[phase] += seconds
+                continue
+            if plan.tensor.regather and phase and call.operation == "all_gather":
+                again += seconds
                 continue
             tensor[phase] += seconds
             if self.software.copies_sequence and plan.tensor.sequence:  # read and written, of a gather and a scatter
@@ -292,9 +295,10 @@ class MicroBatchModel:
             first = 1 / plan.tensor.x  # of the pieces, which nothing hides
             return Seconds(*(beside(mine, told, first * told) for mine, told in zip(own, tensor, strict=True)))
         if self.software.hides_input:
-            hidden_backward = beside(own.backward / 2, tensor[1]) + own.backward / 2  # dW is half of backward
+            # dW, which is half of backward, hides sums of dI; dI hides what is gathered again for dW.
+            hidden_backward = beside(own.backward / 2, tensor[1]) + beside(own.backward / 2, again)
             return Seconds(own.forward + tensor[0], hidden_backward)
-        return own.plus(Seconds(*tensor))
+        return own.plus(Seconds(tensor[0], tensor[1] + again))
 
     def _exposed_context(self, attention: Seconds, told: list[float], plan: Plan) -> Seconds:
         """In a ring, the next keys travel beside all blocks of attention but the last; a trade hides behind nothing."""

@@ -31,6 +31,7 @@ MAX_MICRO_BATCH = 64
 LONG_SEQUENCE = 16384  # from here on context is tried
 NUM_TIMED = 48  # of the best in closed form, timed by their lists
 NUM_TOO_LARGE = 5
+REGATHER = "tensor.regather"
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
 
 
@@ -130,6 +131,7 @@ class Search(ABC):
         self._refused: dict[str, str] = {}  # the first that has it, for each reason
         self._inner = [one for one in question.constraints if one.is_inner]
         self._outer = [one for one in question.constraints if not one.is_inner and one.name != OFFLOAD]
+        self._regathers = not any(one.name == REGATHER for one in question.constraints)  # where a plan fits only so
         limits = [one for one in question.constraints if one.name == OFFLOAD]
         self._shares = [share for share in SHARES if all(one.compare(share) for one in limits)]
 
@@ -218,6 +220,13 @@ class Search(ABC):
         plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
         return replace(candidate, plan=plan, memory=self.model.held(plan, candidate.num_micro_batches))
 
+    def _gather_again(self, plan: Plan, num_micro_batches: int) -> None:
+        """Consider a plan that does not fit once more, with less of what enters matmuls kept, if it fits so."""
+        if plan.memory.recompute == "none":  # others gather again as it is
+            plan = replace(plan, tensor=replace(plan.tensor, regather=True))
+            if self.model.held(plan, num_micro_batches).total_bytes <= self.limit_bytes:
+                self._consider(plan, num_micro_batches)
+
     def _consider(self, plan: Plan, num_micro_batches: int) -> None:
         """Keep a plan if it is among the fastest that fit, or would be and is the nearest of its layout to fit."""
         self.num_considered += 1
@@ -230,6 +239,8 @@ class Search(ABC):
         is_large, layout = held.total_bytes > self.limit_bytes, tuple(plan.degrees.values())
         if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
             self._large[layout] = candidate
+        if is_large and self._regathers and plan.tensor.sequence and not plan.tensor.regather:
+            self._gather_again(plan, num_micro_batches)
         if is_large or self._shares[:1] != [0.0]:
             candidate = self._offloaded(candidate)
         if candidate is None or self._is_slow(candidate.seconds):
@@ -248,8 +259,8 @@ class TextSearch(Search):
         """(bound, plan) for everything that shapes a rank's own work; the other axes are still 1."""
         for x in divisors(self.num_devices):
             for y in divisors(self.num_devices // x):
-                for sequence in (False, True) if x > 1 else (False,):
-                    tensor = Tensor(x, y, sequence)
+                for sequence, regather in self._sequences(x):
+                    tensor = Tensor(x, y, sequence, regather)
                     reason = self._reason(Plan(tensor=tensor))
                     if reason is not None:
                         self._refused.setdefault(reason, f"x {x} × y {y}")
@@ -257,12 +268,18 @@ class TextSearch(Search):
                     for context in self._contexts(self.num_devices // (x * y)):
                         yield from self._policies(tensor, context)
 
+    def _sequences(self, x: int) -> list[tuple[bool, bool]]:
+        """Both ways to split the stream over x; to gather again only where the question names that."""
+        if x == 1:
+            return [(False, False)]
+        return [(False, False), (True, False), *([] if self._regathers else [(True, True)])]
+
     def _policies(self, tensor: Tensor, context: int) -> Iterator[tuple[float, Plan]]:
         batch = self.question.batch
         for micro_batch in divisors(batch):
             if micro_batch > MAX_MICRO_BATCH:
                 break
-            for recompute in ("none", "selective", "full"):
+            for recompute in ("none",) if tensor.regather else ("none", "selective", "full"):
                 plan = Plan(
                     tensor=tensor,
                     context=Context(context),
