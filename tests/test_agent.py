@@ -20,7 +20,7 @@ from weft.lock import locked
 from weft.nursery import Nursery
 from weft.status import Status
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 120
 LIMIT = Restarts(2, 600)
 
 

@@ -217,7 +217,7 @@ def test_a_real_process_leaves_with_status_2(
 ) -> None:
     command = [sys.executable, "-m", "weft", "train", str(run_file), *arguments]
     left = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)} | environ, capture_output=True, text=True, timeout=60
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)} | environ, capture_output=True, text=True, timeout=300
     )
     assert left.returncode == 2
     lines = left.stderr.splitlines()
