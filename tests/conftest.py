@@ -29,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: the full product of plans and models, minutes long; run with -m soak")
 
 
+@pytest.fixture(autouse=True)
+def _same_draws() -> None:
+    """What a test draws without a seed of its own does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "soak" in config.option.markexpr:
         return
