@@ -85,7 +85,7 @@ def lose(death: Death, folder: Path, undisturbed: Path, capfd: pytest.CaptureFix
 
 
 def test_a_lost_rank_changes_nothing(undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for number, death in enumerate(some_deaths(3)):
+    for number, death in enumerate(some_deaths(2)):
         lose(death, tmp_path / str(number), undisturbed, capfd)
 
 
