@@ -100,7 +100,7 @@ def make_run(run_file: Path, name: str, *overrides: str) -> Run:
     return load_run(run_file, [f"folder={run_file.parent / name}", *overrides])
 
 
-def train_on_ranks(run: Run, timeout_seconds: float = 60.0) -> dict[str, Any]:
+def train_on_ranks(run: Run, timeout_seconds: float = 120.0) -> dict[str, Any]:
     """`train` on forked ranks, which are in a process group already; the outcome, which all must agree on."""
 
     micro_batch_profile(run)  # cached here, once for all ranks

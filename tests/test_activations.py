@@ -390,7 +390,7 @@ def test_skipped_blocks_change_nothing() -> None:
 # --- laws
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(num_blocks=st.integers(2, 200), twentieths=st.integers(1, 20))
 def test_blocks_are_spread_and_the_last_interval_stays(num_blocks: int, twentieths: int) -> None:
     share = twentieths / 20

@@ -59,7 +59,7 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_overlap_is_the_intersection_of_index_sets(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -147,7 +147,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...], ways: st.SearchStrategy[list[
     return draw(st.permutations(grid(shape, stacks, draw(ways))))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_covers_accepts_every_grid_and_refuses_it_with_a_piece_lost_or_doubled(data: st.DataObject) -> None:
     shape = data.draw(shapes)
@@ -159,7 +159,7 @@ def test_covers_accepts_every_grid_and_refuses_it_with_a_piece_lost_or_doubled(d
         assert not covers(shape, [*held, held[0]])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_covers_is_never_wrong_when_it_says_yes(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(0, 3), max_size=3).map(tuple))
@@ -168,7 +168,7 @@ def test_covers_is_never_wrong_when_it_says_yes(data: st.DataObject) -> None:
         assert sorted(index for part in parts for index in elements(part)) == list(range(prod(shape)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_covers_of_whole_blocks_is_right_both_ways(data: st.DataObject) -> None:
     """A grid of blocks, of which some may be lost, doubled or replaced."""
@@ -336,7 +336,7 @@ def save_under(
 ) -> Path:
     """Save as all ranks of a layout, each with its own saver and thread."""
     num_ranks = len(layout(()))
-    savers = [Saver(folder, rank, num_ranks, token, timeout_seconds=20) for rank in range(num_ranks)]
+    savers = [Saver(folder, rank, num_ranks, token, timeout_seconds=120) for rank in range(num_ranks)]
     for rank, saver in enumerate(savers):
         pieces = [
             Piece(name, kind, region, cut(tensor, region))
@@ -470,7 +470,7 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_memory(tmp_path: Path)
 
 def test_ranks_may_run_ahead(tmp_path: Path) -> None:
     """Rank 1 writes three steps before rank 0 begins: nothing is lost, mixed or swept away."""
-    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=20) for rank in range(2)]
+    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=120) for rank in range(2)]
     for rank in (1, 0):
         for step in (1, 2, 3):
             own = Piece("w", "parameter", Region.flat((4,), 2 * rank, 2 * rank + 2), torch.full((2,), float(step)))
@@ -541,7 +541,7 @@ def test_an_incomplete_tensor_is_not_published(tmp_path: Path) -> None:
         one(tmp_path).save(1, [half], {}, asynchronous=False)
     with pytest.raises(CheckpointError, match="differ in dtype or global shape"):
         one(tmp_path).save(1, [half, piece(torch.ones(3))], {}, asynchronous=False)
-    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=20) for rank in range(2)]
+    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=120) for rank in range(2)]
     ranks[1].save(2, [piece(torch.ones(3).double())], {}, asynchronous=False)
     ranks[0].save(2, [piece(torch.ones(3))], {})
     with pytest.raises(CheckpointError, match=r"is torch.float64 \(3,\) on rank 1, but torch.float32 \(3,\)"):
@@ -856,7 +856,7 @@ def mutable(small: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return copy / "step-00000002", document(copy / "step-00000002")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_a_mutated_manifest_raises_nothing_but_checkpoint_errors(
     mutable: tuple[Path, dict[str, Any]], data: st.DataObject
@@ -894,7 +894,7 @@ def substance(content: dict[str, Any]) -> tuple[Any, ...]:
     return content["format"], content["step"], content["files"], tensors
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(raw=st.binary(max_size=200) | st.text().map(str.encode))
 def test_random_bytes_are_refused(mutable: tuple[Path, dict[str, Any]], raw: bytes) -> None:
     path, _ = mutable

@@ -60,7 +60,7 @@ def save(folder: Path) -> None:
         ("buffer", "count"): torch.tensor([1, 2, 3]),
         ("buffer", "none"): torch.empty(0, 3, dtype=torch.uint8),
     }
-    savers = [Saver(folder, rank, 2, "abcd", timeout_seconds=20) for rank in range(2)]
+    savers = [Saver(folder, rank, 2, "abcd", timeout_seconds=120) for rank in range(2)]
     for step in (1, 2):
         for rank, saver in enumerate(savers):
             pieces = []

@@ -33,7 +33,7 @@ def pieces_of(step: int, rank: int, num_ranks: int) -> list[Piece]:
 def save_step(folder: Path, step: int, num_ranks: int, token: str, at: Callable[[str], None]) -> None:
     """Save as all ranks; the later ranks first, so that each action happens in one order."""
     for rank in reversed(range(num_ranks)):
-        saver = Saver(folder, rank, num_ranks, token, keep_last=1, timeout_seconds=20, at=at)
+        saver = Saver(folder, rank, num_ranks, token, keep_last=1, timeout_seconds=120, at=at)
         saver.save(step, pieces_of(step, rank, num_ranks), {"step": step})
         saver.wait()
 
@@ -166,12 +166,12 @@ def test_leftovers_of_a_crashed_attempt_are_never_mixed_in(tmp_path: Path) -> No
     crashed = Saver(tmp_path, 1, 2, "aaaa")
     crashed.save(NEW, pieces_of(OLD, 1, 2), {}, asynchronous=False)
     assert os.listdir(tmp_path) == [".saving-step-00000200-aaaa-1"]
-    rank_0 = Saver(tmp_path, 0, 2, "bbbb", timeout_seconds=20)
+    rank_0 = Saver(tmp_path, 0, 2, "bbbb", timeout_seconds=120)
     assert os.listdir(tmp_path) == []
     rank_0.save(NEW, pieces_of(NEW, 0, 2), {"step": NEW})
     crashed_again = Saver(tmp_path, 1, 2, "aaaa")
     crashed_again.save(NEW, pieces_of(OLD, 1, 2), {}, asynchronous=False)
-    rank_1 = Saver(tmp_path, 1, 2, "bbbb", timeout_seconds=20)
+    rank_1 = Saver(tmp_path, 1, 2, "bbbb", timeout_seconds=120)
     rank_1.save(NEW, pieces_of(NEW, 1, 2), {"step": NEW})
     for saver in (rank_0, rank_1):
         saver.wait(published=True)
@@ -208,7 +208,7 @@ def test_ranks_in_threads_publish_together(tmp_path: Path) -> None:
     """All ranks at once, several steps, whatever the order of their threads."""
 
     def run(rank: int) -> None:
-        saver = Saver(tmp_path, rank, 4, "aaaa", keep_last=2, timeout_seconds=20)
+        saver = Saver(tmp_path, rank, 4, "aaaa", keep_last=2, timeout_seconds=120)
         for step in (1, 2, 3, 4, 5):
             saver.save(step, pieces_of(step, rank, 4), {"step": step})
         saver.wait(published=True)

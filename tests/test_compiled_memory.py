@@ -114,7 +114,7 @@ def test_blocks_that_y_splits_count_as_uncompiled() -> None:
     assert under(compiled(eager), Plan(tensor=TensorPlan(2))) is compiled(eager)
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     heads=st.sampled_from([2, 4, 8]),
     share=st.sampled_from([1, 2]),

@@ -280,7 +280,6 @@ def test_missing_extras_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @given(st.text())
-@settings(deadline=None)
 def test_bytes_round_trip(text: str) -> None:
     tokenizer = load_tokenizer("bytes")
     ids = tokenizer.encode(text)
@@ -447,7 +446,7 @@ def test_the_split_is_the_same_everywhere_and_grows_with_the_fraction() -> None:
 
 
 @given(size=st.integers(1, 200), held_out=st.floats(0.001, 0.999), number=st.integers(1, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_few_documents_still_fill_both_sides(
     tmp_path_factory: pytest.TempPathFactory, size: int, held_out: float, number: int
 ) -> None:
@@ -655,7 +654,6 @@ def test_sequences_overlap_by_one_token() -> None:
 
 
 @given(num_tokens=st.integers(2, 200), length=st.integers(1, 199))
-@settings(deadline=None)
 def test_sequences_cover_all_whole_ones(num_tokens: int, length: int) -> None:
     if num_tokens < length + 1:
         with pytest.raises(DataError, match=rf"use a sequence of at most {num_tokens - 1}, or more data"):

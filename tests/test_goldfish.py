@@ -32,7 +32,7 @@ def by_hand(targets: list[int], k: int, h: int) -> list[bool]:
     return result
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.one_of(st.integers(0, 128255), st.just(IGNORE), st.just(0)), min_size=1, max_size=60),
     st.sampled_from([3, 4, 128]),

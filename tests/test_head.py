@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensor_for_tests import SHIPPED, TRANSFORMERS, token_batch
 from torch import Tensor, nn
@@ -83,7 +83,6 @@ def test_what_is_frozen_gets_no_gradient_and_evaluation_none() -> None:
     assert float(head_loss(hidden, weight, None, torch.full_like(labels, IGNORE)).detach()) == 0.0
 
 
-@settings(deadline=None)
 @given(st.integers(0, 5000), st.integers(1, 300000), st.integers(1, 2**20))
 def test_parts_cover_all_rows_once(num_rows: int, num_classes: int, numel: int) -> None:
     before, losses.PART_NUMEL = losses.PART_NUMEL, numel

@@ -41,7 +41,7 @@ def test_slides_follow_from_seed_and_number() -> None:
         assert not np.array_equal(render(other, WHOLE, WHOLE), pixels)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     size=st.integers(32, 150),
     ends=st.tuples(*[st.floats(0, 1)] * 4),

@@ -11,9 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 EXTRAS = ["typer", "rich", "transformers", "tokenizers", "pyarrow", "datasets", "pandas", "wandb", "tensorboard"]
 
-# Forbids the extras, imports weft, and says how long that took beyond torch.
+# Forbids the extras, imports weft, and says what came with it.
 IMPORT = f"""
-import json, sys, time
+import json, sys
 
 class Forbid:
     def find_spec(self, name, path=None, target=None):
@@ -22,17 +22,15 @@ class Forbid:
 
 sys.meta_path.insert(0, Forbid())
 import torch, torch.distributed
-start = time.perf_counter()
 import weft
-seconds = time.perf_counter() - start
 plan = weft.Plan(data=2, shard=weft.Shard(4))
-print(json.dumps({{"seconds": seconds, "ranks": plan.num_ranks, "modules": sorted(sys.modules)}}))
+print(json.dumps({{"ranks": plan.num_ranks, "modules": sorted(sys.modules)}}))
 """
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=300)
 
 
 def test_import_needs_no_extra() -> None:
@@ -43,8 +41,6 @@ def test_import_needs_no_extra() -> None:
     assert found["ranks"] == 8
     assert "weft.cli" not in found["modules"]
     assert "torch._dynamo" not in found["modules"]  # a second or two
-    print(f"import weft took {found['seconds']:.2f} s beyond torch")
-    assert found["seconds"] < 20  # a machine that is busy is slow; 0.1 s on one that is not
 
 
 def test_the_command_line_names_the_extra_that_it_needs() -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -26,7 +27,7 @@ from weft.errors import LaunchError
 from weft.launch import Place, check_world, detect, expand_hosts, rendezvous
 from weft.nursery import Nursery
 
-DEADLINE_SECONDS = 60
+DEADLINE_SECONDS = 120
 FORK = multiprocessing.get_context("fork")
 
 TORCHRUN = {
@@ -259,7 +260,7 @@ def sum_of_ranks(environ: Mapping[str, str]) -> None:
     os.environ.update(environ)
     torch.set_num_threads(1)
     place = detect(os.environ) or Place()
-    device = launch.init_process_group(place, "cpu", timedelta(seconds=30))
+    device = launch.init_process_group(place, "cpu", timedelta(seconds=DEADLINE_SECONDS))
     number = torch.tensor([place.rank + 1.0], device=device)
     dist.all_reduce(number)
     assert number.item() == place.num_ranks * (place.num_ranks + 1) / 2
@@ -269,13 +270,26 @@ def sum_of_ranks(environ: Mapping[str, str]) -> None:
     launch.shutdown()  # leaving twice is no error: it is called on the way out of an error too
 
 
+def is_free(port: int) -> bool:
+    try:
+        with socket.create_server(("127.0.0.1", port)):
+            return True
+    except OSError:
+        return False
+
+
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """One that no program is given that asks for any port (on Linux those are above)."""
+    return next(port for port in (random.randrange(20000, 32000) for _ in range(1000)) if is_free(port))
+
+
+def namespace_of_a_free_port() -> str:
+    names = (uuid.uuid4().hex for _ in range(1000))
+    return next(name for name in names if launch._port(name) < 32000 and is_free(launch._port(name)))
 
 
 def test_join_under_mpi_plain_variables_and_alone() -> None:
-    namespace = uuid.uuid4().hex
+    namespace = namespace_of_a_free_port()
     names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     mpi = [dict(zip(names, (r, "2", r, "2"), strict=True)) | {"PMIX_NAMESPACE": namespace} for r in "01"]
     plain = [PLAIN | {"RANK": rank, "MASTER_PORT": str(free_port())} for rank in "0"]
@@ -289,7 +303,7 @@ def test_ranks_join_again_after_a_restart() -> None:
     receiver, sender = FORK.Pipe(duplex=False)
 
     def serve() -> None:
-        store = launch._serve_loopback(0, None, timedelta(seconds=30))
+        store = launch._serve_loopback(0, None, timedelta(seconds=DEADLINE_SECONDS))
         sender.send_bytes(str(store.port).encode())
         time.sleep(DEADLINE_SECONDS)
 
@@ -300,7 +314,7 @@ def test_ranks_join_again_after_a_restart() -> None:
 
     def die_after_joining(rank: str) -> None:
         os.environ.update(environ | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": "0"})
-        launch.init_process_group(place_of(os.environ), "cpu", timedelta(seconds=30))
+        launch.init_process_group(place_of(os.environ), "cpu", timedelta(seconds=DEADLINE_SECONDS))
         dist.barrier()
         os._exit(9)
 
@@ -416,12 +430,13 @@ def write(name, text=""):
     os.rename(path + ".part", path)
 """
 WAIT_AND_SAVE = """
-worker = subprocess.Popen(["sleep", "60"])
+worker = subprocess.Popen(["sleep", "600"])
 def save(number, frame):
     if os.path.exists(os.path.join(os.environ["FOLDER"], "asked" + rank)):
         return
     write("asked")
-    time.sleep(1)
+    while not os.path.exists(os.path.join(os.environ["FOLDER"], "go")):
+        time.sleep(0.01)
     write("saved", worker.poll())
     worker.kill()
     sys.exit(0)
@@ -509,7 +524,7 @@ from datetime import timedelta
 sys.path.insert(0, sys.argv[1])
 import torch, weft.launch
 place = weft.launch.detect(os.environ)
-weft.launch.init_process_group(place, "cpu", timedelta(seconds=30))
+weft.launch.init_process_group(place, "cpu", timedelta(seconds=120))
 number = torch.tensor([place.rank + 1.0])
 torch.distributed.all_reduce(number)
 weft.launch.shutdown()
@@ -549,6 +564,7 @@ def test_a_signal_lets_the_ranks_save(start: Start, number: signal.Signals) -> N
     for rank in range(2):
         parent.read(f"asked{rank}")
     os.kill(parent.pid, number)  # wrappers pass on what the terminal sends too: that is not a second request
+    (parent.folder / "go").touch()
     assert parent.end() == 0
     assert [parent.read(f"saved{rank}") for rank in range(2)] == ["None", "None"]  # its data worker still ran
     assert parent.stderr == f"weft: {number.name}: the ranks save and stop; Ctrl-C once more kills them\n"
@@ -558,6 +574,7 @@ def test_ignored_signals_stay_ignored(start: Start) -> None:
     parent = start.script(1, WAIT_AND_SAVE, before=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     parent.read("ready0")
     os.kill(parent.pid, signal.SIGHUP)
+    (parent.folder / "go").touch()
     os.kill(parent.pid, signal.SIGTERM)
     assert parent.end() == 0
     assert "SIGHUP" not in parent.stderr

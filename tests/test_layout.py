@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.parallel.layout import ALIGNMENT, FlatLayout, flat_layouts
@@ -16,7 +16,6 @@ degrees = st.integers(1, 9)
 
 
 @given(parameters, degrees)
-@settings(deadline=None)
 def test_slices_cover_each_parameter_exactly_once_and_in_order(given_: tuple[Parameter, ...], degree: int) -> None:
     layout = FlatLayout(given_, degree)
     position = dict.fromkeys((p.name for p in given_), 0)
@@ -31,7 +30,6 @@ def test_slices_cover_each_parameter_exactly_once_and_in_order(given_: tuple[Par
 
 
 @given(parameters, degrees)
-@settings(deadline=None)
 def test_a_part_lies_where_the_whole_buffer_has_it(given_: tuple[Parameter, ...], degree: int) -> None:
     layout = FlatLayout(given_, degree)
     starts = dict(zip((p.name for p in given_), layout.starts, strict=True))
@@ -47,7 +45,6 @@ def test_a_part_lies_where_the_whole_buffer_has_it(given_: tuple[Parameter, ...]
 
 
 @given(parameters, degrees)
-@settings(deadline=None)
 def test_parameters_and_slices_start_aligned_and_padding_is_small(given_: tuple[Parameter, ...], degree: int) -> None:
     layout = FlatLayout(given_, degree)
     assert all(start % ALIGNMENT == 0 for start in layout.starts)
@@ -58,7 +55,6 @@ def test_parameters_and_slices_start_aligned_and_padding_is_small(given_: tuple[
 
 
 @given(st.lists(st.tuples(shapes, st.booleans()), max_size=8), degrees)
-@settings(deadline=None)
 def test_trained_and_frozen_parameters_never_share_a_buffer(found: list[tuple[tuple[int, ...], bool]], d: int) -> None:
     given_ = [Parameter(f"p{i}", shape, trainable) for i, (shape, trainable) in enumerate(found)]
     layouts = flat_layouts(given_, d)

@@ -129,9 +129,7 @@ class Tally:
 def hold_to_the_law(**options: Any) -> None:
     """Every axis alone and every two, each with random models and the rest of the plan."""
     tally = Tally()
-    drawn = settings(
-        deadline=None, database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck], **options
-    )
+    drawn = settings(database=None, phases=[Phase.generate], suppress_health_check=[*HealthCheck], **options)
 
     def holds(degrees: Mapping[str, int], seed: int) -> None:
         tally.check(draw_case(degrees, seed))

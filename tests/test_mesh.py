@@ -133,7 +133,6 @@ names = st.sampled_from([*AXES, *JOINT_AXES])
 
 
 @given(plans, names)
-@settings(deadline=None)
 def test_groups_of_an_axis_differ_in_it_alone(plan: Plan, name: str) -> None:
     members = JOINT_AXES.get(name, (name,))
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -144,7 +143,7 @@ def test_groups_of_an_axis_differ_in_it_alone(plan: Plan, name: str) -> None:
 
 
 @given(plans, names, st.integers(1, 12))
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 def test_rectangles_are_groups_with_the_same_places_in_equally_many_nodes(plan: Plan, name: str, size: int) -> None:
     shapes: set[tuple[int, int] | None] = set()
     for group in ranks_of(plan, name).tolist():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +25,17 @@ def chain(seed: int | None) -> Chain:
 
 
 class Watched(dict[int, Pass]):
-    """Remembers how many it held at most."""
+    """Remembers how many it held at most; and says, by a file, when it holds `full`."""
 
-    most = 0
+    def __init__(self, full: int, says: Path | None) -> None:
+        super().__init__()
+        self.most, self._full, self._says = 0, full, says
 
     def __setitem__(self, key: int, value: Pass) -> None:
         super().__setitem__(key, value)
         self.most = max(self.most, len(self))
+        if self._says is not None and len(self) == self._full:
+            self._says.touch()
 
 
 def test_delays_change_no_bit() -> None:
@@ -40,6 +46,7 @@ def test_delays_change_no_bit() -> None:
             ("in time", Pipe(RANKS, "message"), None),
             ("late", Pipe(RANKS, "message"), 100 * index),
             ("otherwise late", Pipe(RANKS, "message", in_flight=2), 100 * index + 50),
+            ("one at a time", Pipe(RANKS, "message", in_flight=1), None),
         ):
             trainer = Trainer(pipe, chain(seed))
             for step in range(2):
@@ -56,24 +63,30 @@ def test_delays_change_no_bit() -> None:
         assert expected[0] != expected[1]
         for name, found in answer["gradients"].items():
             assert found == expected, name
-    # The delays did something: some rank took another order.
-    assert any(answer["orders"]["late"] != answer["orders"]["otherwise late"] for answer in answers)
+    # Orders are of their own: with one in flight a rank that has all inputs waits for each to come back.
+    assert answers[0]["orders"]["one at a time"] != answers[0]["orders"]["late"]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, None])
-def test_cap(in_flight: int | None) -> None:
+def test_cap(in_flight: int | None, tmp_path: Path) -> None:
+    cap = in_flight or RANKS
+
     def rank(index: int) -> int:
-        late = Chain(RANKS, 0.01, LATE_SECONDS, seed=100 * index) if index else Chain(RANKS)
-        trainer = Trainer(Pipe(RANKS, "message", in_flight=in_flight), late)
+        trainer = Trainer(Pipe(RANKS, "message", in_flight=in_flight), chain(seed=100 * index))
+        trainer.step(micro_batches(6))  # all are connected now
         (stage,) = trainer.model.parts.values()
-        stage.live = watched = Watched()
+        stage.live = watched = Watched(cap, tmp_path / "full" if index == 0 else None)
+        deadline = time.monotonic() + 50
+        while index and not (tmp_path / "full").exists():
+            assert time.monotonic() < deadline, "only the cap may keep the first rank back, which has all inputs"
+            time.sleep(0.001)
         trainer.step(micro_batches(6))
         assert not watched
         return watched.most
 
     most = run_ranks(rank, RANKS)
-    assert max(most) <= (in_flight or RANKS)
-    assert most[0] == (in_flight or RANKS)  # the first rank has all inputs and is in time: only the cap keeps it back
+    assert max(most) <= cap
+    assert most[0] == cap
 
 
 def test_replay() -> None:

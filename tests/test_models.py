@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -178,7 +178,6 @@ def decoder_configs(draw: st.DrawFn) -> DecoderConfig:
 
 
 @given(decoder_configs())
-@settings(deadline=None)
 def test_shrunk_decoders_are_tiny_and_alike(config: DecoderConfig) -> None:
     tiny = config.shrunk()
     assert tiny.hidden_size <= 32
@@ -200,7 +199,6 @@ def test_shrunk_decoders_are_tiny_and_alike(config: DecoderConfig) -> None:
 
 
 @given(decoder_configs())
-@settings(deadline=None)
 def test_a_config_survives_its_table(config: DecoderConfig) -> None:
     assert config_from_table(to_table(config)) == config
 

@@ -14,7 +14,7 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 @given(n=st.integers(1, 10_000), seed=seeds, epoch=st.integers(0, 2**40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_permute_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
@@ -25,7 +25,7 @@ def test_permute_is_a_bijection_around_powers_of_two(n: int) -> None:
 
 
 @given(seed=seeds, start=st.integers(0, 10**9 - 2000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_permute_of_a_billion_is_injective_and_stays_inside(seed: int, start: int) -> None:
     n = 10**9
     result = permute(np.arange(start, start + 2000), n, seed, 3)
@@ -74,7 +74,7 @@ def test_indices_outside_the_range_are_refused() -> None:
 
 
 @given(n=st.integers(1, 60), batch=st.integers(1, 80), seed=seeds)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_sample_once_per_epoch_also_when_batches_straddle_epochs(n: int, batch: int, seed: int) -> None:
     num_epochs = 3
     steps = -(-num_epochs * n // batch)
@@ -95,7 +95,7 @@ def test_a_batch_larger_than_the_data_spans_several_epochs() -> None:
 
 
 @given(step=st.integers(0, 10**7), seed=seeds)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_the_stream_depends_on_the_position_and_not_on_the_batch_size(step: int, seed: int) -> None:
     n = 12_345
     halves = [batch_indices(2 * step, 8, n, seed), batch_indices(2 * step + 1, 8, n, seed)]
@@ -110,7 +110,7 @@ def test_resuming_at_any_step_repeats_the_run() -> None:
 
 
 @given(num_ranks=st.integers(1, 8), micro_batch=st.integers(1, 4), accumulation=st.integers(1, 4), seed=seeds)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_ranks_together_hold_the_batch(num_ranks: int, micro_batch: int, accumulation: int, seed: int) -> None:
     batch = num_ranks * micro_batch * accumulation
     indices = batch_indices(3, batch, 1000, seed)

@@ -9,7 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from page_for_tests import make_answer, make_plan, make_timeline
 
@@ -242,7 +242,6 @@ def test_drawn_ranks(num_ranks: int) -> None:
     st.lists(st.tuples(st.floats(0.01, 5), st.sampled_from(["forward", "backward", "wait"])), max_size=30),
     st.integers(1, 40),
 )
-@settings(deadline=None)
 def test_columns_lose_no_time(lengths: list[tuple[float, str]], num_columns: int) -> None:
     spans, at = [], 0.0
     for length, kind in lengths:

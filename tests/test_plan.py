@@ -154,7 +154,6 @@ plans = st.builds(
 
 
 @given(plans)
-@settings(deadline=None)
 def test_a_plan_that_is_written_reads_back(tmp_path_factory: pytest.TempPathFactory, plan: Plan) -> None:
     path = tmp_path_factory.getbasetemp() / "written.toml"
     path.write_text(plan.to_toml(), encoding="utf-8")
@@ -162,7 +161,6 @@ def test_a_plan_that_is_written_reads_back(tmp_path_factory: pytest.TempPathFact
 
 
 @given(plans)
-@settings(deadline=None)
 def test_ranks_are_the_product_of_degrees_and_inner_is_the_stride(plan: Plan) -> None:
     inside = plan.context.degree * plan.tensor.x * plan.tensor.y
     assert plan.num_batch_ranks == plan.data * plan.shard.degree
@@ -187,7 +185,6 @@ def test_plans_in_words() -> None:
 
 
 @given(plans, st.integers(1, 10_000), st.integers(1, 10_000))
-@settings(deadline=None)
 def test_a_split_batch_multiplies_back_or_says_what_would(plan: Plan, batch: int, sequence: int) -> None:
     plan, ranks = replace(plan, pipe=Pipe(plan.pipe.degree)), plan.num_batch_ranks
     sequence *= 2 * plan.context.degree  # what context wants is tested below
@@ -238,7 +235,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.di
 
 
 @given(st.dictionaries(keys, scalars | st.dictionaries(keys, values, max_size=4), max_size=4))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_tables_that_are_written_read_back(table: dict[str, Any]) -> None:
     assert parse_toml(dump_toml(table), "text") == table
 
@@ -268,7 +265,6 @@ def test_overrides_of_another_form_are_refused(text: str) -> None:
 
 
 @given(st.text(max_size=12), st.text(max_size=12))
-@settings(deadline=None)
 def test_an_override_sets_one_value_whatever_its_text(name: str, raw: str) -> None:
     # A value is TOML, but it must not smuggle in a second key.
     assume("=" not in name and all(part.strip() for part in name.split(".")))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -146,7 +146,6 @@ def test_what_needs_no_gradient_says_nothing(notes: list[str]) -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.booleans())
-@settings(deadline=None)
 def test_pieces_are_the_sequence_in_another_order(chunks: int, ranks: int, tokens: int, batch: int, deep: bool) -> None:
     shape = (batch, ranks * chunks * tokens, *([2] if deep else []), 3)
     value = torch.arange(torch.Size(shape).numel()).view(shape)

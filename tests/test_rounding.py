@@ -52,7 +52,7 @@ def test_draws_are_even_and_differ_by_seed_and_place() -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 2000))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_bf16_is_one_of_the_two_neighbours(seed: int, numel: int) -> None:
     values = random_values(seed, numel)
     found = to_bf16(values, draw_of(seed, numel)).float()
@@ -74,7 +74,7 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3 * CODE_BLOCK))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_codes_err_by_at_most_a_level(seed: int, numel: int) -> None:
     values = random_values(seed, numel)
     codes, scales = signed_codes(values, draw_of(seed, numel))

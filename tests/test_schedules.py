@@ -13,7 +13,7 @@ from weft.pipeline import SCHEDULES, Action, Edge, Message, Schedule, check, mak
 from weft.pipeline.actions import Steps
 
 Options = dict[str, object]
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 
 
 @st.composite

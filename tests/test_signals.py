@@ -22,7 +22,7 @@ from weft.plan import Plan
 from weft.train.stop import Stop
 
 ROOT = Path(__file__).parents[1]
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 NUM_STEPS = 200
 OVERRIDES = ["plan.data=2", f"train.steps={NUM_STEPS}", "checkpoint.every=60", "train.evaluate_every=75"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weft.errors import PlanError
 from weft.pipeline import Action, Schedule, Timeline, check, make_schedule, simulate, to_svg, to_text, with_messages
 
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 ranks_ = st.integers(1, 7)
 even_ranks = st.integers(1, 4).map(lambda half: 2 * half)
 micro_batches_ = st.integers(1, 16)

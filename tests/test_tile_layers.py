@@ -332,7 +332,7 @@ def check_geometry(drawn: list[Any], grid: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("grid", GRIDS)
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(drawn=st.lists(geometry().filter(runs), min_size=12, max_size=12))
 def test_random_geometry(grid: tuple[int, int], drawn: list[Any]) -> None:
     check_geometry(drawn, grid)
@@ -340,7 +340,7 @@ def test_random_geometry(grid: tuple[int, int], drawn: list[Any]) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("grid", [*GRIDS, (2, 4), (3, 2), (1, 5)])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(drawn=st.lists(geometry().filter(runs), min_size=12, max_size=12))
 def test_random_geometry_for_long(grid: tuple[int, int], drawn: list[Any]) -> None:
     check_geometry(drawn, grid)

@@ -264,7 +264,7 @@ def test_train_refuses_a_timeline_before_it_trains(run_file: Path, weft: Weft) -
 
 
 @given(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional"]), st.data())
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_a_step_as_simulated_is_simulated_alike(name: str, data: st.DataObject) -> None:
     schedule = make_schedule(name, 2, 4)
     times = st.lists(st.integers(1, 9), min_size=schedule.num_stages, max_size=schedule.num_stages)

@@ -13,7 +13,7 @@ from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 from weft.checkpoint import Checkpoint
 
 __all__ = ["hosts"]  # a fixture
-DEADLINE_SECONDS = 90
+DEADLINE_SECONDS = 300
 NUM_LOCAL_RANKS = 2
 
 # Adds up rank + 1 over all ranks, and says what it found where.

@@ -119,7 +119,7 @@ def check_freed(model: nn.Module) -> None:
 
 def on_two_ranks(function: Callable[[int], Any]) -> list[Any]:
     """Run on two ranks; assertions fail there and are reported here."""
-    return run_local(function, 2, timeout_seconds=40)
+    return run_local(function, 2, timeout_seconds=120)
 
 
 # --- forwards that are not followed by a backward
@@ -630,7 +630,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters(plan: Plan) -> None:
         for part, piece in named_pieces(model):
             assert torch.equal(piece, expected[part.parameter.name].flatten()[part.start : part.stop])
 
-    run_local(rank, plan.num_ranks, timeout_seconds=40)
+    run_local(rank, plan.num_ranks, timeout_seconds=120)
 
 
 def test_bf16_gradients_are_reduced_in_float32() -> None:
@@ -708,7 +708,7 @@ def test_a_buffer_on_the_meta_device_is_refused_because_nobody_knows_its_value(p
         with pytest.raises(PlanError, match="buffer 'table'"):
             parallelize(model, plan, values=values.get_parameter)
 
-    run_local(rank, plan.num_ranks, timeout_seconds=40)
+    run_local(rank, plan.num_ranks, timeout_seconds=120)
 
 
 @every_plan

@@ -131,7 +131,7 @@ def _watch(
         if hang is not None or any(codes.values()):
             losses.give_back(codes)
         if hang is not None:
-            ask_for_stacks(pids)
+            ask_for_stacks(watchdog.folder, pids)
     finally:
         stop.watch([])
         for pid in pids:  # the living, those that lead no session yet, and what the dead have left running

@@ -91,6 +91,8 @@ def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], cons
     status, log = _train(nursery, run_file, overrides, storm, console, "undisturbed")
     if status or not (run.folder / "checkpoints" / step_name(run.train.steps)).is_dir():
         raise ConfigError(f"the undisturbed run did not end as it should (status {status}); see {log}")
+    if not storm.step_seconds:
+        raise ConfigError("the undisturbed run was over before it was looked at; give it more steps (train.steps)")
     peace = Peace(str(run.folder), storm.seconds, statistics.median(storm.step_seconds))
     known.write_text(json.dumps({"run": run.to_toml(), **asdict(peace)}))
     return peace

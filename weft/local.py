@@ -28,6 +28,9 @@ from torch._C._distributed_c10d import FileStore
 
 from weft.comm import meet
 from weft.errors import WeftError
+from weft.status import wait_for_stacks
+
+_STACK_SECONDS = 10.0  # at most, for ranks that hang to say where
 
 
 class LocalError(WeftError):
@@ -157,7 +160,9 @@ def _describe_hang(children: list[_Child], folder: Path, timeout_seconds: float)
     waiting = [child for child in children if not child.done]
     for child in waiting:
         os.kill(child.pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    stacks = [f"rank {child.rank}:\n{(folder / f'stack-{child.rank}').read_text()}" for child in waiting]
+    paths = [folder / f"stack-{child.rank}" for child in waiting]
+    wait_for_stacks(paths, _STACK_SECONDS)
+    said = [path.read_text() if path.exists() else "" for path in paths]  # none of one that has not come to register
+    stacks = [f"rank {child.rank}:\n{text}" for child, text in zip(waiting, said, strict=True)]
     names = ", ".join(str(child.rank) for child in waiting)
     return f"no answer from rank(s) {names} of {len(children)} after {timeout_seconds:g} s\n" + "\n".join(stacks)

@@ -28,6 +28,7 @@ GOING_BACK = "loading a checkpoint"
 FILES = (SAVING, GOING_BACK)  # may be silent for as long as a file system takes
 _PAGE = struct.Struct("<qqddd240s144s80s64s")  # see Seen; text that is too long is cut
 _NO_STEP = -1
+_STACK_POLL_SECONDS = 0.05
 _LOST, _TAKEN = "lost.json", "taken-over.json"
 
 
@@ -138,7 +139,8 @@ class Status:
     def _write(self, doing: str) -> None:
         times = (self._step_seconds, self._busy_seconds, time.monotonic())
         texts = (doing.encode(), self.inside.encode(), self.place.encode(), self._peers.encode())
-        _PAGE.pack_into(self._page, 0, self._step, self.num_calls, *times, *texts)
+        # Not pack_into, which clears the page first: whoever looks in between would see a rank that never did anything.
+        self._page[:] = _PAGE.pack(self._step - _NO_STEP, self.num_calls, *times, *texts)
 
 
 def last_seen(folder: Path, rank: int) -> Seen | None:
@@ -150,8 +152,9 @@ def last_seen(folder: Path, rank: int) -> Seen | None:
 
 
 def _read(page: bytes) -> Seen | None:
-    step, num_calls, step_seconds, busy_seconds, at, *texts = _PAGE.unpack(page)
+    begun, num_calls, step_seconds, busy_seconds, at, *texts = _PAGE.unpack(page)
     doing, inside, place, peers = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
+    step = begun + _NO_STEP  # a page on which nothing was written yet says so too
     if step == _NO_STEP:
         return None
     numbers = tuple(int(peer) for peer in peers.split(",") if peer.isdecimal())
@@ -161,6 +164,17 @@ def _read(page: bytes) -> Seen | None:
 def stack_path(folder: Path, rank: int) -> Path:
     """Where a rank's stacks go when it is sent SIGUSR1."""
     return folder / f"rank-{rank:05d}.stack"
+
+
+def wait_for_stacks(paths: Sequence[Path], most_seconds: float) -> None:
+    """Leave processes that were sent SIGUSR1 time to say where they are: until their files grow no more."""
+    deadline, before = time.monotonic() + most_seconds, [0] * len(paths)
+    while time.monotonic() < deadline:
+        time.sleep(_STACK_POLL_SECONDS)
+        sizes = [path.stat().st_size if path.exists() else 0 for path in paths]
+        if all(sizes) and sizes == before:
+            return
+        before = sizes
 
 
 def record_failure(environ: Mapping[str, str], rank: int, error: BaseException) -> int:

@@ -20,14 +20,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from weft.status import FILES, WAITING, Seen, last_seen, stack_path
+from weft.status import FILES, WAITING, Seen, last_seen, stack_path, wait_for_stacks
 
 _STEPS_OF_SILENCE = 10
 _FIRST_FLOORS = 5  # compiling, connecting and first allocations take longer than any later step
 _NUM_STEPS = 10  # that a straggler is judged by
 _SLOW = 2.0
 _MIN_SLOW_SECONDS = 0.1  # a step; below, differences are mostly those of a busy machine
-_STACK_SECONDS = 0.5
+_STACK_SECONDS = 0.5  # at most: a rank that is stopped says nothing
 _MAX_NAMED = 4
 
 
@@ -56,15 +56,16 @@ class Watchdog:
     """The agent's eyes on one attempt of a job."""
 
     def __init__(self, folder: Path, num_ranks: int, deadline: Deadline) -> None:
-        self._folder, self._num_ranks, self.deadline = folder, num_ranks, deadline
+        self.folder, self._num_ranks, self.deadline = folder, num_ranks, deadline
         self._busy: list[deque[float]] = [deque(maxlen=_NUM_STEPS) for _ in range(num_ranks)]
         self._steps = [-1] * num_ranks
         self._named: set[int] = set()
         self.lost: int | None = None  # a rank that the others do without
+        self._overdue_since: float | None = None  # at the last look
 
     def look(self) -> tuple[str | None, str | None]:
         """(who hangs, who is slow), in words; None where there is nothing to say."""
-        seen = {rank: last_seen(self._folder, rank) for rank in range(self._num_ranks) if rank != self.lost}
+        seen = {rank: last_seen(self.folder, rank) for rank in range(self._num_ranks) if rank != self.lost}
         ranks = {rank: one for rank, one in seen.items() if one is not None}
         if len(ranks) < len(seen):
             return None, None  # still starting: what they wait for then has its own deadline
@@ -80,7 +81,9 @@ class Watchdog:
 
     def _find_hang(self, ranks: Mapping[int, Seen]) -> str | None:
         seconds = overdue_seconds(ranks.values())
-        if seconds < self.deadline.seconds:
+        since = overdue_since(ranks.values()) if seconds >= self.deadline.seconds else None
+        before, self._overdue_since = self._overdue_since, since
+        if since is None or since != before:  # all may just have been stopped for a while: look twice
             return None
         return describe_hang(ranks, {}, seconds)
 
@@ -101,10 +104,16 @@ class Watchdog:
 
 def overdue_seconds(ranks: Collection[Seen]) -> float:
     """How long the longest wait has lasted, or the silence of all; 0 while a rank is at its files."""
+    since = overdue_since(ranks)
+    return 0.0 if since is None else time.monotonic() - since
+
+
+def overdue_since(ranks: Collection[Seen]) -> float | None:
+    """When that began (time.monotonic)."""
     if any(one.doing in FILES for one in ranks):
-        return 0.0
+        return None
     waiting = [one.at for one in ranks if one.is_waiting]
-    return time.monotonic() - min([*waiting, max(one.at for one in ranks)])
+    return min([*waiting, max(one.at for one in ranks)])
 
 
 def describe_hang(seen: Mapping[int, Seen], silent: Mapping[int, str], seconds: float) -> str:
@@ -176,12 +185,14 @@ def names(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def ask_for_stacks(pids: Sequence[int]) -> None:
+def ask_for_stacks(folder: Path, pids: Sequence[int]) -> None:
     """Ask every rank where its threads are, and leave it a moment to say so."""
-    for pid in pids:
+    asked = []
+    for rank, pid in enumerate(pids):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    time.sleep(_STACK_SECONDS)
+            asked.append(stack_path(folder, rank))
+    wait_for_stacks(asked, _STACK_SECONDS)
 
 
 def keep_stacks(folder: Path, num_ranks: int, target: Path) -> Path:
