@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 from published_memory import predict_memory_bytes
-from published_tables import Case, Model, read
+from published_models import Model
+from published_tables import Case, read
 
 from weft.cluster import load
 from weft.models import DecoderConfig, GPT2Config, build, token_loss
@@ -86,9 +87,14 @@ def chain(model: Model) -> tuple[Workload, tuple[int, int, int]]:
     """The work of a model, deepened, and the parameters of its ends and blocks."""
     taken = profile_of(model)
     work = workload(taken)
+    block, numel = work.blocks[1], taken.blocks[1].numel
+    if not model.gated:  # without the second projection into the MLP
+        second = next(i for i in reversed(range(len(block.products))) if block.products[i].outputs == model.inner)
+        block = replace(block, products=block.products[:second] + block.products[second + 1 :])
+        numel -= model.hidden * model.inner
     table = model.vocabulary * model.hidden
-    ends = (table + (0 if model.inner else model.sequence * model.hidden), taken.blocks[1].numel, table)
-    return replace(work, blocks=(work.blocks[1],) * model.layers), ends
+    ends = (table + (0 if model.inner else model.sequence * model.hidden), numel, table)
+    return replace(work, blocks=(block,) * model.layers), ends
 
 
 def predict(case: Case) -> Result:

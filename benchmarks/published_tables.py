@@ -14,30 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from published_models import Model, named
+
 from weft.cluster import load
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
 from weft.planner.kernels import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, FUSED_LOSS_BYTES, Software
 
 Row = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder's shape; `inner` is set for Llama (gated, without biases), 0 for GPT-2."""
-
-    hidden: int
-    heads: int
-    layers: int
-    sequence: int
-    vocabulary: int
-    key_value_heads: int = 0
-    inner: int = 0
-    dropout: bool = False
-
-    @property
-    def numel(self) -> float:
-        """Parameters of GPT-2, nearly."""
-        return 12 * self.layers * self.hidden**2 + self.vocabulary * self.hidden
 
 
 @dataclass(frozen=True)
@@ -154,8 +137,10 @@ def _pipe(degree: int, chunks: int = 1) -> Pipe:
     return Pipe(degree, "interleaved", chunks=chunks) if chunks > 1 else Pipe(degree)
 
 
-def _nodes(name: str, num_devices: int) -> str:
-    return f"{name}:{math.ceil(num_devices / load(name).node.num_devices)}"
+def _nodes(name: str, num_devices: int, each: str | None = None) -> str:
+    """So many devices as whole nodes, of `each` devices if given."""
+    count = math.ceil(num_devices / (int(each) if each else load(name).node.num_devices))
+    return f"{name}:{count}x{each}" if each else f"{name}:{count}"
 
 
 def sc21(row: Row) -> Iterator[Case]:
@@ -282,21 +267,20 @@ def foundry(row: Row) -> Iterator[Case]:
     yield Case(table, label, model, _nodes(name, devices), software, ((plan, count),), seconds, group)
 
 
-LLAMA = {"8B": (4096, 32, 32, 8, 14336), "70B": (8192, 64, 80, 8, 28672), "405B": (16384, 128, 126, 8, 53248)}
-
-
-def _llama(size: str, sequence: int) -> Model:
-    hidden, heads, layers, key_value_heads, inner = LLAMA[size]
-    return Model(hidden, heads, layers, sequence, 128256, key_value_heads, inner)
+# By how a GPU's name begins in a table of torchtitan's format.
+TITAN_NODES = {"H200": "h200", "H100-96GB-HBM2e-500W": "h100-500w", "H100": "h100", "A100": "a100-80"}
 
 
 def titan(row: Row) -> Iterator[Case]:
+    """Also FSDP runs of other trainers on torch's own parallelism. Columns that torchtitan's table does not have:
+    `grad_accum` micro-batches of a step, `gpus_per_node`, `node_gbit_per_s` of all NICs, `grad_bytes`, `source`.
+    """
     words = row["parallelism"].split()
-    degrees = dict.fromkeys(("FSDP", "TP", "PP", "CP"), 1)
+    degrees = dict.fromkeys(("FSDP", "TP", "PP", "CP", "DP"), 1)
     for word, name in itertools.product(words, degrees):
         if word.startswith(name) and word[len(name) :].isdigit():
             degrees[name] = int(word[len(name) :])
-    shard, tensor, pipe, context = degrees.values()
+    shard, tensor, pipe, context, data = degrees.values()
     sequence, local = _ints(row, "seq_len", "local_batch")
     is_compiled, is_async = "compile" in row["techniques"], "asyncTP" in words
     precision = " ".join(row["techniques"].replace("compile", "").replace("eager", "").split())
@@ -306,32 +290,47 @@ def titan(row: Row) -> Iterator[Case]:
         loss_bytes=COMPILED_LOSS_BYTES if is_compiled else EAGER_LOSS_BYTES,
         hides_tensor=is_async,
         fp8="row" if "rowwise" in precision else "tensor" if "fp8" in precision else "",
+        gradient_bytes=int(row.get("grad_bytes") or TITAN.gradient_bytes),
     )
     # As many micro-batches as stages: not printed, but the ratio of the 1F1B row to the interleaved one says so.
-    count = pipe
+    count = int(row.get("grad_accum") or pipe)
     is_interleaved = "interleaved1F1B" in words
     plan = Plan(
+        data=data,
         shard=Shard(shard, 3 if pipe == 1 else 2),  # with a pipeline, parameters stay gathered
         pipe=_pipe(pipe, 2 if is_interleaved else 1),
         tensor=Tensor(tensor, sequence=tensor > 1),
         context=Context(context),
         micro_batch=max(1, local // count),
         precision="bf16",
-        memory=Memory("full" if row["activation_ckpt"].startswith("full") else "selective"),
+        memory=Memory(RECOMPUTE.get(row["activation_ckpt"].split()[0], "selective")),
     )
-    name = "h200" if row["gpu"] == "H200" else "h100-500w"
-    devices = int(row["num_gpus"])
-    seconds = local * sequence * shard / devices / float(row["tokens_per_s_per_gpu"])
+    devices, each = int(row["num_gpus"]), row.get("gpus_per_node")
+    seconds = local * sequence * shard * data / devices / float(row["tokens_per_s_per_gpu"])
     label = f"{row['model']} {row['parallelism']} {sequence} {row['techniques']}"
     memory = float(row["memory_gib"]) if row["memory_gib"] else None
-    model, plans = _llama(row["model"].split("-")[1], sequence), ((plan, count),)
-    table, where = f"torchtitan {precision}", _nodes(name, devices)
-    group = (row["model"], devices, sequence, local * shard, row["techniques"], row["source_file"])
+    model, plans = named(row["model"], sequence), ((plan, count),)
+    table, where = f"{row.get('source') or 'torchtitan'} {precision}", _nodes(_titan_node(row["gpu"]), devices, each)
+    group = (row["model"], devices, sequence, local * shard * data, row["techniques"], row["source_file"])
     compiled_loss = is_compiled and "202412" not in row["source_file"]  # then a TODO in its source
-    yield Case(table, label, model, where, software, plans, seconds, group, memory, compiled_loss)
+    wire = float(row["node_gbit_per_s"]) * 1e9 / 8 if row.get("node_gbit_per_s") else None
+    yield Case(table, label, model, where, software, plans, seconds, group, memory, compiled_loss, wire)
+
+
+RECOMPUTE = {"full": "full", "no": "none"}  # by how it begins; all else is selective
+
+
+def _titan_node(gpu: str) -> str:
+    name = next((name for start, name in TITAN_NODES.items() if gpu.startswith(start)), None)
+    if name is None:
+        raise ValueError(f"gpu '{gpu}' begins with none of {', '.join(TITAN_NODES)}")
+    return name
 
 
 def llama_fp8(row: Row) -> Iterator[Case]:
+    """Also other tables of Megatron-Core and NeMo on H100. Columns that this one does not have: `precision` (fp8 where
+    none is given), `layers` where they are not the model's, `source`.
+    """
     devices, batch, micro, sequence, tensor, pipe, context, chunks = _ints(
         row, "num_gpus", "gbs", "mbs", "seq_len", "tp", "pp", "cp", "vp"
     )
@@ -345,10 +344,13 @@ def llama_fp8(row: Row) -> Iterator[Case]:
         micro_batch=micro,
         precision="bf16",
     )
-    software, model = replace(CORE, fp8="tensor", attention="flash3"), _llama(row["model"].split("-")[1], sequence)
+    precision = row.get("precision") or "fp8"
+    software = replace(CORE, fp8="tensor" if precision == "fp8" else "", attention="flash3")
+    model = named(row["model"], sequence, int(row.get("layers") or 0))
     seconds = batch * sequence / devices / float(row["tokens_per_s_per_gpu"])
-    plans = ((plan, batch // (data * micro)),)
-    yield Case("Megatron Llama fp8", row["model"], model, _nodes("h100", devices), software, plans, seconds)
+    plans, table = ((plan, batch // (data * micro)),), f"{row.get('source') or 'Megatron Llama'} {precision}"
+    label = f"{row['model']} on {devices}" if row.get("source") else row["model"]
+    yield Case(table, label, model, _nodes("h100", devices), software, plans, seconds)
 
 
 def vtrain(row: Row) -> Iterator[Case]:

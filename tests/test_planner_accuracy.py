@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import planner_accuracy
 import published_memory
+import published_models
 import published_tables
 from planner_accuracy import PUBLISHED, Result, chain, predict, regrets, summary
 from published_tables import Case, read
@@ -58,7 +59,7 @@ def test_every_table_is_read_and_its_error_has_not_grown(name: str, sample: slic
 
 
 def test_megatrons_host_is_measured_over_the_operations_that_are_counted() -> None:
-    shape = published_tables.Model(hidden=1024, heads=16, layers=2, sequence=1024, vocabulary=51200, dropout=True)
+    shape = published_models.Model(hidden=1024, heads=16, layers=2, sequence=1024, vocabulary=51200, dropout=True)
     block = chain(shape)[0].blocks[0]
     counted = len(block.products) + bool(block.attention_flops) + block.inner.num_kernels + block.outer.num_kernels
     assert counted == published_tables.MEGATRON_OPERATIONS
@@ -228,7 +229,7 @@ def test_a_wrong_shape_of_the_second_matmul_is_seen(monkeypatch: pytest.MonkeyPa
     sample = cases("megatron_2020_v100_a100_tp_scaling")[1:8:2]
     before = mean_error(sample)
 
-    def swapped(model: published_tables.Model) -> tuple[Workload, tuple[int, int, int]]:
+    def swapped(model: published_models.Model) -> tuple[Workload, tuple[int, int, int]]:
         work, numel = chain(model)
         block = work.blocks[0]
         products = tuple(
