@@ -61,4 +61,5 @@ def named(name: str, sequence: int, layers: int = 0) -> Model:
         raise ValueError(f"model '{name}' is none of {', '.join(NAMED)}")
     hidden, heads, its_layers, key_value_heads, inner, vocabulary = NAMED[key]
     is_gated = not key.startswith("nemotron")
-    return Model(hidden, heads, layers or its_layers, sequence, vocabulary, key_value_heads, inner, gated=is_gated)
+    dropout = not inner  # 0.1 in NeMo's configurations of GPT-3
+    return Model(hidden, heads, layers or its_layers, sequence, vocabulary, key_value_heads, inner, dropout, is_gated)

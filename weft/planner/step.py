@@ -8,6 +8,7 @@ compute loses to them while both run.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.workload import Part
 
 FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
+# Parameters of a bucket of gradients, at least, and for each rank of data, where they grow: Megatron-Core's rule
+# (megatron/core/distributed/distributed_data_parallel.py), lest collectives of many ranks wait for latency only.
+BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK = 40_000_000, 1_000_000
 HOST_LINK_SHARE = 0.86  # of the printed bandwidth: 55 of 64 GB/s each way between an H200 and its host
 
 
@@ -199,7 +203,10 @@ class StepModel(MicroBatchModel):
         """What a step takes longer for gradients over shard, tiles, data and context, and between mirrored replicas;
         the last backward hides what it can.
         """
-        size, width = largest / count, self.software.gradient_bytes  # of a block; of a parameter's gradient
+        if self.software.grows_buckets:
+            bucket = max(BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK * plan.data * plan.context.degree)
+            count = min(count, math.ceil(largest / bucket))
+        size, width = largest / count, self.software.gradient_bytes  # of a bucket; of a parameter's gradient
         own = size / plan.shard.degree
         told = before = 0.0
         if plan.shard.degree > 1:
