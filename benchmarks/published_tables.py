@@ -1,8 +1,8 @@
 """Published training tables as cases: a model, a cluster, how the software ran, the plan, and the seconds of a step.
 
 A table is recognised by its header. What it does not say (micro-batch, interleaving, a grid) becomes several plans, of
-which the model's own best is taken. `Software` holds facts about the frameworks, the same for every row of a table.
-TFLOP/s are turned into seconds by the convention that the table itself states.
+which the model's own best is taken. Facts about the frameworks stand in published_software.py, shapes of models in
+published_models.py. TFLOP/s are turned into seconds by the convention that the table itself states.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from published_models import Model, named
+from published_software import AXONN, CORE, EARLY_HOPPER, FOUNDRY, MEGATRON, TITAN
 
 from weft.cluster import load
-from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
-from weft.planner.kernels import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, FUSED_LOSS_BYTES, Software
+from weft.errors import WeftError
+from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tensor
+from weft.planner.kernels import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, Software
 
 Row = Mapping[str, str]
 
@@ -44,78 +46,11 @@ class Case:
     node_bytes_per_second: float | None = None
 
 
-# Megatron-LM, 2020 to 2022: attention with scores in memory, kernels fused by hand, all-reduces that nothing hides
-# (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1),
-# tensor ranks next to each other, then those of data, then stages.
-# Its cross-entropy passes 56 bytes for a logit: cast, maximum, difference, exponential, sum, quotient; then the
-# gradient and its cast. What its host takes for the forward of a layer was measured (`megatron_host.py`, on another
-# host than the tables'); the planner counts so many operations in it.
-MEGATRON_LAYER_SECONDS, MEGATRON_OPERATIONS = 1.2168e-3, 16
-# Read and written for each parameter by a fused Adam with 16-bit weights and fp32 state.
-FUSED_ADAM_BYTES = 30
-MEGATRON = Software(
-    optimizer_bytes=FUSED_ADAM_BYTES,
-    attention="plain",
-    fused=True,
-    host_seconds=MEGATRON_LAYER_SECONDS / MEGATRON_OPERATIONS,
-    loss_bytes=56,
-    selective="attention",
-    stops_early=False,
-    gradient_bytes=2,
-    hides_gradients=False,
-    hides_input=False,
-    splits_messages=True,
-    pipe_outside=True,
-)
-# The H100's tables of 2023 and early 2024 (CUDA 11.8 to 12.3, when libraries for Hopper were new): what their kernels
-# reach of today's. It is the one number fitted for the H100, on MosaicML's and Megatron-Core's tables.
-EARLY_HOPPER = 0.64 / 0.70
-# Megatron-Core: the README of its table names the three overlaps (--overlap-grad-reduce, --overlap-param-gather,
-# --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16. Whether Transformer Engine
-# took FlashAttention-2 or cuDNN is not printed: the former is assumed (the latter gives 3 % shorter steps).
-# Buckets of gradients grow with the ranks of data (its distributed_data_parallel.py). Transformer Engine keeps the fp8
-# weights of a step's first micro-batch (`is_first_microbatch` in its documentation), and the head is no layer of its.
-CORE = replace(
-    MEGATRON,
-    attention="flash2",
-    gradient_bytes=4,
-    hides_gradients=True,
-    hides_tensor=True,
-    shards_optimizer=True,
-    fuses_ring=True,
-    host_seconds=10e-6,
-    grows_buckets=True,
-    keeps_fp8_weights=True,
-)
-# llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
-# reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked). It
-# recomputes without reentrance (submit_benchmarks.py). PURE is the older sweep, of torch 1.13.1; DEFAULT that of its
-# pull request 543 of October 2023, which names torch 2.0.1 and a nightly of 2.1: only the latter stops recompute early
-# (pull request 96866 of pytorch); it is assumed.
-FOUNDRY = Software(
-    attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES, optimizer_bytes=FUSED_ADAM_BYTES
-)
-# torchtitan: FSDP2 and DTensor; the sequence is dimension 1, so that gathers and scatters copy; selective recompute of
-# "op" keeps every second matmul only; keys are repeated before attention; asyncTP runs collectives in pieces (its
-# source, not re-checked).
-TITAN = Software(
-    optimizer_bytes=FUSED_ADAM_BYTES,
-    repeats_keys=True,
-    hides_input=False,
-    copies_sequence=True,
-    selective="other",
-    loss_bytes=EAGER_LOSS_BYTES,
-)
-# AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped; a layer gathers its
-# weights in forward, in recompute and in backward (its source, not re-checked).
-AXONN = Software(optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True, stops_early=False)
-
-
 def read(path: Path) -> list[Case]:
     """The cases of a table in one of the known formats."""
     if not path.is_file():
         raise SystemExit(f"{path}: no such file")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     is_header = [any(name in line.split(",") for name in READERS) for line in lines]  # one may begin with "# GPUs"
     table = csv.DictReader(line for line, is_one in zip(lines, is_header, strict=True) if is_one or line[:1] != "#")
     header = list(table.fieldnames or [])
@@ -132,8 +67,8 @@ def read(path: Path) -> list[Case]:
     cases = []
     for number, row in enumerate(rows, 1):
         try:
-            cases += reader(row)
-        except (KeyError, ValueError, TypeError) as error:
+            cases += map(_checked, reader(row))
+        except (KeyError, ValueError, TypeError, WeftError) as error:
             raise SystemExit(
                 f"{path}, row {number}: {type(error).__name__} {error}; the format '{reader.__name__}' needs the "
                 f"columns and names of its table in benchmarks/published"
@@ -141,8 +76,39 @@ def read(path: Path) -> list[Case]:
     return cases
 
 
+def _checked(case: Case) -> Case:
+    if not (math.isfinite(case.seconds) and case.seconds > 0):
+        raise ValueError(f"a step of {case.seconds} seconds")
+    if not case.plans or min(count for _, count in case.plans) < 1:
+        raise ValueError("no plan gives each rank of data a whole micro-batch of the batch, and each stage a layer")
+    return case
+
+
 def _ints(row: Row, *names: str) -> list[int]:
-    return [int(row[name]) for name in names]
+    """Counts, which may be written with commas; "vp" and "cp" of none are 1."""
+    found = []
+    for name in names:
+        text = row[name].replace(",", "").strip()
+        is_none = name in ("vp", "cp") and text.lower() in ("", "-", "na", "n/a")
+        found.append(1 if is_none else int(text))
+        if found[-1] < 1:
+            raise ValueError(f"{name} = {text} is less than 1")
+    return found
+
+
+def _rate(text: str) -> float:
+    """What was measured, which may be written with commas."""
+    rate = float(text.replace(",", ""))
+    if rate <= 0:
+        raise ValueError(f"a rate of {text}")
+    return rate
+
+
+def _parts(whole: int, part: int, name: str) -> int:
+    """How many parts of this size the whole has."""
+    if whole % part or whole < part:
+        raise ValueError(f"{name}: {whole} is no multiple of {part}")
+    return whole // part
 
 
 def _pipe(degree: int, chunks: int = 1) -> Pipe:
@@ -151,7 +117,7 @@ def _pipe(degree: int, chunks: int = 1) -> Pipe:
 
 def _nodes(name: str, num_devices: int, each: str | None = None) -> str:
     """So many devices as whole nodes, of `each` devices if given."""
-    count = math.ceil(num_devices / (int(each) if each else load(name).node.num_devices))
+    count = math.ceil(num_devices / max(1, int(each) if each else load(name).node.num_devices))
     return f"{name}:{count}x{each}" if each else f"{name}:{count}"
 
 
@@ -160,7 +126,7 @@ def sc21(row: Row) -> Iterator[Case]:
         row, "hidden", "heads", "layers", "tp", "pp", "micro_batch", "num_gpus", "global_batch"
     )
     model = Model(hidden, heads, layers, 2048, 51200, dropout=True)
-    data, each = devices // (tensor * pipe), row["layers_per_virtual_stage"]
+    data, each = _parts(devices, tensor * pipe, "num_gpus"), row["layers_per_virtual_stage"]
     plan = Plan(
         data=data,
         pipe=_pipe(pipe, layers // pipe // int(each) if each else 1),
@@ -169,7 +135,7 @@ def sc21(row: Row) -> Iterator[Case]:
         memory=Memory("full"),
         precision="bf16",
     )
-    seconds = hardware_flops(model, batch) / devices / (float(row["tflops_per_gpu"]) * 1e12)
+    seconds = hardware_flops(model, batch) / devices / (_rate(row["tflops_per_gpu"]) * 1e12)
     plans = ((plan, batch // (data * micro)),)
     yield Case("Megatron SC'21", row["model"], model, _nodes("a100-80", devices), MEGATRON, plans, seconds)
 
@@ -187,7 +153,7 @@ def core(row: Row) -> Iterator[Case]:
     )
     model = Model(hidden, heads, layers, 4096, 131072)
     flops = batch * 4096 * (72 * layers * hidden**2 * (1 + 4096 / (6 * hidden)) + 6 * model.vocabulary * hidden)
-    seconds = flops / devices / (float(row["tflops_per_gpu"]) * 1e12)
+    seconds = flops / devices / (_rate(row["tflops_per_gpu"]) * 1e12)
     plans = tuple(_core_plans(model, tensor, pipe, data, batch))
     software = replace(CORE, library=EARLY_HOPPER)
     yield Case("Megatron-Core H100", row["model"], model, _nodes("h100", devices), software, plans, seconds)
@@ -208,10 +174,10 @@ def _core_plans(model: Model, tensor: int, pipe: int, data: int, batch: int) -> 
 
 def tensor_scaling(row: Row) -> Iterator[Case]:
     hidden, heads, layers, tensor, devices, batch = _ints(row, "hidden", "heads", "layers", "tp", "num_gpus", "batch")
-    name, data = "a100-80" if "A100" in row["gpu"] else "v100-32", devices // tensor
+    name, data = "a100-80" if "A100" in row["gpu"] else "v100-32", _parts(devices, tensor, "num_gpus")
     plan = Plan(data=data, tensor=Tensor(tensor), micro_batch=batch // data, precision="bf16", memory=Memory("full"))
     model = Model(hidden, heads, layers, 1024, 51200, dropout=True)
-    label, table = f"{row['case']} on {devices}", f"Megatron 2020 {row['gpu'].split()[0]}"
+    label, table = f"{row['case']} on {devices}", f"Megatron 2020 {name[:4].upper()}"
     # Its README then (not re-checked): torch's DDP, which overlaps, serves the larger models best, its own the small.
     software, seconds = replace(MEGATRON, hides_gradients=tensor >= 4), float(row["iter_ms"]) / 1e3
     yield Case(table, label, model, _nodes(name, devices), software, ((plan, 1),), seconds)
@@ -279,7 +245,7 @@ def foundry(row: Row) -> Iterator[Case]:
     )
     label = f"{row['model']} {sequence} on {devices}, {micro} × {count}, {plan.memory.recompute}"
     table, model = f"Mosaic {name}{' fp8' if is_fp8 else ''}", Model(*SHAPES[row["model"]], sequence, 50368)
-    seconds = batch * sequence / float(row["throughput_t_s"])
+    seconds = batch * sequence / _rate(row["throughput_t_s"])
     group = (row["model"], sequence, devices, batch)
     yield Case(table, label, model, _nodes(name, devices), software, ((plan, count),), seconds, group)
 
@@ -322,10 +288,10 @@ def titan(row: Row) -> Iterator[Case]:
         context=Context(context),
         micro_batch=max(1, local // count),
         precision="bf16",
-        memory=Memory(RECOMPUTE.get(row["activation_ckpt"].split()[0], "selective")),
+        memory=Memory(_titan_recompute(row["activation_ckpt"])),
     )
-    devices, each = int(row["num_gpus"]), row.get("gpus_per_node")
-    seconds = local * sequence * shard * data / devices / float(row["tokens_per_s_per_gpu"])
+    devices, each = _ints(row, "num_gpus")[0], row.get("gpus_per_node")
+    seconds = local * sequence * shard * data / devices / _rate(row["tokens_per_s_per_gpu"])
     label = f"{row['model']} {row['parallelism']} {sequence} {row['techniques']}"
     memory = float(row["memory_gib"]) if row["memory_gib"] else None
     model, plans = named(row["model"], sequence), ((plan, count),)
@@ -336,7 +302,9 @@ def titan(row: Row) -> Iterator[Case]:
     yield Case(table, label, model, where, software, plans, seconds, group, memory, compiled_loss, wire)
 
 
-RECOMPUTE = {"full": "full", "no": "none"}  # by how it begins; all else is selective
+def _titan_recompute(text: str) -> Recompute:
+    """By how its words begin; all other ways are selective."""
+    return "full" if text.startswith("full") else "none" if text.startswith("no") else "selective"
 
 
 def _titan_node(gpu: str) -> str:
@@ -353,7 +321,7 @@ def llama_fp8(row: Row) -> Iterator[Case]:
     devices, batch, micro, sequence, tensor, pipe, context, chunks = _ints(
         row, "num_gpus", "gbs", "mbs", "seq_len", "tp", "pp", "cp", "vp"
     )
-    data = devices // (tensor * pipe * context)
+    data = _parts(devices, tensor * pipe * context, "num_gpus")
     tensors = Tensor(tensor, sequence=tensor > 1)
     plan = Plan(
         data=data,
@@ -366,8 +334,8 @@ def llama_fp8(row: Row) -> Iterator[Case]:
     precision = row.get("precision") or "fp8"
     software = replace(CORE, fp8="tensor" if precision == "fp8" else "", attention="flash3")
     model = named(row["model"], sequence, int(row.get("layers") or 0))
-    seconds = batch * sequence / devices / float(row["tokens_per_s_per_gpu"])
-    plans, table = ((plan, batch // (data * micro)),), f"{row.get('source') or 'Megatron Llama'} {precision}"
+    seconds = batch * sequence / devices / _rate(row["tokens_per_s_per_gpu"])
+    plans, table = ((plan, _parts(batch, data * micro, "gbs")),), f"{row.get('source') or 'Megatron Llama'} {precision}"
     label = f"{row['model']} on {devices}" if row.get("source") else row["model"]
     yield Case(table, label, model, _nodes("h100", devices), software, plans, seconds)
 
@@ -404,7 +372,7 @@ def axonn(row: Row) -> Iterator[Case]:
     devices = int(row["gpus"])
     machine, layers, hidden, heads = AXONN_RUNS[devices]
     model, batch = Model(hidden, heads, layers, 2048, 51200), 8192  # 16.8 M tokens
-    seconds = hardware_flops(model, batch) / (float(row["aggregate"].split()[0]) * 1e15)
+    seconds = hardware_flops(model, batch) / (_rate(row["aggregate"].split()[0]) * 1e15)
     plans = tuple(_grids(model, devices, batch, load(machine).node.device.memory_bytes))
     yield Case("AxoNN", f"{machine} {devices}", model, _nodes(machine, devices), AXONN, plans, seconds)
 

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import planner_accuracy
 import published_memory
 import published_models
-import published_tables
+import published_software
 from planner_accuracy import PUBLISHED, Result, chain, predict, regrets, summary
 from published_tables import Case, read
 
@@ -62,9 +62,9 @@ def test_megatrons_host_is_measured_over_the_operations_that_are_counted() -> No
     shape = published_models.Model(hidden=1024, heads=16, layers=2, sequence=1024, vocabulary=51200, dropout=True)
     block = chain(shape)[0].blocks[0]
     counted = len(block.products) + bool(block.attention_flops) + block.inner.num_kernels + block.outer.num_kernels
-    assert counted == published_tables.MEGATRON_OPERATIONS
+    assert counted == published_software.MEGATRON_OPERATIONS
     measured = json.loads((PUBLISHED.parent / "results" / "megatron-host.json").read_text())["layer_seconds"]
-    assert pytest.approx(measured, rel=1e-3) == published_tables.MEGATRON_LAYER_SECONDS
+    assert pytest.approx(measured, rel=1e-3) == published_software.MEGATRON_LAYER_SECONDS
 
 
 def test_the_core_table_offers_plans_for_what_it_does_not_print() -> None:
