@@ -218,6 +218,21 @@ def test_buckets_that_grow_wait_less_for_many_ranks() -> None:
         assert reduced(data, False) - reduced(data, True) == pytest.approx(fewer * hops, rel=1e-6)
 
 
+def test_a_sharded_optimizer_reduces_over_data_and_context_at_once() -> None:
+    work, facts = Workload(Part(), (Part(),) * 4, Part(), 0), {"hides_gradients": False, "pipe_outside": True}
+
+    def reduced(data: int, context: int, shards: bool) -> float:
+        software = Software(shards_optimizer=shards, **facts)  # type: ignore[arg-type]
+        model = StepModel(work, load("h100:4"), software, (0, 10**9, 0))
+        plan = Plan(data=data, context=Context(context), micro_batch=1, precision="bf16")
+        return model.step(plan, 1).exposed_seconds["data"]
+
+    assert reduced(8, 4, True) == pytest.approx(reduced(32, 1, True))
+    assert reduced(8, 4, False) > reduced(8, 1, False)  # one after the other
+    each = (4 + 2) * 10**9 * 31 / 32 / (400e9 * 0.85)  # scattered in 4 bytes and gathered in 2, past one node's NICs
+    assert reduced(32, 1, True) == pytest.approx(4 * each, rel=0.05)
+
+
 def test_a_plan_in_fp8_multiplies_linears_of_blocks_so() -> None:
     rows, inputs, outputs = 8192, 4096, 6144
     narrow, ragged = Product(rows, inputs, outputs, "column"), Product(rows, inputs, 6104, "column")

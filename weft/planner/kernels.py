@@ -101,7 +101,7 @@ class Software:
     copies_sequence: bool = False
     splits_messages: bool = False
     grows_buckets: bool = False
-    shards_optimizer: bool = False  # over data
+    shards_optimizer: bool = False  # over data and context, data inside of pipe
     fuses_ring: bool = False  # what adds up the parts of attention is one kernel
     repeats_keys: bool = False  # for every query head, before attention
     pipe_outside: bool = False  # of data in the order of ranks; weft has data outside

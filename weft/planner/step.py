@@ -92,7 +92,7 @@ class StepModel(MicroBatchModel):
         return _makespan(first, share, last, pipe, num_micro_batches) + FIXED_SECONDS
 
     def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
-        own = numel / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
+        own = numel / plan.shard.degree / (plan.data * plan.context.degree if self.software.shards_optimizer else 1)
         num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan))
         updated = num_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
         link = self.cluster.node.host_link_bytes_per_second
@@ -197,6 +197,14 @@ class StepModel(MicroBatchModel):
         halves = [stage.backward / 2 for stage in stages]
         return simulate(schedule, [stage.forward for stage in stages], halves, halves, messages)
 
+    def _over_data_and_context(self, operation: str, num_bytes: float, plan: Plan) -> float:
+        """A collective over ranks of both axes, data right outside context, as where optimizer state is sharded."""
+        degree = plan.data * plan.context.degree
+        if degree == 1:
+            return 0.0
+        bandwidth, latency, start = self._link(place(plan, "context")[0], degree)
+        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start
+
     def _reduction(
         self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
     ) -> float:
@@ -217,12 +225,11 @@ class StepModel(MicroBatchModel):
                 before = count * gather
             else:
                 told += gather
-        if plan.data > 1 and self.software.shards_optimizer:
-            told += self.seconds("data", "reduce_scatter", own * width, plan)
-            told += self.seconds("data", "all_gather", 2 * own, plan)
-        elif plan.data > 1:
+        if self.software.shards_optimizer:
+            told += self._over_data_and_context("reduce_scatter", own * width, plan)
+            told += self._over_data_and_context("all_gather", 2 * own, plan)
+        else:
             told += self.seconds("data", "all_reduce", own * width, plan)
-        if plan.context.degree > 1:
             told += self.seconds("context", "all_reduce", own * width, plan)
         if plan.tile.degree > 1:
             told += self.seconds("tile", "all_reduce", own * width, plan)
