@@ -3,9 +3,10 @@
     python benchmarks/planner_accuracy.py [--table FILE.csv] [--rows] [--json]
 
 The tables lie in benchmarks/published, each with its source in its first line; `--table` takes another file in one of
-their formats. An error is predicted over measured seconds of a step, less one. Regret: of rows that differ only in the
-plan, how much longer the one predicted to be the best took than the best measured. Nothing is fitted here: constants
-stand in weft/planner, one calibration for each device in weft/clusters, facts about frameworks in published_tables.py.
+their formats, or a folder of such files: benchmarks/published/heldout holds sets that nothing was ever fitted on. An
+error is predicted over measured seconds of a step, less one. Regret: of rows that differ only in the plan, how much
+longer the one predicted to be the best took than the best measured. Nothing is fitted here: constants stand in
+weft/planner, one calibration for each device in weft/clusters, facts about frameworks in published_software.py.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from pathlib import Path
 
 import torch
 from published_memory import predict_memory_bytes
-from published_tables import Case, Model, read
+from published_models import Model
+from published_tables import Case, read
 
 from weft.cluster import load
+from weft.errors import WeftError
 from weft.models import DecoderConfig, GPT2Config, build, token_loss
 from weft.plan import Plan
 from weft.planner.step import StepModel
@@ -86,9 +89,14 @@ def chain(model: Model) -> tuple[Workload, tuple[int, int, int]]:
     """The work of a model, deepened, and the parameters of its ends and blocks."""
     taken = profile_of(model)
     work = workload(taken)
+    block, numel = work.blocks[1], taken.blocks[1].numel
+    if not model.gated:  # without the second projection into the MLP
+        second = next(i for i in reversed(range(len(block.products))) if block.products[i].outputs == model.inner)
+        block = replace(block, products=block.products[:second] + block.products[second + 1 :])
+        numel -= model.hidden * model.inner
     table = model.vocabulary * model.hidden
-    ends = (table + (0 if model.inner else model.sequence * model.hidden), taken.blocks[1].numel, table)
-    return replace(work, blocks=(work.blocks[1],) * model.layers), ends
+    ends = (table + (0 if model.inner else model.sequence * model.hidden), numel, table)
+    return replace(work, blocks=(block,) * model.layers), ends
 
 
 def predict(case: Case) -> Result:
@@ -219,15 +227,23 @@ def _memory(results: Sequence[Result], show_rows: bool) -> dict[str, object]:
     return out
 
 
+def _predict(case: Case, path: Path) -> Result:
+    try:
+        return predict(case)
+    except WeftError as error:
+        raise SystemExit(f"{path}, {case.label}: {error}") from error
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", type=Path, help="a CSV file in one of the formats of benchmarks/published")
+    parser.add_argument("--table", type=Path, help="a CSV file in a format of benchmarks/published, or a folder")
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--json", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args()
-    paths = [options.table] if options.table else sorted(PUBLISHED.glob("*.csv"))
-    results = [predict(case) for path in paths for case in read(path)]
+    where = options.table or PUBLISHED
+    paths = sorted(where.glob("*.csv")) if where.is_dir() else [where]
+    results = [_predict(case, path) for path in paths for case in read(path)]
     found = report(results, options.rows)
     if options.json:
         RESULT.parent.mkdir(exist_ok=True)

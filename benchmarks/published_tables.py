@@ -1,8 +1,8 @@
 """Published training tables as cases: a model, a cluster, how the software ran, the plan, and the seconds of a step.
 
 A table is recognised by its header. What it does not say (micro-batch, interleaving, a grid) becomes several plans, of
-which the model's own best is taken. `Software` holds facts about the frameworks, the same for every row of a table.
-TFLOP/s are turned into seconds by the convention that the table itself states.
+which the model's own best is taken. Facts about the frameworks stand in published_software.py, shapes of models in
+published_models.py. TFLOP/s are turned into seconds by the convention that the table itself states.
 """
 
 from __future__ import annotations
@@ -10,34 +10,20 @@ from __future__ import annotations
 import csv
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from published_models import Model, named
+from published_software import AXONN, CORE, EARLY_HOPPER, FOUNDRY, MEGATRON, TITAN
+
 from weft.cluster import load
-from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
-from weft.planner.kernels import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, FUSED_LOSS_BYTES, Software
+from weft.errors import WeftError
+from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tensor
+from weft.planner.kernels import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, Software
 
 Row = Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder's shape; `inner` is set for Llama (gated, without biases), 0 for GPT-2."""
-
-    hidden: int
-    heads: int
-    layers: int
-    sequence: int
-    vocabulary: int
-    key_value_heads: int = 0
-    inner: int = 0
-    dropout: bool = False
-
-    @property
-    def numel(self) -> float:
-        """Parameters of GPT-2, nearly."""
-        return 12 * self.layers * self.hidden**2 + self.vocabulary * self.hidden
 
 
 @dataclass(frozen=True)
@@ -60,75 +46,19 @@ class Case:
     node_bytes_per_second: float | None = None
 
 
-# Megatron-LM, 2020 to 2022: attention with scores in memory, kernels fused by hand, all-reduces that nothing hides
-# (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1),
-# tensor ranks next to each other, then those of data, then stages.
-# Its cross-entropy passes 56 bytes for a logit: cast, maximum, difference, exponential, sum, quotient; then the
-# gradient and its cast. What its host takes for the forward of a layer was measured (`megatron_host.py`, on another
-# host than the tables'); the planner counts so many operations in it.
-MEGATRON_LAYER_SECONDS, MEGATRON_OPERATIONS = 1.2168e-3, 16
-# Read and written for each parameter by a fused Adam with 16-bit weights and fp32 state.
-FUSED_ADAM_BYTES = 30
-MEGATRON = Software(
-    optimizer_bytes=FUSED_ADAM_BYTES,
-    attention="plain",
-    fused=True,
-    host_seconds=MEGATRON_LAYER_SECONDS / MEGATRON_OPERATIONS,
-    loss_bytes=56,
-    selective="attention",
-    stops_early=False,
-    gradient_bytes=2,
-    hides_gradients=False,
-    hides_input=False,
-    splits_messages=True,
-    pipe_outside=True,
-)
-# Megatron-Core: the README of its table names the three overlaps (--overlap-grad-reduce, --overlap-param-gather,
-# --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16. Whether Transformer Engine
-# took FlashAttention-2 or cuDNN is not printed: the former is assumed (the latter gives 3 % shorter steps).
-CORE = replace(
-    MEGATRON,
-    attention="flash2",
-    gradient_bytes=4,
-    hides_gradients=True,
-    hides_tensor=True,
-    shards_optimizer=True,
-    fuses_ring=True,
-    host_seconds=10e-6,
-)
-# llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
-# reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked). It
-# recomputes without reentrance (submit_benchmarks.py). PURE is the older sweep, of torch 1.13.1; DEFAULT that of its
-# pull request 543 of October 2023, which names torch 2.0.1 and a nightly of 2.1: only the latter stops recompute early
-# (pull request 96866 of pytorch); it is assumed.
-FOUNDRY = Software(
-    attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES, optimizer_bytes=FUSED_ADAM_BYTES
-)
-# torchtitan: FSDP2 and DTensor; the sequence is dimension 1, so that gathers and scatters copy; selective recompute of
-# "op" keeps every second matmul only; keys are repeated before attention; asyncTP runs collectives in pieces (its
-# source, not re-checked).
-TITAN = Software(
-    optimizer_bytes=FUSED_ADAM_BYTES,
-    repeats_keys=True,
-    hides_input=False,
-    copies_sequence=True,
-    selective="other",
-    loss_bytes=EAGER_LOSS_BYTES,
-)
-# AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped; a layer gathers its
-# weights in forward, in recompute and in backward (its source, not re-checked).
-AXONN = Software(optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True, stops_early=False)
-
-
 def read(path: Path) -> list[Case]:
     """The cases of a table in one of the known formats."""
     if not path.is_file():
         raise SystemExit(f"{path}: no such file")
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     is_header = [any(name in line.split(",") for name in READERS) for line in lines]  # one may begin with "# GPUs"
     table = csv.DictReader(line for line, is_one in zip(lines, is_header, strict=True) if is_one or line[:1] != "#")
-    header, rows = table.fieldnames or [], list(table)
+    header = list(table.fieldnames or [])
     reader = next((READERS[name] for name in READERS if name in header), None)
+    if reader is None:  # llm-foundry's own files write "SeqLen (T)" and "# GPUs" for seqlen_t and gpus
+        table.fieldnames = [re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for name in header]
+        reader = next((READERS[name] for name in READERS if name in table.fieldnames), None)
+    rows = list(table)
     if reader is None:
         formats = "; ".join(f"'{name}' ({READERS[name].__name__})" for name in READERS)
         raise SystemExit(
@@ -137,8 +67,8 @@ def read(path: Path) -> list[Case]:
     cases = []
     for number, row in enumerate(rows, 1):
         try:
-            cases += reader(row)
-        except (KeyError, ValueError, TypeError) as error:
+            cases += map(_checked, reader(row))
+        except (KeyError, ValueError, TypeError, WeftError) as error:
             raise SystemExit(
                 f"{path}, row {number}: {type(error).__name__} {error}; the format '{reader.__name__}' needs the "
                 f"columns and names of its table in benchmarks/published"
@@ -146,16 +76,49 @@ def read(path: Path) -> list[Case]:
     return cases
 
 
+def _checked(case: Case) -> Case:
+    if not (math.isfinite(case.seconds) and case.seconds > 0):
+        raise ValueError(f"a step of {case.seconds} seconds")
+    if not case.plans or min(count for _, count in case.plans) < 1:
+        raise ValueError("no plan gives each rank of data a whole micro-batch of the batch, and each stage a layer")
+    return case
+
+
 def _ints(row: Row, *names: str) -> list[int]:
-    return [int(row[name]) for name in names]
+    """Counts, which may be written with commas; "vp" and "cp" of none are 1."""
+    found = []
+    for name in names:
+        text = row[name].replace(",", "").strip()
+        is_none = name in ("vp", "cp") and text.lower() in ("", "-", "na", "n/a")
+        found.append(1 if is_none else int(text))
+        if found[-1] < 1:
+            raise ValueError(f"{name} = {text} is less than 1")
+    return found
+
+
+def _rate(text: str) -> float:
+    """What was measured, which may be written with commas."""
+    rate = float(text.replace(",", ""))
+    if rate <= 0:
+        raise ValueError(f"a rate of {text}")
+    return rate
+
+
+def _parts(whole: int, part: int, name: str) -> int:
+    """How many parts of this size the whole has."""
+    if whole % part or whole < part:
+        raise ValueError(f"{name}: {whole} is no multiple of {part}")
+    return whole // part
 
 
 def _pipe(degree: int, chunks: int = 1) -> Pipe:
     return Pipe(degree, "interleaved", chunks=chunks) if chunks > 1 else Pipe(degree)
 
 
-def _nodes(name: str, num_devices: int) -> str:
-    return f"{name}:{math.ceil(num_devices / load(name).node.num_devices)}"
+def _nodes(name: str, num_devices: int, each: str | None = None) -> str:
+    """So many devices as whole nodes, of `each` devices if given."""
+    count = math.ceil(num_devices / max(1, int(each) if each else load(name).node.num_devices))
+    return f"{name}:{count}x{each}" if each else f"{name}:{count}"
 
 
 def sc21(row: Row) -> Iterator[Case]:
@@ -163,7 +126,7 @@ def sc21(row: Row) -> Iterator[Case]:
         row, "hidden", "heads", "layers", "tp", "pp", "micro_batch", "num_gpus", "global_batch"
     )
     model = Model(hidden, heads, layers, 2048, 51200, dropout=True)
-    data, each = devices // (tensor * pipe), row["layers_per_virtual_stage"]
+    data, each = _parts(devices, tensor * pipe, "num_gpus"), row["layers_per_virtual_stage"]
     plan = Plan(
         data=data,
         pipe=_pipe(pipe, layers // pipe // int(each) if each else 1),
@@ -172,7 +135,7 @@ def sc21(row: Row) -> Iterator[Case]:
         memory=Memory("full"),
         precision="bf16",
     )
-    seconds = hardware_flops(model, batch) / devices / (float(row["tflops_per_gpu"]) * 1e12)
+    seconds = hardware_flops(model, batch) / devices / (_rate(row["tflops_per_gpu"]) * 1e12)
     plans = ((plan, batch // (data * micro)),)
     yield Case("Megatron SC'21", row["model"], model, _nodes("a100-80", devices), MEGATRON, plans, seconds)
 
@@ -190,9 +153,10 @@ def core(row: Row) -> Iterator[Case]:
     )
     model = Model(hidden, heads, layers, 4096, 131072)
     flops = batch * 4096 * (72 * layers * hidden**2 * (1 + 4096 / (6 * hidden)) + 6 * model.vocabulary * hidden)
-    seconds = flops / devices / (float(row["tflops_per_gpu"]) * 1e12)
+    seconds = flops / devices / (_rate(row["tflops_per_gpu"]) * 1e12)
     plans = tuple(_core_plans(model, tensor, pipe, data, batch))
-    yield Case("Megatron-Core H100", row["model"], model, _nodes("h100", devices), CORE, plans, seconds)
+    software = replace(CORE, library=EARLY_HOPPER)
+    yield Case("Megatron-Core H100", row["model"], model, _nodes("h100", devices), software, plans, seconds)
 
 
 def _core_plans(model: Model, tensor: int, pipe: int, data: int, batch: int) -> Iterator[tuple[Plan, int]]:
@@ -210,10 +174,10 @@ def _core_plans(model: Model, tensor: int, pipe: int, data: int, batch: int) -> 
 
 def tensor_scaling(row: Row) -> Iterator[Case]:
     hidden, heads, layers, tensor, devices, batch = _ints(row, "hidden", "heads", "layers", "tp", "num_gpus", "batch")
-    name, data = "a100-80" if "A100" in row["gpu"] else "v100-32", devices // tensor
+    name, data = "a100-80" if "A100" in row["gpu"] else "v100-32", _parts(devices, tensor, "num_gpus")
     plan = Plan(data=data, tensor=Tensor(tensor), micro_batch=batch // data, precision="bf16", memory=Memory("full"))
     model = Model(hidden, heads, layers, 1024, 51200, dropout=True)
-    label, table = f"{row['case']} on {devices}", f"Megatron 2020 {row['gpu'].split()[0]}"
+    label, table = f"{row['case']} on {devices}", f"Megatron 2020 {name[:4].upper()}"
     # Its README then (not re-checked): torch's DDP, which overlaps, serves the larger models best, its own the small.
     software, seconds = replace(MEGATRON, hides_gradients=tensor >= 4), float(row["iter_ms"]) / 1e3
     yield Case(table, label, model, _nodes(name, devices), software, ((plan, 1),), seconds)
@@ -267,7 +231,11 @@ def foundry(row: Row) -> Iterator[Case]:
     is_fp8, name = "fp8" in row["precision"], FOUNDRY_NODES[row["gpu"]]
     is_older = row["mp_mode"] == "PURE"
     software = replace(
-        FOUNDRY, fp8="tensor" if is_fp8 else "", gradient_bytes=2 if is_older else 4, stops_early=not is_older
+        FOUNDRY,
+        fp8="tensor" if is_fp8 else "",
+        gradient_bytes=2 if is_older else 4,
+        stops_early=not is_older,
+        library=EARLY_HOPPER if name == "h100" else 1.0,
     )
     plan = Plan(
         shard=Shard(devices, 3 if row["sharding_strategy"] == "FULL_SHARD" else 2),
@@ -277,26 +245,26 @@ def foundry(row: Row) -> Iterator[Case]:
     )
     label = f"{row['model']} {sequence} on {devices}, {micro} × {count}, {plan.memory.recompute}"
     table, model = f"Mosaic {name}{' fp8' if is_fp8 else ''}", Model(*SHAPES[row["model"]], sequence, 50368)
-    seconds = batch * sequence / float(row["throughput_t_s"])
+    seconds = batch * sequence / _rate(row["throughput_t_s"])
     group = (row["model"], sequence, devices, batch)
     yield Case(table, label, model, _nodes(name, devices), software, ((plan, count),), seconds, group)
 
 
-LLAMA = {"8B": (4096, 32, 32, 8, 14336), "70B": (8192, 64, 80, 8, 28672), "405B": (16384, 128, 126, 8, 53248)}
-
-
-def _llama(size: str, sequence: int) -> Model:
-    hidden, heads, layers, key_value_heads, inner = LLAMA[size]
-    return Model(hidden, heads, layers, sequence, 128256, key_value_heads, inner)
+# By how a GPU's name begins in a table of torchtitan's format.
+TITAN_NODES = {"H200": "h200", "H100-96GB-HBM2e-500W": "h100-500w", "H100": "h100", "A100": "a100-80"}
 
 
 def titan(row: Row) -> Iterator[Case]:
+    """Also FSDP runs of other trainers on torch's own parallelism. Columns that torchtitan's table does not have:
+    `grad_accum` micro-batches of a step, `gpus_per_node`, `node_gbit_per_s` of all NICs, `grad_bytes`,
+    `source`, and the `year` of its software (2023: early libraries for Hopper).
+    """
     words = row["parallelism"].split()
-    degrees = dict.fromkeys(("FSDP", "TP", "PP", "CP"), 1)
+    degrees = dict.fromkeys(("FSDP", "TP", "PP", "CP", "DP"), 1)
     for word, name in itertools.product(words, degrees):
         if word.startswith(name) and word[len(name) :].isdigit():
             degrees[name] = int(word[len(name) :])
-    shard, tensor, pipe, context = degrees.values()
+    shard, tensor, pipe, context, data = degrees.values()
     sequence, local = _ints(row, "seq_len", "local_batch")
     is_compiled, is_async = "compile" in row["techniques"], "asyncTP" in words
     precision = " ".join(row["techniques"].replace("compile", "").replace("eager", "").split())
@@ -306,36 +274,54 @@ def titan(row: Row) -> Iterator[Case]:
         loss_bytes=COMPILED_LOSS_BYTES if is_compiled else EAGER_LOSS_BYTES,
         hides_tensor=is_async,
         fp8="row" if "rowwise" in precision else "tensor" if "fp8" in precision else "",
+        gradient_bytes=int(row.get("grad_bytes") or TITAN.gradient_bytes),
+        library=EARLY_HOPPER if row.get("year") == "2023" and row["gpu"] == "H100" else 1.0,
     )
     # As many micro-batches as stages: not printed, but the ratio of the 1F1B row to the interleaved one says so.
-    count = pipe
+    count = int(row.get("grad_accum") or pipe)
     is_interleaved = "interleaved1F1B" in words
     plan = Plan(
+        data=data,
         shard=Shard(shard, 3 if pipe == 1 else 2),  # with a pipeline, parameters stay gathered
         pipe=_pipe(pipe, 2 if is_interleaved else 1),
         tensor=Tensor(tensor, sequence=tensor > 1),
         context=Context(context),
         micro_batch=max(1, local // count),
         precision="bf16",
-        memory=Memory("full" if row["activation_ckpt"].startswith("full") else "selective"),
+        memory=Memory(_titan_recompute(row["activation_ckpt"])),
     )
-    name = "h200" if row["gpu"] == "H200" else "h100-500w"
-    devices = int(row["num_gpus"])
-    seconds = local * sequence * shard / devices / float(row["tokens_per_s_per_gpu"])
+    devices, each = _ints(row, "num_gpus")[0], row.get("gpus_per_node")
+    seconds = local * sequence * shard * data / devices / _rate(row["tokens_per_s_per_gpu"])
     label = f"{row['model']} {row['parallelism']} {sequence} {row['techniques']}"
     memory = float(row["memory_gib"]) if row["memory_gib"] else None
-    model, plans = _llama(row["model"].split("-")[1], sequence), ((plan, count),)
-    table, where = f"torchtitan {precision}", _nodes(name, devices)
-    group = (row["model"], devices, sequence, local * shard, row["techniques"], row["source_file"])
+    model, plans = named(row["model"], sequence), ((plan, count),)
+    table, where = f"{row.get('source') or 'torchtitan'} {precision}", _nodes(_titan_node(row["gpu"]), devices, each)
+    group = (row["model"], devices, sequence, local * shard * data, row["techniques"], row["source_file"])
     compiled_loss = is_compiled and "202412" not in row["source_file"]  # then a TODO in its source
-    yield Case(table, label, model, where, software, plans, seconds, group, memory, compiled_loss)
+    wire = float(row["node_gbit_per_s"]) * 1e9 / 8 if row.get("node_gbit_per_s") else None
+    yield Case(table, label, model, where, software, plans, seconds, group, memory, compiled_loss, wire)
+
+
+def _titan_recompute(text: str) -> Recompute:
+    """By how its words begin; all other ways are selective."""
+    return "full" if text.startswith("full") else "none" if text.startswith("no") else "selective"
+
+
+def _titan_node(gpu: str) -> str:
+    name = next((name for start, name in TITAN_NODES.items() if gpu.startswith(start)), None)
+    if name is None:
+        raise ValueError(f"gpu '{gpu}' begins with none of {', '.join(TITAN_NODES)}")
+    return name
 
 
 def llama_fp8(row: Row) -> Iterator[Case]:
+    """Also other tables of Megatron-Core and NeMo on H100. Columns that this one does not have: `precision` (fp8 where
+    none is given), `layers` where they are not the model's, `source`.
+    """
     devices, batch, micro, sequence, tensor, pipe, context, chunks = _ints(
         row, "num_gpus", "gbs", "mbs", "seq_len", "tp", "pp", "cp", "vp"
     )
-    data = devices // (tensor * pipe * context)
+    data = _parts(devices, tensor * pipe * context, "num_gpus")
     tensors = Tensor(tensor, sequence=tensor > 1)
     plan = Plan(
         data=data,
@@ -345,10 +331,13 @@ def llama_fp8(row: Row) -> Iterator[Case]:
         micro_batch=micro,
         precision="bf16",
     )
-    software, model = replace(CORE, fp8="tensor", attention="flash3"), _llama(row["model"].split("-")[1], sequence)
-    seconds = batch * sequence / devices / float(row["tokens_per_s_per_gpu"])
-    plans = ((plan, batch // (data * micro)),)
-    yield Case("Megatron Llama fp8", row["model"], model, _nodes("h100", devices), software, plans, seconds)
+    precision = row.get("precision") or "fp8"
+    software = replace(CORE, fp8="tensor" if precision == "fp8" else "", attention="flash3")
+    model = named(row["model"], sequence, int(row.get("layers") or 0))
+    seconds = batch * sequence / devices / _rate(row["tokens_per_s_per_gpu"])
+    plans, table = ((plan, _parts(batch, data * micro, "gbs")),), f"{row.get('source') or 'Megatron Llama'} {precision}"
+    label = f"{row['model']} on {devices}" if row.get("source") else row["model"]
+    yield Case(table, label, model, _nodes("h100", devices), software, plans, seconds)
 
 
 def vtrain(row: Row) -> Iterator[Case]:
@@ -383,7 +372,7 @@ def axonn(row: Row) -> Iterator[Case]:
     devices = int(row["gpus"])
     machine, layers, hidden, heads = AXONN_RUNS[devices]
     model, batch = Model(hidden, heads, layers, 2048, 51200), 8192  # 16.8 M tokens
-    seconds = hardware_flops(model, batch) / (float(row["aggregate"].split()[0]) * 1e15)
+    seconds = hardware_flops(model, batch) / (_rate(row["aggregate"].split()[0]) * 1e15)
     plans = tuple(_grids(model, devices, batch, load(machine).node.device.memory_bytes))
     yield Case("AxoNN", f"{machine} {devices}", model, _nodes(machine, devices), AXONN, plans, seconds)
 

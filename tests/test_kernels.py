@@ -173,6 +173,66 @@ def test_fp8_halves_products_and_pays_for_casts() -> None:
     assert row[1] - eager[1] == pytest.approx((3 * CAST_BYTES[False] - 2 * TURN_BYTES) * 4096**2 / bandwidth)
 
 
+def test_weights_that_stay_fp8_are_cast_for_no_micro_batch() -> None:
+    anew, kept = (
+        kernels(H100, fp8="tensor", fused=True, keeps_fp8_weights=keeps).linear(4096, 8192, 2048)
+        for keeps in (False, True)
+    )
+    per_byte = 8192 * 2048 / (3.35e12 * MEMORY_SHARE)
+    assert anew[0] - kept[0] == pytest.approx(CAST_BYTES[True] * per_byte)
+    assert anew[1] - kept[1] == pytest.approx(TURN_BYTES * per_byte)
+
+
+def test_older_libraries_slow_all_products_alike() -> None:
+    for fp8 in ("", "tensor"):
+        today, older = (kernels(H100, fp8=fp8, library=library) for library in (1.0, 0.5))
+        products = [one.product(8192, 8192, 8192) - LAUNCH_SECONDS for one in (today, older)]
+        assert products[1] == pytest.approx(2 * products[0])
+        assert older.linear(8192, 8192, 8192)[0] > 1.7 * today.linear(8192, 8192, 8192)[0]
+        assert older.loss(1e9) == today.loss(1e9)
+
+
+def test_the_head_stays_in_16_bits() -> None:
+    product = Product(8192, 4096, 32768, "head")
+    work = Workload(
+        Part(), (Part(products=(replace(product, kind="column"),)),), Part(products=(product,)), 8192 * 4096
+    )
+    plan = Plan(micro_batch=1, precision="bf16")
+    wide, narrow = (StepModel(work, load("h100:1x1"), Software(fp8=fp8)) for fp8 in ("", "tensor"))
+    assert narrow.part(work.last, plan, 1) == wide.part(work.last, plan, 1)
+    assert sum(narrow.part(work.blocks[0], plan, 1)) < 0.8 * sum(wide.part(work.blocks[0], plan, 1))
+
+
+def test_buckets_that_grow_wait_less_for_many_ranks() -> None:
+    numel = 10_000_000  # of a block: four are 40 million, a hundred what 1,000 ranks reduce at once
+    work = Workload(Part(), (Part(),) * 400, Part(), 0)
+    facts = {"hides_gradients": False, "shards_optimizer": True}
+
+    def reduced(data: int, grows: bool) -> float:
+        software = Software(grows_buckets=grows, **facts)  # type: ignore[arg-type]
+        model = StepModel(work, load(f"h100:{data}x1"), software, (0, numel, 0))
+        return model.step(Plan(data=data, micro_batch=1, precision="bf16"), 1).exposed_seconds["data"]
+
+    for data, fewer in ((8, 300), (1000, 396)):
+        hops = 2 * (data - 1) * load("h100").node.inter.latency_seconds  # of a reduce_scatter and a gather
+        assert reduced(data, False) - reduced(data, True) == pytest.approx(fewer * hops, rel=1e-6)
+
+
+def test_a_sharded_optimizer_reduces_over_data_and_context_at_once() -> None:
+    work, facts = Workload(Part(), (Part(),) * 4, Part(), 0), {"hides_gradients": False, "pipe_outside": True}
+
+    def reduced(data: int, context: int, shards: bool) -> float:
+        software = Software(shards_optimizer=shards, **facts)  # type: ignore[arg-type]
+        model = StepModel(work, load("h100:4"), software, (0, 10**9, 0))
+        plan = Plan(data=data, context=Context(context), micro_batch=1, precision="bf16")
+        return model.step(plan, 1).exposed_seconds["data"]
+
+    assert reduced(8, 4, True) == pytest.approx(reduced(32, 1, True))
+    assert reduced(8, 4, False) > reduced(8, 1, False)  # one after the other
+    each = (4 + 2) * 10**9 * 31 / 32 / (400e9 * 0.85)  # scattered in 4 bytes and gathered in 2, past one node's NICs
+    assert reduced(32, 1, True) == pytest.approx(4 * each, rel=0.05)
+
+
 def test_a_plan_in_fp8_multiplies_linears_of_blocks_so() -> None:
     rows, inputs, outputs = 8192, 4096, 6144
     narrow, ragged = Product(rows, inputs, outputs, "column"), Product(rows, inputs, 6104, "column")

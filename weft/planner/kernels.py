@@ -76,15 +76,19 @@ class Software:
     filled up, where the head is whole. `gradient_bytes` of a parameter are reduced, behind the last
     backward where `hides_gradients`. `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in
     pieces behind the pieces of their matmul. `copies_sequence`: the sequence is not the outermost dimension, so
-    that what is gathered or scattered along it is copied once more. `fp8`: products of linears are, scaled by
-    "tensor" (what is gathered along the sequence is cast before) or by "row". `splits_messages`: between stages
-    each rank of x sends its part.
+    that what is gathered or scattered along it is copied once more. `fp8`: products of linears are but for the head's,
+    scaled by "tensor" (what is gathered along the sequence is cast before) or by "row"; `keeps_fp8_weights`: cast in
+    the first micro-batch of a step, used by all. `splits_messages`: between stages each rank of x sends its part.
+    `grows_buckets`: gradients are reduced in buckets that grow with the ranks of data, not block by block. `library`:
+    what its kernels reach of what today's libraries do on the same device.
     """
 
     attention: str = "flash2"
     fused: bool = False
     compiled: bool = False
     fp8: str = ""
+    keeps_fp8_weights: bool = False
+    library: float = 1.0
     host_seconds: float = 10e-6
     loss_bytes: float = EAGER_LOSS_BYTES
     selective: str = "cheap"
@@ -96,7 +100,8 @@ class Software:
     hides_tensor: bool = False
     copies_sequence: bool = False
     splits_messages: bool = False
-    shards_optimizer: bool = False  # over data
+    grows_buckets: bool = False
+    shards_optimizer: bool = False  # over data and context, data inside of pipe
     fuses_ring: bool = False  # what adds up the parts of attention is one kernel
     repeats_keys: bool = False  # for every query head, before attention
     pipe_outside: bool = False  # of data in the order of ranks; weft has data outside
@@ -133,7 +138,7 @@ class Kernels:
     @property
     def flops_per_second(self) -> float:
         """What the best matmul reaches."""
-        return self.peak * self.device.calibration
+        return self.peak * self.device.calibration * self.software.library
 
     @property
     def bytes_per_second(self) -> float:
@@ -151,8 +156,9 @@ class Kernels:
             share = self._aligned_share(inputs, outputs)
             backward = self.product(rows, outputs, inputs, share) + self.product(inputs, rows, outputs, share)
             return self.product(rows, inputs, outputs, share), backward
-        rate = self.device.peak_flops["fp8"] * self.device.calibration * FP8_PRODUCT
-        given, weight, result = rows * inputs, inputs * outputs, rows * outputs
+        rate = self.device.peak_flops["fp8"] * self.device.calibration * self.software.library * FP8_PRODUCT
+        given, result = rows * inputs, rows * outputs
+        weight = 0 if self.software.keeps_fp8_weights else inputs * outputs  # that is cast and turned here
         cast = CAST_BYTES[self.software.fused] / self.bytes_per_second
         backward = self._product(rows, outputs, inputs, rate, 1) + self._product(inputs, rows, outputs, rate, 1)
         if self.software.fp8 == "row":

@@ -89,6 +89,12 @@ class MicroBatchModel:
     def _fp8_kernels(self) -> Kernels:
         return Kernels(self.cluster.node.device, replace(self.software, fp8="row"))
 
+    @cached_property
+    def _head_kernels(self) -> dict[str, Kernels]:
+        """Where linears are fp8, the head's product is not: its results are the logits."""
+        software = replace(self.software, fp8="")
+        return {name: Kernels(self.cluster.node.device, software, name) for name in DTYPES}
+
     # --- kernels
 
     def part(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
@@ -131,7 +137,8 @@ class MicroBatchModel:
             if product.kind == "head" and self.software.pads_head and x * y == 1:
                 outputs = -(-outputs // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
             gathered = x if self._gathers_fp8(plan) and product.kind != "row" else 1
-            own = self._fp8_kernels if self._is_fp8(part, product, plan) else kernels
+            own = self._head_kernels[plan.precision] if product.kind == "head" else kernels
+            own = self._fp8_kernels if self._is_fp8(part, product, plan) else own
             times = own.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
             forward, backward, last = forward + times[0], backward + times[1], last + product.is_last * times[0]
         for one in part.filters:

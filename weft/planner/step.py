@@ -8,6 +8,7 @@ compute loses to them while both run.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.workload import Part
 
 FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
+# Parameters of a bucket of gradients, at least, and for each rank of data, where they grow: Megatron-Core's rule
+# (megatron/core/distributed/distributed_data_parallel.py), lest collectives of many ranks wait for latency only.
+BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK = 40_000_000, 1_000_000
 HOST_LINK_SHARE = 0.86  # of the printed bandwidth: 55 of 64 GB/s each way between an H200 and its host
 
 
@@ -88,7 +92,7 @@ class StepModel(MicroBatchModel):
         return _makespan(first, share, last, pipe, num_micro_batches) + FIXED_SECONDS
 
     def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
-        own = numel / plan.shard.degree / (plan.data if self.software.shards_optimizer else 1)
+        own = numel / plan.shard.degree / (plan.data * plan.context.degree if self.software.shards_optimizer else 1)
         num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan))
         updated = num_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
         link = self.cluster.node.host_link_bytes_per_second
@@ -193,13 +197,24 @@ class StepModel(MicroBatchModel):
         halves = [stage.backward / 2 for stage in stages]
         return simulate(schedule, [stage.forward for stage in stages], halves, halves, messages)
 
+    def _over_data_and_context(self, operation: str, num_bytes: float, plan: Plan) -> float:
+        """A collective over ranks of both axes, data right outside context, as where optimizer state is sharded."""
+        degree = plan.data * plan.context.degree
+        if degree == 1:
+            return 0.0
+        bandwidth, latency, start = self._link(place(plan, "context")[0], degree)
+        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start
+
     def _reduction(
         self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
     ) -> float:
         """What a step takes longer for gradients over shard, tiles, data and context, and between mirrored replicas;
         the last backward hides what it can.
         """
-        size, width = largest / count, self.software.gradient_bytes  # of a block; of a parameter's gradient
+        if self.software.grows_buckets:
+            bucket = max(BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK * plan.data * plan.context.degree)
+            count = min(count, math.ceil(largest / bucket))
+        size, width = largest / count, self.software.gradient_bytes  # of a bucket; of a parameter's gradient
         own = size / plan.shard.degree
         told = before = 0.0
         if plan.shard.degree > 1:
@@ -210,12 +225,11 @@ class StepModel(MicroBatchModel):
                 before = count * gather
             else:
                 told += gather
-        if plan.data > 1 and self.software.shards_optimizer:
-            told += self.seconds("data", "reduce_scatter", own * width, plan)
-            told += self.seconds("data", "all_gather", 2 * own, plan)
-        elif plan.data > 1:
+        if self.software.shards_optimizer:
+            told += self._over_data_and_context("reduce_scatter", own * width, plan)
+            told += self._over_data_and_context("all_gather", 2 * own, plan)
+        else:
             told += self.seconds("data", "all_reduce", own * width, plan)
-        if plan.context.degree > 1:
             told += self.seconds("context", "all_reduce", own * width, plan)
         if plan.tile.degree > 1:
             told += self.seconds("tile", "all_reduce", own * width, plan)

@@ -1,0 +1,76 @@
+"""How the frameworks of published tables ran: facts, the same for every row of a table, each with its source beside it.
+
+Those not re-checked at the source are marked so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from weft.planner.kernels import EAGER_LOSS_BYTES, FUSED_LOSS_BYTES, Software
+
+# Megatron-LM, 2020 to 2022: attention with scores in memory, kernels fused by hand, all-reduces that nothing hides
+# (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1),
+# tensor ranks next to each other, then those of data, then stages.
+# Its cross-entropy passes 56 bytes for a logit: cast, maximum, difference, exponential, sum, quotient; then the
+# gradient and its cast. What its host takes for the forward of a layer was measured (`megatron_host.py`, on another
+# host than the tables'); the planner counts so many operations in it.
+MEGATRON_LAYER_SECONDS, MEGATRON_OPERATIONS = 1.2168e-3, 16
+# Read and written for each parameter by a fused Adam with 16-bit weights and fp32 state.
+FUSED_ADAM_BYTES = 30
+MEGATRON = Software(
+    optimizer_bytes=FUSED_ADAM_BYTES,
+    attention="plain",
+    fused=True,
+    host_seconds=MEGATRON_LAYER_SECONDS / MEGATRON_OPERATIONS,
+    loss_bytes=56,
+    selective="attention",
+    stops_early=False,
+    gradient_bytes=2,
+    hides_gradients=False,
+    hides_input=False,
+    splits_messages=True,
+    pipe_outside=True,
+)
+# The H100's tables of 2023 and early 2024 (CUDA 11.8 to 12.3, when libraries for Hopper were new): what their kernels
+# reach of today's. It is the one number fitted for the H100, on MosaicML's and Megatron-Core's tables.
+EARLY_HOPPER = 0.64 / 0.70
+# Megatron-Core: the README of its table names the three overlaps (--overlap-grad-reduce, --overlap-param-gather,
+# --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16. Whether Transformer Engine
+# took FlashAttention-2 or cuDNN is not printed: the former is assumed (the latter gives 3 % shorter steps).
+# Buckets of gradients grow with the ranks of data (its distributed_data_parallel.py). Transformer Engine keeps the fp8
+# weights of a step's first micro-batch (`is_first_microbatch` in its documentation), and the head is no layer of its.
+CORE = replace(
+    MEGATRON,
+    attention="flash2",
+    gradient_bytes=4,
+    hides_gradients=True,
+    hides_tensor=True,
+    shards_optimizer=True,
+    fuses_ring=True,
+    host_seconds=10e-6,
+    grows_buckets=True,
+    keeps_fp8_weights=True,
+)
+# llm-foundry: eager, attn_impl = triton, fused_crossentropy, FSDP that reduces every micro-batch; mixed_precision PURE
+# reduces in bf16 and DEFAULT in fp32 (the kernel: its scripts/train/benchmarking; the rest not re-checked). It
+# recomputes without reentrance (submit_benchmarks.py). PURE is the older sweep, of torch 1.13.1; DEFAULT that of its
+# pull request 543 of October 2023, which names torch 2.0.1 and a nightly of 2.1: only the latter stops recompute early
+# (pull request 96866 of pytorch); it is assumed.
+FOUNDRY = Software(
+    attention="flash1", host_seconds=12e-6, loss_bytes=FUSED_LOSS_BYTES, optimizer_bytes=FUSED_ADAM_BYTES
+)
+# torchtitan: FSDP2 and DTensor; the sequence is dimension 1, so that gathers and scatters copy; selective recompute of
+# "op" keeps every second matmul only; keys are repeated before attention; asyncTP runs collectives in pieces (its
+# source, not re-checked).
+TITAN = Software(
+    optimizer_bytes=FUSED_ADAM_BYTES,
+    repeats_keys=True,
+    hides_input=False,
+    copies_sequence=True,
+    selective="other",
+    loss_bytes=EAGER_LOSS_BYTES,
+)
+# AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped; a layer gathers its
+# weights in forward, in recompute and in backward (its source, not re-checked).
+AXONN = Software(optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True, stops_early=False)
