@@ -32,9 +32,6 @@ MEGATRON = Software(
     splits_messages=True,
     pipe_outside=True,
 )
-# The H100's tables of 2023 and early 2024 (CUDA 11.8 to 12.3, when libraries for Hopper were new): what their kernels
-# reach of today's. It is the one number fitted for the H100, on MosaicML's and Megatron-Core's tables.
-EARLY_HOPPER = 0.64 / 0.70
 # Megatron-Core: the README of its table names the three overlaps (--overlap-grad-reduce, --overlap-param-gather,
 # --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16. Whether Transformer Engine
 # took FlashAttention-2 or cuDNN is not printed: the former is assumed (the latter gives 3 % shorter steps).

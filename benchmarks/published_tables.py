@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from published_models import Model, named
-from published_software import AXONN, CORE, EARLY_HOPPER, FOUNDRY, MEGATRON, TITAN
+from published_software import AXONN, CORE, FOUNDRY, MEGATRON, TITAN
 
 from weft.cluster import load
 from weft.errors import WeftError
@@ -155,8 +155,7 @@ def core(row: Row) -> Iterator[Case]:
     flops = batch * 4096 * (72 * layers * hidden**2 * (1 + 4096 / (6 * hidden)) + 6 * model.vocabulary * hidden)
     seconds = flops / devices / (_rate(row["tflops_per_gpu"]) * 1e12)
     plans = tuple(_core_plans(model, tensor, pipe, data, batch))
-    software = replace(CORE, library=EARLY_HOPPER)
-    yield Case("Megatron-Core H100", row["model"], model, _nodes("h100", devices), software, plans, seconds)
+    yield Case("Megatron-Core H100", row["model"], model, _nodes("h100", devices), CORE, plans, seconds)
 
 
 def _core_plans(model: Model, tensor: int, pipe: int, data: int, batch: int) -> Iterator[tuple[Plan, int]]:
@@ -235,7 +234,6 @@ def foundry(row: Row) -> Iterator[Case]:
         fp8="tensor" if is_fp8 else "",
         gradient_bytes=2 if is_older else 4,
         stops_early=not is_older,
-        library=EARLY_HOPPER if name == "h100" else 1.0,
     )
     plan = Plan(
         shard=Shard(devices, 3 if row["sharding_strategy"] == "FULL_SHARD" else 2),
@@ -257,7 +255,7 @@ TITAN_NODES = {"H200": "h200", "H100-96GB-HBM2e-500W": "h100-500w", "H100": "h10
 def titan(row: Row) -> Iterator[Case]:
     """Also FSDP runs of other trainers on torch's own parallelism. Columns that torchtitan's table does not have:
     `grad_accum` micro-batches of a step, `gpus_per_node`, `node_gbit_per_s` of all NICs, `grad_bytes`,
-    `source`, and the `year` of its software (2023: early libraries for Hopper).
+    and `source`.
     """
     words = row["parallelism"].split()
     degrees = dict.fromkeys(("FSDP", "TP", "PP", "CP", "DP"), 1)
@@ -275,7 +273,6 @@ def titan(row: Row) -> Iterator[Case]:
         hides_tensor=is_async,
         fp8="row" if "rowwise" in precision else "tensor" if "fp8" in precision else "",
         gradient_bytes=int(row.get("grad_bytes") or TITAN.gradient_bytes),
-        library=EARLY_HOPPER if row.get("year") == "2023" and row["gpu"] == "H100" else 1.0,
     )
     # As many micro-batches as stages: not printed, but the ratio of the 1F1B row to the interleaved one says so.
     count = int(row.get("grad_accum") or pipe)

@@ -183,15 +183,6 @@ def test_weights_that_stay_fp8_are_cast_for_no_micro_batch() -> None:
     assert anew[1] - kept[1] == pytest.approx(TURN_BYTES * per_byte)
 
 
-def test_older_libraries_slow_all_products_alike() -> None:
-    for fp8 in ("", "tensor"):
-        today, older = (kernels(H100, fp8=fp8, library=library) for library in (1.0, 0.5))
-        products = [one.product(8192, 8192, 8192) - LAUNCH_SECONDS for one in (today, older)]
-        assert products[1] == pytest.approx(2 * products[0])
-        assert older.linear(8192, 8192, 8192)[0] > 1.7 * today.linear(8192, 8192, 8192)[0]
-        assert older.loss(1e9) == today.loss(1e9)
-
-
 def test_the_head_stays_in_16_bits() -> None:
     product = Product(8192, 4096, 32768, "head")
     work = Workload(

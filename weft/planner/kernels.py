@@ -79,8 +79,7 @@ class Software:
     that what is gathered or scattered along it is copied once more. `fp8`: products of linears are but for the head's,
     scaled by "tensor" (what is gathered along the sequence is cast before) or by "row"; `keeps_fp8_weights`: cast in
     the first micro-batch of a step, used by all. `splits_messages`: between stages each rank of x sends its part.
-    `grows_buckets`: gradients are reduced in buckets that grow with the ranks of data, not block by block. `library`:
-    what its kernels reach of what today's libraries do on the same device.
+    `grows_buckets`: gradients are reduced in buckets that grow with the ranks of data, not block by block.
     """
 
     attention: str = "flash2"
@@ -88,7 +87,6 @@ class Software:
     compiled: bool = False
     fp8: str = ""
     keeps_fp8_weights: bool = False
-    library: float = 1.0
     host_seconds: float = 10e-6
     loss_bytes: float = EAGER_LOSS_BYTES
     selective: str = "cheap"
@@ -138,7 +136,7 @@ class Kernels:
     @property
     def flops_per_second(self) -> float:
         """What the best matmul reaches."""
-        return self.peak * self.device.calibration * self.software.library
+        return self.peak * self.device.calibration
 
     @property
     def bytes_per_second(self) -> float:
@@ -156,7 +154,7 @@ class Kernels:
             share = self._aligned_share(inputs, outputs)
             backward = self.product(rows, outputs, inputs, share) + self.product(inputs, rows, outputs, share)
             return self.product(rows, inputs, outputs, share), backward
-        rate = self.device.peak_flops["fp8"] * self.device.calibration * self.software.library * FP8_PRODUCT
+        rate = self.device.peak_flops["fp8"] * self.device.calibration * FP8_PRODUCT
         given, result = rows * inputs, rows * outputs
         weight = 0 if self.software.keeps_fp8_weights else inputs * outputs  # that is cast and turned here
         cast = CAST_BYTES[self.software.fused] / self.bytes_per_second
