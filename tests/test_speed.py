@@ -18,7 +18,6 @@ from weft.errors import ConfigError
 from weft.head import loss_head_of
 from weft.mesh import Mesh
 from weft.models import build
-from weft.models.catalog import load_model
 from weft.models.vision.resnet import ResNetConfig
 from weft.parallel import named_pieces, parallelize
 from weft.plan import Plan, Tile

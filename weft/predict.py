@@ -174,7 +174,8 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
 def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
     """Whether the run compiles whole blocks on the cluster's devices."""
     device = torch.device("cpu" if is_cpu(cluster) else "cuda")
-    return wants_compile(run, device) and not in_pieces(find_blocks(whole.model).values())
+    blocks = {} if whole.model is None else find_blocks(whole.model)
+    return wants_compile(run, device) and not in_pieces(blocks.values())
 
 
 def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:

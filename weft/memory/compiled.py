@@ -26,7 +26,7 @@ _found: dict[Any, Partition | None] = {}  # by all that a partition depends on
 
 def in_pieces(blocks: Iterable[nn.Module]) -> bool:
     """Whether blocks have so many different layers that whole ones would take long to compile: those of one of each
-    kind; others look alike. In pieces they keep no more than uncompiled, as which they are predicted.
+    kind; others look alike. In pieces they keep about what they keep uncompiled, as which they are predicted.
     """
     return sum(layer_kinds(blocks).values()) > MAX_LAYERS
 

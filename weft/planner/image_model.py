@@ -8,10 +8,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from weft.blocks import find_blocks
 from weft.cluster import Cluster
 from weft.data.formats import Shape
 from weft.measure import is_cpu
-from weft.blocks import find_blocks
 from weft.memory.compiled import in_pieces
 from weft.models import VisionConfig, build
 from weft.parallel.layout import COMPUTE_DTYPE

@@ -11,7 +11,7 @@ itself. The first block of a kind compiles all of its new pieces, forward and ba
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ CUTS = ("conv", "pool", "linear", "mm", "matmul", "einsum", "attention")  # in n
 IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
 Run = Callable[..., Any]
-Compile = Callable[[fx.GraphModule, Sequence[Tensor]], Run]
+Compile = Callable[[fx.GraphModule, list[Tensor]], Run]
 
 
 class Pieces:
@@ -32,14 +32,14 @@ class Pieces:
         self.backend = backend
         self.compiled: dict[Any, _Piece] = {}  # by code and by the forms of what it is given
 
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
-        compile_ = torch._dynamo.lookup_backend(self.backend)
+    def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
+        compile_: Compile = torch._dynamo.lookup_backend(self.backend)
         nodes = list(module.graph.nodes)
         if not all(_is_plain(node) for node in nodes):
-            return compile_(module, inputs)  # type: ignore[no-any-return]
+            return compile_(module, inputs)
         units = cut(nodes)
         if not keeps_order(nodes, units):
-            return compile_(module, inputs)  # type: ignore[no-any-return]
+            return compile_(module, inputs)
         with _kernels_at_once():
             return _assembled(module, units, lambda unit: self._piece(unit, compile_)).forward
 
@@ -165,29 +165,33 @@ def _storage(node: fx.Node) -> int | None:
 
 
 def _extracted(unit: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """A unit as a graph of its own, with names that tell nothing of where it was; what it is given and what it gives."""
+    """A unit as a graph of its own, whose names do not tell where it was; what it is given and what it gives."""
     inside = set(unit)
     given = list(dict.fromkeys(one for node in unit for one in node.all_input_nodes if one not in inside))
     results = [node for node in unit if not inside.issuperset(node.users)]
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"given_{number}") for number, node in enumerate(given)}
     for node in unit:
-        args, kwargs = (fx.map_arg(one, copies.__getitem__) for one in (node.args, node.kwargs))
-        copies[node] = graph.create_node(node.op, node.target, args, kwargs)
+        args, keywords = (fx.map_arg(one, copies.__getitem__) for one in (node.args, node.kwargs))
+        copies[node] = graph.create_node(node.op, node.target, args, keywords)  # type: ignore[arg-type]
     graph.output(tuple(copies[node] for node in results))
     return fx.GraphModule(nn.Module(), graph), given, results
 
 
 def _compiled(piece: fx.GraphModule, values: Sequence[Tensor], compile_: Compile) -> Run:
-    """A piece compiled for tensors like `values`, which are fake; its backward too."""
+    """A piece compiled for tensors like `values`, which are fake; its backward too, which computes masks of ReLUs again
+    from what norms keep: kept, they would be more than the results that the functions behind a piece keep.
+    """
     mode = torch._guards.detect_fake_mode(values)
+    assert mode is not None
     with mode:
         inputs = [
             torch.empty_strided(*_form(one), dtype=one.dtype, device=one.device).requires_grad_(one.requires_grad)
             for one in values
         ]
     apart = torch._guards.tracing(torch._guards.TracingContext(mode))
-    with apart, torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+    settings = {"force_non_lazy_backward_lowering": True, "ban_recompute_materialized_backward": False}
+    with apart, torch._functorch.config.patch(settings):
         return compile_(piece, inputs)
 
 
@@ -220,7 +224,7 @@ def _kernels_at_once() -> Iterator[None]:
     """Let torch's compiler wait for kernels, which other processes make, when all have been asked for."""
     from torch._inductor.async_compile import AsyncCompile  # seconds to import
 
-    wait, asked = AsyncCompile.wait, list[tuple[Any, Mapping[str, Any]]]()
+    wait, asked = AsyncCompile.wait, list[tuple[AsyncCompile, dict[str, Any]]]()
     AsyncCompile.wait = lambda self, scope: asked.append((self, scope))  # type: ignore[method-assign]
     try:
         yield
