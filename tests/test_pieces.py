@@ -44,7 +44,7 @@ def chain(*channels: int) -> nn.Sequential:
 
 
 def images(channels: int = 3) -> Tensor:
-    made = torch.randn(2, channels, 8, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    made = torch.randn(1, channels, 8, 8, dtype=torch.double, generator=torch.Generator().manual_seed(1))
     return made.to(memory_format=torch.channels_last)
 
 
@@ -175,7 +175,7 @@ def test_another_form_than_was_traced_goes_on_uncompiled(codes: list[str]) -> No
         piece.forms = []
     assert torch.allclose(model(images()), plain(images()), rtol=1e-10)
     assert len(said) == 1
-    assert said[0].startswith("torch.compile failed (traced [], got [(torch.Size([2, 4, 8, 8]), ")
+    assert said[0].startswith("torch.compile failed (traced [], got [[(1, 0), (4, 1), (8, 32), (8, 4)]")
     assert said[0].endswith("going on uncompiled")
 
 

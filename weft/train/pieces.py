@@ -47,8 +47,8 @@ class Pieces:
         """What computes a unit, what it is given and what it gives."""
         piece, given, results = _extracted(unit)
         values = [node.meta["example_value"] for node in given]
-        forms = tuple((*_form(value), value.dtype, value.device, value.requires_grad) for value in values)
-        key = piece.code, forms, torch.is_grad_enabled()
+        forms = [(_form(value), value.dtype, value.device, value.requires_grad) for value in values]
+        key = piece.code, str(forms), torch.is_grad_enabled()
         if key not in self.compiled:
             self.compiled[key] = _Piece(_compiled(piece, values, compile_), [_form(value) for value in values])
         return self.compiled[key], given, results
@@ -67,8 +67,9 @@ class _Piece(nn.Module):
         return self.run(*given)
 
 
-def _form(value: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return value.shape, value.stride()
+def _form(value: Tensor) -> list[tuple[int, int]]:
+    """Its sizes, and strides of those that have one."""
+    return [(size, stride if size > 1 else 0) for size, stride in zip(value.shape, value.stride(), strict=True)]
 
 
 # --- where to cut
@@ -186,7 +187,9 @@ def _compiled(piece: fx.GraphModule, values: Sequence[Tensor], compile_: Compile
     assert mode is not None
     with mode:
         inputs = [
-            torch.empty_strided(*_form(one), dtype=one.dtype, device=one.device).requires_grad_(one.requires_grad)
+            torch.empty_strided(
+                one.shape, one.stride(), dtype=one.dtype, device=one.device, requires_grad=one.requires_grad
+            )
             for one in values
         ]
     apart = torch._guards.tracing(torch._guards.TracingContext(mode))
