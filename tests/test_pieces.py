@@ -183,16 +183,24 @@ def test_kernels_are_waited_for_together() -> None:
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
 
-    scopes: list[dict[str, Any]] = []
+    taken: list[int] = []
+
+    class Kernel(Future[object]):
+        def result(self, timeout: float | None = None) -> object:
+            taken.append(id(self))
+            return object()
+
+    shared = Kernel()
+    scopes: list[dict[str, Any]] = [{"own": Kernel(), "shared": shared} for _ in range(3)]
     with config.patch(compile_threads=2):
         with _kernels_at_once():
-            for number in range(3):
-                future: Future[int] = Future()
-                future.set_result(number)
-                scopes.append({"kernel": future})
-                AsyncCompile().wait(scopes[-1])
-            assert all(isinstance(scope["kernel"], Future) for scope in scopes)
-        assert [scope["kernel"] for scope in scopes] == [0, 1, 2]
+            for scope in scopes:
+                AsyncCompile().wait(scope)
+            assert not taken
+        assert not any(isinstance(kernel, Future) for scope in scopes for kernel in scope.values())
+    assert len(taken) == len(set(taken)) == 4
+    assert len({id(scope["shared"]) for scope in scopes}) == 1
+    assert len({id(scope["own"]) for scope in scopes}) == 3
 
 
 # --- where graphs are cut, for any graph

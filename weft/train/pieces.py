@@ -233,5 +233,9 @@ def _kernels_at_once() -> Iterator[None]:
         yield
     finally:
         AsyncCompile.wait = wait  # type: ignore[method-assign]
+    made: dict[int, tuple[Any, Any]] = {}  # by what was asked for: a kernel of two pieces is taken once
     for one, scope in asked:
+        scope.update({name: made[id(value)][1] for name, value in scope.items() if id(value) in made})
+        before = dict(scope)
         wait(one, scope)
+        made |= {id(value): (value, scope[name]) for name, value in before.items() if scope[name] is not value}
