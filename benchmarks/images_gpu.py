@@ -5,9 +5,10 @@
 ResNet-50 and AmoebaNet-D at 2048², 4096² and 8192², one image a step, bf16, channels last. Plain PyTorch is autocast
 over fp32 weights with a fused AdamW, as one would write it, and the same with torch.compile over the whole model; weft
 is its own trainer's step with bf16 weights over fp32 masters: blocks compiled, forward and backward as a CUDA graph.
-Each case has a process of its own; one that does not fit, or is not compiled in time, says so. What is compiled is
-compiled before anything is measured, several cases at once. The ratio is to the faster plain one. The largest image is
-found in steps of 1,024 pixels, plain and with weft's full recompute. Writes benchmarks/results/images-h200.json.
+Each case has a process of its own; one that does not fit, or is not compiled in time, says so. Plain PyTorch and weft
+compile at once, then have their steps measured in turn: their memory must fit together. The ratio is to the faster
+plain one. The largest image is found in steps of 1,024 pixels, plain and with weft's full recompute. Writes
+benchmarks/results/images-h200.json.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
+from tempfile import TemporaryFile
+from threading import Thread
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +118,10 @@ def measure(name: str, side: str, size: int, device: str) -> dict[str, object]:
         torch.cuda.set_stream(torch.cuda.Stream())  # type: ignore[no-untyped-call]
     step = SIDES[side](name, size, device)
     warm, steps = (WARM_STEPS, STEPS) if device == "cuda" else (0, 1)
-    for _ in range(warm + steps):
+    for number in range(warm + steps):
+        if number == warm:
+            print("ready", flush=True)
+            sys.stdin.readline()  # until it is its turn
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
@@ -123,23 +130,21 @@ def measure(name: str, side: str, size: int, device: str) -> dict[str, object]:
     return {**found, **({"said": SAID} if SAID else {})}
 
 
-def prepare(name: str, sizes: Sequence[int], seconds: int) -> None:
-    """Compile what is not yet, several cases at once."""
-    cases = [("--measure", name, side, str(size)) for size in sizes for side in ("plain, compiled", "weft")]
-    with ThreadPoolExecutor(len(cases)) as pool:
-        for case, found in zip(cases, pool.map(lambda case: call(*case, seconds=seconds), cases), strict=True):
-            print("prepared", *case[1:], json.dumps(found), flush=True)
-
-
-def compare(name: str, size: int, seconds: int, tiny: list[str]) -> dict[str, object]:
-    """All sides one after the other, and how much faster weft is than the faster plain one."""
+def compare(name: str, size: int, tiny: list[str]) -> dict[str, object]:
+    """All sides, those that compile at once, and how much faster weft is than the faster plain one."""
     found: dict[str, object] = {}
     times = {}
-    for side in SIDES:
-        found[side] = row = call("--measure", name, side, str(size), *tiny, seconds=seconds)
-        if "seconds" in row:
-            times[side] = float(str(row["seconds"]))
-    plain = [time for side, time in times.items() if side.startswith("plain")]
+    for sides in (("plain, compiled", "weft"), ("plain",), ("weft, not compiled",)):
+        end = time.monotonic() + COMPILE_SECONDS
+        cases = {side: Case("--measure", name, side, str(size), *tiny) for side in sides}
+        for side, case in cases.items():
+            if case.is_ready(end):
+                print("ready", name, side, size, f"{time.monotonic() - end + COMPILE_SECONDS:.0f} s", flush=True)
+        for side, case in cases.items():
+            found[side] = row = case.result(RUN_SECONDS)
+            if "seconds" in row:
+                times[side] = float(str(row["seconds"]))
+    plain = [seconds for side, seconds in times.items() if side.startswith("plain")]
     if plain and "weft" in times:
         found["throughput_ratio"] = min(plain) / times["weft"]
     return found
@@ -154,26 +159,68 @@ def trains(name: str, side: str, size: int, device: str) -> dict[str, object]:
     return {"size": size, "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else 0}
 
 
-def call(*arguments: str, seconds: int) -> dict[str, object]:
-    """A case in a process of its own."""
-    # A group of its own: compilers that it has started would keep its output open.
-    left = subprocess.Popen(
-        [sys.executable, __file__, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, errors = left.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(left.pid, signal.SIGKILL)
-        left.communicate()
-        return {"error": f"more than {seconds} s"}
-    if left.returncode:
-        return {"error": errors.strip().splitlines()[-1][:200]}
-    found: dict[str, object] = json.loads(out.splitlines()[-1])
-    return found
+class Case:
+    """A case in a process of its own. One that is measured is ready when it has compiled, and waits for its turn."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.errors = TemporaryFile("w+")  # noqa: SIM115 (it is read when the process has ended)
+        # A group of its own: compilers that it has started would keep its output open.
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines: Queue[str] = Queue()  # '' at its end
+        self.begin, self.late = time.monotonic(), ""
+        Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put("")
+
+    def _line(self, start: str, end: float) -> str:
+        """The next line that starts so, '' if there is none before `end`."""
+        with suppress(Empty):
+            while line := self.lines.get(timeout=max(0.0, end - time.monotonic())):
+                if line.startswith(start):
+                    return line
+            self.lines.put("")
+            self.process.wait()
+        return ""
+
+    def is_ready(self, end: float) -> bool:
+        """Whether it is before `end`; one that is not is stopped."""
+        if self._line("ready", end):
+            return True
+        if self.process.poll() is None:
+            self.late = f"not ready after {end - self.begin:.0f} s"
+        return False
+
+    def result(self, seconds: int) -> dict[str, object]:
+        """What it found, within `seconds`, or why it did not."""
+        out = "" if self.late else self._answer(time.monotonic() + seconds)
+        is_over = out or self.process.poll() is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        if out:
+            found: dict[str, object] = json.loads(out)
+            return found
+        self.errors.seek(0)
+        said = self.errors.read().strip().splitlines()
+        return {"error": said[-1][:200] if is_over and said else self.late or f"more than {seconds} s"}
+
+    def _answer(self, end: float) -> str:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+        return self._line("{", end)
 
 
 def largest(name: str, side: str, start: int, tiny: list[str]) -> dict[str, object]:
@@ -182,7 +229,7 @@ def largest(name: str, side: str, start: int, tiny: list[str]) -> dict[str, obje
     best: dict[str, object] = {}
     while high - low > 1:
         middle = (low + high) // 2
-        found = call("--trains", name, side, str(middle * STRIDE), *tiny, seconds=60)
+        found = Case("--trains", name, side, str(middle * STRIDE), *tiny).result(RUN_SECONDS)
         low, high, best = (low, middle, best) if "error" in found else (middle, high, found)
     return {"size": low * STRIDE, **best}
 
@@ -210,15 +257,11 @@ def main() -> None:
     if device == "cuda":
         found["hardware"] = {"device": torch.cuda.get_device_name(), "cpu": platform.machine()}
     if options.tiny:
-        print(json.dumps(compare(MODELS[0], 64, RUN_SECONDS, tiny)))
+        print(json.dumps(compare(MODELS[0], 64, tiny)))
         return
     for name in options.models:
-        small = [size for size in options.sizes if size < SIZES[-1]]
-        for sizes in (small, [size for size in options.sizes if size not in small]):  # what fits at once
-            if sizes:
-                prepare(name, sizes, COMPILE_SECONDS)
         for size in options.sizes:
-            found[f"{name} {size}"] = row = compare(name, size, RUN_SECONDS, tiny)
+            found[f"{name} {size}"] = row = compare(name, size, tiny)
             print(name, size, json.dumps(row), flush=True)
         for side in () if options.no_largest else ("plain", "weft"):
             found[f"{name} largest {side}"] = row = largest(name, side, SIZES[0], tiny)

@@ -11,6 +11,7 @@ import torch
 from sampled_for_tests import one_in
 from torch import Tensor, nn
 
+import weft.memory.compiled
 from weft.cluster import load, local_cluster
 from weft.data.formats import Shape
 from weft.memory.compiled import compiled
@@ -23,7 +24,6 @@ from weft.planner.question import Question
 from weft.planning import image_run
 from weft.predict import predict
 from weft.profile import profile
-from weft.train import compiling
 
 RESULTS = json.loads((Path(__file__).parent.parent / "benchmarks" / "results" / "images-h200.json").read_text())
 ROWS: dict[str, tuple[str, int, int]] = {
@@ -75,8 +75,10 @@ def test_a_block_with_a_pool_is_traced() -> None:
 def test_what_a_run_compiles_is_predicted_as_compiled() -> None:
     cluster, shape = load("h200:1"), Shape(64, 64, 3)
     few, many = ResNetConfig(depth=18, width=8), AmoebaNetDConfig(filters=16)
-    assert software_for_images(few, cluster) == software_for_images(many, cluster, True) == COMPILED
-    assert software_for_images(few, cluster, False) == software_for_images(many, cluster) == Software()
+    assert software_for_images(few, cluster) == COMPILED
+    for told in (None, True, False):  # in pieces, they keep about what they keep uncompiled
+        assert software_for_images(many, cluster, told) == Software()
+    assert software_for_images(few, cluster, False) == Software()
     assert software_for_images(few, local_cluster(1, on_cpu=True)) == Software()
     ours, plain = (planned_images(few, shape, "bf16", cluster, one).steps for one in (COMPILED, Software()))
     tiles, one = (Plan(tile=tile, micro_batch=1, precision="bf16") for tile in (Tile(2, 2), Tile()))
@@ -87,7 +89,7 @@ def test_what_a_run_compiles_is_predicted_as_compiled() -> None:
 
 
 def test_a_run_of_many_different_layers_is_predicted_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it says otherwise."""
+    """They are compiled in pieces."""
     cluster, model = load("h200:1x1"), ResNetConfig(depth=18, width=8)
     run = replace(image_run("resnet50", "h200:1x1", 1, 64), model=model)
     saved = {
@@ -95,5 +97,5 @@ def test_a_run_of_many_different_layers_is_predicted_uncompiled(monkeypatch: pyt
         for word in (None, True, False)
     }
     assert saved[None] == saved[True] != saved[False]
-    monkeypatch.setattr(compiling, "MAX_LAYERS", 10)
+    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 10)
     assert predict(run, cluster).cost.saved_bytes == saved[False]

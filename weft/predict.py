@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from weft.blocks import find_blocks
 from weft.cluster import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic, expand
 from weft.config import Run
@@ -23,7 +24,7 @@ from weft.data.config import DataConfig
 from weft.head import install_loss_head, is_loss_in_head
 from weft.measure import cpu_flops_per_second, is_cpu
 from weft.memory.activations import ACTIVATIONS
-from weft.memory.compiled import compiled, under
+from weft.memory.compiled import compiled, in_pieces, under
 from weft.memory.weights import trips
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import LanguageConfig, ModelConfig, build
@@ -171,8 +172,10 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
 
 
 def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
-    """Whether the run compiles its blocks on the cluster's devices."""
-    return wants_compile(run, torch.device("cpu" if is_cpu(cluster) else "cuda"), whole.model, lambda _: None)
+    """Whether the run compiles whole blocks on the cluster's devices."""
+    device = torch.device("cpu" if is_cpu(cluster) else "cuda")
+    blocks = {} if whole.model is None else find_blocks(whole.model)
+    return wants_compile(run, device) and not in_pieces(blocks.values())
 
 
 def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:

@@ -20,13 +20,15 @@ from weft.memory.partition import Partition, partition
 from weft.plan import Plan
 from weft.profile import Block, Given, Profile, Source
 
-MAX_LAYERS = 200  # that are compiled unasked; each takes about a second
+MAX_LAYERS = 200  # that are compiled in whole blocks; each takes about a second
 _found: dict[Any, Partition | None] = {}  # by all that a partition depends on
 
 
-def num_layers(model: nn.Module) -> int:
-    """How many layers are compiled of a model: those of one block of each kind; others look alike."""
-    return sum(layer_kinds(find_blocks(model).values()).values())
+def in_pieces(blocks: Iterable[nn.Module]) -> bool:
+    """Whether blocks have so many different layers that whole ones would take long to compile: those of one of each
+    kind; others look alike. In pieces they keep about what they keep uncompiled, as which they are predicted.
+    """
+    return sum(layer_kinds(blocks).values()) > MAX_LAYERS
 
 
 def layer_kinds(blocks: Iterable[nn.Module]) -> dict[str, int]:

@@ -8,10 +8,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from weft.blocks import find_blocks
 from weft.cluster import Cluster
 from weft.data.formats import Shape
 from weft.measure import is_cpu
-from weft.memory.compiled import MAX_LAYERS, num_layers
+from weft.memory.compiled import in_pieces
 from weft.models import VisionConfig, build
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.plan import Plan
@@ -29,13 +30,14 @@ COMPILED = Software(fused=True, compiled=True)  # but for tiles
 
 
 def software_for_images(config: VisionConfig, cluster: Cluster, compiles: bool | None = None) -> Software:
-    """How weft trains a model of images on a cluster: compiled if the run says so, or else on GPUs, where its blocks
-    have few different layers.
+    """How weft trains a model of images on a cluster: compiled if the run says so, or else on GPUs. Blocks that are
+    compiled in pieces count as uncompiled.
     """
-    if compiles is None and not is_cpu(cluster):
-        with torch.device("meta"):
-            compiles = num_layers(build(config)) <= MAX_LAYERS
-    return COMPILED if compiles else Software()
+    if compiles is None:
+        compiles = not is_cpu(cluster)
+    with torch.device("meta"):
+        is_whole = compiles and not in_pieces(find_blocks(build(config)).values())
+    return COMPILED if is_whole else Software()
 
 
 @dataclass(frozen=True)

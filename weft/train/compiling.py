@@ -1,6 +1,7 @@
 """torch.compile for training: each block by itself, what lies around them, and the loss of some rows of logits.
 
-Blocks that are alike use what was compiled of the first, so a model takes as long as one of its blocks. What was
+Blocks that are alike use what was compiled of the first, so a model takes as long as one of its blocks; where they are
+large and of many kinds, they are compiled in pieces (weft/train/pieces.py), alike ones once. What was
 compiled is kept in the user's cache folder and found again by the next run. Where compiling fails, the run goes on
 uncompiled and says so once.
 """
@@ -20,17 +21,18 @@ from weft.blocks import find_blocks
 from weft.config import Run
 from weft.errors import ConfigError
 from weft.head import loss_head_of
-from weft.memory.compiled import MAX_LAYERS, layer_kinds
+from weft.memory.compiled import in_pieces, layer_kinds
 from weft.models.loss import rows_kernel, rows_loss
 from weft.pipeline.runtime import Pipeline
+from weft.train.pieces import Pieces
 
 Say = Callable[[str], None]
 
 VARIANTS = 4  # of what is compiled of one block: training, evaluation, and a few shapes
 
 
-def wants_compile(run: Run, device: torch.device, model: nn.Module | None = None, say: Say = print) -> bool:
-    """Whether a run compiles: as it says, or else on GPUs, but for tiles of images and what would take long."""
+def wants_compile(run: Run, device: torch.device) -> bool:
+    """Whether a run compiles: as it says, or else on GPUs, but for tiles of images."""
     wanted = run.train.compile
     if wanted and run.plan.tile.degree > 1:
         raise ConfigError(
@@ -39,28 +41,25 @@ def wants_compile(run: Run, device: torch.device, model: nn.Module | None = None
         )
     if wanted is not None:
         return wanted
-    if device.type != "cuda" or run.plan.tile.degree > 1:
-        return False
-    count = 0 if model is None else sum(layer_kinds(_blocks(model)).values())
-    if count > MAX_LAYERS:
-        say(f"not compiled: its blocks have {count} different layers; train.compile = true takes the time for them")
-    return count <= MAX_LAYERS
+    return device.type == "cuda" and run.plan.tile.degree == 1
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:
-    """Compile a parallel model's blocks, and the loss in its head, when they are first used."""
+    """Compile a parallel model's blocks, and the loss in its head, when they are first used. Blocks with many different
+    layers are compiled in pieces.
+    """
     folder = cache_folder() / "inductor"
     with suppress(OSError):  # torch has a folder of its own, which does not outlive the machine
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     outcome = _Outcome(say)
-    limit = VARIANTS * len(
-        layer_kinds(_blocks(model))
-    )  # torch counts by functions, and alike blocks of any sizes have one
+    blocks = [block for part in _parts(model) for block in find_blocks(part).values()]
+    limit = VARIANTS * len(layer_kinds(blocks))  # torch counts by functions, and alike blocks of any sizes have one
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
+    for_blocks = Pieces(backend) if in_pieces(blocks) else backend
     for part in _parts(model):
         for block in find_blocks(part).values():
-            setattr(block, "forward", _Compiled(block.forward, backend, outcome))  # noqa: B010 (a method to mypy)
+            setattr(block, "forward", _Compiled(block.forward, for_blocks, outcome))  # noqa: B010 (a method to mypy)
         head = loss_head_of(part)
         if head is not None:
             head.rows = rows_kernel(head.module.weight.device) or _Compiled(rows_loss, backend, outcome)
@@ -92,8 +91,8 @@ class _Outcome:
 class _Compiled:
     """A function that is compiled when it is called, until that fails."""
 
-    def __init__(self, function: Callable[..., Any], backend: str, outcome: _Outcome) -> None:
-        self.function, self.outcome = function, outcome
+    def __init__(self, function: Callable[..., Any], backend: str | Pieces, outcome: _Outcome) -> None:
+        self.function, self.backend, self.outcome = function, backend, outcome
         self.compiled = torch.compile(function, dynamic=False, backend=backend)
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # the model around it does not take it in
@@ -112,10 +111,6 @@ def _leave_out_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = torch._dynamo.disable(hook)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    return [block for part in _parts(model) for block in find_blocks(part).values()]
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
