@@ -175,7 +175,7 @@ def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
     """Whether the run compiles whole blocks on the cluster's devices."""
     device = torch.device("cpu" if is_cpu(cluster) else "cuda")
     blocks = {} if whole.model is None else find_blocks(whole.model)
-    return wants_compile(run, device) and not in_pieces(blocks.values())
+    return not in_pieces(blocks.values()) and wants_compile(run, device)
 
 
 def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:

@@ -31,8 +31,8 @@ Say = Callable[[str], None]
 VARIANTS = 4  # of what is compiled of one block: training, evaluation, and a few shapes
 
 
-def wants_compile(run: Run, device: torch.device) -> bool:
-    """Whether a run compiles: as it says, or else on GPUs, but for tiles of images."""
+def wants_compile(run: Run, device: torch.device, model: nn.Module | None = None, say: Say = print) -> bool:
+    """Whether a run compiles: as it says, or else on GPUs, but for tiles of images and blocks of very many kinds."""
     wanted = run.train.compile
     if wanted and run.plan.tile.degree > 1:
         raise ConfigError(
@@ -41,7 +41,12 @@ def wants_compile(run: Run, device: torch.device) -> bool:
         )
     if wanted is not None:
         return wanted
-    return device.type == "cuda" and run.plan.tile.degree == 1
+    if device.type != "cuda" or run.plan.tile.degree > 1:
+        return False
+    if model is not None and in_pieces(_blocks(model)):  # which has not been measured on a GPU
+        say("not compiled: its blocks have very many different layers; train.compile = true compiles them in pieces")
+        return False
+    return True
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:
@@ -53,7 +58,7 @@ def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> Non
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     outcome = _Outcome(say)
-    blocks = [block for part in _parts(model) for block in find_blocks(part).values()]
+    blocks = _blocks(model)
     limit = VARIANTS * len(layer_kinds(blocks))  # torch counts by functions, and alike blocks of any sizes have one
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for_blocks = Pieces(backend) if in_pieces(blocks) else backend
@@ -111,6 +116,10 @@ def _leave_out_hooks(module: nn.Module) -> None:
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = torch._dynamo.disable(hook)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return [block for part in _parts(model) for block in find_blocks(part).values()]
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
