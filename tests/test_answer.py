@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from commands_for_tests import Weft, caller
 from runs_for_tests import write_run_file
 
-from weft import cli
+from weft import cli, plan_command
 from weft.cluster import load
 from weft.config import load_run
 from weft.errors import PlanError
@@ -181,6 +182,20 @@ def test_a_model_of_the_catalog(weft: Weft, tmp_path: Path, monkeypatch: pytest.
     assert run.plan.degrees == {axis: run.plan.degree(axis) for axis in run.plan.degrees}
     assert run.plan.describe_axes() == best["axes"]
     assert run.split.tokens == 256 << 10
+
+
+def test_files_are_there_when_nobody_reads_what_is_printed(
+    weft: Weft, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_command, "show_answer", closed)
+    with suppress(BrokenPipeError):
+        weft(*NAMED, "--where", "data=8", "--write", "best.toml", "--report", "best.html")
+    assert load_run(tmp_path / "best.toml", []).plan.data == 8
+    assert "data 8" in (tmp_path / "best.html").read_text()
 
 
 def test_in_words(weft: Weft) -> None:

@@ -13,7 +13,7 @@ from weft.cluster import Cluster
 from weft.config import Run
 from weft.display import format_bytes, print_json, show_run, show_timeline
 from weft.errors import ConfigError
-from weft.planner.answer import with_more, with_scaling
+from weft.planner.answer import Answer, with_more, with_scaling
 from weft.planner.goodput import Failures, cluster_mtbf, failures
 from weft.planner.page import page
 from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
@@ -85,20 +85,28 @@ def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -
     found = answer.to_json()
     offload = answer.found.best[0].plan.memory.offload if answer.found.best else 0.0
     cost = _failures(mtbf_seconds, answer.model.numel, answer.question.precision, answer.model.cluster, offload)
+    planned = _planned(run, answer, cost) if answer.found.best else None
+    if asks.report is not None:  # files first: whoever reads what is printed may stop early
+        asks.report.write_text(page(found), encoding="utf-8")
+    if asks.write is not None and planned is not None:
+        asks.write.write_text(planned.to_toml(), encoding="utf-8")
     if as_json:
         print_json(found if cost is None else {**found, "failures": cost.to_json()})
     else:
         show_answer(console, answer)
         _show_failures(console, cost)
     if asks.report is not None:
-        asks.report.write_text(page(found), encoding="utf-8")
         console.print(f"wrote {asks.report}", highlight=False, soft_wrap=True)
-    planned = with_plan(run, answer)  # says why where there is none
-    if cost is not None:
-        planned = with_saves(planned, cost, answer.best.seconds)
+    if planned is None:
+        _planned(run, answer, cost)  # says why there is none
     if asks.write is not None:
-        asks.write.write_text(planned.to_toml(), encoding="utf-8")
         console.print(f"wrote {asks.write}; run it with: weft train {asks.write}", highlight=False, soft_wrap=True)
+
+
+def _planned(run: Run, answer: Answer, cost: Failures | None) -> Run:
+    """The run with the best plan, and the intervals between saves that failures ask for."""
+    planned = with_plan(run, answer)
+    return planned if cost is None else with_saves(planned, cost, answer.best.seconds)
 
 
 def _failures(
