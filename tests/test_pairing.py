@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from weft.cut import Cut, share, share_units, stack
 from weft.errors import PlanError
 from weft.models import GPT2, Decoder, DecoderConfig, GPT2Config
-from weft.pairing import Pairing, Part, is_norm, pair
+from weft.pairing import pair
 from weft.parallel.tensor_cuts import parameter_cuts
 from weft.parallel.tensor_norm import is_plain_norm
 from weft.plan import Plan
 from weft.plan import Tensor as TensorPlan
 from weft.probe import is_feature_wise
+from weft.splits import Pairing, Part, is_norm
 
 WIDTH = 16
 

@@ -13,22 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from torch import nn
 
 from weft.blocks import find_blocks
 from weft.chains import CHANNEL_WISE, ELEMENT_WISE, sequential_couples, why_not_split
-from weft.cut import Interval, share_units, stack
-from weft.ends import Ends, find_ends
 from weft.errors import PlanError
 from weft.probe import Proof, Shares, is_convolution, is_linear, is_turned, linear_sizes, num_spatial_dims, prove_pair
+from weft.splits import Kind, Pairing, Part, Scaled, Split, is_norm, stack_parts
 
-__all__ = ["Pairing", "Part", "Scaled", "Split", "is_convolution", "is_linear", "is_norm", "pair", "sizes"]
-
-Kind = Literal["column", "row", "gathered", "head"]
 QUERY, KEY, VALUE = ("q_proj", "query", "wq", "q"), ("k_proj", "key", "wk", "k"), ("v_proj", "value", "wv", "v")
 FUSED = ("c_attn", "qkv", "Wqkv", "qkv_proj", "query_key_value")
 OUT = ("o_proj", "out_proj", "c_proj", "proj", "wo", "dense", "out", "o")
@@ -37,103 +32,6 @@ HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
 WIDTHS = ("embed_dim", "split_size", "hidden_size", "all_head_size", "inner_dim", "dim", "n_embd")
 KNOWN_ATTENTION = ("weft.models.", "transformers.models.")
-WHOLE_ATTRIBUTE = "_weft_whole"  # of a stage's model, where the whole model's stream is whole over y
-
-
-@dataclass(frozen=True)
-class Part:
-    """A fused part of the dim that goes over x: so many units (heads, or features) of so many features each."""
-
-    num_units: int
-    unit: int = 1
-    is_key: bool = False  # key and value heads may be fewer than x, and are then repeated
-
-    @property
-    def width(self) -> int:
-        """Features."""
-        return self.num_units * self.unit
-
-    def repeats(self, degree: int) -> int:
-        """How many neighbours of `degree` hold the same units."""
-        return degree // self.num_units if self.is_key and self.num_units < degree else 1
-
-    def share(self, degree: int, index: int) -> Interval:
-        """The features of rank `index` of `degree`."""
-        repeats = self.repeats(degree)
-        return share_units(self.num_units, self.unit, degree // repeats, index // repeats)
-
-
-@dataclass(frozen=True)
-class Split:
-    """How one linear or convolution is split.
-
-    `parent` holds several columns with one input, which enter the region together.
-    """
-
-    module: str
-    kind: Kind
-    parts: tuple[Part, ...]
-    parent: str | None = None
-    turned: bool = False  # weight is [in, out], as in transformers' Conv1D
-    num_spatial: int = 0  # dims behind the channels: 1 to 3 for a convolution, none for a linear
-
-    def over_x(self, degree: int, index: int) -> tuple[Interval, ...]:
-        """The intervals of the dim that goes over x."""
-        return _stack(self.parts, degree, index)
-
-    def repeats(self, degree: int) -> int:
-        """How many neighbours on x hold the same."""
-        return max(part.repeats(degree) for part in self.parts)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """Integer attributes of an attention module that count what a rank of x has: heads, their width, key heads."""
-
-    attributes: tuple[str, ...]
-    num_key_heads: int
-
-    def apply(self, module: nn.Module, degree: int) -> None:
-        """Leave the module with the counts of one part of `degree`."""
-        for name in self.attributes:
-            setattr(module, name, max(1, getattr(module, name) // degree))
-        groups = getattr(module, "num_key_value_groups", None)
-        if isinstance(groups, int) and self.num_key_heads < degree:
-            setattr(module, "num_key_value_groups", groups * self.num_key_heads // degree)  # noqa: B010 (for mypy)
-
-
-@dataclass(frozen=True)
-class Pairing:
-    """All that the tensor axes touch."""
-
-    splits: dict[str, Split] = field(default_factory=dict)
-    embeddings: tuple[str, ...] = ()
-    inner: frozenset[str] = frozenset()  # parameters used by each rank for its own features or heads only
-    scaled: dict[str, Scaled] = field(default_factory=dict)
-    blocks: tuple[str, ...] = ()
-    model: nn.Module | None = field(default=None, compare=False, repr=False)
-
-    @cached_property
-    def ends(self) -> Ends:
-        """What stands where the chain of blocks begins and ends."""
-        assert self.model is not None
-        norms = [name for name, module in self.model.named_modules() if is_norm(module) and not self.block_of(name)]
-        head = next((split.module for split in self.splits.values() if split.kind == "head"), None)
-        return find_ends(self.model, self.blocks, self.embeddings, norms, head)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all ranks of y hold whole what lies between layers, and not its features over y.
-
-        So in a model with convolutions: their channels are not the last dim, and pools, norms and flattens on the way
-        to a linear would each need to know which dim is split. Also in a stage of one that has none of them.
-        """
-        is_of_one = self.model is not None and self.model.__dict__.get(WHOLE_ATTRIBUTE, False)
-        return is_of_one or any(split.num_spatial for split in self.splits.values())
-
-    def block_of(self, name: str) -> str | None:
-        """The block that a module or parameter is in, or is."""
-        return next((block for block in self.blocks if name == block or name.startswith(f"{block}.")), None)
 
 
 def pair(model: nn.Module, proofs: dict[Any, Proof | str] | None = None) -> Pairing:
@@ -144,11 +42,6 @@ def pair(model: nn.Module, proofs: dict[Any, Proof | str] | None = None) -> Pair
     finder.check_nothing_hidden()
     finder.check_ties()
     return finder.result()
-
-
-def is_norm(module: nn.Module) -> bool:
-    """LayerNorm, or any kind of RMSNorm."""
-    return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or "RMSNorm" in type(module).__name__
 
 
 class _Finder:
@@ -178,7 +71,9 @@ class _Finder:
         used = self._chain(name, module, convolutions, is_convolution, CHANNEL_WISE)
         for child in convolutions:
             if child not in used:
-                self._add(_join(name, child), convolutions[child], "gathered", (Part(sizes(convolutions[child])[1]),))
+                self._add(
+                    _join(name, child), convolutions[child], "gathered", (Part(linear_sizes(convolutions[child])[1]),)
+                )
         linears = {child: inner for child, inner in module.named_children() if is_linear(inner)}
         if linears:
             used = (
@@ -249,10 +144,11 @@ class _Finder:
             columns = self._fused_heads(name, module, linears, fused)
         heads = next(iter(columns.values()))[0]
         keys = next(part for parts in reversed(columns.values()) for part in parts)
-        if sizes(linears[out])[0] != heads.width:
+        if linear_sizes(linears[out])[0] != heads.width:
             raise PlanError(
                 f"attention '{name}': its query heads have {heads.width} features but '{out}' takes "
-                f"{sizes(linears[out])[0]}, so weft cannot tell how its heads are laid out; use tensor.x = tensor.y = 1"
+                f"{linear_sizes(linears[out])[0]}, so weft cannot tell how its heads are laid out; use tensor.x = "
+                f"tensor.y = 1"
             )
         scaled = _find_scaled(module, heads, keys)
         if _is_known(module, fused):
@@ -273,18 +169,18 @@ class _Finder:
     def _separate_heads(
         self, name: str, module: nn.Module, linears: dict[str, nn.Module], names: tuple[str, str, str]
     ) -> dict[str, tuple[Part, ...]]:
-        head_dim = _head_dim(module, sizes(linears[names[0]])[1])
+        head_dim = _head_dim(module, linear_sizes(linears[names[0]])[1])
         if head_dim is None:
             raise PlanError(f"'{name}': neither head_dim nor a number of heads is an attribute; add self.head_dim")
         return {
-            child: (Part(sizes(linears[child])[1] // head_dim, head_dim, is_key),)
+            child: (Part(linear_sizes(linears[child])[1] // head_dim, head_dim, is_key),)
             for child, is_key in zip(names, (False, True, True), strict=True)
         }
 
     def _fused_heads(
         self, name: str, module: nn.Module, linears: dict[str, nn.Module], fused: str
     ) -> dict[str, tuple[Part, ...]]:
-        width = sizes(linears[fused])[1]
+        width = linear_sizes(linears[fused])[1]
         head_dim = _head_dim(module, width // 3)
         if head_dim is None or width % 3:
             raise PlanError(
@@ -333,7 +229,7 @@ class _Finder:
             return set()
         used: set[str] = set()
         for first, second in sequential_couples(module, is_layer, between):
-            parts = (Part(sizes(layers[second])[0]),)
+            parts = (Part(linear_sizes(layers[second])[0]),)
             self._add_pair(name, layers, {first: parts}, second, parts, Proof(frozenset(), only_input=False))
             used |= {first, second}
         return used
@@ -342,8 +238,8 @@ class _Finder:
         self, name: str, module: nn.Module, linears: dict[str, nn.Module], columns: tuple[str, ...], row: str
     ) -> set[str]:
         """Make a pair if it can be proved."""
-        parts = (Part(sizes(linears[row])[0]),)
-        if parts[0].num_units < 2 or any(sizes(linears[column])[1] != parts[0].width for column in columns):
+        parts = (Part(linear_sizes(linears[row])[0]),)
+        if parts[0].num_units < 2 or any(linear_sizes(linears[column])[1] != parts[0].width for column in columns):
             return set()
         proof = self._prove(module, dict.fromkeys(columns, parts), row, parts, Scaled((), 0))
         if isinstance(proof, str):
@@ -368,7 +264,9 @@ class _Finder:
 
     def _single(self, name: str, module: nn.Module) -> None:
         in_block = any(name == block or name.startswith(f"{block}.") for block in self.blocks)
-        self._add(name, module, "head" if name == self.last and not in_block else "gathered", (Part(sizes(module)[1]),))
+        self._add(
+            name, module, "head" if name == self.last and not in_block else "gathered", (Part(linear_sizes(module)[1]),)
+        )
 
     def _add_pair(
         self,
@@ -397,9 +295,6 @@ class _Finder:
         self.done |= {f"{name}.weight", f"{name}.bias"}
 
 
-sizes = linear_sizes
-
-
 def _prove(
     module: nn.Module, columns: dict[str, tuple[Part, ...]], row: str, row_parts: tuple[Part, ...], scaled: Scaled
 ) -> Proof | str:
@@ -411,9 +306,9 @@ def _prove(
     degree = 2 if every[0].unit == 1 else next(divisors, 1)
     shares = Shares(
         degree,
-        {name: partial(_stack, parts, degree) for name, parts in columns.items()},
+        {name: partial(stack_parts, parts, degree) for name, parts in columns.items()},
         row,
-        partial(_stack, row_parts, degree),
+        partial(stack_parts, row_parts, degree),
         scaled.apply,
     )
     return prove_pair(module, shares)
@@ -423,10 +318,6 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
     shapes = ((name, tuple(parameter.shape)) for name, parameter in module._parameters.items() if parameter is not None)
     yield from shapes
     yield from ((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str)))
-
-
-def _stack(parts: Sequence[Part], degree: int, index: int) -> tuple[Interval, ...]:
-    return stack([part.width for part in parts], [part.share(degree, index) for part in parts])
 
 
 def _is_known(module: nn.Module, fused: str | None) -> bool:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.errors import PlanError
-from weft.pairing import Split, sizes
 from weft.parallel.chain import Chain
 from weft.parallel.draws import Draws
 from weft.parallel.region import SEQUENCE_DIM, Stream, into_region, out_of_region
 from weft.parallel.tensor_ops import gather, leave, own_part, scatter
+from weft.probe import linear_sizes
+from weft.splits import Split
 
 
 class SplitLinear:
@@ -40,7 +41,7 @@ class SplitLinear:
         self.module, self.split, self.turned, self.has_parent = module, split, split.turned, split.parent is not None
         self.x, self.y, self.stream, self.chain, self.draws = x, y, stream, chain, draws
         self.is_whole = is_whole and y.degree > 1
-        self.width = sizes(module)[0] // (1 if self.is_whole else y.degree)  # of what columns are given
+        self.width = linear_sizes(module)[0] // (1 if self.is_whole else y.degree)  # of what columns are given
         self.given: Tensor | None = None
         self.product: Tensor | None = None  # of what is given, once it is there
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from weft.cut import Cut, share
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.pairing import Pairing, Split, is_norm, pair, sizes
+from weft.pairing import pair
 from weft.parallel import convolution
 from weft.parallel.chain import Chain
 from weft.parallel.draws import Draws, has_dropout
@@ -44,7 +44,9 @@ from weft.parallel.tensor_ops import gather, leave
 from weft.parallel.tensor_refuse import refuse_sizes
 from weft.parallel.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
+from weft.probe import linear_sizes
 from weft.profile import CUTS_ATTRIBUTE, Profile
+from weft.splits import Pairing, Split, is_norm
 from weft.strategy import Cost, Strategy, Transient, Values, tally
 
 __all__ = ["TensorAxes", "localise"]
@@ -146,7 +148,7 @@ class _Applier:
             if split.parent is not None:
                 entering.setdefault(split.parent, []).append(linear)
             if split.kind == "head":
-                num_classes = sizes(module)[1]
+                num_classes = linear_sizes(module)[1]
                 begin, end = share(num_classes, self.x.degree, self.x.index)
                 set_vocabulary(self.model, Vocabulary(begin, end, num_classes, self.x))
         for parent, columns in entering.items():

@@ -20,7 +20,6 @@ from torch import nn
 
 from weft.comm.ledger import Key
 from weft.cut import share
-from weft.pairing import Split, is_norm
 from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.tensor_cuts import ends_of, parameter_cuts
 from weft.parallel.tensor_norm import ALONE, split_norm
@@ -28,6 +27,7 @@ from weft.parallel.vocabulary import loss_bytes
 from weft.plan import Plan
 from weft.probe import random_copy
 from weft.profile import Block, Profile, Shares
+from weft.splits import Split, is_norm
 
 Calls = Iterator[tuple[Key, int]]
 

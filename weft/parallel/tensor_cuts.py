@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from weft.cut import Cut, Interval, share
 from weft.ends import Ends
-from weft.pairing import Pairing
 from weft.plan import Plan
+from weft.splits import Pairing
 
 
 def parameter_cuts(

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from torch import nn
 
-from weft.pairing import Pairing, Split, is_norm, sizes
 from weft.parallel.tensor_norm import is_plain_norm
 from weft.plan import Plan
-from weft.probe import is_feature_wise
+from weft.probe import is_feature_wise, linear_sizes
 from weft.profile import Profile
+from weft.splits import Pairing, Split, is_norm
 
 
 def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
     """The first reason why x and y do not divide the layers of a pairing, or what lies between them."""
     assert profile.model is not None
     for split in pairing.splits.values():
-        in_and_out = sizes(profile.model.get_submodule(split.module))
+        in_and_out = linear_sizes(profile.model.get_submodule(split.module))
         reason = _refuse_over_x(split, plan.tensor.x)
         if reason is None and plan.tensor.y > 1:
             reason = _refuse_split_over_y(split, in_and_out, plan.tensor.y, pairing.is_whole)

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_flatten
 from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.pairing import WHOLE_ATTRIBUTE
 from weft.parallel.tiling import localise_tile, mark, tiling_for
 from weft.parallel.unit import units_of
 from weft.pipeline.actions import Schedule, with_messages
@@ -30,6 +29,7 @@ from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.tracer import FIRST, Tile, Tracer, tile_at
 from weft.plan import Plan
 from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
+from weft.splits import WHOLE_ATTRIBUTE
 from weft.strategy import Values
 
 Example = Callable[[], Any]

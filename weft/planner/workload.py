@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from weft.errors import PlanError
 from weft.moved import Moved
-from weft.pairing import Split
 from weft.profile import Block, Profile
+from weft.splits import Split
 
 NOTHING = Moved()
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from weft.cut import Cut
 from weft.moved import Moved
-from weft.pairing import Pairing, pair
+from weft.pairing import pair
+from weft.splits import Pairing
 
 
 @dataclass(frozen=True)

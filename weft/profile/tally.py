@@ -26,12 +26,12 @@ from weft.head import example_labels, is_giving_loss
 from weft.models.decoder import CausalAttention
 from weft.models.loss import is_gradient_work
 from weft.moved import MovedTally, bytes_of, is_view, tensors_of
-from weft.pairing import is_convolution, is_linear, is_norm
-from weft.probe import num_spatial_dims
+from weft.probe import is_convolution, is_linear, num_spatial_dims
 from weft.profile.flow import Flow
 from weft.profile.parts import Block, Convolution, Flops, Given, Heads, Layer, Matmul, Profile
 from weft.profile.products import GROUPED, KEPT_OPERATIONS, fake_grouped, product
 from weft.profile.saved import POLICIES, SavedTally
+from weft.splits import is_norm
 from weft.substitute import call_with
 
 NO_FLOPS = Flops()
