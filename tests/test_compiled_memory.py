@@ -100,7 +100,14 @@ def test_kept_bytes_are_those_of_compiled_blocks(name: str) -> None:
     assert predicted == kept
 
 
-@pytest.mark.parametrize("plan", [Plan(tensor=TensorPlan(2, sequence=True)), Plan(memory=Memory("selective"))])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(tensor=TensorPlan(2, sequence=True)),
+        Plan(tensor=TensorPlan(2, sequence=True, regather=True)),
+        Plan(memory=Memory("selective")),
+    ],
+)
 def test_plans_share_what_compiled_blocks_keep(plan: Plan) -> None:
     measured = max(saved_bytes_of_ranks(MODELS["llama"], plan, (tokens(), tokens()), compile_blocks))
     found = compiled(profiled(MODELS["llama"]()))

@@ -12,7 +12,7 @@ import torch
 
 from weft.cluster import Cluster, load
 from weft.head import install_loss_head, is_loss_in_head
-from weft.memory.compiled import compiled
+from weft.memory.compiled import compiled, under
 from weft.models import DecoderConfig, GPT2Config, build
 from weft.models.loss import ExampleLoss
 from weft.parallel import cost
@@ -198,7 +198,13 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize(
     "plan",
-    [*PLANS[:3], PLANS[4], Plan(data=8, micro_batch=4, memory=MemoryPolicy("none", activations=0.5))],
+    [
+        *PLANS[:3],
+        PLANS[4],
+        Plan(data=8, micro_batch=4, memory=MemoryPolicy("none", activations=0.5)),
+        Plan(data=4, tensor=Tensor(2, 1, True, True), micro_batch=4),
+        Plan(data=2, tensor=Tensor(2, 2, True, True), micro_batch=2),
+    ],
     ids=lambda plan: plan.describe_axes() + plan.memory.words,
 )  # with equal stages
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
@@ -214,7 +220,7 @@ def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles
         return torch.zeros(plan.micro_batch or 1, 1024, dtype=torch.long, device="cpu")
 
     found = profile(whole, lambda: (tokens(),), ExampleLoss(tokens))
-    found = compiled(found) if compiles else found
+    found = under(compiled(found), plan) if compiles else found
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     stated = max((cost(found, plan, split_batch(plan, 64, 1024), at) for at in ranks), key=lambda one: one.memory_bytes)
     closed = model.held(plan, 64 // plan.num_batch_ranks // plan.micro_batch)
