@@ -10,10 +10,12 @@ import json
 import math
 import os
 import sys
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.models import loss_kernel
@@ -21,6 +23,7 @@ from weft.models.loss import IGNORE, rows_loss
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
 from weft.parallel.take_kernel import take_with_squares
+from weft.train import pool_kernel
 
 NUMBERS = torch.tensor([1 - 1e-3, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5], dtype=torch.float64)
 FORMATS = {
@@ -95,6 +98,45 @@ def takes() -> dict[str, dict[str, float]]:
     return found
 
 
+POOLS = [  # batch, channels, rows, columns; window, stride, padding
+    ((1, 8, 9, 11), (3, 1, 1)),
+    ((2, 24, 8, 7), (3, 2, 1)),
+    ((2, 8, 8, 8), (2,)),
+    ((1, 136, 5, 6), ((2, 3), (1, 2), (1, 0))),
+    ((1, 16, 7, 7), (5, 3, 2)),
+]
+KINDS = {
+    "max": (F.max_pool2d, pool_kernel.max_pool2d, {}),
+    "average": (F.avg_pool2d, pool_kernel.avg_pool2d, {}),
+    "average inside": (F.avg_pool2d, pool_kernel.avg_pool2d, {"count_include_pad": False}),
+}
+
+
+def pools() -> dict[str, dict[str, float]]:
+    """Of results and gradients, and whether kernels made them; of images with equal pixels, and with no numbers."""
+    cases = [(name, shape, window, {}) for shape, window in POOLS for name in KINDS]
+    few = (1, 12, 7, 7)
+    others: list[dict[str, Any]] = [{"dilation": 2}, {"ceil_mode": True}]
+    cases += [("max", (1, 8, 7, 7), (3, 2), one) for one in others] + [("max", few, (3, 2), {})]
+    found = {}
+    for name, shape, window, more in cases:
+        values = torch.randint(-3, 4, shape).float().to(memory_format=torch.channels_last)
+        values[0, :2, 0, :3], values[0, 2, 1:4, 1:4] = -math.inf, math.nan
+        plain, mine, settings = KINDS[name]
+        sides = []
+        for pool in (plain, mine):
+            images = values.clone().requires_grad_()
+            result = pool(images, *window, **settings, **more)
+            draws = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
+            result.backward(draws)  # of another form than the result
+            sides.append([torch.nan_to_num(one.detach(), 77.0, 78.0, -78.0) for one in (result, images.grad)])
+        of_result, of_gradient = (difference(mine, plain) for plain, mine in zip(*sides, strict=True))
+        by_kernel = float(result.grad_fn.name() == "PoolBackward")
+        told = {"result": of_result, "gradient": of_gradient, "by kernel": by_kernel}
+        found[f"{'not ' if more or shape == few else ''}{name} {shape} {window} {more}"] = told
+    return found
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps({"updates": updates, "losses": losses, "takes": takes}[sys.argv[1]]()))
+    print(json.dumps({"updates": updates, "losses": losses, "takes": takes, "pools": pools}[sys.argv[1]]()))

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 import weft.memory.compiled
+import weft.train.pieces
 from weft.blocks import find_blocks
 from weft.models import build
 from weft.models.catalog import load_model
@@ -245,3 +247,17 @@ def test_order_is_kept_where_results_in_place_are_read() -> None:
     late.meta["example_value"] = torch.ones(2, 2)
     nodes = list(graph.nodes)
     assert not keeps_order(nodes, cut(nodes))
+
+
+def test_pools_are_those_of_weft_where_it_has_kernels(codes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model, pooled = chain(4), chain(4), list[int]()
+
+    def pool(given: Tensor, *settings: Any, **named: Any) -> Tensor:
+        pooled.append(given.shape[1])
+        return F.max_pool2d(given, *settings, **named)
+
+    monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: {F.max_pool2d: pool})
+    compile_blocks(model, pytest.fail, "counted_pieces")
+    found, expected = trained(model), trained(plain)
+    assert pooled == [4] * 3
+    assert torch.allclose(found["out"], expected["out"], rtol=1e-10)

@@ -51,3 +51,12 @@ def test_a_gradient_is_copied_and_its_squares_are_added_up() -> None:
     for name, one in found.items():
         assert one["target"] == 0, name
         assert one["squares"] <= CLOSE, name
+
+
+def test_pools_and_their_gradients_are_torchs() -> None:
+    found = differences("pools")
+    assert len(found) == 18
+    for name, one in found.items():
+        assert one["by kernel"] == (not name.startswith("not")), name
+        assert one["result"] == 0, name
+        assert one["gradient"] <= CLOSE, name

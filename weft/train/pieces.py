@@ -1,8 +1,9 @@
 """Blocks compiled in pieces: for models whose blocks are large and many kinds, of which whole ones take minutes.
 
 A block's graph is cut at what runs as well uncompiled: convolutions, matmuls and attention call a library's kernel
-either way, and pools take torch's compiler longer than ten norms. What lies between them, norms, activations and sums,
-is compiled; pieces that are alike, of any block, once. On AmoebaNet-D that is a third of the norms, and no pool.
+either way. Pools, which take torch's compiler longer than ten norms, have kernels of their own (pool_kernel.py). What
+lies between them, norms, activations and sums, is compiled; pieces that are alike, of any block, once. On AmoebaNet-D
+that is a third of the norms.
 
 Every value has a level: the most cuts on a way to it. A piece is what hangs together within a level, so none waits for
 itself. The first block of a kind compiles all of its new pieces, forward and backward, before it waits for any kernel.
@@ -11,12 +12,13 @@ itself. The first block of a kind compiles all of its new pieces, forward and ba
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._triton import has_triton
 
 CUTS = ("conv", "pool", "linear", "mm", "matmul", "einsum", "attention")  # in names of functions
 IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
@@ -211,7 +213,8 @@ def _assembled(
             copies[node] = graph.node_copy(node)
     for number, unit in enumerate(units):
         if len(unit) == 1:
-            copies[unit[0]] = graph.node_copy(unit[0], copies.__getitem__)
+            copies[unit[0]] = copy = graph.node_copy(unit[0], copies.__getitem__)
+            copy.target = by_kernel(unit[0]).get(copy.target, copy.target)
             continue
         piece, given, results = piece_of(unit)
         module.add_module(f"piece_{number}", piece)
@@ -220,6 +223,16 @@ def _assembled(
             copies[node] = graph.call_function(operator.getitem, (made, place))
     graph.node_copy(module.graph.output_node(), copies.__getitem__)
     return fx.GraphModule(module, graph)
+
+
+def by_kernel(node: fx.Node) -> Mapping[Any, Run]:
+    """Functions for which weft has another, where the node's result is."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, Tensor) or value.device.type != "cuda" or not has_triton():
+        return {}
+    from weft.train.pool_kernel import BY_KERNEL
+
+    return BY_KERNEL
 
 
 @contextmanager
