@@ -425,6 +425,22 @@ def compare_losses(names: Sequence[str], found: dict[str, Any]) -> None:
         print(f"{name:20}loss {losses[0]:.4f} → {ends[name]:.4f}  {ends[name] / first - 1:+.3%}")
 
 
+def write(path: Path, steps: int, ceiling: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
+    packages = ("torch", "transformers", "accelerate", "lightning", "deepspeed", "triton")
+    whole = {
+        "benchmark": "one_gpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
+        "num_cpu_cores": os.cpu_count(),
+        "versions": {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)},
+        "ceiling": ceiling,
+        "peak_flops": PEAK_FLOPS,
+        "steps": steps,
+        "results": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=CONTENDERS)
@@ -475,27 +491,13 @@ def main() -> None:
         for name in (name for name in arguments.only if (shape, name) not in arguments.skip):
             one = run_apart([*passed, "--worker", name, shape], arguments.timeout)
             results[shape][name] = one
+            if arguments.out:  # what is known, should the rest be stopped
+                write(arguments.out, arguments.steps, ceiling, results)
             if not arguments.losses:
                 print(show(shape, name, one, ceiling.get("flops_per_second") or float("nan")), flush=True)
         if arguments.losses:
             print(shape)
             compare_losses(arguments.only, results[shape])
-    if arguments.out:
-        packages = ("torch", "transformers", "accelerate", "lightning", "deepspeed", "triton")
-        versions = {name: importlib.metadata.version(name) for name in packages if importlib.util.find_spec(name)}
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-        whole = {
-            "benchmark": "one_gpu",
-            "device": device,
-            "num_cpu_cores": os.cpu_count(),
-            "versions": versions,
-            "ceiling": ceiling,
-            "peak_flops": PEAK_FLOPS,
-            "steps": arguments.steps,
-            "results": results,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":
