@@ -20,10 +20,10 @@ from torch import Tensor
 
 from weft.models import loss_kernel
 from weft.models.loss import IGNORE, rows_loss
+from weft.models.vision.pool_kernel import by_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
 from weft.parallel.take_kernel import take_with_squares
-from weft.train import pool_kernel
 
 NUMBERS = torch.tensor([1 - 1e-3, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5], dtype=torch.float64)
 FORMATS = {
@@ -106,9 +106,9 @@ POOLS = [  # batch, channels, rows, columns; window, stride, padding
     ((1, 16, 7, 7), (5, 3, 2)),
 ]
 KINDS = {
-    "max": (F.max_pool2d, pool_kernel.max_pool2d, {}),
-    "average": (F.avg_pool2d, pool_kernel.avg_pool2d, {}),
-    "average inside": (F.avg_pool2d, pool_kernel.avg_pool2d, {"count_include_pad": False}),
+    "max": (F.max_pool2d, {}),
+    "average": (F.avg_pool2d, {}),
+    "average inside": (F.avg_pool2d, {"count_include_pad": False}),
 }
 
 
@@ -122,17 +122,17 @@ def pools() -> dict[str, dict[str, float]]:
     for name, shape, window, more in cases:
         values = torch.randint(-3, 4, shape).float().to(memory_format=torch.channels_last)
         values[0, :2, 0, :3], values[0, 2, 1:4, 1:4] = -math.inf, math.nan
-        plain, mine, settings = KINDS[name]
+        plain, settings = KINDS[name]
         sides = []
-        for pool in (plain, mine):
+        for pool in (plain, by_kernel()[plain]):
             images = values.clone().requires_grad_()
             result = pool(images, *window, **settings, **more)
             draws = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
             result.backward(draws)  # of another form than the result
             sides.append([torch.nan_to_num(one.detach(), 77.0, 78.0, -78.0) for one in (result, images.grad)])
         of_result, of_gradient = (difference(mine, plain) for plain, mine in zip(*sides, strict=True))
-        by_kernel = float(result.grad_fn.name() == "PoolBackward")
-        told = {"result": of_result, "gradient": of_gradient, "by kernel": by_kernel}
+        is_by_kernel = float(result.grad_fn.name() == "_PoolBackward")
+        told = {"result": of_result, "gradient": of_gradient, "by kernel": is_by_kernel}
         found[f"{'not ' if more or shape == few else ''}{name} {shape} {window} {more}"] = told
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from weft.blocks import find_blocks
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
+from weft.models.vision.pools import AsByKernel
 from weft.train.compiling import compile_blocks
 from weft.train.pieces import Pieces, _kernels_at_once, cut, is_cut, keeps_order
 
@@ -96,8 +98,13 @@ def test_pieces_compute_the_same_and_alike_ones_are_compiled_once(codes: list[st
     assert not any("conv" in code or "pool" in code for code in blocks)
 
 
-def test_a_cell_keeps_about_what_it_keeps_uncompiled(codes: list[str]) -> None:
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_a_cell_keeps_about_what_it_keeps_uncompiled(
+    codes: list[str], has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Results of convolutions and of ReLUs; of a ReLU behind a sum the mask too. Parameters are there anyway."""
+    if has_kernels:
+        monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: AsByKernel().functions)
     cell, kept = Cell("batch", 16, 16, 8, False, False), []
     for parameter in cell.parameters():
         parameter.data = parameter.to(torch.bfloat16)
@@ -111,7 +118,8 @@ def test_a_cell_keeps_about_what_it_keeps_uncompiled(codes: list[str]) -> None:
                 storages[one.untyped_storage()._cdata] = (one.untyped_storage().nbytes(), one)
             return one
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one):
+        pools = AsByKernel() if has_kernels and run is cell else nullcontext()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), pools:
             run(*inputs)
         kept.append(sum(size for size, _ in storages.values()))
     norms = sum("batch_norm" in code for code in codes)

@@ -37,8 +37,8 @@ from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
 from weft.planner.host_link import copied_seconds, update_seconds
-from weft.planner.image_model import COMPILED, planned_images
-from weft.planner.kernels import Software, software_for_text
+from weft.planner.image_model import planned_images, software_for_images
+from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.step import StepModel
 from weft.profile import Profile, profile
@@ -172,10 +172,11 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
 
 
 def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
-    """Whether the run compiles whole blocks on the cluster's devices."""
+    """Whether the run compiles on the cluster's devices. On a CPU, blocks in pieces keep what they keep uncompiled."""
     device = torch.device("cpu" if is_cpu(cluster) else "cuda")
-    blocks = {} if whole.model is None else find_blocks(whole.model)
-    return not in_pieces(blocks.values()) and wants_compile(run, device)
+    if whole.model is not None and is_cpu(cluster) and in_pieces(find_blocks(whole.model).values()):
+        return False
+    return wants_compile(run, device, whole.model, lambda said: None)
 
 
 def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
@@ -184,7 +185,7 @@ def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
         software = software_for_text(cluster, run.train.compile)
         return planned_model(run.model, run.split.sequence, cluster, software).steps
     assert not isinstance(run.data, DataConfig), "the run file was checked"
-    shape, software = run.data.shape(run.model.in_channels), COMPILED if compiles else Software()
+    shape, software = run.data.shape(run.model.in_channels), software_for_images(run.model, cluster, compiles)
     return planned_images(run.model, shape, run.plan.precision, cluster, software).steps
 
 

@@ -1,4 +1,5 @@
-"""A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps.
+"""A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps. In pieces they
+keep about what they keep uncompiled, but for pools, which have kernels then.
 
 Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less. So do blocks
 that `y` splits: torch.compile steps around the sum behind each matmul, and the pieces keep what enters and leaves them.
@@ -17,8 +18,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.blocks import find_blocks
 from weft.memory.apart import run_apart
 from weft.memory.partition import Partition, partition
+from weft.models.vision.pools import AsByKernel
 from weft.plan import Plan
 from weft.profile import Block, Given, Profile, Source
+from weft.profile import profile as profile_of
 
 MAX_LAYERS = 200  # that are compiled in whole blocks; each takes about a second
 _found: dict[Any, Partition | None] = {}  # by all that a partition depends on
@@ -26,7 +29,7 @@ _found: dict[Any, Partition | None] = {}  # by all that a partition depends on
 
 def in_pieces(blocks: Iterable[nn.Module]) -> bool:
     """Whether blocks have so many different layers that whole ones would take long to compile: those of one of each
-    kind; others look alike. In pieces they keep about what they keep uncompiled, as which they are predicted.
+    kind; others look alike.
     """
     return sum(layer_kinds(blocks).values()) > MAX_LAYERS
 
@@ -50,6 +53,8 @@ def compiled(profile: Profile, matmul: str = "compute") -> Profile:
 
 
 def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
+    if in_pieces(find_blocks(source.model).values()):
+        return _with_kernels(profile, source)
     partitions = _partitions(source, profile.blocks, matmul)
     seen = set[int]()
     blocks = tuple(_kept(block, profile, source, partitions[block.name], seen) for block in profile.blocks)
@@ -60,6 +65,13 @@ def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
         source=replace(source, blocks=named, eager=source, found={}),
         kept={**profile.kept, "eager": profile},
     )
+
+
+def _with_kernels(profile: Profile, source: Source) -> Profile:
+    with AsByKernel():
+        found = profile_of(source.model, source.example, source.finish, source.dtype)
+    assert found.source is not None
+    return replace(found, source=replace(found.source, by_kernel=True), kept={**profile.kept, "eager": profile})
 
 
 def under(profile: Profile, plan: Plan) -> Profile:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from weft.head import example_labels, loss_head_of
 from weft.live import LiveTensors
 from weft.memory.apart import run_apart
 from weft.models.loss import fused_rows_loss, rows_loss
+from weft.models.vision.pools import AsByKernel
 from weft.profile import Block, Profile, Source, cast, fake
 from weft.substitute import call_with
 
@@ -86,7 +87,8 @@ def _run(source: Source, policy: str, wrap: Wrap, is_loss_fused: bool) -> Peaks:
                 tensor.register_post_accumulate_grad_hook(_take)
         watch = _Watch(LiveTensors(ignored=state.values()))
         watched = _watched(source.model, groups, wrap, watch)
-        with watched, _loss(source.model, is_loss_fused), watch.live, torch.enable_grad():
+        pools = AsByKernel() if source.by_kernel else nullcontext()
+        with watched, _loss(source.model, is_loss_fused), pools, watch.live, torch.enable_grad():
             call_with(step, state, ())
             watch.note()
     ran = (block for name, block in source.blocks.items() if name in watch.began)

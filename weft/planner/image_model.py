@@ -27,17 +27,20 @@ from weft.planner.workload import Workload
 from weft.profile import profile
 
 COMPILED = Software(fused=True, compiled=True)  # but for tiles
+IN_PIECES = Software(compiled=True)  # as long as uncompiled
 
 
 def software_for_images(config: VisionConfig, cluster: Cluster, compiles: bool | None = None) -> Software:
-    """How weft trains a model of images on a cluster: compiled if the run says so, or else on GPUs. Blocks that are
-    compiled in pieces count as uncompiled.
+    """How weft trains a model of images on a cluster: compiled if the run says so, or else on GPUs, but for blocks that
+    are compiled in pieces. Those count as uncompiled on a CPU.
     """
-    if compiles is None:
-        compiles = not is_cpu(cluster)
     with torch.device("meta"):
-        is_whole = compiles and not in_pieces(find_blocks(build(config)).values())
-    return COMPILED if is_whole else Software()
+        has_pieces = in_pieces(find_blocks(build(config)).values())
+    if compiles is None:
+        compiles = not is_cpu(cluster) and not has_pieces
+    if not compiles or (has_pieces and is_cpu(cluster)):
+        return Software()
+    return IN_PIECES if has_pieces else COMPILED
 
 
 @dataclass(frozen=True)

@@ -203,6 +203,7 @@ class Source:
     blocks: Mapping[str, Block]  # of the whole model, the root under ''
     given: Mapping[str, Any] = field(default_factory=dict)
     eager: Source | None = None
+    by_kernel: bool = False  # pools keep what they keep with weft's kernels
     found: dict[str, Any] = field(default_factory=dict)
 
 

@@ -1,9 +1,9 @@
 """Blocks compiled in pieces: for models whose blocks are large and many kinds, of which whole ones take minutes.
 
 A block's graph is cut at what runs as well uncompiled: convolutions, matmuls and attention call a library's kernel
-either way. Pools, which take torch's compiler longer than ten norms, have kernels of their own (pool_kernel.py). What
-lies between them, norms, activations and sums, is compiled; pieces that are alike, of any block, once. On AmoebaNet-D
-that is a third of the norms.
+either way. Pools, which take torch's compiler longer than ten norms, have kernels of their own on GPUs
+(weft/models/vision/pool_kernel.py). What lies between them, norms, activations and sums, is compiled; pieces that are
+alike, of any block, once. On AmoebaNet-D that is a third of the norms.
 
 Every value has a level: the most cuts on a way to it. A piece is what hangs together within a level, so none waits for
 itself. The first block of a kind compiles all of its new pieces, forward and backward, before it waits for any kernel.
@@ -230,9 +230,9 @@ def by_kernel(node: fx.Node) -> Mapping[Any, Run]:
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or value.device.type != "cuda" or not has_triton():
         return {}
-    from weft.train.pool_kernel import BY_KERNEL
+    from weft.models.vision import pool_kernel
 
-    return BY_KERNEL
+    return pool_kernel.by_kernel()
 
 
 @contextmanager

@@ -8,20 +8,19 @@ the order in which they are added up.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from weft.models.vision.pools import NONE, TOGETHER, Window, instead
+
 _PIXELS, _CHANNELS = 16, 128  # of a program, at most
-_TOGETHER = 8  # channels that a thread reads at once
-_NONE = tl.constexpr(255)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-Sizes = int | tuple[int, ...] | list[int]  # of rows and columns
+_NONE = tl.constexpr(NONE)
 
 
 @triton.jit
@@ -145,83 +144,22 @@ def _pool_backward(
     tl.store(results_ptr + place, total.to(results_ptr.dtype.element_ty), mask=inside)
 
 
-class Window(NamedTuple):
-    """Rows and columns of each."""
+def by_kernel() -> dict[Any, Callable[..., Any]]:
+    """What stands for torch's functions on a GPU."""
 
-    size: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
+    def fits(images: Tensor, window: Window) -> bool:
+        return window.fits(images) and images.is_contiguous(memory_format=torch.channels_last)
 
-    @classmethod
-    def of(cls, size: Sizes, stride: Sizes | None, padding: Sizes) -> Window:
-        return cls(_pair(size), _pair(stride or size), _pair(padding))
-
-    def fits(self, images: Tensor) -> bool:
-        """Whether the kernels can pool these images."""
-        batch, channels, height, width = images.shape if images.dim() == 4 else (0, 0, 0, 0)
-        return (
-            images.dtype in DTYPES
-            and images.is_contiguous(memory_format=torch.channels_last)
-            and channels % _TOGETHER == 0
-            and 0 < batch * height * width < 2**31
-            and self.size[0] * self.size[1] < _NONE.value
-            and all(2 * padding <= size for padding, size in zip(self.padding, self.size, strict=True))
-            and self.results(height, 0) > 0
-            and self.results(width, 1) > 0
-        )
-
-    def results(self, length: int, axis: int) -> int:
-        """How many of an axis."""
-        return (length + 2 * self.padding[axis] - self.size[axis]) // self.stride[axis] + 1
-
-    def settings(self) -> dict[str, int]:
-        names = zip("KSP", self, strict=True)
-        return {f"{name}{axis}": pair[axis] for name, pair in names for axis in range(2)}
+    return instead(_Pool.apply, fits)
 
 
-def max_pool2d(
-    images: Tensor,
-    kernel_size: Sizes,
-    stride: Sizes | None = None,
-    padding: Sizes = 0,
-    dilation: Sizes = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Any:
-    """torch's, by a kernel where that can do it."""
-    window = Window.of(kernel_size, stride, padding)
-    if window.fits(images) and _pair(dilation) == (1, 1) and not ceil_mode and not return_indices:
-        return Pool.apply(images, window, True, True)
-    plain: Any = F.max_pool2d
-    return plain(images, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
-
-
-def avg_pool2d(
-    images: Tensor,
-    kernel_size: Sizes,
-    stride: Sizes | None = None,
-    padding: Sizes = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Any:
-    """torch's, by a kernel where that can do it."""
-    window = Window.of(kernel_size, stride, padding)
-    if window.fits(images) and not ceil_mode and divisor_override is None:
-        return Pool.apply(images, window, False, count_include_pad)
-    return F.avg_pool2d(images, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
-
-
-BY_KERNEL = {F.max_pool2d: max_pool2d, torch.max_pool2d: max_pool2d, F.avg_pool2d: avg_pool2d}
-
-
-class Pool(torch.autograd.Function):
-    """images [batch, channels, height, width] -> the same of fewer pixels, for a window that fits them."""
+class _Pool(torch.autograd.Function):
+    """images [batch, channels, height, width], channels last -> the same of fewer pixels."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, window: Window, is_max: bool, counts_padding: bool) -> Tensor:
         batch, channels, height, width = images.shape
-        num_rows, num_columns = window.results(height, 0), window.results(width, 1)
+        num_rows, num_columns = window.results(images)
         results = _like(images, num_rows, num_columns)
         has_codes = is_max and ctx.needs_input_grad[0]
         codes = _like(images, num_rows, num_columns, torch.uint8) if has_codes else results
@@ -235,7 +173,7 @@ class Pool(torch.autograd.Function):
             width,
             num_rows,
             num_columns,
-            channels // _TOGETHER,
+            channels // TOGETHER,
             **window.settings(),
             IS_MAX=is_max,
             COUNTS_PADDING=counts_padding,
@@ -264,7 +202,7 @@ class Pool(torch.autograd.Function):
             height,
             width,
             *gradients.shape[2:],
-            channels // _TOGETHER,
+            channels // TOGETHER,
             **window.settings(),
             IS_MAX=is_max,
             COUNTS_PADDING=counts_padding,
@@ -272,12 +210,6 @@ class Pool(torch.autograd.Function):
             CHANNELS=_width(channels),
         )
         return results, None, None, None
-
-
-def _pair(sizes: Sizes) -> tuple[int, int]:
-    if isinstance(sizes, int):
-        return sizes, sizes
-    return (sizes[0], sizes[-1])
 
 
 def _like(images: Tensor, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,0 +1,130 @@
+"""Pools of images for which weft has kernels on GPUs (pool_kernel.py): which they are, and what they keep.
+
+A max pool keeps one byte for each result, its place in the window, and an average nothing; torch's keep their images,
+and 8 bytes for each result of a max pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+TOGETHER = 8  # channels that a thread reads at once
+NONE = 255  # no place in a window
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Sizes = int | tuple[int, ...] | list[int]  # of rows and columns
+
+
+class Window(NamedTuple):
+    """Rows and columns of each."""
+
+    size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+    @classmethod
+    def of(cls, size: Sizes, stride: Sizes | None, padding: Sizes) -> Window:
+        return cls(_pair(size), _pair(stride or size), _pair(padding))
+
+    def fits(self, images: Tensor) -> bool:
+        """Whether the kernels can pool images like these."""
+        if images.dim() != 4 or images.dtype not in DTYPES:
+            return False
+        batch, channels, height, width = images.shape
+        return (
+            channels % TOGETHER == 0
+            and 0 < batch * height * width < 2**31
+            and self.size[0] * self.size[1] < NONE
+            and all(2 * padding <= size for padding, size in zip(self.padding, self.size, strict=True))
+            and min(self.results(images)) > 0
+        )
+
+    def results(self, images: Tensor) -> tuple[int, int]:
+        """Rows and columns of them."""
+        rows, columns = (
+            (length + 2 * self.padding[axis] - self.size[axis]) // self.stride[axis] + 1
+            for axis, length in enumerate(images.shape[2:])
+        )
+        return rows, columns
+
+    def settings(self) -> dict[str, int]:
+        """By the kernels' names."""
+        names = zip("KSP", self, strict=True)
+        return {f"{name}{axis}": pair[axis] for name, pair in names for axis in range(2)}
+
+
+Pool = Callable[[Tensor, Window, bool, bool], Any]  # of maxima or not; whether padding counts in an average
+
+
+def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Callable[..., Any]]:
+    """For functions of torch those that pool by `pool` what fits it."""
+
+    def max_pool2d(
+        images: Tensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        dilation: Sizes = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        window = Window.of(kernel_size, stride, padding)
+        if fits(images, window) and _pair(dilation) == (1, 1) and not ceil_mode and not return_indices:
+            return pool(images, window, True, True)
+        plain: Any = F.max_pool2d
+        return plain(images, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+
+    def avg_pool2d(
+        images: Tensor,
+        kernel_size: Sizes,
+        stride: Sizes | None = None,
+        padding: Sizes = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Any:
+        window = Window.of(kernel_size, stride, padding)
+        if fits(images, window) and not ceil_mode and divisor_override is None:
+            return pool(images, window, False, count_include_pad)
+        return F.avg_pool2d(images, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+
+    return {F.max_pool2d: max_pool2d, torch.max_pool2d: max_pool2d, F.avg_pool2d: avg_pool2d}
+
+
+class AsByKernel(TorchFunctionMode):
+    """Lets pools keep what they would keep with kernels. They compute nothing: for tensors without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions = instead(_Kept.apply, lambda images, window: window.fits(images))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.functions.get(func, func)(*args, **(kwargs or {}))
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, images: Tensor, window: Window, is_max: bool, counts_padding: bool) -> Tensor:
+        is_last = images.is_contiguous(memory_format=torch.channels_last)
+        form = torch.channels_last if is_last else torch.contiguous_format
+        shape = (*images.shape[:2], *window.results(images))
+        results = torch.empty(shape, dtype=images.dtype, device=images.device, memory_format=form)
+        if is_max:
+            ctx.save_for_backward(torch.empty_like(results, dtype=torch.uint8))
+        ctx.shape = images.shape
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradients.new_empty(ctx.shape), None, None, None
+
+
+def _pair(sizes: Sizes) -> tuple[int, int]:
+    if isinstance(sizes, int):
+        return sizes, sizes
+    return sizes[0], sizes[-1]
