@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from weft.models.vision.pools import NONE, TOGETHER, Window, instead
 
 _PIXELS, _CHANNELS = 16, 128  # of a program, at most
-_NONE = tl.constexpr(NONE)
+_NONE, _TOGETHER = tl.constexpr(NONE), tl.constexpr(TOGETHER)
 
 
 @triton.jit
@@ -67,21 +67,23 @@ def _pool(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    channels = num_eights * 8  # so that it is known to be a multiple
+    channels = num_eights * _TOGETHER  # so that it is known to be a multiple
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     inside = (pixel < num_results)[:, None] & (channel < channels)
     row, column, image = _split(pixel, num_rows, num_columns)
     top, left = row * S0 - P0, column * S1 - P1
     best = tl.full([PIXELS, CHANNELS], float("-inf") if IS_MAX else 0.0, tl.float32)
-    code = tl.full([PIXELS, CHANNELS], _NONE, tl.int32)
+    first = tl.maximum(-top, 0) * K1 + tl.maximum(-left, 0)  # place in the window that is in the image
+    code = tl.zeros([PIXELS, CHANNELS], tl.int32) + first[:, None]
     for y in tl.static_range(K0):
         for x in tl.static_range(K1):
             here = (top + y >= 0) & (top + y < height) & (left + x >= 0) & (left + x < width)
             start = _start(image, top + y, left + x, height, width, channels)
-            value = tl.load(images_ptr + start + channel, mask=inside & here[:, None], other=0.0).to(tl.float32)
+            outside = float("-inf") if IS_MAX else 0.0
+            value = tl.load(images_ptr + start + channel, mask=inside & here[:, None], other=outside).to(tl.float32)
             if IS_MAX:  # as torch: the first of the largest, or the last that is no number
-                is_best = here[:, None] & ((value > best) | (value != value) | (code == _NONE))
+                is_best = (value > best) | (value != value)
                 best = tl.where(is_best, value, best)
                 code = tl.where(is_best, y * K1 + x, code)
             else:
@@ -117,7 +119,7 @@ def _pool_backward(
     CHANNELS: tl.constexpr,
 ):
     """Every pixel of the image adds up what it gets from the windows that it is in."""
-    channels = num_eights * 8
+    channels = num_eights * _TOGETHER
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     inside = (pixel < num_pixels)[:, None] & (channel < channels)
