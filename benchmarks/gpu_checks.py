@@ -1,0 +1,192 @@
+"""What the tests prove on a CPU, once more on a GPU, where other kernels and other streams do it.
+
+    python benchmarks/gpu_checks.py [--only goldfish pools weights] [--out FILE]
+
+`goldfish`: masks are those of a CPU. `pools`: the kernels' results and gradients are torch's, and how fast both are.
+`weights`: blocks that stream from host memory (`memory.weights`) change no bit of losses and parameters over four
+steps, uncompiled and compiled, with one and two micro-batches, with and without recompute. Ends with 1 if anything
+differs. Without a GPU it checks what a CPU can. Writes benchmarks/results/gpu-checks.json, or `--out`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.config import TrainConfig
+from weft.data.goldfish import Goldfish
+from weft.mesh import Mesh
+from weft.models import DecoderConfig, build
+from weft.models.loss import IGNORE
+from weft.parallel import all_flats, parallelize
+from weft.plan import Plan
+from weft.schema import build_dataclass
+from weft.train.compiling import compile_blocks
+from weft.train.state import make_optimizer
+from weft.train.step import train_step
+
+RESULT = Path(__file__).parent / "results" / "gpu-checks.json"
+Row = dict[str, Any]
+
+
+def goldfish(device: torch.device) -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(0, 128256, (64, 4096), generator=generator)
+    targets[:, 100:140], targets[3, 700:720] = 0, IGNORE
+    for k, h in product((3, 4, 128), (1, 4, 13)):
+        one = Goldfish(k, h)
+        expected, found = one.left_out(targets), one.left_out(targets.to(device)).cpu()
+        yield {"k": k, "h": h, "left_out": int(expected.sum()), "is_right": torch.equal(expected, found)}
+
+
+POOLS: list[tuple[tuple[int, ...], tuple[int, int, int], Any, dict[str, Any]]] = [  # of AmoebaNet-D at 4096²
+    ((1, 208, 512, 512), (3, 1, 1), F.max_pool2d, {}),
+    ((1, 104, 2048, 2048), (3, 2, 1), F.max_pool2d, {}),
+    ((1, 104, 2048, 2048), (2, 2, 0), F.max_pool2d, {}),
+    ((1, 832, 128, 128), (3, 1, 1), F.max_pool2d, {}),
+    ((1, 208, 512, 512), (3, 1, 1), F.avg_pool2d, {"count_include_pad": False}),
+    ((2, 64, 513, 511), (3, 2, 1), F.avg_pool2d, {}),
+]
+
+
+def pools(device: torch.device) -> Iterator[Row]:
+    if device.type != "cuda":
+        return
+    from weft.models.vision.pool_kernel import by_kernel
+
+    for shape, window, plain, settings in POOLS:
+        images = torch.randn(shape, device=device, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+        row: Row = {"pool": plain.__name__, "images": shape, "window": window}
+        sides = []
+        for name, pool in (("torch", plain), ("weft", by_kernel()[plain])):
+            row[name], *found = _pooled(partial(pool, images.requires_grad_(), *window, **settings), images)
+            sides.append(found)
+        (result, gradient), (mine, my_gradient) = sides
+        row["gradient_difference"] = float((my_gradient - gradient).abs().max() / gradient.abs().max())
+        is_average = plain is F.avg_pool2d  # which is rounded after another order of sums
+        is_close = torch.allclose(mine, result, rtol=2**-7) if is_average else torch.equal(mine, result)
+        yield {**row, "is_right": is_close and row["gradient_difference"] <= 2**-7}
+
+
+def _pooled(pool: Callable[[], Tensor], images: Tensor) -> tuple[Row, Tensor, Tensor]:
+    """Seconds of forward and backward, the result and the gradient."""
+    result = pool()
+    draws = torch.randn(result.shape, device=images.device, generator=torch.Generator(images.device).manual_seed(1))
+    draws = draws.to(result.dtype).to(memory_format=torch.channels_last)
+
+    def backward() -> Tensor:
+        return torch.autograd.grad(result, images, draws, retain_graph=True)[0]
+
+    seconds = {"forward_seconds": _seconds(pool), "backward_seconds": _seconds(backward)}
+    return seconds, result.detach(), backward()
+
+
+def _seconds(run: Callable[[], object], times: int = 10) -> float:
+    run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / times
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "fp32 master and moments": {},
+    "no master, 8-bit moments": {"master": False, "state": "int8"},
+}
+
+
+def weights(device: torch.device) -> Iterator[Row]:
+    on_gpu = device.type == "cuda"
+    for (name, state), recompute, micro_batches, compiles in product(
+        STATES.items(), ("none", "full"), (1, 2), (False, True) if on_gpu else (False,)
+    ):
+        sides = []
+        for share in (0.0, 0.5, 1.0):
+            memory = {**state, "recompute": recompute, **({"weights": share} if share else {})}
+            plan = {"precision": "bf16", "exact": not state, "memory": memory}
+            sides.append(_trained(plan, device, micro_batches, compiles))
+        losses, parameters = sides[0]
+        same = all(torch.equal(losses, one) and _same(parameters, other) for one, other in sides[1:])
+        row = {"state": name, "recompute": recompute, "micro_batches": micro_batches, "compiled": compiles}
+        yield {**row, "losses": losses.tolist(), "is_right": same}
+
+
+def _trained(
+    plan: dict[str, Any], device: torch.device, micro_batches: int, compiles: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Losses of four steps, and the parameters after them."""
+    on_gpu = device.type == "cuda"
+    width, length, classes = (1024, 512, 8192) if on_gpu else (32, 8, 64)
+    config = DecoderConfig(
+        vocab_size=classes,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=length,
+    )
+    torch.manual_seed(0)
+    made = build_dataclass(Plan, plan, "plan")
+    mesh = Mesh(made, device)
+    model = parallelize(build(config).to(device), made, mesh)
+    if compiles:
+        compile_blocks(model, print)
+    optimizer = make_optimizer(model, TrainConfig(steps=1, batch=1, learning_rate=1e-3))
+    generator, losses = torch.Generator().manual_seed(2), []
+    for _ in range(4):
+        tokens = [torch.randint(0, classes, (4, length + 1), generator=generator) for _ in range(micro_batches)]
+        batch = [(one[:, :-1].contiguous().to(device), one[:, 1:].contiguous().to(device)) for one in tokens]
+        losses.append(train_step(model, optimizer, batch, mesh, clip=1.0).loss.double().cpu())
+    optimizer.synchronize()
+    held = {
+        part.name: piece.detach().cpu().clone()
+        for flat in all_flats(model)
+        for piece, part in zip(flat.pieces, flat.layout.parameters, strict=True)
+    }
+    return torch.stack(losses), held
+
+
+def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+CHECKS = {"goldfish": goldfish, "pools": pools, "weights": weights}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CHECKS, default=list(CHECKS))
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
+    found: Row = {"benchmark": "gpu_checks", "device": name, "torch": torch.__version__}
+    for check in options.only:
+        found[check] = []
+        for row in CHECKS[check](device):
+            found[check].append(row)
+            print(check, json.dumps(row), flush=True)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    wrong = sum(not row["is_right"] for check in options.only for row in found[check])
+    print(f"{wrong} wrong of {sum(len(found[check]) for check in options.only)}")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
