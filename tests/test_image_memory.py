@@ -15,6 +15,7 @@ import weft.memory.compiled
 from weft.cluster import Cluster, load, local_cluster
 from weft.data.formats import Shape
 from weft.memory.compiled import compiled
+from weft.memory.peaks import peaks
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, VisionConfig
 from weft.plan import Plan, Tile
 from weft.planner.answer import planned
@@ -70,6 +71,21 @@ def test_a_block_with_a_pool_is_traced() -> None:
     assert kept is not None
     assert kept["none"] == 2 * pixels * 4 + pooled + statistics  # its input, and the result of the convolution
     assert eager["none"] == 3 * pixels * 4 + pooled * 8 + statistics  # and that of the ReLU
+
+
+def test_in_pieces_a_pool_holds_what_its_kernels_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 1)
+    block = nn.Sequential(nn.Conv2d(8, 8, 1), nn.MaxPool2d(3, 1, 1))
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), block)
+    found = profile(model, lambda: (torch.zeros(2, 3, 16, 16),), lambda out: out.sum())
+    pixels = 2 * 8 * 16 * 16
+    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled(found)))
+    assert eager is not None
+    assert kept is not None
+    assert eager["none"] == 2 * pixels * 4 + pixels * 8  # its input, the convolution's result and places of maxima
+    assert kept["none"] == pixels * 4 + pixels
+    whole, mine = (peaks(one, "none", lambda forward: forward).block_bytes["1"] for one in (found, compiled(found)))
+    assert whole - mine >= 7 * pixels
 
 
 def test_what_a_run_compiles_is_predicted_as_compiled() -> None:
