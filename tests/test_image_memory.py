@@ -17,7 +17,7 @@ from weft.data.formats import Shape
 from weft.memory.compiled import compiled
 from weft.memory.peaks import peaks
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, VisionConfig
-from weft.plan import Plan, Tile
+from weft.plan import Memory, Plan, Tile
 from weft.planner.answer import planned
 from weft.planner.image_model import COMPILED, IN_PIECES, planned_images, software_for_images
 from weft.planner.kernels import Software
@@ -86,6 +86,20 @@ def test_in_pieces_a_pool_holds_what_its_kernels_hold(monkeypatch: pytest.Monkey
     assert kept["none"] == pixels * 4 + pixels
     whole, mine = (peaks(one, "none", lambda forward: forward).block_bytes["1"] for one in (found, compiled(found)))
     assert whole - mine >= 7 * pixels
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_in_pieces_a_run_with_recompute_is_predicted(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
+    """Backward pools again as forward did. Nothing of a pool is kept till then, but it is there in its block's."""
+    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 10)
+    run, cluster = image_run("resnet50", "h200:1x1", 1, 64), load("h200:1x1")
+    run = replace(run, model=AmoebaNetDConfig(layers=3, filters=32))
+    run = replace(run, plan=replace(run.plan, memory=Memory(recompute)))  # type: ignore[arg-type]
+    plain, mine = (
+        predict(replace(run, train=replace(run.train, compile=told)), cluster).cost for told in (False, True)
+    )
+    assert mine.saved_bytes == plain.saved_bytes
+    assert 0.5 * plain.transient_bytes < mine.transient_bytes < plain.transient_bytes
 
 
 def test_what_a_run_compiles_is_predicted_as_compiled() -> None:

@@ -21,7 +21,7 @@ from weft.blocks import find_blocks
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
-from weft.models.vision.pools import AsByKernel
+from weft.models.vision.pools import as_by_kernel, keeping
 from weft.train.compiling import compile_blocks
 from weft.train.pieces import Pieces, _kernels_at_once, cut, is_cut, keeps_order
 
@@ -104,7 +104,7 @@ def test_a_cell_keeps_about_what_it_keeps_uncompiled(
 ) -> None:
     """Results of convolutions and of ReLUs; of a ReLU behind a sum the mask too. Parameters are there anyway."""
     if has_kernels:
-        monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: AsByKernel().functions)
+        monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: keeping())
     cell, kept = Cell("batch", 16, 16, 8, False, False), []
     for parameter in cell.parameters():
         parameter.data = parameter.to(torch.bfloat16)
@@ -118,7 +118,7 @@ def test_a_cell_keeps_about_what_it_keeps_uncompiled(
                 storages[one.untyped_storage()._cdata] = (one.untyped_storage().nbytes(), one)
             return one
 
-        pools = AsByKernel() if has_kernels and run is cell else nullcontext()
+        pools = as_by_kernel() if has_kernels and run is cell else nullcontext()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), pools:
             run(*inputs)
         kept.append(sum(size for size, _ in storages.values()))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.blocks import find_blocks
 from weft.memory.apart import run_apart
 from weft.memory.partition import Partition, partition
-from weft.models.vision.pools import AsByKernel
+from weft.models.vision.pools import as_by_kernel
 from weft.plan import Plan
 from weft.profile import Block, Given, Profile, Source
 from weft.profile import profile as profile_of
@@ -68,7 +68,7 @@ def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
 
 
 def _with_kernels(profile: Profile, source: Source) -> Profile:
-    with AsByKernel():
+    with as_by_kernel():
         found = profile_of(source.model, source.example, source.finish, source.dtype)
     assert found.source is not None
     return replace(found, source=replace(found.source, by_kernel=True), kept={**profile.kept, "eager": profile})

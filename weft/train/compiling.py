@@ -43,7 +43,7 @@ def wants_compile(run: Run, device: torch.device, model: nn.Module | None = None
         return wanted
     if device.type != "cuda" or run.plan.tile.degree > 1:
         return False
-    if model is not None and in_pieces(_blocks(model)):  # which has not been measured on a GPU
+    if model is not None and in_pieces(_blocks(model)):  # whose kernels of pools have not run on a GPU
         say("not compiled: its blocks have very many different layers; train.compile = true compiles them in pieces")
         return False
     return True

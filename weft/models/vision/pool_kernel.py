@@ -1,9 +1,8 @@
-"""Max and average pools of images as Triton kernels, for GPUs: each reads and writes a pixel about once.
+"""Max and average pools of images as Triton kernels, for GPUs.
 
 torch's own kernels for images with channels last took 40 % of AmoebaNet-D's step, and keep 8 bytes for every result of
-a max pool, where its pixel was in the image; here that is one, where it was in the window. What torch.compile makes of
-a pool is about as fast, but takes it 6 to 9 seconds for every size. Results are torch's, and so are gradients but for
-the order in which they are added up.
+a max pool, where its pixel was in the image; here that is one, where it was in the window. torch.compile takes 6 to 9
+seconds for a pool of every size. Results are those of torch, and so are gradients but for the order of their sums.
 """
 
 from __future__ import annotations

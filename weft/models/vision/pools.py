@@ -6,17 +6,20 @@ and 8 bytes for each result of a max pool.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 TOGETHER = 8  # channels that a thread reads at once
 NONE = 255  # no place in a window
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX: Any = F.max_pool2d
+_AVERAGE: Any = F.avg_pool2d
 Sizes = int | tuple[int, ...] | list[int]  # of rows and columns
 
 
@@ -76,8 +79,7 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
         window = Window.of(kernel_size, stride, padding)
         if fits(images, window) and _pair(dilation) == (1, 1) and not ceil_mode and not return_indices:
             return pool(images, window, True, True)
-        plain: Any = F.max_pool2d
-        return plain(images, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+        return _MAX(images, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
     def avg_pool2d(
         images: Tensor,
@@ -91,20 +93,28 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
         window = Window.of(kernel_size, stride, padding)
         if fits(images, window) and not ceil_mode and divisor_override is None:
             return pool(images, window, False, count_include_pad)
-        return F.avg_pool2d(images, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+        return _AVERAGE(images, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
-    return {F.max_pool2d: max_pool2d, torch.max_pool2d: max_pool2d, F.avg_pool2d: avg_pool2d}
+    return {_MAX: max_pool2d, torch.max_pool2d: max_pool2d, _AVERAGE: avg_pool2d}
 
 
-class AsByKernel(TorchFunctionMode):
-    """Lets pools keep what they would keep with kernels. They compute nothing: for tensors without values."""
+def keeping() -> dict[Any, Callable[..., Any]]:
+    """Functions that keep what kernels would keep. They compute nothing: for tensors without values."""
+    return instead(_Kept.apply, lambda images, window: window.fits(images))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions = instead(_Kept.apply, lambda images, window: window.fits(images))
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.functions.get(func, func)(*args, **(kwargs or {}))
+@contextmanager
+def as_by_kernel() -> Iterator[None]:
+    """While it lasts they stand for torch's, in backward too, where recompute pools again and modes of torch do not
+    reach.
+    """
+    found = keeping()
+    with (
+        patch.object(F, "max_pool2d", found[_MAX]),
+        patch.object(torch, "max_pool2d", found[torch.max_pool2d]),
+        patch.object(F, "avg_pool2d", found[_AVERAGE]),
+    ):
+        yield
 
 
 class _Kept(torch.autograd.Function):
