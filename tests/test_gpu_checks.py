@@ -24,6 +24,11 @@ def test_checks_find_nothing_wrong(name: str) -> None:
     assert len(found) == (0 if name == "pools" else 2)  # which has kernels on GPUs alone
 
 
+def test_averages_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "parallelize", lambda model, plan, mesh: torch.nn.Sequential(model[0], model[2]))
+    assert not any(row["is_right"] for row in gpu_checks.averages(CPU))
+
+
 def test_streamed_weights_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = gpu_checks._trained
 

@@ -1,4 +1,4 @@
-"""Memory of models of images on a GPU, predicted as the run is: compiled but for tiles and many different layers."""
+"""Memory of models of images on a GPU, predicted as the run is: compiled but for tiles, with many layers in pieces."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from sampled_for_tests import one_in
 from torch import Tensor, nn
 
@@ -27,27 +28,37 @@ from weft.predict import predict
 from weft.profile import profile
 
 RESULTS = json.loads((Path(__file__).parent.parent / "benchmarks" / "results" / "images-h200.json").read_text())
-ROWS: dict[str, tuple[str, int, int]] = {  # as they are run unasked
-    key: (key.split()[0], int(key.split()[1]), row.get("weft, not compiled", row["weft"])["peak_bytes"])
+SIDES: dict[str, tuple[bool | None, Memory]] = {  # what the run says of compiling, and of recompute
+    "weft": (None, Memory()),
+    "weft, not compiled": (False, Memory()),
+    "weft, recomputed": (False, Memory("full")),
+}
+ROWS: dict[str, tuple[str, int, str, int]] = {
+    f"{key} {side}": (key.split()[0], int(key.split()[1]), side, row[side]["peak_bytes"])
     for key, row in RESULTS.items()
-    if isinstance(row, dict) and "peak_bytes" in row.get("weft", {})
+    if isinstance(row, dict)
+    for side in SIDES
+    if "peak_bytes" in row.get(side, {})
 }
 
 
-@pytest.mark.parametrize(("name", "size", "peak_bytes"), one_in(5, ROWS))
-def test_what_was_measured_on_an_h200_is_predicted_within_3_percent(name: str, size: int, peak_bytes: int) -> None:
-    """ResNet-50 was compiled, AmoebaNet-D not; `weft train` and `weft plan` say the same."""
+@pytest.mark.parametrize(("name", "size", "side", "peak_bytes"), one_in(5, ROWS))
+def test_what_was_measured_on_an_h200_is_predicted_within_4_percent(
+    name: str, size: int, side: str, peak_bytes: int
+) -> None:
+    """`weft train` and `weft plan` say about the same: with recompute the planner has no trace of backward."""
     run, cluster = image_run(name, "h200:1x1", 1, size), load("h200:1x1")
-    run = replace(run, plan=Plan(precision="bf16"))
+    compiles, memory = SIDES[side]
+    run = replace(run, plan=Plan(precision="bf16", memory=memory), train=replace(run.train, compile=compiles))
     found = predict(run, cluster).cost.memory_bytes
-    assert found == pytest.approx(peak_bytes, rel=0.03)
-    model = planned(run.model, cluster, Question(1, 1, "bf16", shape=Shape(size, size, 3)))
-    planner = model.held(Plan(micro_batch=1, precision="bf16"), 1).tensor_bytes
-    assert planner == pytest.approx(found, rel=0.01)
+    assert found == pytest.approx(peak_bytes, rel=0.04)
+    model = planned(run.model, cluster, Question(1, 1, "bf16", shape=Shape(size, size, 3), compiles=compiles))
+    planner = model.held(Plan(micro_batch=1, precision="bf16", memory=memory), 1).tensor_bytes
+    assert planner == pytest.approx(found, rel=0.01 if memory.recompute == "none" else 0.07)
 
 
-def test_both_models_were_measured() -> None:
-    assert {name for name, _, _ in ROWS.values()} == {"resnet50", "amoebanet-d-18-208"}
+def test_both_models_were_measured_as_they_are_run_unasked() -> None:
+    assert {name for name, _, side, _ in ROWS.values() if side == "weft"} == {"resnet50", "amoebanet-d-18-208"}
 
 
 class Pooled(nn.Module):
@@ -88,6 +99,33 @@ def test_in_pieces_a_pool_holds_what_its_kernels_hold(monkeypatch: pytest.Monkey
     assert whole - mine >= 7 * pixels
 
 
+class Summed(nn.Module):
+    """A block with a ReLU behind a norm, one behind a sum, one of its input alone and one of it that is padded."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.relu, self.norm, self.pad = nn.ReLU(inplace), nn.BatchNorm2d(8), nn.ZeroPad2d(1)
+        self.convolve = nn.ModuleList(nn.Conv2d(8, 8, 1, bias=False) for _ in range(4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        plain: Tensor = self.convolve[0](torch.relu(images))
+        normed = self.convolve[1](self.relu(self.norm(plain)))
+        summed = self.convolve[2](self.relu(normed + plain))
+        padded: Tensor = self.convolve[3](self.pad(F.relu(images)))
+        return summed.sum() + padded.sum()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_in_pieces_masks_are_kept_of_relus_behind_no_norm(monkeypatch: pytest.MonkeyPatch, inplace: bool) -> None:
+    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), Summed(inplace))
+    found = profile(model, lambda: (torch.zeros(2, 3, 16, 16),), lambda out: out)
+    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled(found)))
+    assert eager is not None
+    assert kept is not None
+    assert kept["none"] - eager["none"] == 2 * (2 * 8 * 16 * 16)  # behind the sum, and before padding
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_in_pieces_a_run_with_recompute_is_predicted(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """Backward pools again as forward did. Nothing of a pool is kept till then, but it is there in its block's."""
@@ -106,10 +144,9 @@ def test_what_a_run_compiles_is_predicted_as_compiled() -> None:
     cluster, shape = load("h200:1"), Shape(64, 64, 3)
     few, many = ResNetConfig(depth=18, width=8), AmoebaNetDConfig(filters=16)
     assert software_for_images(few, cluster) == COMPILED
-    assert software_for_images(many, cluster, True) == IN_PIECES
+    assert software_for_images(many, cluster) == software_for_images(many, cluster, True) == IN_PIECES
     assert software_for_images(many, local_cluster(1, on_cpu=True), True) == Software()
-    for told in (None, False):
-        assert software_for_images(many, cluster, told) == Software()
+    assert software_for_images(many, cluster, False) == Software()
     assert software_for_images(few, cluster, False) == Software()
     assert software_for_images(few, local_cluster(1, on_cpu=True)) == Software()
     ours, plain = (planned_images(few, shape, "bf16", cluster, one).steps for one in (COMPILED, Software()))
@@ -120,9 +157,7 @@ def test_what_a_run_compiles_is_predicted_as_compiled() -> None:
     assert ours.step(one, 1).seconds < plain.step(one, 1).seconds
 
 
-def test_a_run_of_many_different_layers_is_predicted_as_in_pieces_if_it_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_run_of_many_different_layers_is_predicted_as_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uncompiled, but for the pools; a CPU has no kernels for them."""
     cluster, size = load("h200:1x1"), 64
     run = image_run("resnet50", "h200:1x1", 1, size)
@@ -134,9 +169,10 @@ def test_a_run_of_many_different_layers_is_predicted_as_in_pieces_if_it_says_so(
     resnet, amoebanet = ResNetConfig(depth=18, width=8), AmoebaNetDConfig(layers=3, filters=32)
     assert saved(resnet, None) == saved(resnet, True) != saved(resnet, False)
     monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 10)
-    assert saved(resnet, None) == saved(resnet, False)
+    assert saved(resnet, None) == saved(resnet, True) != saved(resnet, False)
     uncompiled = saved(amoebanet, False)
-    assert saved(amoebanet, None) == saved(amoebanet, True, local_cluster(1, on_cpu=True)) == uncompiled
+    assert saved(amoebanet, None) == saved(amoebanet, True)
+    assert saved(amoebanet, True, local_cluster(1, on_cpu=True)) == uncompiled
     assert 0.5 * uncompiled < saved(amoebanet, True) < 0.8 * uncompiled
     shape = Shape(size, size, 3)
     held = {

@@ -18,10 +18,11 @@ from torch import Tensor, fx, nn
 import weft.memory.compiled
 import weft.train.pieces
 from weft.blocks import find_blocks
+from weft.memory.pieces import as_in_pieces
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
-from weft.models.vision.pools import as_by_kernel, keeping
+from weft.models.vision.pools import keeping
 from weft.train.compiling import compile_blocks
 from weft.train.pieces import Pieces, _kernels_at_once, cut, is_cut, keeps_order
 
@@ -99,9 +100,7 @@ def test_pieces_compute_the_same_and_alike_ones_are_compiled_once(codes: list[st
 
 
 @pytest.mark.parametrize("has_kernels", [False, True])
-def test_a_cell_keeps_about_what_it_keeps_uncompiled(
-    codes: list[str], has_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cell_keeps_what_is_foreseen(codes: list[str], has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of convolutions and of ReLUs; of a ReLU behind a sum the mask too. Parameters are there anyway."""
     if has_kernels:
         monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: keeping())
@@ -118,14 +117,15 @@ def test_a_cell_keeps_about_what_it_keeps_uncompiled(
                 storages[one.untyped_storage()._cdata] = (one.untyped_storage().nbytes(), one)
             return one
 
-        pools = as_by_kernel() if has_kernels and run is cell else nullcontext()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), pools:
+        pieces = as_in_pieces() if has_kernels and run is cell else nullcontext()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one), pieces:
             run(*inputs)
         kept.append(sum(size for size, _ in storages.values()))
     norms = sum("batch_norm" in code for code in codes)
     assert norms == len({code for code in codes if "batch_norm" in code}) == 7  # for 13 norms
-    statistics = 13 * 2 * 8 * 4
-    assert kept[0] <= kept[1] + statistics <= 1.02 * kept[0] + 2 * statistics
+    statistics, mask = 13 * 2 * 8 * 4, images(8).numel()
+    expected = kept[0] + (0 if has_kernels else mask)  # which is foreseen with kernels, as on GPUs
+    assert expected - statistics <= kept[1] <= expected + statistics
 
 
 def test_amoebanet_is_compiled_in_pieces_and_resnet_is_not() -> None:

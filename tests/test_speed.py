@@ -18,7 +18,6 @@ from weft.errors import ConfigError
 from weft.head import loss_head_of
 from weft.mesh import Mesh
 from weft.models import build
-from weft.models.catalog import load_model
 from weft.models.vision.resnet import ResNetConfig
 from weft.parallel import named_pieces, parallelize
 from weft.plan import Plan, Tile
@@ -116,18 +115,6 @@ def test_images_are_compiled_with_what_lies_around_blocks() -> None:
         assert torch.equal(plain, ours)
     # Stem, tail and 7 kinds of 16 blocks, with gradients and without.
     assert len(graphs) == 2 * (2 + 7)
-
-
-def test_what_is_compiled_in_pieces_is_not_compiled_unasked(run: Any) -> None:
-    said: list[str] = []
-    with torch.device("meta"):
-        few, many = build(load_model("resnet50")), build(load_model("amoebanet-d-18-208"))
-    assert wants_compile(run, CUDA, few, said.append)
-    assert not said
-    assert not wants_compile(run, CUDA, many, said.append)
-    assert said == [
-        "not compiled: its blocks have very many different layers; train.compile = true compiles them in pieces"
-    ]
 
 
 def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

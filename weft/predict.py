@@ -176,7 +176,7 @@ def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
     device = torch.device("cpu" if is_cpu(cluster) else "cuda")
     if whole.model is not None and is_cpu(cluster) and in_pieces(find_blocks(whole.model).values()):
         return False
-    return wants_compile(run, device, whole.model, lambda said: None)
+    return wants_compile(run, device)
 
 
 def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:

@@ -1,5 +1,5 @@
-"""A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps. In pieces they
-keep about what they keep uncompiled, but for pools, which have kernels then.
+"""A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps; in pieces, what
+weft/memory/pieces.py says.
 
 Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less. So do blocks
 that `y` splits: torch.compile steps around the sum behind each matmul, and the pieces keep what enters and leaves them.
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.blocks import find_blocks
 from weft.memory.apart import run_apart
 from weft.memory.partition import Partition, partition
-from weft.models.vision.pools import as_by_kernel
+from weft.memory.pieces import as_in_pieces
 from weft.plan import Plan
 from weft.profile import Block, Given, Profile, Source
 from weft.profile import profile as profile_of
@@ -54,7 +54,7 @@ def compiled(profile: Profile, matmul: str = "compute") -> Profile:
 
 def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
     if in_pieces(find_blocks(source.model).values()):
-        return _with_kernels(profile, source)
+        return _in_pieces(profile, source)
     partitions = _partitions(source, profile.blocks, matmul)
     seen = set[int]()
     blocks = tuple(_kept(block, profile, source, partitions[block.name], seen) for block in profile.blocks)
@@ -67,11 +67,11 @@ def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
     )
 
 
-def _with_kernels(profile: Profile, source: Source) -> Profile:
-    with as_by_kernel():
+def _in_pieces(profile: Profile, source: Source) -> Profile:
+    with as_in_pieces():
         found = profile_of(source.model, source.example, source.finish, source.dtype)
     assert found.source is not None
-    return replace(found, source=replace(found.source, by_kernel=True), kept={**profile.kept, "eager": profile})
+    return replace(found, source=replace(found.source, in_pieces=True), kept={**profile.kept, "eager": profile})
 
 
 def under(profile: Profile, plan: Plan) -> Profile:

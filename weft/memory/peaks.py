@@ -27,8 +27,8 @@ from weft.blocks import find_blocks, find_units
 from weft.head import example_labels, loss_head_of
 from weft.live import LiveTensors
 from weft.memory.apart import run_apart
+from weft.memory.pieces import as_in_pieces
 from weft.models.loss import fused_rows_loss, rows_loss
-from weft.models.vision.pools import as_by_kernel
 from weft.profile import Block, Profile, Source, cast, fake
 from weft.substitute import call_with
 
@@ -87,8 +87,8 @@ def _run(source: Source, policy: str, wrap: Wrap, is_loss_fused: bool) -> Peaks:
                 tensor.register_post_accumulate_grad_hook(_take)
         watch = _Watch(LiveTensors(ignored=state.values()))
         watched = _watched(source.model, groups, wrap, watch)
-        pools = as_by_kernel() if source.by_kernel else nullcontext()
-        with watched, _loss(source.model, is_loss_fused), pools, watch.live, torch.enable_grad():
+        pieces = as_in_pieces() if source.in_pieces else nullcontext()
+        with watched, _loss(source.model, is_loss_fused), pieces, watch.live, torch.enable_grad():
             call_with(step, state, ())
             watch.note()
     ran = (block for name, block in source.blocks.items() if name in watch.began)

@@ -22,6 +22,7 @@ from weft.memory.recompute import RecomputePolicy
 from weft.memory.sending import sender_of
 from weft.memory.weights import WeightPolicy
 from weft.mesh import Mesh
+from weft.models.vision.pools import mend_averages
 from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.flat import Flat
@@ -94,6 +95,8 @@ def parallelize(
             )
     if tiling is not None:
         mark(model, tiling)
+    elif mesh.device.type == "cuda":
+        mend_averages(model)
     if plan.pipe.degree == 1:
         return _lay_out(plan, mesh, model, values)
     pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_lay_out, plan, mesh))

@@ -31,13 +31,13 @@ IN_PIECES = Software(compiled=True)  # as long as uncompiled
 
 
 def software_for_images(config: VisionConfig, cluster: Cluster, compiles: bool | None = None) -> Software:
-    """How weft trains a model of images on a cluster: compiled if the run says so, or else on GPUs, but for blocks that
-    are compiled in pieces. Those count as uncompiled on a CPU.
+    """How weft trains a model of images on a cluster: compiled if the run says so, or else on GPUs. Blocks in pieces
+    count as uncompiled on a CPU.
     """
     with torch.device("meta"):
         has_pieces = in_pieces(find_blocks(build(config)).values())
     if compiles is None:
-        compiles = not is_cpu(cluster) and not has_pieces
+        compiles = not is_cpu(cluster)
     if not compiles or (has_pieces and is_cpu(cluster)):
         return Software()
     return IN_PIECES if has_pieces else COMPILED

@@ -203,7 +203,7 @@ class Source:
     blocks: Mapping[str, Block]  # of the whole model, the root under ''
     given: Mapping[str, Any] = field(default_factory=dict)
     eager: Source | None = None
-    by_kernel: bool = False  # pools keep what they keep with weft's kernels
+    in_pieces: bool = False  # keeps what blocks keep that are compiled in pieces
     found: dict[str, Any] = field(default_factory=dict)
 
 

@@ -24,6 +24,7 @@ from torch.overrides import (
 )
 
 from weft.errors import PlanError
+from weft.models.vision.pools import avg_pool2d
 from weft.plan import Tile
 from weft.spatial import norms
 from weft.spatial.hand_over import from_share, own_samples, to_share, to_whole
@@ -119,6 +120,8 @@ class View(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is hand_over:
             return self.hand_over(args[0])
+        if func is F.avg_pool2d:  # of what is whole; with tiles its rule pools what is padded
+            func = avg_pool2d
         if self.point is not None and not self.position[0]:  # the code around units takes what they were given
             args, kwargs = map_tensors(handed, (args, kwargs))
         places = [place for tensor in tensors_in((args, kwargs)) if (place := place_of(tensor)) is not None]

@@ -130,5 +130,11 @@ def _to(batch: Batch, run: Run, device: torch.device) -> Batch:
     dtype = COMPUTE_DTYPE[run.plan.precision]
     batch = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
     if device.type == "cuda":
-        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in batch)
+        return tuple(as_on_gpus(tensor.pin_memory().to(device, non_blocking=True)) for tensor in batch)
     return batch
+
+
+def as_on_gpus(tensor: torch.Tensor) -> torch.Tensor:
+    """Images with channels last, as a GPU's kernels want them; anything else as it is."""
+    is_image = tensor.dim() == 4 and tensor.is_floating_point()
+    return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor

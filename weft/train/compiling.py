@@ -31,8 +31,8 @@ Say = Callable[[str], None]
 VARIANTS = 4  # of what is compiled of one block: training, evaluation, and a few shapes
 
 
-def wants_compile(run: Run, device: torch.device, model: nn.Module | None = None, say: Say = print) -> bool:
-    """Whether a run compiles: as it says, or else on GPUs, but for tiles of images and blocks of very many kinds."""
+def wants_compile(run: Run, device: torch.device) -> bool:
+    """Whether a run compiles: as it says, or else on GPUs, but for tiles of images."""
     wanted = run.train.compile
     if wanted and run.plan.tile.degree > 1:
         raise ConfigError(
@@ -41,12 +41,7 @@ def wants_compile(run: Run, device: torch.device, model: nn.Module | None = None
         )
     if wanted is not None:
         return wanted
-    if device.type != "cuda" or run.plan.tile.degree > 1:
-        return False
-    if model is not None and in_pieces(_blocks(model)):  # whose kernels of pools have not run on a GPU
-        say("not compiled: its blocks have very many different layers; train.compile = true compiles them in pieces")
-        return False
-    return True
+    return device.type == "cuda" and run.plan.tile.degree == 1
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:

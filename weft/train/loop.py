@@ -112,7 +112,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
         say = reporter.say if mesh.is_first else _say_nothing
-        if wants_compile(run, mesh.device, model, say):
+        if wants_compile(run, mesh.device):
             say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
             compile_blocks(model, say)
         graph = Graph(model, say) if is_recorded else None

@@ -1,7 +1,8 @@
 """Pools of images for which weft has kernels on GPUs (pool_kernel.py): which they are, and what they keep.
 
 A max pool keeps one byte for each result, its place in the window, and an average nothing; torch's keep their images,
-and 8 bytes for each result of a max pool.
+and 8 bytes for each result of a max pool. And torch's own average is mended: on GPUs the gradient of torch 2.11's is
+wrong for padded images with channels last (https://github.com/pytorch/pytorch/issues/188344), without a word.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 TOGETHER = 8  # channels that a thread reads at once
 NONE = 255  # no place in a window
+COMPILED_PIXELS = 25  # of a window for which torch's compiler has a gradient of its own
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX: Any = F.max_pool2d
 _AVERAGE: Any = F.avg_pool2d
@@ -67,7 +70,7 @@ Pool = Callable[[Tensor, Window, bool, bool], Any]  # of maxima or not; whether 
 def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Callable[..., Any]]:
     """For functions of torch those that pool by `pool` what fits it."""
 
-    def max_pool2d(
+    def maxima(
         images: Tensor,
         kernel_size: Sizes,
         stride: Sizes | None = None,
@@ -81,7 +84,7 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
             return pool(images, window, True, True)
         return _MAX(images, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
-    def avg_pool2d(
+    def averages(
         images: Tensor,
         kernel_size: Sizes,
         stride: Sizes | None = None,
@@ -93,9 +96,62 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
         window = Window.of(kernel_size, stride, padding)
         if fits(images, window) and not ceil_mode and divisor_override is None:
             return pool(images, window, False, count_include_pad)
-        return _AVERAGE(images, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+        return avg_pool2d(images, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
-    return {_MAX: max_pool2d, torch.max_pool2d: max_pool2d, _AVERAGE: avg_pool2d}
+    return {_MAX: maxima, torch.max_pool2d: maxima, _AVERAGE: averages}
+
+
+# --- averages with the right gradient
+
+
+def mend_averages(model: nn.Module) -> None:
+    """Let a model's average pools have the right gradient on GPUs. What it calls as a function stays as it is."""
+    for module in model.modules():
+        if type(module) is nn.AvgPool2d:
+            module.__class__ = _Average
+
+
+class _Average(nn.AvgPool2d):
+    """By kernel where torch's is wrong; compiled, by torch's compiler, whose own is right."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        settings = (self.ceil_mode, self.count_include_pad, self.divisor_override)
+        told = (self.kernel_size, self.stride, self.padding, *settings)
+        pool: Any = _AVERAGE
+        if has_wrong_gradient(images, self.padding):
+            size = _pair(self.kernel_size)
+            if not torch.compiler.is_compiling():
+                pool = _average_on_gpus()
+            elif size[0] * size[1] > COMPILED_PIXELS:
+                pool = avg_pool2d
+        result: Tensor = pool(images, *told)
+        return result
+
+
+def _average_on_gpus() -> Callable[..., Any]:
+    if not has_triton():
+        return avg_pool2d
+    from weft.models.vision.pool_kernel import by_kernel
+
+    return by_kernel()[_AVERAGE]
+
+
+def avg_pool2d(
+    input: Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, *more: Any, **named: Any
+) -> Any:
+    """torch's with the right gradient: that of a copy with channels first, where torch's would be wrong."""
+    if not has_wrong_gradient(input, padding):
+        return _AVERAGE(input, kernel_size, stride, padding, *more, **named)
+    first = input.clone(memory_format=torch.contiguous_format)
+    return _AVERAGE(first, kernel_size, stride, padding, *more, **named).contiguous(memory_format=torch.channels_last)
+
+
+def has_wrong_gradient(images: Tensor, padding: Sizes) -> bool:
+    """Whether torch's average of these would have one."""
+    return images.is_cuda and images.dim() == 4 and images.stride(1) == 1 and any(_pair(padding))
+
+
+# --- what kernels keep
 
 
 def keeping() -> dict[Any, Callable[..., Any]]:

@@ -1,0 +1,93 @@
+"""Average pools whose gradient torch gets wrong on GPUs: a CPU is told that it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from weft.models.vision import pools
+from weft.models.vision.pools import avg_pool2d, has_wrong_gradient, mend_averages
+from weft.train.batches import as_on_gpus
+
+
+def images(channels: int = 3) -> Tensor:
+    made = torch.randn(2, channels, 8, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return made.to(memory_format=torch.channels_last).requires_grad_()
+
+
+def gradient(pool: Any, given: Tensor) -> tuple[Tensor, Tensor]:
+    result = pool(given)
+    draws = torch.randn(result.shape, dtype=result.dtype, generator=torch.Generator().manual_seed(1))
+    return result, torch.autograd.grad(result, given, draws)[0]
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "has_wrong_gradient", lambda images, padding: padding != 0)
+    monkeypatch.setattr(pools, "has_triton", lambda: False)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("more", [(), (True,), (False, False), (False, True, 5)])
+def test_a_copy_with_channels_first_has_the_gradient(more: tuple[Any, ...]) -> None:
+    given, forms = images(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: forms.append(one.stride()) or one, lambda one: one):
+        found = gradient(lambda one: avg_pool2d(one, 3, 2, 1, *more), given)
+    expected = gradient(lambda one: F.avg_pool2d(one, 3, 2, 1, *more), given)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert forms == [(3 * 8 * 7, 8 * 7, 7, 1)]
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_names_of_arguments_are_torchs() -> None:
+    told: dict[str, Any] = {"kernel_size": 3, "padding": 1, "count_include_pad": False}
+    assert torch.equal(avg_pool2d(input=images(), **told), F.avg_pool2d(input=images(), **told))
+
+
+def test_only_padded_images_with_channels_last_on_gpus_are_concerned() -> None:
+    assert not has_wrong_gradient(images(), 1)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_modules_are_mended() -> None:
+    model = nn.Sequential(nn.AvgPool2d(3, 1, 1), nn.AvgPool2d(2), nn.MaxPool2d(2, padding=1))
+    names, given = list(model.state_dict()), images()
+    expected = gradient(model, given)
+    forms: list[tuple[int, ...]] = []
+    mend_averages(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: forms.append(one.stride()) or one, lambda one: one):
+        found = gradient(model, given)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert list(model.state_dict()) == names
+    assert [form[1] for form in forms[:2]] == [8 * 7, 1]  # the padded one alone has channels first
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_torchs_compiler_has_the_gradient_of_small_windows() -> None:
+    functions: list[list[str]] = []
+
+    def noted(module: fx.GraphModule, _: Any) -> Any:
+        functions.append([getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes])
+        return module.forward
+
+    for size in (3, 7):
+        torch._dynamo.reset()
+        model = nn.Sequential(nn.AvgPool2d(size, 1, size // 2))
+        mend_averages(model)
+        torch.compile(model, backend=noted)(images())
+    small, large = functions
+    assert "avg_pool2d" in small
+    assert "clone" not in small
+    assert large.index("clone") < large.index("avg_pool2d")
+
+
+def test_images_on_gpus_have_channels_last() -> None:
+    tokens, labels, pixels = torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 3, 4), torch.randn(2, 3, 4, 5)
+    assert as_on_gpus(tokens) is tokens
+    assert as_on_gpus(labels) is labels
+    assert as_on_gpus(pixels).is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(as_on_gpus(pixels), pixels)
