@@ -1,4 +1,4 @@
-"""Average pools whose gradient torch gets wrong on GPUs: a CPU is told that it does."""
+"""Average pools whose gradient torch gets wrong, on GPUs (a CPU is told that it does) and compiled."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from weft.mesh import Mesh
 from weft.models.vision import pools
 from weft.models.vision.pools import avg_pool2d, has_wrong_gradient, mend_averages
+from weft.parallel import parallelize
+from weft.plan import Plan
 from weft.train.batches import as_on_gpus
 
 
@@ -66,23 +69,47 @@ def test_modules_are_mended() -> None:
     assert [form[1] for form in forms[:2]] == [8 * 7, 1]  # the padded one alone has channels first
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_torchs_compiler_has_the_gradient_of_small_windows() -> None:
-    functions: list[list[str]] = []
+class Pooled(nn.Module):
+    def __init__(self, *settings: Any) -> None:
+        super().__init__()
+        self.pool = nn.AvgPool2d(*settings)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pooled: Tensor = self.pool(F.hardtanh(images))
+        return pooled
+
+
+POOLS = {
+    "small": ((3, 1, 1), True),
+    "large": ((7, 1, 3), False),
+    "over the edge": ((3, 2, 0, True), False),
+    "over the edge, counted": ((3, 2, 1, True, False), True),
+}
+
+
+@pytest.mark.parametrize(("settings", "is_compiled"), POOLS.values(), ids=POOLS)
+def test_what_torchs_compiler_gets_right_is_compiled(settings: tuple[Any, ...], is_compiled: bool) -> None:
+    functions: list[str] = []
 
     def noted(module: fx.GraphModule, _: Any) -> Any:
-        functions.append([getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes])
+        functions.extend(getattr(node.target, "__name__", str(node.target)) for node in module.graph.nodes)
         return module.forward
 
-    for size in (3, 7):
-        torch._dynamo.reset()
-        model = nn.Sequential(nn.AvgPool2d(size, 1, size // 2))
-        mend_averages(model)
-        torch.compile(model, backend=noted)(images())
-    small, large = functions
-    assert "avg_pool2d" in small
-    assert "clone" not in small
-    assert large.index("clone") < large.index("avg_pool2d")
+    torch._dynamo.reset()
+    model, given = Pooled(*settings), images()
+    expected = gradient(model, given)
+    mend_averages(model)
+    found = gradient(torch.compile(model, backend=noted), given)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert "hardtanh" in functions
+    assert ("avg_pool2d" in functions) == is_compiled
+
+
+def test_parallel_models_are_mended() -> None:
+    plan = Plan()
+    model = parallelize(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 1, 1)), plan, Mesh(plan, "cpu"))
+    assert isinstance(model, nn.Sequential)
+    assert isinstance(model[1], pools._Average)
 
 
 def test_images_on_gpus_have_channels_last() -> None:

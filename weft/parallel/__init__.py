@@ -95,7 +95,7 @@ def parallelize(
             )
     if tiling is not None:
         mark(model, tiling)
-    elif mesh.device.type == "cuda":
+    else:
         mend_averages(model)
     if plan.pipe.degree == 1:
         return _lay_out(plan, mesh, model, values)

@@ -1,8 +1,11 @@
 """Pools of images for which weft has kernels on GPUs (pool_kernel.py): which they are, and what they keep.
 
 A max pool keeps one byte for each result, its place in the window, and an average nothing; torch's keep their images,
-and 8 bytes for each result of a max pool. And torch's own average is mended: on GPUs the gradient of torch 2.11's is
-wrong for padded images with channels last (https://github.com/pytorch/pytorch/issues/188344), without a word.
+and 8 bytes for each result of a max pool.
+
+torch's own average is mended, whose gradient is wrong without a word: on GPUs for padded images with channels last
+(https://github.com/pytorch/pytorch/issues/188344, seen with 2.11), and compiled where windows reach over the edge
+(https://github.com/pytorch/pytorch/issues/198119, seen with 2.13).
 """
 
 from __future__ import annotations
@@ -105,35 +108,33 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
 
 
 def mend_averages(model: nn.Module) -> None:
-    """Let a model's average pools have the right gradient on GPUs. What it calls as a function stays as it is."""
+    """Let a model's average pools have the right gradient. What it calls as a function stays as it is."""
     for module in model.modules():
         if type(module) is nn.AvgPool2d:
             module.__class__ = _Average
 
 
 class _Average(nn.AvgPool2d):
-    """By kernel where torch's is wrong; compiled, by torch's compiler, whose own is right."""
+    """Compiled where torch's compiler has a gradient of its own which is right."""
 
     def forward(self, images: Tensor) -> Tensor:
         settings = (self.ceil_mode, self.count_include_pad, self.divisor_override)
-        told = (self.kernel_size, self.stride, self.padding, *settings)
-        pool: Any = _AVERAGE
-        if has_wrong_gradient(images, self.padding):
-            size = _pair(self.kernel_size)
-            if not torch.compiler.is_compiling():
-                pool = _average_on_gpus()
-            elif size[0] * size[1] > COMPILED_PIXELS:
-                pool = avg_pool2d
-        result: Tensor = pool(images, *told)
+        rows, columns = _pair(self.kernel_size)
+        is_right = rows * columns <= COMPILED_PIXELS and not (self.ceil_mode and self.count_include_pad)
+        pool = _AVERAGE if is_right and torch.compiler.is_compiling() else _uncompiled
+        result: Tensor = pool(images, self.kernel_size, self.stride, self.padding, *settings)
         return result
 
 
-def _average_on_gpus() -> Callable[..., Any]:
-    if not has_triton():
-        return avg_pool2d
-    from weft.models.vision.pool_kernel import by_kernel
+@torch._disable_dynamo  # type: ignore[attr-defined]
+def _uncompiled(images: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes, *settings: Any) -> Any:
+    """By kernel where torch's is wrong."""
+    pool = avg_pool2d
+    if has_wrong_gradient(images, padding) and has_triton():
+        from weft.models.vision.pool_kernel import by_kernel
 
-    return by_kernel()[_AVERAGE]
+        pool = by_kernel()[_AVERAGE]
+    return pool(images, kernel_size, stride, padding, *settings)
 
 
 def avg_pool2d(
