@@ -22,7 +22,7 @@ from weft.memory.pieces import as_in_pieces
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
-from weft.models.vision.pools import keeping
+from weft.models.vision.pools import keeping, mend_averages
 from weft.train.compiling import compile_blocks
 from weft.train.pieces import Pieces, _kernels_at_once, cut, is_cut, keeps_order
 
@@ -269,3 +269,18 @@ def test_pools_are_those_of_weft_where_it_has_kernels(codes: list[str], monkeypa
     found, expected = trained(model), trained(plain)
     assert pooled == [4] * 3
     assert torch.allclose(found["out"], expected["out"], rtol=1e-10)
+
+
+def test_averages_of_parallel_models_are_those_of_weft_too(codes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, pooled = Cell("batch", 16, 16, 8, False, False), list[int]()
+    mend_averages(cell)
+
+    def pool(given: Tensor, *settings: Any, **named: Any) -> Tensor:
+        pooled.append(given.shape[1])
+        return F.avg_pool2d(given, *settings, **named)
+
+    monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: {F.avg_pool2d: pool})
+    given = [images(16).float(), images(16).float()]
+    found = torch.compile(cell, dynamic=False, backend=Pieces("counted_pieces"))(*given)
+    assert pooled == [8]
+    assert torch.allclose(found, cell(*given), rtol=1e-4, atol=1e-5)
