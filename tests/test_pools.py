@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.mesh import Mesh
 from weft.models.vision import pools
@@ -51,8 +52,15 @@ def test_names_of_arguments_are_torchs() -> None:
     assert torch.equal(avg_pool2d(input=images(), **told), F.avg_pool2d(input=images(), **told))
 
 
-def test_only_padded_images_with_channels_last_on_gpus_are_concerned() -> None:
+def test_padded_images_with_channels_last_on_gpus_are_concerned() -> None:
     assert not has_wrong_gradient(images(), 1)
+    with FakeTensorMode():
+        first = torch.empty(2, 3, 8, 7, device="cuda")
+        last = first.to(memory_format=torch.channels_last)
+        some = torch.empty_strided((2, 3, 7, 7), last.stride(), device="cuda")  # of them, not contiguous in any order
+        assert [has_wrong_gradient(last, padding) for padding in (1, (0, 1), 0, (0, 0))] == [True, True, False, False]
+        assert has_wrong_gradient(some, 1)
+        assert not has_wrong_gradient(first, 1)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
