@@ -159,69 +159,47 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, window: Window, is_max: bool, counts_padding: bool) -> Tensor:
-        batch, channels, height, width = images.shape
-        num_rows, num_columns = window.results(images)
-        results = _like(images, num_rows, num_columns)
+        results = _like(images, *window.results(images))
         has_codes = is_max and ctx.needs_input_grad[0]
-        codes = _like(images, num_rows, num_columns, torch.uint8) if has_codes else results
-        num_results = batch * num_rows * num_columns
-        _pool[_grid(num_results, channels)](
-            images,
-            results,
-            codes,
-            num_results,
-            height,
-            width,
-            num_rows,
-            num_columns,
-            channels // TOGETHER,
-            **window.settings(),
-            IS_MAX=is_max,
-            COUNTS_PADDING=counts_padding,
-            HAS_CODES=has_codes,
-            PIXELS=_PIXELS,
-            CHANNELS=_width(channels),
-        )
+        codes = torch.empty_like(results, dtype=torch.uint8) if has_codes else results
+        flags = {"IS_MAX": is_max, "COUNTS_PADDING": counts_padding, "HAS_CODES": has_codes}
+        _run(_pool, (images, results, codes), results, images, results, window, flags)
         if has_codes:
             ctx.save_for_backward(codes)
-        ctx.told = images.shape, window, is_max, counts_padding
+        ctx.told = images.shape[2:], window, is_max, counts_padding
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (batch, channels, height, width), window, is_max, counts_padding = ctx.told
+        sizes, window, is_max, counts_padding = ctx.told
         gradients = gradients.contiguous(memory_format=torch.channels_last)
-        results = _like(gradients, height, width)
-        codes = ctx.saved_tensors[0] if is_max else results
-        num_pixels = batch * height * width
-        _pool_backward[_grid(num_pixels, channels)](
-            gradients,
-            codes,
-            results,
-            num_pixels,
-            height,
-            width,
-            *gradients.shape[2:],
-            channels // TOGETHER,
-            **window.settings(),
-            IS_MAX=is_max,
-            COUNTS_PADDING=counts_padding,
-            PIXELS=_PIXELS,
-            CHANNELS=_width(channels),
-        )
-        return results, None, None, None
+        made = _like(gradients, *sizes)
+        codes = ctx.saved_tensors[0] if is_max else made
+        flags = {"IS_MAX": is_max, "COUNTS_PADDING": counts_padding}
+        _run(_pool_backward, (gradients, codes, made), made, made, gradients, window, flags)
+        return made, None, None, None
 
 
-def _like(images: Tensor, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+def _like(images: Tensor, height: int, width: int) -> Tensor:
     shape = (*images.shape[:2], height, width)
-    dtype = images.dtype if dtype is None else dtype
-    return torch.empty(shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)
+    return torch.empty(shape, dtype=images.dtype, device=images.device, memory_format=torch.channels_last)
 
 
-def _width(channels: int) -> int:
-    return min(_CHANNELS, int(triton.next_power_of_2(channels)))
-
-
-def _grid(num_pixels: int, channels: int) -> tuple[int, int]:
-    return triton.cdiv(num_pixels, _PIXELS), triton.cdiv(channels, _width(channels))
+def _run(
+    kernel: Any,
+    tensors: tuple[Tensor, ...],
+    made: Tensor,
+    images: Tensor,
+    results: Tensor,
+    window: Window,
+    flags: dict[str, bool],
+) -> None:
+    """A program for some pixels and channels of what is made; images and results are those of forward, or their
+    gradients.
+    """
+    batch, channels, height, width = made.shape
+    num_pixels, together = batch * height * width, min(_CHANNELS, int(triton.next_power_of_2(channels)))
+    grid = triton.cdiv(num_pixels, _PIXELS), triton.cdiv(channels, together)
+    sizes = *images.shape[2:], *results.shape[2:], channels // TOGETHER
+    kernel[grid](*tensors, num_pixels, *sizes, **window.settings(), **flags, PIXELS=_PIXELS, CHANNELS=together)
