@@ -14,7 +14,9 @@ from weft.mesh import Mesh
 from weft.models.vision import pools
 from weft.models.vision.pools import avg_pool2d, has_wrong_gradient, mend_averages
 from weft.parallel import parallelize
-from weft.plan import Plan
+from weft.plan import Plan, Tile
+from weft.spatial.place import Grid
+from weft.spatial.view import View
 from weft.train.batches import as_on_gpus
 
 
@@ -118,6 +120,16 @@ def test_parallel_models_are_mended() -> None:
     model = parallelize(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 1, 1)), plan, Mesh(plan, "cpu"))
     assert isinstance(model, nn.Sequential)
     assert isinstance(model[1], pools._Average)
+
+
+def test_whole_images_behind_tiles_are_mended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms: list[tuple[int, ...]] = []
+    monkeypatch.setattr(pools, "has_wrong_gradient", lambda images, padding: forms.append(images.shape))
+    mesh = Mesh(Plan(), "cpu")
+    with View(Grid(mesh["rows"], mesh["columns"], mesh["tile"]), Tile()):
+        found = F.avg_pool2d(images(), 3, stride=1, padding=1)
+    assert torch.equal(found, F.avg_pool2d(images(), 3, 1, 1))
+    assert forms == [(2, 3, 8, 7)]
 
 
 def test_images_on_gpus_have_channels_last() -> None:

@@ -86,6 +86,7 @@ def test_when_to_compile(run: Any) -> None:
     tiled = replace(asked, plan=replace(run.plan, tile=Tile(2)))
     with pytest.raises(ConfigError, match=r"train.compile = true, but with tile = 2"):
         wants_compile(tiled, cpu)
+    assert not wants_compile(replace(tiled, train=run.train), CUDA)
 
 
 def test_images_are_compiled_with_what_lies_around_blocks() -> None:
