@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import weft.parallel
 from weft.mesh import Mesh
 from weft.models.vision import pools
 from weft.models.vision.pools import avg_pool2d, has_wrong_gradient, mend_averages
@@ -17,6 +18,7 @@ from weft.parallel import parallelize
 from weft.plan import Plan, Tile
 from weft.spatial.place import Grid
 from weft.spatial.view import View
+from weft.strategy import Strategy
 from weft.train.batches import as_on_gpus
 
 
@@ -115,10 +117,19 @@ def test_what_torchs_compiler_gets_right_is_compiled(settings: tuple[Any, ...], 
     assert ("avg_pool2d" in functions) == is_compiled
 
 
-def test_parallel_models_are_mended() -> None:
-    plan = Plan()
-    model = parallelize(nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 1, 1)), plan, Mesh(plan, "cpu"))
-    assert isinstance(model, nn.Sequential)
+def test_parallel_models_are_mended_when_all_else_is_done() -> None:
+    plan, seen = Plan(), list[type]()
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 1, 1))
+
+    class Looks(Strategy):
+        def apply(self, model: nn.Module, *rest: Any) -> nn.Module:
+            seen.extend(type(module) for module in model.modules())
+            return model
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(weft.parallel, "STRATEGIES", (*weft.parallel.STRATEGIES, Looks()))
+        parallelize(model, plan, Mesh(plan, "cpu"))
+    assert nn.AvgPool2d in seen  # by which couples of convolutions are found
     assert isinstance(model[1], pools._Average)
 
 

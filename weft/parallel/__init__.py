@@ -95,8 +95,6 @@ def parallelize(
             )
     if tiling is not None:
         mark(model, tiling)
-    else:
-        mend_averages(model)
     if plan.pipe.degree == 1:
         return _lay_out(plan, mesh, model, values)
     pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_lay_out, plan, mesh))
@@ -110,6 +108,8 @@ def _lay_out(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) -> nn.Mod
     local = partial(_local_value, model, values)
     for strategy in STRATEGIES:
         model = strategy.apply(model, plan, mesh, local)
+    if not plan.is_viewed:  # a view mends what it sees
+        mend_averages(model)  # last: strategies know layers by their types
     return model
 
 
