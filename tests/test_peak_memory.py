@@ -38,6 +38,7 @@ from weft.train.step import Batch, train_step
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 SEQUENCE = 64  # half of the example's, for time
+NARROW = ("model.hidden_size=48", "model.intermediate_size=128")  # where a CPU may be 300 times slower: it has no bf16
 LAW = 0.05
 
 PLANS: dict[str, Plan] = {
@@ -58,7 +59,8 @@ PLANS: dict[str, Plan] = {
 
 def make_run(plan: Plan) -> Run:
     """The quickstart under another plan, with two micro-batches of 4 or one of 8; four where there is a pipeline."""
-    run = load_run(QUICKSTART, [f"data.sequence={SEQUENCE}"])
+    narrow = NARROW if plan.precision == "bf16" else ()
+    run = load_run(QUICKSTART, [f"data.sequence={SEQUENCE}", *narrow])
     batch = (16 if plan.pipe.degree > 1 else 8) * plan.num_batch_ranks
     return replace(run, plan=plan, train=replace(run.train, batch=batch))
 

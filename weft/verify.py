@@ -34,6 +34,7 @@ from weft.pipeline.schedules import make_schedule
 from weft.plan import BatchSplit, Memory, Plan, split_batch
 from weft.profile import Profile, profile
 from weft.sequential import (
+    EPSILON,
     LEARNING_RATE,
     BatchFn,
     ModelFn,
@@ -241,7 +242,7 @@ class _Watch:
 
 
 def _optimizer(model: nn.Module) -> Optimizer:
-    return weft.optim.AdamW(model, lr=LEARNING_RATE) if all_units(model) else make_optimizer(model)
+    return weft.optim.AdamW(model, lr=LEARNING_RATE, eps=EPSILON) if all_units(model) else make_optimizer(model)
 
 
 def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit) -> Profile:

@@ -1,7 +1,8 @@
 """How a model comes to be: its modules from a config, and its first values from a seed.
 
 Every parameter is drawn from its own generator, keyed by (seed, parameter name). The values therefore do not depend
-on the order of drawing, on which rank draws, on the device or on the dtype: any layout starts from the same model.
+on the order of drawing, on which rank draws, on the device or on the dtype: any layout starts from the same model (on
+CPUs of another kind, from one that may differ in last bits: torch's normal values take the CPU's own logarithm).
 All are normal; norms are one, biases zero. Models of language have the scheme of GPT-2: deviation 0.02, and projections
 that write to the residual stream scaled by 1 / sqrt(2 * layers). Models of images have that of He et al. (2015), for
 convolutions by what leaves them, as in torchvision: deviation sqrt(2 / (outputs × kernel)).

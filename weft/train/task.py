@@ -94,9 +94,8 @@ class ImageTask(Task):
 
     def shrunk(self, model: ModelConfig) -> ImageTask:
         assert isinstance(model, VisionConfig)
-        step = model.size_multiple
-        height, width = (min(size, -(-SMALL_SIZE // step) * step) for size in self.shape[:2])
-        return replace(self, shape=Shape(height, width, self.shape.channels))
+        size = -(-SMALL_SIZE // model.size_multiple) * model.size_multiple
+        return replace(self, shape=Shape(size, size, self.shape.channels))
 
     def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
         assert isinstance(model, VisionConfig)
