@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tensor_for_tests import SHIPPED, TRANSFORMERS, token_batch
 from torch import Tensor, nn
 
+import weft.head
 from weft.errors import PlanError
 from weft.head import install_loss_head, is_loss_in_head, loss_head_of
 from weft.live import LiveTensors
@@ -155,6 +156,34 @@ def test_logits_that_are_used_stay_whole(way: str) -> None:
     model = Capped(way)
     install_loss_head(model)
     assert loss_head_of(model) is None
+
+
+@pytest.mark.parametrize("way", ["as made", "hook", "hook of the head", "forward", "subclass"])
+@pytest.mark.parametrize("make", SHIPPED.values(), ids=SHIPPED.keys())
+def test_shipped_models_are_not_asked_unless_they_were_changed(make: Callable[[], nn.Module], way: str) -> None:
+    model: Any = make()
+    if way == "hook":
+        model.register_forward_hook(lambda _, __, logits: torch.tanh(logits))
+    elif way == "hook of the head":
+        model.lm_head.register_forward_hook(lambda _, __, logits: torch.tanh(logits))
+    elif way == "forward":
+        inner = model.forward
+        model.forward = lambda *arguments: torch.tanh(inner(*arguments))
+    elif way == "subclass":
+        of_class = type(model).forward
+        model.__class__ = type("Subclass", (type(model),), {"forward": lambda *given: torch.tanh(of_class(*given))})
+    install_loss_head(model)
+    assert (loss_head_of(model) is not None) == (way == "as made")
+
+
+@pytest.mark.parametrize("make", SHIPPED.values(), ids=SHIPPED.keys())
+def test_shipped_models_would_answer_the_same(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weft.head, "_is_shipped", lambda *_: False)
+    model: Any = make()
+    install_loss_head(model)
+    head = loss_head_of(model)
+    assert head is not None
+    assert head.module is model.lm_head
 
 
 def test_labels_for_other_positions_are_refused() -> None:

@@ -1,9 +1,9 @@
 """The model's head as the place where its loss is computed, so that logits never exist whole (`models/loss.py`).
 
 A model is not edited: the forward of its last linear gives the loss while labels are set, and logits otherwise. That
-needs a model that returns the linear's result as it is. Whether it does is asked by running it on fake tensors (shapes
-only) with made-up tokens, and watching every operation on that result: one that is not foreseen, and the loss is
-computed from whole logits.
+needs a model that returns the linear's result as it is. weft's own do; of another it is asked by running it on fake
+tensors (shapes only) with made-up tokens, and watching every operation on that result: one that is not foreseen, and
+the loss is computed from whole logits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from weft.blocks import find_blocks
 from weft.ends import HARMLESS, NUM_TOKENS
 from weft.errors import PlanError
+from weft.models.decoder import Decoder
+from weft.models.gpt2 import GPT2
 from weft.models.loss import RowsLoss, head_loss, rows_loss
 from weft.plan import Plan
 from weft.substitute import call_with
@@ -116,8 +118,13 @@ def _find_head(model: nn.Module) -> nn.Linear | None:
     linears = [module for _, module in outside if type(module) is nn.Linear]
     if not blocks or not linears or not any(isinstance(module, nn.Embedding) for _, module in outside):
         return None
+    head = linears[-1]
+    if head._forward_hooks:  # which would be given a loss
+        return None
+    if _is_shipped(model):
+        return head
     watch = _Watch()
-    handle = linears[-1].register_forward_hook(watch.take)
+    handle = head.register_forward_hook(watch.take)
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
@@ -135,7 +142,12 @@ def _find_head(model: nn.Module) -> nn.Linear | None:
         handle.remove()
         for module, was_training in modes:
             module.training = was_training
-    return linears[-1] if is_returned else None
+    return head if is_returned else None
+
+
+def _is_shipped(model: nn.Module) -> bool:
+    """Whether a model is one of weft's own, as it was made: they return what their last linear gives."""
+    return type(model) in (Decoder, GPT2) and "forward" not in model.__dict__ and not model._forward_hooks
 
 
 class _Watch(TorchDispatchMode):

@@ -103,7 +103,7 @@ def make_model(model_fn: ModelFn) -> nn.Module:
 
 def make_optimizer(model: nn.Module) -> Optimizer:
     """The one that both sides of a proof train with."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     trained = trained or [torch.zeros(0, requires_grad=True)]  # of a frozen stage
     return AdamW(trained, lr=LEARNING_RATE, eps=EPSILON, fused=True)
 
