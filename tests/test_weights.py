@@ -268,10 +268,11 @@ def test_gradients_that_nobody_keeps_leave_nothing() -> None:
 
 def test_micro_batches_are_computed_twice(tmp_path: Path) -> None:
     path = runs.write_run_file(tmp_path, runs.DEEP)
-    overrides = ['plan.precision="bf16"', "plan.micro_batch=8", "numbers.repeat_every=1", "train.steps=4"]
+    overrides = ['plan.precision="bf16"', "plan.micro_batch=2", "train.batch=4", "train.steps=4"]
+    repeated = ["numbers.repeat_every=1", "train.deterministic=true"]
     found = []
     for name, share in (("here", 0.0), ("away", 1.0)):
-        one = runs.make_run(path, name, *overrides, "train.deterministic=true", f"plan.memory={{weights={share}}}")
+        one = runs.make_run(path, name, *overrides, *repeated, f"plan.memory={{weights={share}}}")
         runs.train_on_ranks(one)
         found.append(runs.losses(one.folder))
     assert found[0] == found[1]
@@ -312,7 +313,7 @@ def test_a_run_resumes_under_another_share(plan: Plan, first: float, second: flo
 
 def test_a_run_file_trains_and_resumes(tmp_path: Path) -> None:
     path = runs.write_run_file(tmp_path, runs.DEEP)
-    overrides = ['plan.precision="bf16"', "plan.micro_batch=8"]
+    overrides = ['plan.precision="bf16"', "plan.micro_batch=2", "train.batch=4"]
     whole = runs.make_run(path, "whole", *overrides)
     runs.train_on_ranks(whole)
     resumed = runs.make_run(path, "resumed", *overrides, "plan.memory={weights=0.5}")
