@@ -241,8 +241,9 @@ def test_doctor_in_json_and_in_words(weft: Weft) -> None:
     found = weft("doctor", "--json").json
     assert set(found) == {
         *("versions", "machine", "devices", "backends", "cpu_cores", "memory_free_bytes", "shared_memory_bytes"),
-        *("launcher", "all_reduce", "warnings"),
+        *("launcher", "all_reduce", "warnings", "core_flops_per_second"),
     }
+    assert all(found["core_flops_per_second"][name] > 0 for name in ("fp32", "bf16"))
     assert found["versions"]["torch"] == torch.__version__
     assert "gloo" in found["backends"]
     assert found["launcher"] == "none; weft starts local processes itself"
@@ -252,6 +253,15 @@ def test_doctor_in_json_and_in_words(weft: Weft) -> None:
     assert left.status == 0
     assert "all-reduce of 4.0 MiB" in left.out
     assert "between 3 local ranks" in left.out
+
+
+@pytest.mark.parametrize("seconds", [1.0, 300.0])
+def test_doctor_tells_of_slow_bf16(weft: Weft, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    monkeypatch.setattr(
+        "weft.doctor.cpu_flops_per_second", lambda dtype: 3e10 if dtype == torch.float32 else 3e10 / seconds
+    )
+    warnings = weft("doctor", "--json").json["warnings"]
+    assert any("bf16 takes 300 times as long as one of fp32" in one for one in warnings) == (seconds == 300)
 
 
 def test_doctor_sees_a_broken_launcher(weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,8 @@ def show_findings(console: Console, findings: Mapping[str, Any]) -> None:
     }
     for key in ("memory_free_bytes", "shared_memory_bytes"):
         rows[key] = "unknown" if rows[key] is None else format_bytes(rows[key])
+    rates = findings["core_flops_per_second"]
+    rows["core_flops_per_second"] = ", ".join(f"{name} {rate / 1e9:,.1f} G" for name, rate in rates.items())
     rows["backends"] = ", ".join(findings["backends"])
     rows |= {f"device {i}": ", ".join(f"{k} {v}" for k, v in d.items()) for i, d in enumerate(findings["devices"])}
     rows["versions"] = ", ".join(f"{name} {found or 'missing'}" for name, found in findings["versions"].items())

@@ -19,12 +19,15 @@ from weft.comm import all_reduce
 from weft.errors import WeftError
 from weft.launch import detect
 from weft.local import run_local
+from weft.measure import cpu_flops_per_second
 from weft.mesh import Mesh
+from weft.parallel.layout import COMPUTE_DTYPE
 from weft.plan import Plan
 
 PACKAGES = ("weft", "torch", "numpy", "safetensors", "typer", "rich", "tokenizers", "pyarrow", "transformers")
 MESSAGE_BYTES = (4 * 1024, 4 * 1024 * 1024)
 SMALL_SHARED_MEMORY_BYTES = 1 << 30
+SLOW_BF16 = 4  # times as long as fp32
 
 
 def examine(environ: Mapping[str, str], num_ranks: int = 2) -> dict[str, Any]:
@@ -38,6 +41,7 @@ def examine(environ: Mapping[str, str], num_ranks: int = 2) -> dict[str, Any]:
         "devices": _devices(),
         "backends": [name for name in ("gloo", "nccl", "mpi", "ucc") if _has_backend(name)],
         "cpu_cores": cluster.node.num_cpu_cores,
+        "core_flops_per_second": {name: cpu_flops_per_second(COMPUTE_DTYPE[name]) for name in ("fp32", "bf16")},
         "memory_free_bytes": _memory_free_bytes(),
         "shared_memory_bytes": shared.total if shared else None,
         "launcher": _launcher(environ),
@@ -128,6 +132,10 @@ def _warnings(findings: Mapping[str, Any]) -> list[str]:
         warnings.append("torch has no Gloo; verification and CPU training cannot run")
     if findings["devices"][0]["kind"] == "cuda" and "nccl" not in findings["backends"]:
         warnings.append("torch sees GPUs but has no NCCL; several GPUs cannot train together")
+    rates = findings["core_flops_per_second"]
+    if findings["devices"][0]["kind"] == "cpu" and rates["bf16"] < rates["fp32"] / SLOW_BF16:
+        slower = f"{rates['fp32'] / rates['bf16']:.0f} times"
+        warnings.append(f"a matmul of bf16 takes {slower} as long as one of fp32 here; train with precision = 'fp32'")
     if os.environ.get("OMP_NUM_THREADS") == "1" and findings["cpu_cores"] > 1:
         warnings.append("OMP_NUM_THREADS = 1 keeps a single process on one core")
     return warnings

@@ -10,7 +10,8 @@ import torch
 
 from weft.cluster import Cluster
 
-SIDE = 384  # of the matrices
+SIDE, SMALL_SIDE = 384, 64  # of the matrices
+LONG_SECONDS = 0.1
 ASSUMED_FLOPS_PER_SECOND = 5e10  # of a core
 ASSUMED_BYTES_PER_SECOND = 1e10  # of the machine's memory
 
@@ -38,18 +39,27 @@ def with_assumed_rates(cluster: Cluster) -> Cluster:
     return replace(cluster, node=replace(node, device=device))
 
 
-@lru_cache(maxsize=1)
-def cpu_flops_per_second() -> float:
-    """What one core of this machine does in a matmul, measured in a fraction of a second."""
+@lru_cache
+def cpu_flops_per_second(dtype: torch.dtype = torch.float32) -> float:
+    """What one core of this machine does in a matmul, measured in a fraction of a second.
+
+    By small matrices where large ones would take long: without instructions for bf16, torch takes hundreds of times as
+    long as for fp32.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        left, right = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
-        best = float("inf")
-        for _ in range(8):
-            start = time.perf_counter()
-            left @ right
-            best = min(best, time.perf_counter() - start)
+        found = _matmul_rate(SMALL_SIDE, dtype)
+        return _matmul_rate(SIDE, dtype) if 2 * SIDE**3 / found < LONG_SECONDS else found
     finally:
         torch.set_num_threads(threads)
-    return float(2 * SIDE**3 / best)
+
+
+def _matmul_rate(side: int, dtype: torch.dtype) -> float:
+    left, right = (torch.randn(side, side).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(8):
+        start = time.perf_counter()
+        left @ right
+        best = min(best, time.perf_counter() - start)
+    return float(2 * side**3 / best)

@@ -363,4 +363,5 @@ def _flops_per_second(run: Run, cluster: Cluster) -> float | None:
         return peak * ASSUMED_EFFICIENCY
     if not is_cpu(cluster) or run.cluster != "local":
         return None
-    return cpu_flops_per_second() * cluster.node.num_cpu_cores / max(cluster.node.num_cpu_cores, run.plan.num_ranks)
+    rate = cpu_flops_per_second(COMPUTE_DTYPE[run.plan.precision])
+    return rate * cluster.node.num_cpu_cores / max(cluster.node.num_cpu_cores, run.plan.num_ranks)
