@@ -10,7 +10,7 @@ import torch._dynamo  # optimizers and fake tensors import it (for seconds): her
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
-if torch.backends.mkldnn.is_acl_available():  # on ARM: its threads do not come along with a fork, and it waits for them
+if torch.backends.mkldnn.is_acl_available():  # on ARM, where forked processes would wait for its threads
     torch.backends.mkldnn.set_flags(_enabled=False)
 # Started in the background, a process ignores Ctrl-C and so do its children, which some tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

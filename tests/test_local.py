@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -175,3 +177,27 @@ def test_runs_follow_each_other_without_disturbing() -> None:
 def test_a_rank_that_ends_at_once_does_not_break_those_still_connecting() -> None:
     for _ in range(5):
         assert run_local(lambda rank: rank, 8) == list(range(8))
+
+
+COMPUTES = """
+import torch
+from weft.local import run_local
+
+linear, inputs = torch.nn.Linear(256, 256), torch.randn(64, 256)
+
+def compute(_):
+    loss = linear(inputs).sum()
+    loss.backward()
+    return float(loss)
+
+assert compute(0) == compute(0)
+print(len(run_local(compute, 2, timeout_seconds=30)), "ranks")
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ranks_compute_where_this_process_has_computed(threads: int) -> None:
+    """Threads that libraries of matmuls have started here are not there in a forked rank."""
+    script = f"import torch\ntorch.set_num_threads({threads})\n{COMPUTES}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "2 ranks\n", done.stderr

@@ -92,6 +92,8 @@ def _child(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Pa
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
             torch.set_num_threads(1)
+            if torch.backends.mkldnn.is_acl_available():  # on ARM: it would wait for threads that are not forked
+                torch.backends.mkldnn.set_flags(_enabled=False)
             if torch.cuda._is_in_bad_fork():
                 _hide_accelerators()
             if num_ranks > 1:
