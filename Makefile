@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml
 train: install   ## the main job: plan, prove, train, save and sample a small Llama on 4 processes
 	$(BIN)/weft train examples/quickstart.toml
 
-test: install    ## every test (about 21 minutes on 2 cores)
-	$(PYTEST)
+test: install    ## every test, in two processes
+	$(PYTEST) --numprocesses 2 --dist loadfile
 
 check: install   ## format, lint, types and the tests without processes, in about a minute
 	$(BIN)/ruff format --check .

@@ -119,12 +119,10 @@ def _find_head(model: nn.Module) -> nn.Linear | None:
     if not blocks or not linears or not any(isinstance(module, nn.Embedding) for _, module in outside):
         return None
     head = linears[-1]
-    if head._forward_hooks:  # which would be given a loss
-        return None
-    if _is_shipped(model):
+    if _is_shipped(model, head):
         return head
     watch = _Watch()
-    handle = head.register_forward_hook(watch.take)
+    handle = head.register_forward_hook(watch.take, prepend=True)  # hooks of others may use the result, too
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
@@ -145,9 +143,10 @@ def _find_head(model: nn.Module) -> nn.Linear | None:
     return head if is_returned else None
 
 
-def _is_shipped(model: nn.Module) -> bool:
+def _is_shipped(model: nn.Module, head: nn.Linear) -> bool:
     """Whether a model is one of weft's own, as it was made: they return what their last linear gives."""
-    return type(model) in (Decoder, GPT2) and "forward" not in model.__dict__ and not model._forward_hooks
+    has_hooks = bool(model._forward_hooks or head._forward_hooks)
+    return type(model) in (Decoder, GPT2) and "forward" not in model.__dict__ and not has_hooks
 
 
 class _Watch(TorchDispatchMode):
