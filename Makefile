@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml
 train: install   ## the main job: plan, prove, train, save and sample a small Llama on 4 processes
 	$(BIN)/weft train examples/quickstart.toml
 
-test: install    ## every test, in two processes
+test: install    ## every test, in two processes (about 20 minutes on 2 slow cores)
 	$(PYTEST) --numprocesses 2 --dist loadfile
 
 check: install   ## format, lint, types and the tests without processes, in about a minute
