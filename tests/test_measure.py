@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import weft.measure
+import weft.predict
+from weft.cluster import local_cluster
+from weft.config import load_run
 from weft.measure import LONG_SECONDS, SIDE, SMALL_SIDE, cpu_flops_per_second
+from weft.predict import predict
+
+QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +23,7 @@ def _measured_anew() -> Iterator[None]:
     cpu_flops_per_second.cache_clear()
     yield
     cpu_flops_per_second.cache_clear()
+    torch.set_num_threads(1)
 
 
 def test_each_dtype_has_its_own_rate() -> None:
@@ -34,7 +42,17 @@ def test_where_a_matmul_takes_long_a_small_one_is_measured(
         return rate + side
 
     monkeypatch.setattr(weft.measure, "_matmul_rate", measured)
-    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
     assert cpu_flops_per_second(torch.bfloat16) == rate + sides[-1]
     assert asked == sides
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 2
+
+
+def test_a_run_is_predicted_by_the_rate_of_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.float32: 4e9, torch.bfloat16: 1e9}
+    monkeypatch.setattr(weft.predict, "cpu_flops_per_second", rates.__getitem__)
+    alone = ["plan.data=1", "plan.shard=1"]
+    runs = [load_run(QUICKSTART, [*alone, f'plan.precision="{name}"']) for name in ("fp32", "bf16")]
+    fast, slow = (predict(run, local_cluster(1, on_cpu=True)).step_seconds for run in runs)
+    assert fast is not None
+    assert slow == pytest.approx(4 * fast, rel=0.01)
