@@ -7,10 +7,10 @@ TORCH ?= torch==2.13.0
 PYTEST := $(BIN)/python -m pytest
 FAST := $(addprefix tests/test_,plan.py config.py schedule.py layout.py order.py cluster.py safety.py models.py)
 
-.PHONY: help install train test check soak bench format clean
+.PHONY: help install train test test-gpu check soak bench format clean
 
 help:            ## list the commands
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(STAMP) ## make .venv with weft and all it needs to train and test
 
@@ -26,6 +26,12 @@ train: install   ## the main job: plan, prove, train, save and sample a small Ll
 
 test: install    ## every test, in two processes (about 20 minutes on 2 slow cores)
 	$(PYTEST) --numprocesses 2 --dist loadfile
+
+# With the python that has CUDA's torch, pytest, pytest-xdist and hypothesis: .venv has the CPU's.
+# PART=axes, training or failures: each takes a few minutes on an H200.
+test-gpu:        ## every CUDA path through the commands, on a machine with a GPU; skipped with a reason elsewhere
+	$(PYTHON) -m pytest tests/gpu$(if $(PART),/test_$(PART).py) --numprocesses 6 --dist loadgroup \
+		--results benchmarks/results/test-gpu$(if $(PART),-$(PART)).json
 
 check: install   ## format, lint, types and the tests without processes, in about a minute
 	$(BIN)/ruff format --check .

@@ -6,7 +6,6 @@ import io
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +18,12 @@ from typer.testing import CliRunner
 from weft import __version__, cli, train_command
 from weft.checkpoint import steps
 from weft.config import load_run
+from weft.devices import Gpu, described
 from weft.display import LiveReporter, format_bytes, format_seconds, step_line
+from weft.jobs import prove
 from weft.predict import run_cluster
 from weft.train.metrics import StepMetrics
-from weft.verify import Check, verify_run
+from weft.verify import Check
 
 COMMANDS = ("train", "plan", "verify", "chaos", "export", "generate", "doctor")
 
@@ -121,11 +122,8 @@ def test_the_local_cluster_is_this_machine_as_often_as_there_are_hosts(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two hosts of two GPUs each run four ranks; this machine alone would have too few."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8 << 30))
-    cluster = run_cluster(load_run(run_file, ["plan.data=4"]), num_hosts=2)
+    with described([Gpu("Some GPU", 8 << 30, 8 << 30, (8, 0))] * 2):
+        cluster = run_cluster(load_run(run_file, ["plan.data=4"]), num_hosts=2)
     assert (cluster.num_nodes, cluster.node.num_devices) == (2, 2)
 
 
@@ -223,11 +221,11 @@ def test_verify_fails_with_status_1_when_the_plan_is_wrong(
 def test_training_does_not_start_when_the_proof_fails(
     run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(run: Any) -> Any:
-        report = verify_run(run)
+    def broken(nursery: Any, run: Any) -> Any:
+        report = prove(nursery, run)
         return replace(report, checks=(*report.checks, Check("sum", "1", "2", "rank 0", False)))
 
-    monkeypatch.setattr(train_command, "verify_run", broken)
+    monkeypatch.setattr(train_command, "prove", broken)
     left = weft("train", run_file, "folder=run", "train.steps=3")
     assert left.status == 1
     assert "weft: 1 process differs from the sequential model in sum: expected 1, found 2 (rank 0)" in left.err

@@ -12,7 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft import cluster as clusters
-from weft.cluster import CATALOG, Cluster, Device, Link, Node, describe, load, names, read_entry, ring_seconds
+from weft.cluster import (
+    CATALOG,
+    Cluster,
+    Device,
+    Link,
+    Node,
+    describe,
+    load,
+    local_cluster,
+    names,
+    read_entry,
+    ring_seconds,
+)
+from weft.devices import Gpu
 from weft.errors import ConfigError, PlanError
 
 NODES = ["a100-40", "a100-80", "gh200", "h100", "h100-500w", "h200", "mi250x", "v100-16", "v100-32"]
@@ -373,11 +386,8 @@ def test_bad_collectives_are_refused() -> None:
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch, name: str, count: int = 2) -> None:
-    properties = type("Properties", (), {"total_memory": 150_000_000_000})()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    found = (Gpu(name, 150_000_000_000, 140_000_000_000, (9, 0)),) * count
+    monkeypatch.setattr("weft.cluster.gpus", lambda: found)
 
 
 def test_a_local_cpu_shares_its_memory_and_has_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,8 +411,12 @@ def test_a_recognised_local_gpu_has_the_rates_of_the_catalog(monkeypatch: pytest
     assert cluster.node.device.memory_bytes == 150_000_000_000
     assert cluster.node.intra == h200.intra
     assert load("local:1x1").num_devices == 1
-    with pytest.raises(ConfigError, match="asks for 3 devices but this machine has 2 CUDA devices"):
+    with pytest.raises(
+        ConfigError, match=r"3 ranks need as many GPUs, and this machine has 2; .*train.share_gpus=true"
+    ):
         load("local:1x3")
+    shared = local_cluster(3, share=True)
+    assert (shared.num_devices, shared.node.device.memory_bytes) == (3, 75_000_000_000)
 
 
 def test_an_unknown_local_gpu_has_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:

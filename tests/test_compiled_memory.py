@@ -27,13 +27,13 @@ from weft.blocks import find_blocks
 from weft.cluster import Cluster, load, local_cluster
 from weft.config import load_run
 from weft.memory.compiled import compiled, under
-from weft.memory.partition import Partition, partition
+from weft.memory.partition import Partition
 from weft.models import DecoderConfig, GPT2Config, build
 from weft.models.loss import token_loss
 from weft.parallel import cost
 from weft.plan import Memory, Plan, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.predict import predict
+from weft.predict import _profile_of, predict
 from weft.profile import Profile, profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -186,18 +186,28 @@ def test_what_cannot_be_traced_counts_as_uncompiled(monkeypatch: pytest.MonkeyPa
     assert [block.saved_bytes for block in compiled(eager).blocks] == [block.saved_bytes for block in eager.blocks]
 
 
-def test_where_torch_has_accelerators_blocks_are_traced_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def trace(*args: Any) -> Partition:
-        here.append(args)
-        return partition(*args)
+def test_a_block_that_cannot_be_traced_counts_as_uncompiled_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Partition:
+        raise RuntimeError("Cannot re-initialize CUDA\nin a forked process")
 
-    here: list[Any] = []
-    expected = compiled(profiled(MODELS["llama"]())).blocks
-    monkeypatch.setattr(weft.memory.compiled, "partition", trace)
+    run, gpu = load_run(write_run_file(tmp_path)), load("h200:1x1")
     monkeypatch.setattr(weft.memory.compiled, "_found", {})
-    monkeypatch.setattr(torch.version, "cuda", "12.0")
-    assert compiled(profiled(MODELS["llama"]())).blocks == expected
-    assert not here
+    predict_again = _profile_of.cache_clear
+    predict_again()
+    whole = predict(run, gpu)
+    assert not whole.assumptions
+    assert "assumptions" not in whole.to_json()
+    monkeypatch.setattr(weft.memory.compiled, "partition", fail)
+    monkeypatch.setattr(weft.memory.compiled, "_found", {})
+    predict_again()
+    found = predict(run, gpu)
+    predict_again()
+    assert found.cost.saved_bytes > whole.cost.saved_bytes
+    (text,) = found.to_json()["assumptions"]
+    assert text.startswith("block 'model.layers.0' and ")
+    assert "could not be traced as compiled (RuntimeError: Cannot re-initialize CUDA)" in text
 
 
 def test_predictions_are_of_compiled_blocks_where_a_run_compiles(tmp_path: Path) -> None:

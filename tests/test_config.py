@@ -37,7 +37,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         raise AssertionError("a process or a group was started for a run that cannot work")
 
     for name in (
-        "weft.train_command.verify_run",
+        "weft.train_command.prove",
         "weft.train_command.start_ranks",
         "weft.train.setup.init_process_group",
     ):

@@ -120,6 +120,10 @@ def test_the_exported_folder_writes_the_same_text(folder: Path, tmp_path: Path) 
 class Fixed(nn.Module):
     """Likes token 98 ('b') best, then 97 ('a'), then the end; all else is impossible."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         self.seen = tokens.shape[1]
         logits = torch.full((*tokens.shape, 300), -1e9)

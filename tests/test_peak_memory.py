@@ -20,8 +20,6 @@ from weft.cluster import local_cluster
 from weft.config import Run, load_run
 from weft.live import LiveTensors
 from weft.local import run_local
-from weft.memory.peaks import Peaks
-from weft.memory.recompute import transient
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, build, initialise, token_loss
 from weft.parallel import cost, parallelize, state_tensors
@@ -30,7 +28,7 @@ from weft.pipeline.held import answers
 from weft.pipeline.schedules import make_schedule
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.predict import example_inputs, micro_batch_profile, predict
+from weft.predict import example_inputs, predict
 from weft.profile import profile
 from weft.strategy import Transient
 from weft.train.state import make_optimizer
@@ -167,22 +165,6 @@ def test_what_lies_beside_regions_is_saved_whole(model_fn: Any, tensor: TensorPl
     found = profile(model_fn(), lambda: (tokens,), lambda logits: token_loss(logits, tokens))
     measured = max(shared.saved_bytes_of_ranks(model_fn, plan, (tokens, tokens)))
     assert cost(found, plan, split_batch(plan, 4, 32)).saved_bytes == pytest.approx(measured, rel=0.01)
-
-
-def test_where_torch_has_accelerators_backward_runs_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, inside, here = micro_batch_profile(make_run(PLANS["data 2"])), weft.memory.peaks._run, []
-
-    def run(*args: Any) -> Peaks:
-        here.append(args)
-        return inside(*args)
-
-    expected = transient(found, "full")
-    assert found.source is not None
-    found.source.found.clear()
-    monkeypatch.setattr(weft.memory.peaks, "_run", run)
-    monkeypatch.setattr(torch.version, "cuda", "12.0")
-    assert transient(found, "full") == expected
-    assert not here
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "bidirectional"])

@@ -19,6 +19,7 @@ from weft import __version__
 from weft.chaos import KINDS, StruckNursery
 from weft.chaos_command import ChaosOptions, run_chaos
 from weft.config import load_run
+from weft.devices import gpus
 from weft.display import (
     byte_progress,
     make_console,
@@ -28,15 +29,13 @@ from weft.display import (
 )
 from weft.doctor import examine
 from weft.errors import ConfigError, WeftError
+from weft.jobs import command_nursery, prove
 from weft.launch import detect
-from weft.nursery import Nursery
 from weft.plan_command import PlanOptions, named_run, predict_plan, search_plans, split_off_file
 from weft.planning import has_layout
-from weft.start import import_for_ranks
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train_command import PROMPT, train_here, train_under_launcher
-from weft.verify import verify_run
 
 app = typer.Typer(
     name="weft",
@@ -64,7 +63,7 @@ def train_command(
     if place is not None:
         train_under_launcher(load_run(run_file, overrides or []), place, fresh, as_json)
         return
-    with Nursery(_run_as_rank, import_for_ranks) as nursery:  # first: before this process has threads or a GPU
+    with command_nursery(_run_as_rank) as nursery:
         train_here(nursery, run_file, overrides or [], verify, fresh, as_json)
 
 
@@ -99,15 +98,11 @@ def plan_command(
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     asks = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
-    if model is not None:
-        if run_file is not None:
-            raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
-        run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
-        search_plans(run, asks, make_console(as_json), as_json)
-        return
-    if run_file is None:
+    if model is not None and run_file is not None:
+        raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
+    if model is None and run_file is None:
         raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
-    if any(given is not None for given in (tokens_per_step, sequence, images_per_step, size)):
+    if model is None and any(given is not None for given in (tokens_per_step, sequence, images_per_step, size)):
         raise ConfigError(
             "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
             "[data]"
@@ -115,24 +110,47 @@ def plan_command(
     changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
     if cluster is not None:
         changes = [*changes, f"cluster={cluster}"]
-    run = load_run(run_file, changes)
-    if asks.is_search or search or not has_layout(run):
-        search_plans(run, asks, make_console(as_json), as_json)
-    else:
-        predict_plan(run, asks, timeline, path, make_console(as_json), as_json)
+    with command_nursery(_run_as_rank, warms=False):
+        if model is not None:
+            run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
+        else:
+            assert run_file is not None
+            run = load_run(run_file, changes)
+        if model is not None or asks.is_search or search or not has_layout(run):
+            search_plans(run, asks, make_console(as_json), as_json)
+        else:
+            predict_plan(run, asks, timeline, path, make_console(as_json), as_json)
 
 
-@app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2")
-def verify_command(run_file: RunFile, overrides: Overrides = None, as_json: Json = False) -> None:
+@app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2 --device cuda")
+def verify_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: ranks share the GPUs of this machine")] = "cpu",
+    precision: Annotated[str, typer.Option(help="fp64, or bf16: within a tolerance of float64")] = "fp64",
+    compiles: Annotated[bool, typer.Option("--compile", help="with cuda: what the run compiles and records")] = False,
+    as_json: Json = False,
+) -> None:
     """Prove that the plan equals the unsplit model, in float64 on local processes, on a shrunk copy of the model."""
-    run = load_run(run_file, overrides or [])
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not one of cpu, cuda")
+    if precision not in ("fp64", "bf16"):
+        raise ConfigError(f"--precision {precision} is not one of fp64, bf16")
+    if compiles and device == "cpu":
+        raise ConfigError("--compile is for --device cuda, where a run compiles its blocks; leave it out on a CPU")
     console = make_console(as_json)
-    with console.status(f"verifying {run.plan.describe_axes()} on {run.plan.num_ranks} local processes"):
-        report = verify_run(run)
+    with command_nursery(_run_as_rank) as nursery:
+        if device == "cuda" and not gpus():
+            raise ConfigError("--device cuda, but torch sees no GPU; use --device cpu")
+        name = gpus()[0].name if device == "cuda" else "CPUs"
+        run = load_run(run_file, overrides or [])
+        with console.status(f"verifying {run.plan.describe_axes()} on {run.plan.num_ranks} local processes"):
+            report = prove(nursery, run, device, precision, compiles)  # type: ignore[arg-type]
     if as_json:
-        print_json({"passed": report.passed, "checks": [asdict(check) for check in report.checks]})
+        checks = [asdict(check) for check in report.checks]
+        print_json({"passed": report.passed, "device": device, "precision": precision, "checks": checks})
     else:
-        show_report(console, report, run.plan.describe_axes())
+        show_report(console, report, f"{run.plan.describe_axes()} on {name}")
     report.require()
 
 
@@ -147,7 +165,7 @@ def chaos_command(
     as_json: Json = False,
 ) -> None:
     """Train a run in peace and under random faults, and prove that both end with the same bits (else status 1)."""
-    with StruckNursery(_run_as_rank, import_for_ranks) as nursery:  # first, as for train
+    with command_nursery(_run_as_rank, StruckNursery) as nursery:
         asks = ChaosOptions(mtbf, kinds, seed, faults)
         run_chaos(nursery, run_file, overrides or [], asks, make_console(as_json), as_json)
 
@@ -179,12 +197,18 @@ def generate_command(
     top_k: Annotated[int | None, typer.Option(help="choose among the k likeliest", min=1)] = 50,
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda")] = "auto",
     as_json: Json = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not one of auto, cpu, cuda")
+    if device == "cuda" and not gpus():
+        raise ConfigError("--device cuda, but torch sees no GPU; use auto or cpu")
+    kind = "cuda" if device != "cpu" and gpus() else "cpu"
     console = make_console(as_json)
     with console.status("generating"):
-        model, tokens_of, context = load_for_generation(source, tokenizer)
+        model, tokens_of, context = load_for_generation(source, tokenizer, kind)
         text = generate(
             model,
             tokens_of,
@@ -204,16 +228,24 @@ def generate_command(
 @app.command("doctor", epilog="Example: weft doctor --json")
 def doctor_command(
     ranks: Annotated[int, typer.Option(help="local ranks to measure the all-reduce with", min=2, max=64)] = 2,
+    check: Annotated[bool, typer.Option(help="where there are GPUs: prove a few plans on them, in a minute")] = True,
     as_json: Json = False,
 ) -> None:
-    """Report versions, devices, back-ends, memory, the launcher found and the measured all-reduce speed."""
+    """Report versions, devices, back-ends, memory, the launcher found, the measured all-reduce speed, and whether GPUs
+    give right results.
+    """
     console = make_console(as_json)
-    with console.status("examining the machine"):
+    with command_nursery(_run_as_rank, warms=False) as nursery, console.status("examining the machine") as status:
         findings = examine(os.environ, ranks)
+        if check and gpus():
+            status.update("training a tiny model on the GPU under several plans: about a minute")
+            findings["gpu_check"] = nursery.call("check_gpu")
     if as_json:
         print_json(findings)
     else:
         show_findings(console, findings)
+    if not all(row["is_right"] for row in findings.get("gpu_check", {}).get("rows", ())):
+        raise SystemExit(1)
 
 
 def main() -> None:

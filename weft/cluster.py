@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
+from weft.devices import gpus
 from weft.errors import ConfigError, PlanError
 from weft.schema import build_dataclass, nearest, read_toml
 
@@ -284,34 +283,37 @@ def _check_sources(table: Mapping[str, Any]) -> None:
 # ---- this machine ----------------------------------------------------------------------------------------------
 
 
-def local_cluster(num_devices: int | None = None, on_cpu: bool = False) -> Cluster:
+def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: bool = False) -> Cluster:
     """This machine as a cluster of one node: its CUDA devices, or `num_devices` (1) processes on its CPU.
 
     Peak rates are known only for a CUDA device that the catalog recognises; a CPU has none, so no MFU is printed.
-    Processes on a CPU share its memory, so each gets an equal part. Asking CUDA for device properties initialises
-    it: processes that will use the GPU must not be forked from this one afterwards.
+    Processes on a CPU share its memory, so each gets an equal part. Where ranks `share` GPUs there may be more of them,
+    each with an equal part of a GPU's memory.
     """
     loopback = Link("loopback (assumed)", LOOPBACK_BYTES_PER_SECOND, LOOPBACK_LATENCY_SECONDS)
     host_memory_bytes, num_cpu_cores = _host_memory_bytes(), _num_cpu_cores()
-    if on_cpu or not torch.cuda.is_available():
+    found = () if on_cpu else gpus()
+    if not found:
         num_devices = num_devices or 1
         device = Device("CPU", host_memory_bytes // num_devices, None, {})
         node = Node("local", device, num_devices, loopback, loopback, host_memory_bytes, num_cpu_cores)
         return Cluster("local", node, 1)
-    found = torch.cuda.device_count()
-    if num_devices is not None and num_devices > found:
+    num_sharing = math.ceil((num_devices or 1) / len(found))
+    if num_sharing > 1 and not share:
         raise ConfigError(
-            f"local:1x{num_devices} asks for {num_devices} devices but this machine has {found} CUDA devices"
+            f"{num_devices} ranks need as many GPUs, and this machine has {len(found)}; use a plan for {len(found)}, "
+            f"train on the CPU (train.device=cpu), or let ranks share GPUs, for tests only (train.share_gpus=true)"
         )
-    reported = torch.cuda.get_device_name(0)
-    known = recognise(reported)
-    device = Device(reported, torch.cuda.get_device_properties(0).total_memory, None, {})
+    known = recognise(found[0].name)
+    device = Device(found[0].name, found[0].memory_bytes // num_sharing, None, {})
     intra, host_link = loopback, LOOPBACK_BYTES_PER_SECOND
     if known is not None:
         # The memory stays what the driver reports; rates and links are the datasheet's.
         device = replace(known.device, memory_bytes=device.memory_bytes)
         intra, host_link = known.intra, known.host_link_bytes_per_second or LOOPBACK_BYTES_PER_SECOND
-    node = Node("local", device, num_devices or found, intra, loopback, host_memory_bytes, num_cpu_cores, host_link)
+    node = Node(
+        "local", device, num_devices or len(found), intra, loopback, host_memory_bytes, num_cpu_cores, host_link
+    )
     return Cluster("local", node, 1)
 
 

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from weft.cluster import load
 from weft.data import slides
 from weft.data.config import Data, DataConfig, SlidesConfig, data_from_table
 from weft.data.goldfish import Goldfish
 from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.devices import gpus
 from weft.errors import ConfigError
 from weft.layer_drop import LayerDrop
 from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config
 from weft.models.vision import VISION_CONFIGS
-from weft.plan import BatchSplit, Plan, split_batch
+from weft.plan import BatchSplit, Plan, Precision, split_batch
 from weft.schema import at_least, build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
 
 # What AdamW and torch's generators take: at least the first number and below the second.
@@ -43,7 +45,7 @@ class TrainConfig:
     `compile`: torch.compile for each block; without a word, on GPUs. `graph`: forward and backward as a CUDA graph
     (`train/graph.py`); without a word, images on one GPU. `z_loss` is the weight of the squared log of the softmax's
     denominator (models of language). `goldfish` leaves targets out of the loss, `layer_drop` skips blocks
-    (`data/goldfish.py`, `layer_drop.py`).
+    (`data/goldfish.py`, `layer_drop.py`). `share_gpus`: there may be more ranks than GPUs, for tests.
     `evaluate_sequences` counts held-out sequences, or images; `timeline` is a file to draw the last step of a pipeline
     to.
     """
@@ -69,6 +71,7 @@ class TrainConfig:
     goldfish: Goldfish | None = None
     layer_drop: LayerDrop | None = None
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    share_gpus: bool = False
     timeout_seconds: int = 600
     log_every: int = 1
     evaluate_every: int | None = None
@@ -181,7 +184,9 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class Run:
-    """A checked run file. `model_folder` is a Hugging Face folder to start from, where one is given."""
+    """A checked run file. `model_folder` is a Hugging Face folder to start from, where one is given; `precision_reason`
+    says why the plan's precision is what it is, where the file does not give one.
+    """
 
     name: str
     folder: Path
@@ -196,6 +201,7 @@ class Run:
     numbers: NumbersConfig = field(default_factory=NumbersConfig)
     log: LogConfig = field(default_factory=LogConfig)
     origins: Mapping[str, str] = field(default_factory=dict)
+    precision_reason: str = field(default="", compare=False)
 
     @property
     def split(self) -> BatchSplit:
@@ -256,6 +262,8 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
         keys, value = parse_override(text)
         _apply(tables, keys, value, text)
         origins[".".join(keys)] = "override"
+        nested = _keys(value, ".".join(keys) + ".") if isinstance(value, Mapping) else ()
+        origins.update(dict.fromkeys(nested, "override"))
     return run_from_tables(tables, origins, default_name=path.stem)
 
 
@@ -275,20 +283,26 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
     name = tables.get("name", default_name)
     data = data_from_table(tables.get("data", {}))
     model, folder = _model(tables.get("model", {}), data)
+    train = build_dataclass(TrainConfig, tables.get("train", {}), "train")
+    plan, cluster, reason = tables.get("plan", {}), tables.get("cluster", "local"), ""
+    if "precision" not in plan:
+        precision, reason = _usual_precision(train, cluster)
+        plan = {**plan, "precision": precision}
     run = Run(
         name=name,
         folder=Path(tables.get("folder", f"runs/{name}")),
         model=model,
         model_folder=folder,
         data=data,
-        train=build_dataclass(TrainConfig, tables.get("train", {}), "train"),
-        plan=build_dataclass(Plan, tables.get("plan", {}), "plan"),
-        cluster=tables.get("cluster", "local"),
+        train=train,
+        plan=build_dataclass(Plan, plan, "plan"),
+        cluster=cluster,
         checkpoint=build_dataclass(CheckpointConfig, tables.get("checkpoint", {}), "checkpoint"),
         restart=build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
         numbers=build_dataclass(NumbersConfig, tables.get("numbers", {}), "numbers"),
         log=build_dataclass(LogConfig, tables.get("log", {}), "log"),
         origins=origins,
+        precision_reason=reason,
     )
     _ = run.split  # the batch must divide
     for key in ("z_loss", "goldfish", "layer_drop"):
@@ -301,6 +315,19 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
             f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
         )
     return run
+
+
+def _usual_precision(train: TrainConfig, cluster: str) -> tuple[Precision, str]:
+    """The precision of a plan that names none: bf16 on GPUs that have it, else fp32; and why, in words."""
+    if cluster.partition(":")[0] != "local":
+        device = load(cluster).node.device
+        has_bf16, name = "bf16" in device.peak_flops, device.name
+    else:
+        found = () if train.device == "cpu" else gpus()
+        has_bf16, name = bool(found) and all(one.has_bf16 for one in found), found[0].name if found else "a CPU"
+    if has_bf16:
+        return "bf16", f"usual on {name}"
+    return "fp32", f"usual on {name}" if name == "a CPU" else f"{name} has no bf16"
 
 
 def _refuse_numbers(run: Run) -> None:

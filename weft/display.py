@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
@@ -20,8 +21,8 @@ from weft.errors import ConfigError
 from weft.pipeline.draw import heading, to_text, write
 from weft.predict import Prediction
 from weft.profile import Profile
+from weft.report import Report
 from weft.train.metrics import StepMetrics
-from weft.verify import Report
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -60,13 +61,16 @@ def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, pre
     console.print(f"[bold]model[/]    {model}, {profile.numel:,} parameters in {len(profile.blocks)} blocks")
     memory = run.plan.memory
     console.print(
-        f"[bold]plan[/]     {run.plan.describe_axes()}, {run.plan.precision}, recompute {memory.recompute}"
+        f"[bold]plan[/]     {run.plan.describe_axes()}, {run.plan.precision}"
+        f"{f' ({run.precision_reason})' if run.precision_reason else ''}, recompute {memory.recompute}"
         f"{replace(memory, recompute='none').words}"
     )
     console.print(f"[bold]batch[/]    {run.split.identity(run.plan)}", highlight=False)
     console.print(_memory_table(prediction))
     if prediction.traffic:
         console.print(_traffic_table(prediction))
+    for text in prediction.assumptions:
+        console.print(f"[yellow]assumed[/]  {text}", highlight=False, soft_wrap=True)
     console.print(f"[bold]time[/]     {_time_text(prediction)}", highlight=False)
 
 
@@ -128,8 +132,9 @@ def show_timeline(console: Console, prediction: Prediction, path: Path | None) -
 
 def show_report(console: Console, report: Report, what: str) -> None:
     """The proof as a table."""
+    precision = "bf16, within a tolerance," if report.plan.precision == "bf16" else "float64"
     table = Table(
-        title=f"verified in float64 against the sequential model: {what}",
+        title=f"verified in {precision} against the sequential model: {what}",
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -148,14 +153,16 @@ def show_table(console: Console, rows: Mapping[str, Any]) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(name, str(value))
+        table.add_row(name, escape(str(value)))
     console.print(table)
 
 
 def show_findings(console: Console, findings: Mapping[str, Any]) -> None:
     """What `weft doctor` found."""
     rows = {
-        key: value for key, value in findings.items() if key not in ("versions", "all_reduce", "warnings", "devices")
+        key: value
+        for key, value in findings.items()
+        if key not in ("versions", "all_reduce", "warnings", "devices", "gpu_check")
     }
     for key in ("memory_free_bytes", "shared_memory_bytes"):
         rows[key] = "unknown" if rows[key] is None else format_bytes(rows[key])
@@ -169,6 +176,12 @@ def show_findings(console: Console, findings: Mapping[str, Any]) -> None:
             f"{format_seconds(row['seconds'])} between {row['ranks']} local ranks, "
             f"{format_bytes(row['bus_bytes_per_second'])}/s"
         )
+    checked = findings.get("gpu_check")
+    if checked is not None:
+        rows["GPU check"] = checked["backend"]
+        for row in checked["rows"]:
+            word = "right" if row["is_right"] else "WRONG"
+            rows[f"  {row['what']}"] = f"{word}: {row['found']} ({format_seconds(row['seconds'])})"
     show_table(console, rows)
     for warning in findings["warnings"]:
         console.print(f"[yellow]warning[/] {warning}")
@@ -241,8 +254,11 @@ class QuietReporter:
 def step_line(metrics: StepMetrics, num_steps: int) -> str:
     """One step in one line."""
     mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1%}"
+    begin = f"step {metrics.step}/{num_steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
+    if metrics.start_seconds is not None:
+        return f"{begin}{format_seconds(metrics.start_seconds)} to start  {format_bytes(metrics.memory_bytes)}"
     return (
-        f"step {metrics.step}/{num_steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
+        f"{begin}"
         f"{_rate(metrics.units_per_second)} {metrics.unit}/s ({_rate(metrics.units_per_second_per_device)}/device)  "
         f"{metrics.tflops_per_second_per_device:.3f} TFLOP/s/device{mfu}  "
         f"{format_bytes(metrics.memory_bytes)}  {format_seconds(metrics.seconds_left)} left"

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from weft.cluster import describe, local_cluster
 from weft.comm import all_reduce
+from weft.devices import gpus
 from weft.errors import WeftError
 from weft.launch import detect
 from weft.local import run_local
@@ -31,7 +32,7 @@ SLOW_BF16 = 4  # times as long as fp32
 
 
 def examine(environ: Mapping[str, str], num_ranks: int = 2) -> dict[str, Any]:
-    """All findings as plain values; measuring comes before CUDA is touched, because ranks are forked."""
+    """All findings as plain values. Forks ranks, so nothing here touches a GPU."""
     measured = measure_all_reduce(num_ranks)
     cluster = local_cluster()
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -83,21 +84,17 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> list[dict[str, Any]]:
-    if not torch.cuda.is_available():
+    if not gpus():
         return [{"kind": "cpu", "name": platform.processor() or platform.machine()}]
     return [
         {
             "kind": "cuda",
-            "name": torch.cuda.get_device_name(index),
-            "memory_free_bytes": torch.cuda.mem_get_info(index)[0],
-            "memory_bytes": torch.cuda.mem_get_info(index)[1],
-            "direct_links": sum(
-                torch.cuda.can_device_access_peer(index, other)
-                for other in range(torch.cuda.device_count())
-                if other != index
-            ),
+            "name": one.name,
+            "memory_free_bytes": one.free_bytes,
+            "memory_bytes": one.memory_bytes,
+            "direct_links": one.num_peers,
         }
-        for index in range(torch.cuda.device_count())
+        for one in gpus()
     ]
 
 

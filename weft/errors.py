@@ -43,3 +43,13 @@ class CorruptionError(WeftError):
 
 class LostRankError(WeftError):
     """A message from another rank that did not come. Names the rank, the stage and the message."""
+
+
+class LocalError(WeftError):
+    """A process that weft started here failed, died or hung; the message names it."""
+
+
+def error_class(name: str) -> type[WeftError] | None:
+    """The error of this file with that name, to raise again what another process raised."""
+    found = globals().get(name)
+    return found if isinstance(found, type) and issubclass(found, WeftError) else None

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # as documented
 
+from weft.backends import DeviceType, choose_backend
 from weft.errors import LaunchError, LostRankError
 from weft.nursery import LISTENER_VARIABLE, LOOPBACK
 
@@ -263,11 +264,20 @@ def _numbers(ranges: str, nodelist: str) -> list[str]:
     return numbers
 
 
-def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: timedelta) -> torch.device:
+def take_device(place: Place, device: DeviceType, share_gpus: bool = False) -> torch.device:
+    """This rank's device, which is the current one from here on. Before anything initialises CUDA: every rank of a host
+    would hold memory on its first GPU.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    own = torch.device("cuda", _cuda_index(place, share_gpus))
+    torch.cuda.set_device(own)
+    return own
+
+
+def init_process_group(place: Place, device: DeviceType, timeout: timedelta, share_gpus: bool = False) -> torch.device:
     """Join the world group and return this rank's device. `timeout` bounds the meeting and every collective."""
-    rank_device = torch.device("cpu") if device == "cpu" else torch.device("cuda", _cuda_index(place))
-    if device == "cuda":
-        torch.cuda.set_device(rank_device)
+    rank_device = take_device(place, device, share_gpus)
     if place.num_hosts == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     address, port = rendezvous(os.environ, place)
@@ -279,13 +289,14 @@ def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: ti
             f"rank {place.rank} of {place.num_ranks} did not meet the others at {address}:{port} ({error}); "
             "start every rank, or export another MASTER_ADDR and MASTER_PORT"
         ) from error
+    backend = choose_backend(device, _num_sharing(place) if device == "cuda" else 1)
     dist.init_process_group(
-        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+        backend,
         store=PrefixStore(f"weft/{meeting}", store),
         rank=place.rank,
         world_size=place.num_ranks,
         timeout=timeout,
-        device_id=None if device == "cpu" else rank_device,
+        device_id=rank_device if "nccl" in backend else None,
     )
     return rank_device
 
@@ -346,16 +357,26 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _cuda_index(place: Place) -> int:
+def _num_sharing(place: Place) -> int:
+    """The ranks of this host that use the GPUs which this rank sees."""
+    return 1 if _sees_own_gpu_only(place) else place.num_local_ranks
+
+
+def _sees_own_gpu_only(place: Place) -> bool:
+    """srun --gpus-per-task=1 and its like show each rank its own device only."""
+    return place.launcher in ("slurm", "mpi") and torch.cuda.device_count() == 1
+
+
+def _cuda_index(place: Place, share_gpus: bool = False) -> int:
     num_devices = torch.cuda.device_count()
-    if num_devices == 1 and place.launcher in ("slurm", "mpi"):
-        return 0  # srun --gpus-per-task=1 and its like show each rank its own device only
-    if place.local_rank >= num_devices:
+    if _sees_own_gpu_only(place):
+        return 0
+    if place.local_rank >= num_devices and not share_gpus:
         raise LaunchError(
-            f"local rank {place.local_rank} has no GPU: this host shows {num_devices}; "
-            "start no more ranks per host than it has, or train on the CPU"
+            f"local rank {place.local_rank} has no GPU: this host shows {num_devices}; start no more ranks per host "
+            f"than it has, train on the CPU, or let ranks share GPUs, for tests only (train.share_gpus=true)"
         )
-    return place.local_rank
+    return place.local_rank % num_devices
 
 
 def _open_store(address: str, port: int, place: Place, timeout: timedelta) -> Store:

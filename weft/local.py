@@ -1,8 +1,9 @@
-"""Runs a function on local ranks: forked processes joined by Gloo through a file, without ports or pickles.
+"""Runs a function on local ranks: processes joined by Gloo or NCCL through a file, without ports or pickles.
 
 Forking after torch is imported starts eight ranks in a fraction of a second, so the verifier, the tests and
-`weft doctor` all use it. Results come back as JSON. Nothing hangs: after `timeout_seconds` all ranks are ended and the
-error says for each rank that still ran what it waited for, with its stack.
+`weft doctor` all use it. A process that cannot have working children any more (`weft/forking.py`) starts fresh ones
+instead, which import the function (`run_spawned`). Results come back as JSON. Nothing hangs: after `timeout_seconds`
+all ranks are ended and the error says for each rank that still ran what it waited for, with its stack.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,15 +27,29 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from weft.backends import DeviceType, choose_backend
 from weft.comm import meet
-from weft.errors import WeftError
+from weft.devices import VISIBLE_VARIABLE
+from weft.errors import LocalError
+from weft.forking import fork
+from weft.importing import find
 from weft.status import wait_for_stacks
 
+__all__ = ["LocalError", "run_local", "run_spawned"]
+
 _STACK_SECONDS = 10.0  # at most, for ranks that hang to say where
+Start = Callable[["_Place", int], int]  # starts a rank that writes its answer to a descriptor; its process id
 
 
-class LocalError(WeftError):
-    """A local rank failed, died or hung; the message names it."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is: its number, how many there are, the folder where they meet, and what they compute on."""
+
+    rank: int
+    num_ranks: int
+    folder: Path
+    timeout_seconds: float
+    device: DeviceType
 
 
 @dataclass
@@ -47,16 +62,54 @@ class _Child:
     status: int | None = None
 
 
-def run_local(function: Callable[[int], Any], num_ranks: int, timeout_seconds: float = 60.0) -> list[Any]:
-    """`function(rank)` on `num_ranks` local processes; what each returns (as JSON) in the order of ranks."""
-    with tempfile.TemporaryDirectory(prefix="weft-local-") as folder:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        children = [_fork(function, rank, num_ranks, Path(folder), timeout_seconds) for rank in range(num_ranks)]
+def run_local(
+    function: Callable[[int], Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
+) -> list[Any]:
+    """`function(rank)` on `num_ranks` forked processes; what each returns (as JSON) in the order of ranks.
+
+    With device "cuda", ranks share this machine's GPUs, and each one's current device is set. Not for a process in
+    which CUDA is initialised or a backward has run on a machine with GPUs: see `run_spawned`.
+    """
+
+    def start(place: _Place, write: int) -> int:
+        pid = fork()
+        if not pid:
+            _serve(place, write, lambda: function(place.rank))
+        return pid
+
+    return _run(start, num_ranks, timeout_seconds, device)
+
+
+def run_spawned(
+    entry: str, arguments: Mapping[str, Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
+) -> list[Any]:
+    """`function(rank, **arguments)` on fresh processes; `entry` is 'module:function', arguments are JSON's.
+
+    Slower than `run_local` by the time that importing torch takes, and possible in any process.
+    """
+    order = {"entry": entry, "arguments": dict(arguments)}
+
+    def start(place: _Place, write: int) -> int:
+        path = place.folder / f"order-{place.rank}.json"
+        where = {"rank": place.rank, "num_ranks": place.num_ranks, "folder": str(place.folder)}
+        where |= {"timeout_seconds": place.timeout_seconds, "device": place.device}
+        path.write_text(json.dumps({**order, "place": where, "write": write}))
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        os.set_inheritable(write, True)
+        return os.posix_spawn(sys.executable, [sys.executable, "-m", "weft.local", str(path)], environ)
+
+    return _run(start, num_ranks, timeout_seconds, device)
+
+
+def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType) -> list[Any]:
+    with tempfile.TemporaryDirectory(prefix="weft-local-") as name:
+        children = [
+            _start(start, _Place(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
+        ]
         try:
             _collect(children, time.monotonic() + timeout_seconds)
             if not all(child.done for child in children):
-                raise LocalError(_describe_hang(children, Path(folder), timeout_seconds))
+                raise LocalError(_describe_hang(children, Path(name), timeout_seconds))
             return [_result(child) for child in children]
         finally:
             for child in children:
@@ -66,16 +119,21 @@ def run_local(function: Callable[[int], Any], num_ranks: int, timeout_seconds: f
                 os.close(child.pipe)
 
 
-def _fork(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Path, timeout_seconds: float) -> _Child:
+def _start(start: Start, place: _Place) -> _Child:
     read, write = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(write)
-        return _Child(rank, pid, read)
+    pid = start(place, write)
+    os.close(write)
+    return _Child(place.rank, pid, read)
+
+
+# --- in a rank
+
+
+def _serve(place: _Place, write: int, function: Callable[[], Any]) -> None:
+    """A rank, from its first moment to its last: writes its answer and leaves."""
     status = 1
     try:
-        os.close(read)
-        answer = _child(function, rank, num_ranks, folder, timeout_seconds)
+        answer = _answer(place, function)
         with os.fdopen(write, "wb") as pipe:
             pipe.write(answer)
         status = 0 if answer.startswith(b'{"result"') else 1
@@ -84,39 +142,58 @@ def _fork(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Pat
         os._exit(status)
 
 
-def _child(function: Callable[[int], Any], rank: int, num_ranks: int, folder: Path, timeout_seconds: float) -> bytes:
+def _answer(place: _Place, function: Callable[[], Any]) -> bytes:
     """The answer as JSON: the function's result, or the error that it ended with and when."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with open(folder / f"stack-{rank}", "w") as stack:
+    with open(place.folder / f"stack-{place.rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
             torch.set_num_threads(1)
             if torch.backends.mkldnn.is_acl_available():  # on ARM: it would wait for threads that are not forked
                 torch.backends.mkldnn.set_flags(_enabled=False)
-            if torch.cuda._is_in_bad_fork():
-                _hide_accelerators()
-            if num_ranks > 1:
-                dist.init_process_group(
-                    "gloo",
-                    store=FileStore(str(folder / "store"), num_ranks),
-                    rank=rank,
-                    world_size=num_ranks,
-                    timeout=timedelta(seconds=timeout_seconds + 30),
-                )
-                meet()  # a rank that ends at once would break off others that are still connecting to it
-            return json.dumps({"result": function(rank)}).encode()
+            _join(place, _take_device(place))
+            return json.dumps({"result": function()}).encode()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-            if "fork-based multiprocessing" in text:
-                text += "; this process has computed gradients on a GPU: call it before that, or use `weft verify`"
             return json.dumps({"error": text, "trace": traceback.format_exc(), "at": time.monotonic()}).encode()
+
+
+def _take_device(place: _Place) -> torch.device | None:
+    """This rank's GPU; on a CPU, none is to be seen: libraries ask about them, and each rank would initialise CUDA."""
+    if place.device == "cuda":
+        device = torch.device("cuda", place.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    if torch.cuda._is_in_bad_fork():
+        _hide_accelerators()
+    else:
+        os.environ[VISIBLE_VARIABLE] = ""
+    return None
 
 
 def _hide_accelerators() -> None:
     """A forked process cannot use CUDA that its parent has touched, and optimizers ask about it even on a CPU."""
     torch.cuda.is_available = lambda: False
     torch.accelerator.current_accelerator = lambda check_available=False: None
+
+
+def _join(place: _Place, device: torch.device | None) -> None:
+    if place.num_ranks == 1:
+        return
+    backend = choose_backend(place.device, place.num_ranks)
+    dist.init_process_group(
+        backend,
+        store=FileStore(str(place.folder / "store"), place.num_ranks),
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=timedelta(seconds=place.timeout_seconds + 30),
+        device_id=device if "nccl" in backend else None,
+    )
+    meet()  # a rank that ends at once would break off others that are still connecting to it
+
+
+# --- in the process that asks
 
 
 def _collect(children: list[_Child], deadline: float) -> None:
@@ -168,3 +245,15 @@ def _describe_hang(children: list[_Child], folder: Path, timeout_seconds: float)
     stacks = [f"rank {child.rank}:\n{text}" for child, text in zip(waiting, said, strict=True)]
     names = ", ".join(str(child.rank) for child in waiting)
     return f"no answer from rank(s) {names} of {len(children)} after {timeout_seconds:g} s\n" + "\n".join(stacks)
+
+
+def _main() -> None:
+    """A fresh rank: `python -m weft.local ORDER.json`."""
+    order = json.loads(Path(sys.argv[1]).read_text())
+    where = order["place"]
+    place = _Place(**{**where, "folder": Path(where["folder"])})
+    _serve(place, order["write"], lambda: find(order["entry"])(place.rank, **order["arguments"]))
+
+
+if __name__ == "__main__":
+    _main()

@@ -3,9 +3,10 @@
 Importing torch takes seconds, on every rank and at every restart. The nursery is forked from a process that has
 imported everything but has used neither threads nor a GPU, and stays that way: it waits, forks ranks, tells who died.
 
-    nursery = Nursery(main)                      early
-    pids = nursery.start(4, arguments, environ)  main(arguments) on four ranks, each in a session of its own
-    nursery.death(timeout_seconds)               -> Death(rank, status), or None
+    nursery = Nursery(main, jobs={"gpus": look})  early
+    nursery.call("gpus")                          -> what look() returns in a child of the nursery, as JSON
+    pids = nursery.start(4, arguments, environ)   main(arguments) on four ranks, each in a session of its own
+    nursery.death(timeout_seconds)                -> Death(rank, status), or None
 
 Both talk in lines of JSON over a pair of sockets that nobody else can reach. When this process dies, the nursery asks
 its ranks to save and stop.
@@ -19,18 +20,25 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
+import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from weft.errors import LaunchError
+from weft.devices import VISIBLE_VARIABLE
+from weft.errors import LaunchError, LocalError, WeftError, error_class
+from weft.forking import fork
 from weft.status import record_failure
 
 Main = Callable[[list[str]], object]
+Job = Callable[..., Any]  # keyword arguments and a result that JSON can hold
 
 LOOPBACK = "127.0.0.1"
 LISTENER_VARIABLE = "WEFT_LISTENER"  # the descriptor of the socket at which rank 0's store is to answer
@@ -46,21 +54,24 @@ class Death:
 
 
 class Nursery:
-    """This process's end. Ranks run `main(arguments)`; `warm` is run once, before the first of them."""
+    """This process's end. Ranks run `main(arguments)`; `jobs` are functions by name, for single children; `warm` is run
+    once, before the first child.
+    """
 
-    def __init__(self, main: Main, warm: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, main: Main, warm: Callable[[], object] = lambda: None, jobs: Mapping[str, Job] | None = None
+    ) -> None:
         ours, theirs = socket.socketpair()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._pid = os.fork()
+        self._pid = fork()
         if self._pid == 0:
             ours.close()
             try:
-                _Server(theirs, main).serve(warm)
+                _Server(theirs, main, jobs or {}).serve(warm)
             finally:
                 os._exit(0)
         theirs.close()
         self._lines = _Lines(ours)
+        self._deaths: deque[dict[str, Any]] = deque()  # that came while a job's end was waited for
 
     def __enter__(self) -> Self:
         return self
@@ -78,8 +89,28 @@ class Nursery:
 
     def death(self, timeout_seconds: float) -> Death | None:
         """The next rank that has ended, if one does in this time."""
-        answer = self._read(timeout_seconds)
+        answer = self._deaths.popleft() if self._deaths else self._read(timeout_seconds)
         return None if answer is None else Death(answer["rank"], answer["status"])
+
+    def call(self, job: str, **arguments: Any) -> Any:
+        """What a job returns, computed in a child of the nursery. Errors of weft's own are raised here again; a child
+        that failed otherwise, or died, is a LocalError.
+        """
+        with tempfile.TemporaryDirectory(prefix="weft-job-") as folder:
+            path = Path(folder) / "answer"
+            self._lines.write({"job": job, "arguments": arguments, "path": str(path)})
+            while (ended := self._read(None)) is None or "job" not in ended:
+                if ended is not None:
+                    self._deaths.append(ended)
+            if not path.exists():
+                raise LocalError(f"the process of '{job}' died with status {ended['status']} and left no answer")
+            answer = json.loads(path.read_text())
+        if "error" not in answer:
+            return answer["result"]
+        kind = error_class(answer["error"]) if answer["is_expected"] else None
+        if kind is None:
+            raise LocalError(f"'{job}' failed: {answer['error']}: {answer['message']}\n{answer['trace']}")
+        raise kind(answer["message"])
 
     def _read(self, timeout_seconds: float | None) -> dict[str, Any] | None:
         try:
@@ -118,9 +149,12 @@ class _Lines:
 class _Server:
     """The nursery's own end."""
 
-    def __init__(self, link: socket.socket, main: Main) -> None:
-        self._lines, self._main = _Lines(link), main
+    def __init__(self, link: socket.socket, main: Main, jobs: Mapping[str, Job]) -> None:
+        self._lines, self._main, self._jobs = _Lines(link), main, jobs
         self._ranks: dict[int, int] = {}  # process id -> rank
+        self._busy: set[int] = set()  # process ids of jobs
+        self._num_served = 0
+        self._visible = os.environ.get(VISIBLE_VARIABLE)  # which the parent may hide from itself later
 
     def serve(self, warm: Callable[[], object]) -> None:
         os.setsid()  # signals of the terminal are for the process that asks
@@ -130,9 +164,12 @@ class _Server:
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wake)
-        warm()
+        is_warm = False
         with suppress(EOFError, OSError):  # OSError: it died while this process wrote to it
             while True:
+                if not is_warm and self._num_served and not self._busy:  # a first job need not wait for it
+                    warm()
+                    is_warm = True
                 ready, _, _ = select.select([self._lines.link.fileno(), woken], [], [])
                 if woken in ready:
                     os.read(woken, 4096)
@@ -140,20 +177,39 @@ class _Server:
                 if self._lines.link.fileno() in ready:
                     request = self._lines.read(None)
                     assert request is not None
-                    self._lines.write({"pids": self._start(**request)})
+                    self._num_served += 1
+                    if "job" in request:
+                        self._start_job(request)
+                    else:
+                        self._lines.write({"pids": self._start(**request)})
         self._end()
 
     def _reap(self) -> None:
         """Tell of all that have died by now."""
-        while self._ranks:
+        while self._ranks or self._busy:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            self._lines.write({"rank": self._ranks.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+            code = os.waitstatus_to_exitcode(status)
+            if pid in self._busy:
+                self._busy.remove(pid)
+                self._lines.write({"job": pid, "status": code})
+            else:
+                self._lines.write({"rank": self._ranks.pop(pid), "status": code})
+
+    def _start_job(self, request: Mapping[str, Any]) -> None:
+        pid = fork()
+        if pid == 0:
+            self._lines.close()
+            _become_child()
+            _run_job(self._jobs[request["job"]], request["arguments"], Path(request["path"]))
+        self._busy.add(pid)
 
     def _start(self, num_ranks: int, arguments: list[str], environ: dict[str, str]) -> list[int]:
         # Bound here, so that the port is known to all ranks and nobody else can take it before rank 0 answers.
         pids = []
+        environ.pop(VISIBLE_VARIABLE, None)
+        environ |= {VISIBLE_VARIABLE: self._visible} if self._visible is not None else {}
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
             for rank in range(num_ranks):
@@ -161,7 +217,7 @@ class _Server:
                 place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
                 if rank == 0:
                     place[LISTENER_VARIABLE] = listener.fileno()
-                pid = os.fork()
+                pid = fork()
                 if pid == 0:
                     if rank == 0:
                         listener.set_inheritable(True)  # for programs that it becomes
@@ -175,7 +231,10 @@ class _Server:
         return pids
 
     def _end(self) -> None:
-        """Nobody asks any more: let the ranks save, then see them end."""
+        """Nobody asks any more: let the ranks save, then see them end. Jobs have nothing to save."""
+        for pid in self._busy:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         for pid in self._ranks:
             os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + SAVE_SECONDS
@@ -191,9 +250,7 @@ def _run(main: Main, arguments: list[str], environ: dict[str, str]) -> None:
     """A rank, from its first moment to its last."""
     status = 1
     try:
-        os.setsid()
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _become_child()
         os.environ.clear()
         os.environ.update(environ)
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # OpenMP was loaded before that was set
@@ -203,6 +260,33 @@ def _run(main: Main, arguments: list[str], environ: dict[str, str]) -> None:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException as error:
         status = record_failure(environ, int(environ["RANK"]), error)
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _become_child() -> None:
+    """Leave the nursery's session and signals."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _run_job(job: Job, arguments: Mapping[str, Any], path: Path) -> None:
+    """A job, from its first moment to its last; its answer is a file that is there whole or not at all."""
+    status = 1
+    try:
+        try:
+            answer: dict[str, Any] = {"result": job(**arguments)}
+            status = 0
+        except BaseException as error:
+            answer = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+            answer["is_expected"] = isinstance(error, WeftError)
+        written = path.with_suffix(".part")
+        written.write_text(json.dumps(answer))
+        written.rename(path)
     finally:
         with suppress(OSError, ValueError):
             sys.stdout.flush()

@@ -24,7 +24,7 @@ from weft.data.config import DataConfig
 from weft.head import install_loss_head, is_loss_in_head
 from weft.measure import cpu_flops_per_second, is_cpu
 from weft.memory.activations import ACTIVATIONS
-from weft.memory.compiled import compiled, in_pieces, under
+from weft.memory.compiled import assumptions, compiled, in_pieces, under
 from weft.memory.weights import trips
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import LanguageConfig, ModelConfig, build
@@ -78,6 +78,7 @@ class Prediction:
     offload: float = 0.0
     activations: float = 0.0
     weights: float = 0.0
+    assumptions: tuple[str, ...] = ()  # made where something could not be found out, in words
 
     def to_json(self) -> dict[str, Any]:
         """The prediction as plain values."""
@@ -102,6 +103,8 @@ class Prediction:
                 "step": self.step_seconds,
             },
         }
+        if self.assumptions:
+            found["assumptions"] = list(self.assumptions)
         if self.timeline is not None:
             found["pipeline"] = {
                 "schedule": self.timeline.schedule.name,
@@ -168,6 +171,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.offload,
         plan.memory.activations,
         plan.memory.weights,
+        assumptions(whole),
     )
 
 
@@ -315,7 +319,8 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
     """The cluster that the run names; "local" is this machine with its part of the ranks, once for each host."""
     if run.cluster != "local":
         return load(run.cluster)
-    machine = local_cluster(math.ceil(run.plan.num_ranks / num_hosts), on_cpu=run.train.device == "cpu")
+    num_ranks = math.ceil(run.plan.num_ranks / num_hosts)
+    machine = local_cluster(num_ranks, on_cpu=run.train.device == "cpu", share=run.train.share_gpus)
     return replace(machine, num_nodes=num_hosts)
 
 

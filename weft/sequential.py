@@ -48,7 +48,8 @@ def run_sequential(
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         batch = to_double(batch_fn(step))
-        count, loss = objective.count(batch).clamp(min=1), torch.zeros((), dtype=torch.float64)
+        count = objective.count(batch).clamp(min=1)
+        loss = torch.zeros((), dtype=torch.float64, device=count.device)
         for number, start in enumerate(range(0, len(batch[0]), part)):
             with statistics.of(number):
                 mean = objective.total(model, tuple(tensor[start : start + part] for tensor in batch)) / count

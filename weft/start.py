@@ -16,11 +16,6 @@ from weft.train.resume import found_checkpoints
 from weft.train.shared_memory import complete_steps, job_folder
 
 
-def import_for_ranks() -> None:
-    """What ranks would otherwise each import: optimizers and profiles need it, for seconds."""
-    import torch._dynamo  # noqa: F401
-
-
 def start_ranks(nursery: Nursery, run: Run, arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """Train a run on local ranks of the nursery's program, again and again if need be; the exit status."""
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex

@@ -16,7 +16,8 @@ from weft.checkpoint import steps
 from weft.config import Run, load_run
 from weft.display import LiveReporter, QuietReporter, byte_progress, make_console, print_json, show_report, show_run
 from weft.errors import ConfigError
-from weft.launch import Place, is_elastic
+from weft.jobs import prove
+from weft.launch import Place, is_elastic, take_device
 from weft.lock import locked, refuse_if_used
 from weft.models import LanguageConfig, VisionConfig
 from weft.nursery import Nursery
@@ -25,22 +26,21 @@ from weft.predict import micro_batch_profile, predict, run_cluster
 from weft.schema import inline, to_table
 from weft.start import start_ranks
 from weft.train.batches import prepare_data
-from weft.train.generate import generate, load_for_generation
 from weft.train.loop import train
 from weft.train.out_of_memory import out_of_memory
 from weft.train.setup import device_type
 from weft.train.task import task_of
 from weft.train.timeline import refuse_timeline
-from weft.verify import Report, verify_run
 
 MAX_VERIFIED_RANKS = 8
 PROMPT = "def "
+SAMPLE_SECONDS = 5.0  # at most, once the model is loaded
 UNFINISHED = 75  # the exit status for "try again later" (EX_TEMPFAIL)
 
 
 def train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> None:
     """One rank of a launcher's."""
-    device_type(run)  # refuses one that is not there
+    take_device(place, device_type(run), run.train.share_gpus)  # first: predicting initialises CUDA
     if fresh:
         raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
     if not has_layout(run):
@@ -92,12 +92,15 @@ def train_here(
         refuse_if_used(run.folder)  # told now, not after the proof
         _prepare(run, console)
         if verify:
-            _verify(run, console)
+            _verify(nursery, run, console)
         _run_ranks(nursery, run, run_file, overrides, as_json)
     if as_json:
         print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
-        (_show_sample if isinstance(run.model, LanguageConfig) else _show_accuracy)(run, run_file, console)
+        if isinstance(run.model, LanguageConfig):
+            _show_sample(nursery, run, run_file, console)
+        else:
+            _show_accuracy(run, run_file, console)
 
 
 def _plan_first(run: Run, place: Place | None, console: Console, overrides: list[str]) -> tuple[Run, list[str]]:
@@ -139,10 +142,6 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
 
 
 def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:
-    if run.plan.num_ranks == 1:
-        _train_rank(run, Place(), as_json)
-        return
-
     arguments = ["train", str(run_file), *overrides, *(["--json"] if as_json else [])]
     status = start_ranks(nursery, run, arguments)
     if status:
@@ -154,7 +153,7 @@ def _show(run: Run, console: Console) -> None:
     show_run(console, run, cluster, micro_batch_profile(run), predict(run, cluster))
 
 
-def _verify(run: Run, console: Console) -> None:
+def _verify(nursery: Nursery, run: Run, console: Console) -> None:
     if run.plan.num_ranks > MAX_VERIFIED_RANKS:
         console.print(
             f"not verified here: {run.plan.num_ranks} ranks are more than {MAX_VERIFIED_RANKS} local processes"
@@ -162,7 +161,7 @@ def _verify(run: Run, console: Console) -> None:
         return
     start = time.perf_counter()
     with console.status("verifying the plan"):
-        report: Report = verify_run(run)
+        report = prove(nursery, run)
     show_report(console, report, f"{run.plan.describe_axes()}, {time.perf_counter() - start:.0f} s")
     report.require()
 
@@ -197,10 +196,10 @@ def _last_event(run: Run) -> dict[str, Any]:
     return {"step": last.get("step"), "evaluation": last.get("evaluation")}
 
 
-def _show_sample(run: Run, run_file: Path, console: Console) -> None:
+def _show_sample(nursery: Nursery, run: Run, run_file: Path, console: Console) -> None:
+    options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
     with console.status("generating"):
-        model, tokenizer, context = load_for_generation(run.folder)
-        text = generate(model, tokenizer, PROMPT, num_tokens=240, context=context)
+        text = nursery.call("sample", folder=str(run.folder), device=device_type(run), options=options)
     console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
     print(PROMPT + text)
     console.print(

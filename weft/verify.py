@@ -1,4 +1,7 @@
-"""The oracle: runs a plan on local Gloo processes in float64 against the unsplit model, and compares everything.
+"""The oracle: runs a plan on local processes in float64 against the unsplit model, and compares everything.
+
+Ranks compute on CPUs, or share this machine's GPUs: then the sequential model runs on the same GPU, blocks may be
+compiled and a step recorded as a CUDA graph, and bf16 may be compared with float64, within a stated tolerance.
 
 Every rank also trains the sequential model by itself, with torch's own functions and none of weft's, and compares its
 own pieces: loss of each step, every gradient of the first step, every parameter after the last, the bytes it sent
@@ -7,32 +10,38 @@ against the bytes predicted, and the bytes its state occupies against the bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import weft.optim
+from weft.backends import DeviceType
 from weft.cluster import load
 from weft.comm import Traffic, add_traffic, expand
 from weft.comm.ledger import Key
 from weft.config import Run
 from weft.data.order import local_indices
-from weft.errors import VerifyError
-from weft.local import run_local
-from weft.memory.activations import ACTIVATIONS
+from weft.errors import WeftError, error_class
+from weft.forking import why_not
+from weft.importing import find, name_of
+from weft.local import run_local, run_spawned
 from weft.memory.sent import sending_from
 from weft.mesh import Mesh, level_degrees
 from weft.models import build, initialise
 from weft.parallel import all_units, cost, host_bytes, named_buffers, named_pieces, parallelize, refuse, state_bytes
-from weft.parallel.layout import Part
+from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.tile import own_tiles
 from weft.pipeline.schedules import make_schedule
 from weft.plan import BatchSplit, Memory, Plan, split_batch
 from weft.profile import Profile, profile
+from weft.report import TOLERANCE, Check, Report, badness, report_of
+from weft.schema import build_dataclass, to_table
 from weft.sequential import (
     EPSILON,
     LEARNING_RATE,
@@ -44,52 +53,33 @@ from weft.sequential import (
     run_sequential,
     to_double,
 )
+from weft.train.compiling import compile_blocks, wants_compile
+from weft.train.graph import WARM_STEPS, Graph, recording_stream, wants_graph
 from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
 from weft.train.task import task_of
 
-TOLERANCE = 1e-9
+__all__ = ["TOLERANCE", "Check", "Report", "verify", "verify_run"]
+
+logger = logging.getLogger("weft")
+
+STEPS = 3
+SECONDS, SLOW_SECONDS = 120.0, 400.0  # for all ranks; where they compile
 # Tensors much smaller than the largest one are compared with this fraction of it: the gradient of an attention key's
 # bias, for one, is zero in mathematics and noise in any floating point.
 FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
-class Check:
-    """One line of the report: what was compared, the worst difference and where, or predicted and counted bytes."""
-
-    what: str
-    expected: str
-    found: str
-    where: str
-    passed: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """All checks of one plan."""
+class Trial:
+    """How a plan is tried: what the ranks compute on and in, and for how many steps."""
 
     plan: Plan
-    checks: tuple[Check, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether the plan equals the sequential model."""
-        return all(check.passed for check in self.checks)
-
-    @property
-    def first_failure(self) -> Check | None:
-        """The first check that did not pass."""
-        return next((check for check in self.checks if not check.passed), None)
-
-    def require(self) -> Report:
-        """Raise VerifyError with the first offender, or return the report."""
-        failure = self.first_failure
-        if failure is not None:
-            raise VerifyError(
-                f"{self.plan.describe_axes()} differs from the sequential model in {failure.what}: "
-                f"expected {failure.expected}, found {failure.found} ({failure.where})"
-            )
-        return self
+    steps: int = STEPS
+    clip: float | None = 1.0
+    ranks_per_node: int | None = None
+    device: DeviceType = "cpu"
+    compiles: bool = False
+    records: bool = False  # a CUDA graph
 
 
 def verify(
@@ -98,39 +88,113 @@ def verify(
     plan: Plan,
     *,
     objective: Objective = CROSS_ENTROPY,
-    steps: int = 3,
+    steps: int = STEPS,
     clip: float | None = 1.0,
-    tolerance: float = TOLERANCE,
+    tolerance: float | None = None,
     timeout_seconds: float = 120.0,
     ranks_per_node: int | None = None,
+    device: DeviceType = "cpu",
+    precision: Literal["fp64", "bf16"] = "fp64",
+    compiles: bool = False,
 ) -> Report:
     """Prove that `plan` computes what the unsplit model does.
 
     `model_fn()` makes the model (the same on every call after torch.manual_seed(0)); `batch_fn(step)` makes the tensors
     of a whole global batch, samples first. Its state and the plan's precision become float64, that of its matmuls too,
     and no update is delayed. `ranks_per_node` lays the ranks out as if so many shared a node, for a hierarchical plan.
+
+    With `device="cuda"` ranks share this machine's GPUs, in fresh processes that import the functions: define them at
+    the top level of a file. `precision="bf16"` computes as a bf16 run does and compares with float64, within
+    `BF16_TOLERANCES`. `compiles`: with torch.compile, block by block.
     """
-    plan = replace(plan, precision="fp64", matmul="compute", memory=_exact(plan.memory))
-    example = batch_fn(0)
-    split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
-    counted = _profile(model_fn, example, split)
-    refuse(counted, plan)
-    cost(counted, plan, split)  # what cannot be split is told before any rank starts
+    trial = Trial(proved(plan, precision), steps, clip, ranks_per_node, device, compiles)
+    if device == "cpu" and why_not() is None:
+        return prove_plan(model_fn, batch_fn, objective, trial, tolerance, timeout_seconds)
+    arguments = {
+        "model": name_of(model_fn, "model_fn"),
+        "batch": name_of(batch_fn, "batch_fn"),
+        "objective": _objective_names(objective),
+        "trial": {**asdict(trial), "plan": to_table(trial.plan)},
+    }
+    answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device)
+    return _report(answers, trial.plan, tolerance)
+
+
+def proved(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:
+    """The plan that is run for a proof."""
+    return replace(plan, precision=precision, matmul="compute", memory=_exact(plan.memory))
+
+
+def prove_plan(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    objective: Objective,
+    trial: Trial,
+    tolerance: float | None,
+    timeout_seconds: float,
+) -> Report:
+    """On forked ranks. Nothing here runs a backward, behind which torch's processes cannot fork on machines with GPUs:
+    what a plan costs, which does, each rank computes for itself.
+    """
+    split, counted = _counted(model_fn, batch_fn, trial.plan)
 
     def rank(index: int) -> dict[str, Any]:
-        with sending_from(1):  # tensors of any size, for memory.activations
-            return _run_rank(counted, model_fn, batch_fn, plan, split, objective, steps, clip, ranks_per_node)
+        return _try_rank(counted, model_fn, batch_fn, objective, trial, split)
 
-    answers = run_local(rank, plan.num_ranks, timeout_seconds)
-    return Report(plan, (*_judge(answers, tolerance), _check_coverage(answers, plan)))
+    answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
+    return _report(answers, trial.plan, tolerance)
+
+
+def spawned_rank(
+    rank: int, model: str, batch: str, objective: Mapping[str, Any], trial: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A rank in a fresh process, which imports what it needs by name."""
+    values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan")}
+    own, model_fn, batch_fn = Trial(**values), find(model), find(batch)
+    split, counted = _counted(model_fn, batch_fn, own.plan)
+    return _try_rank(counted, model_fn, batch_fn, _objective(objective), own, split)
+
+
+def _objective_names(objective: Objective) -> dict[str, Any]:
+    """An objective by the names of its functions."""
+    functions = {"count": objective.count, "total": objective.total, "measure": objective.measure}
+    names = {key: None if one is None else name_of(one, f"objective.{key}") for key, one in functions.items()}
+    return {**names, "measures": list(objective.measures)}
+
+
+def _objective(names: Mapping[str, Any]) -> Objective:
+    measure = None if names["measure"] is None else find(names["measure"])
+    return Objective(find(names["count"]), find(names["total"]), tuple(names["measures"]), measure)
+
+
+def _counted(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSplit, Profile]:
+    """How the batch is split, and the profile of the model; what the plan cannot split is refused."""
+    example = batch_fn(0)
+    split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
+    counted = _profile(model_fn, example, split, plan)
+    refuse(counted, plan)
+    return split, counted
+
+
+def _report(answers: list[dict[str, Any]], plan: Plan, tolerance: float | None) -> Report:
+    refused = next((answer["refused"] for answer in answers if "refused" in answer), None)
+    if refused is not None:
+        raise (error_class(refused[0]) or WeftError)(refused[1])
+    return report_of(answers, plan, tolerance)
 
 
 def _exact(memory: Memory) -> Memory:
     return replace(memory, master=True, state="master", delay=False)
 
 
-def verify_run(run: Run) -> Report:
-    """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked."""
+def verify_run(
+    run: Run, device: DeviceType = "cpu", precision: Literal["fp64", "bf16"] = "fp64", compiles: bool = False
+) -> Report:
+    """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked.
+
+    Forks ranks, so on a machine with GPUs it is for a process that has not computed: a child of the nursery. With
+    `compiles`, on a GPU, what the run compiles is compiled, and what it records is recorded.
+    """
     pipe = run.plan.pipe
     sends = run.plan.memory.activations or run.plan.memory.weights
     config = run.model.shrunk(max(4 if sends else 2, pipe.num_stages))
@@ -148,44 +212,72 @@ def verify_run(run: Run) -> Report:
         return task.random(config, num_samples, step)
 
     ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
-    return verify(model_fn, batch_fn, plan, clip=run.train.clip, ranks_per_node=ranks_per_node)
+    kind = torch.device(device)
+    records = compiles and wants_graph(run, kind)
+    trial = Trial(
+        proved(plan, precision),
+        STEPS + (WARM_STEPS if records else 0),
+        run.train.clip,
+        ranks_per_node,
+        device,
+        compiles and wants_compile(run, kind),
+        records,
+    )
+    return prove_plan(model_fn, batch_fn, CROSS_ENTROPY, trial, None, SLOW_SECONDS if compiles else SECONDS)
 
 
 # --- on each rank
 
 
-def _run_rank(
-    counted_profile: Profile,
-    model_fn: ModelFn,
-    batch_fn: BatchFn,
-    plan: Plan,
-    split: BatchSplit,
-    objective: Objective,
-    steps: int,
-    clip: float | None,
-    ranks_per_node: int | None,
+def _try_rank(
+    counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
 ) -> dict[str, Any]:
+    """A rank's answer, or why the plan is refused: all ranks come to the same before they talk."""
+    try:
+        cost(counted, trial.plan, split)
+    except WeftError as error:
+        return {"refused": [type(error).__name__, str(error)]}
+    with ExitStack() as inside:
+        inside.enter_context(sending_from(1))  # tensors of any size, for memory.activations
+        if trial.records:
+            inside.enter_context(recording_stream(_device(trial)))
+        return _run_rank(counted, model_fn, batch_fn, objective, trial, split)
+
+
+def _device(trial: Trial) -> torch.device:
+    """This rank's device: the current GPU, which was set when the rank started, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
+
+
+def _run_rank(
+    counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
+) -> dict[str, Any]:
+    plan, steps, device = trial.plan, trial.steps, _device(trial)
     part = split.batch
-    if counted_profile.batch_mixers:
+    if counted.batch_mixers:
         part = split.micro_batch * (split.num_batch_ranks if plan.statistics == "batch" else 1)
     replicas = _replicas(plan, split) if _has_alike_buffers(plan) else []
-    expected = run_sequential(make_model(model_fn), batch_fn, objective, steps, clip, part, replicas)
-    mesh = Mesh(plan, ranks_per_node=ranks_per_node)
-    model = parallelize(make_model(model_fn), plan, mesh, example=counted_profile.example)
+    whole = make_model(model_fn).to(device)
+    expected = run_sequential(whole, _on(device, batch_fn), objective, steps, trial.clip, part, replicas)
+    mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
+    model = parallelize(make_model(model_fn).to(device), plan, mesh, example=counted.example)
+    if trial.compiles:
+        compile_blocks(model, logger.warning)
+    graph = Graph(model, logger.warning) if trial.records else None
     optimizer = _optimizer(model)
     watch = _Watch(model, optimizer)
     mesh.ledger.clear()
     losses, norms = [], []
     for step in range(steps):
-        batches = _own_batches(batch_fn(step), split, mesh["batch"].index)
+        batches = _own_batches(_on(device, batch_fn)(step), split, mesh["batch"].index)
         batches = [own_tiles(batch, model, mesh) for batch in batches]
-        result = train_step(model, optimizer, batches, mesh, objective, clip)
+        result = train_step(model, optimizer, batches, mesh, objective, trial.clip, graph=graph)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
     pieces = _pieces(model)
-    predicted = cost(counted_profile, plan, split, mesh.coordinates)
+    predicted = cost(counted, plan, split, mesh.coordinates)
     flat = add_traffic(predicted.traffic, step_traffic(plan))
-    traffic = expand(flat, level_degrees(plan, ranks_per_node))
+    traffic = expand(flat, level_degrees(plan, trial.ranks_per_node))
     return {
         "loss": _worst_number(losses, expected.losses),
         "grad_norm": _worst_number(norms, expected.norms),
@@ -201,6 +293,11 @@ def _run_rank(
         "predicted_host": dict(predicted.host_bytes),
         "counted_host": watch.host,
     }
+
+
+def _on(device: torch.device, batch_fn: BatchFn) -> BatchFn:
+    """The same batches, on a device."""
+    return lambda step: tuple(tensor.to(device) for tensor in batch_fn(step))
 
 
 def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
@@ -245,14 +342,19 @@ def _optimizer(model: nn.Module) -> Optimizer:
     return weft.optim.AdamW(model, lr=LEARNING_RATE, eps=EPSILON) if all_units(model) else make_optimizer(model)
 
 
-def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit) -> Profile:
+def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit, plan: Plan) -> Profile:
     inputs = batch[0][: split.micro_batch]
-    return profile(make_model(model_fn), lambda: (inputs.to("cpu", double_of(inputs.dtype), copy=True),))
+
+    def example() -> tuple[Tensor]:
+        return (inputs.to("cpu", double_of(inputs.dtype), copy=True),)
+
+    return profile(make_model(model_fn), example, dtype=COMPUTE_DTYPE[plan.precision])
 
 
 def _own_batches(batch: Batch, split: BatchSplit, index: int) -> list[Batch]:
     rows = local_indices(torch.arange(split.batch).numpy(), split.micro_batch, split.num_batch_ranks, index)
-    return [tuple(tensor[torch.from_numpy(chosen)] for tensor in to_double(batch)) for chosen in rows]
+    chosen = [torch.from_numpy(row).to(batch[0].device) for row in rows]
+    return [tuple(tensor[row] for tensor in to_double(batch)) for row in chosen]
 
 
 def _pieces(model: nn.Module) -> list[tuple[Part, Tensor]]:
@@ -261,7 +363,7 @@ def _pieces(model: nn.Module) -> list[tuple[Part, Tensor]]:
 
 def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str]:
     errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True)]
-    worst = max(range(len(errors)), key=lambda step: _badness(errors[step]))
+    worst = max(range(len(errors)), key=lambda step: badness(errors[step]))
     return errors[worst], f"step {worst + 1}"
 
 
@@ -277,7 +379,7 @@ def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor])
             local = (reference if cut is None else cut.take(reference)).flatten()[part.start : part.stop]
             difference, scale = float((tensor - local).abs().max()), float(reference.abs().max())
         error = difference / max(scale, FLOOR * largest)
-        if _badness(error) > _badness(worst[0]):
+        if badness(error) > badness(worst[0]):
             worst = (error, part.parameter.name)
     return worst
 
@@ -289,7 +391,7 @@ def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float,
         if buffer.numel():
             found, told = buffer.double(), expected[name].double()
             error = float((found - told).abs().max() / told.abs().max().clamp(min=1e-300))
-            worst = max(worst, (error, name), key=lambda pair: _badness(pair[0]))
+            worst = max(worst, (error, name), key=lambda pair: badness(pair[0]))
     return worst
 
 
@@ -298,66 +400,5 @@ def _is_first(part: Part) -> bool:
     return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
 
 
-def _badness(error: float) -> float:
-    return float("inf") if error != error else error  # NaN compares false with everything, and would be lost
-
-
 def _plain(traffic: dict[Key, Traffic]) -> dict[str, list[int]]:
     return {f"{axis} {operation}": [value.calls, value.num_bytes] for (axis, operation), value in traffic.items()}
-
-
-# --- from all ranks
-
-
-def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
-    checks = []
-    for key, what in (
-        ("loss", "loss"),
-        ("grad_norm", "gradient norm"),
-        ("gradient", "worst gradient"),
-        ("parameter", "worst parameter after the steps"),
-        ("buffer", "worst buffer after the steps"),
-    ):
-        if answers[0][key] is None:
-            continue
-        errors = [(answer[key][0], f"rank {rank}, {answer[key][1]}") for rank, answer in enumerate(answers)]
-        error, where = max(errors, key=lambda pair: _badness(pair[0]))
-        checks.append(Check(what, f"≤ {tolerance:.0e}", f"{error:.1e}", where, error <= tolerance))
-    keys = sorted({key for answer in answers for key in (*answer["predicted"], *answer["counted"])})
-    checks += [_equal(f"traffic: {key}", answers, "predicted", "counted", key, _traffic_text) for key in keys]
-    kinds = answers[0]["predicted_state"]
-    checks += [
-        _equal(f"state: {kind}", answers, "predicted_state", "counted_state", kind, _bytes_text) for kind in kinds
-    ]
-    checks += [
-        _equal(f"host: {kind}", answers, "predicted_host", "counted_host", kind, _bytes_text)
-        for kind in sorted({key for answer in answers for key in (*answer["predicted_host"], *answer["counted_host"])})
-    ]
-    return checks
-
-
-def _check_coverage(answers: list[dict[str, Any]], plan: Plan) -> Check:
-    """A piece that no rank holds is not compared, so the pieces are counted: each once in every replica."""
-    compared = sum(answer["num_compared"] for answer in answers)
-    expected = answers[0]["num_expected"] * plan.data * plan.tile.degree * plan.context.degree
-    return Check("parameters held", f"{expected:,}", f"{compared:,}", "all ranks", compared == expected)
-
-
-def _equal(
-    what: str, answers: list[dict[str, Any]], predicted: str, counted: str, key: str, text: Callable[[Any], str]
-) -> Check:
-    for rank, answer in enumerate(answers):
-        expected, found = answer[predicted].get(key), answer[counted].get(key)
-        is_less = key == ACTIVATIONS and (found or 0) < (expected or 0)  # transformers masks shapes, but no data
-        if expected != found and not is_less:
-            return Check(what, text(expected), text(found), f"rank {rank}", False)
-    value = text(answers[0][predicted].get(key))
-    return Check(what, value, value, "all ranks", True)
-
-
-def _traffic_text(value: list[int] | None) -> str:
-    return "nothing" if value is None else f"{value[1]:,} B in {value[0]} calls"
-
-
-def _bytes_text(value: int | None) -> str:
-    return f"{value or 0:,} B"

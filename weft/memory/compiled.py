@@ -1,14 +1,15 @@
 """A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps; in pieces, what
 weft/memory/pieces.py says.
 
-Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less. So do blocks
-that `y` splits: torch.compile steps around the sum behind each matmul, and the pieces keep what enters and leaves them.
+Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less, and the
+profile says so (`assumptions`). So do blocks that `y` splits: torch.compile steps around the sum behind each matmul,
+and the pieces keep what enters and leaves them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.blocks import find_blocks
-from weft.memory.apart import run_apart
 from weft.memory.partition import Partition, partition
 from weft.memory.pieces import as_in_pieces
 from weft.plan import Plan
@@ -24,7 +24,7 @@ from weft.profile import Block, Given, Profile, Source
 from weft.profile import profile as profile_of
 
 MAX_LAYERS = 200  # that are compiled in whole blocks; each takes about a second
-_found: dict[Any, Partition | None] = {}  # by all that a partition depends on
+_found: dict[Any, Partition | str] = {}  # by all that a partition depends on; why there is none
 
 
 def in_pieces(blocks: Iterable[nn.Module]) -> bool:
@@ -55,7 +55,9 @@ def compiled(profile: Profile, matmul: str = "compute") -> Profile:
 def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
     if in_pieces(find_blocks(source.model).values()):
         return _in_pieces(profile, source)
-    partitions = _partitions(source, profile.blocks, matmul)
+    found = _partitions(source, profile.blocks, matmul)
+    partitions = {name: one if isinstance(one, Partition) else None for name, one in found.items()}
+    failed = {name: one for name, one in found.items() if isinstance(one, str)}
     seen = set[int]()
     blocks = tuple(_kept(block, profile, source, partitions[block.name], seen) for block in profile.blocks)
     named = {**source.blocks, **{block.name: block for block in blocks}}
@@ -63,7 +65,25 @@ def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
         profile,
         blocks=blocks,
         source=replace(source, blocks=named, eager=source, found={}),
-        kept={**profile.kept, "eager": profile},
+        kept={**profile.kept, "eager": profile, "assumptions": _assumptions(failed)},
+    )
+
+
+def assumptions(profile: Profile) -> tuple[str, ...]:
+    """What a profile of compiled blocks assumes where a block could not be traced, in words."""
+    found: tuple[str, ...] = profile.kept.get("assumptions", ())
+    return found
+
+
+def _assumptions(failed: Mapping[str, str]) -> tuple[str, ...]:
+    """One line for each reason, which names the first block."""
+    names: dict[str, list[str]] = {}
+    for name, reason in failed.items():
+        names.setdefault(reason, []).append(name)
+    return tuple(
+        f"block '{blocks[0]}'{f' and {len(blocks) - 1} more' * (len(blocks) > 1)} could not be traced as compiled "
+        f"({reason}): counted as uncompiled, which saves at least as many bytes"
+        for reason, blocks in names.items()
     )
 
 
@@ -121,26 +141,22 @@ def _sendable(
     return {**block.sendable, "none": made, "selective": selective}
 
 
-def _partitions(source: Source, blocks: Sequence[Block], matmul: str) -> dict[str, Partition | None]:
+def _partitions(source: Source, blocks: Sequence[Block], matmul: str) -> dict[str, Partition | str | None]:
+    """By block: its partition, why it has none, or None for one that has no backward."""
     modules = find_blocks(source.model)
     keys = {block.name: (matmul, _key(block, source, modules[block.name])) for block in blocks if _has_backward(block)}
     missing = {key: name for name, key in keys.items() if key not in _found}
-    if missing:
-        jobs = [(modules[name], source.given[name], source.dtype, matmul) for name in missing.values()]
-        told = run_apart(lambda: [_try(*job) for job in jobs])
-        _found.update(zip(missing, map(_partition, told), strict=True))
+    for key, name in missing.items():
+        _found[key] = _try(modules[name], source.given[name], source.dtype, matmul)
     return {block.name: _found[keys[block.name]] if block.name in keys else None for block in blocks}
 
 
-def _try(module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul: str) -> dict[str, Any] | None:
+def _try(module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul: str) -> Partition | str:
     try:
-        return asdict(partition(module, given, dtype, matmul))
-    except Exception:  # anything that the user's code, or torch's trace of it, may raise
-        return None
-
-
-def _partition(told: dict[str, Any] | None) -> Partition | None:
-    return None if told is None else Partition(**{**told, "given": tuple(told["given"]), "made": tuple(told["made"])})
+        return partition(module, given, dtype, matmul)
+    except Exception as error:  # anything that the user's code, or torch's trace of it, may raise: told to the user
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 
 def _has_backward(block: Block) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.blocks import find_blocks, find_units
 from weft.head import example_labels, loss_head_of
 from weft.live import LiveTensors
-from weft.memory.apart import run_apart
 from weft.memory.pieces import as_in_pieces
 from weft.models.loss import fused_rows_loss, rows_loss
 from weft.profile import Block, Profile, Source, cast, fake
@@ -63,7 +62,7 @@ def _found(source: Source, policy: str, wrap: Wrap) -> Peaks:
         if eager is not None and loss_head_of(eager.model) is None:  # nothing but blocks holds anything else compiled
             ran = _found(eager, policy, wrap)
         else:
-            ran = Peaks(**run_apart(lambda: asdict(_run(eager or source, policy, wrap, eager is not None))))
+            ran = _run(eager or source, policy, wrap, eager is not None)
         source.found[policy] = _compiled(ran, source.blocks)
     found: Peaks = source.found[policy]
     return found

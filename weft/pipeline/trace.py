@@ -221,7 +221,7 @@ def trace(
         handles.append(module.register_forward_hook(leave))
     try:
         with _in_tiles((args, kwargs), tiled, ledger), recorder.watching(state):
-            output = call_with(model, state, args, kwargs)
+            output = call_with(model, {**state, **_other_buffers(model, state, device)}, args, kwargs)
             recorder.write(END, False, recorder.find(output), None)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         unit = next((call.name for call in inside if call is not None), None)
@@ -274,8 +274,16 @@ def _fake_state(
             state[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for name, module in units.items():
         for key, buffer in module.named_buffers():
-            state[f"{name}.{key}"] = fake.from_tensor(buffer)
+            made = fake.from_tensor(buffer)
+            with fake:
+                state[f"{name}.{key}"] = made.to(device)
     return state
+
+
+def _other_buffers(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The buffers of no unit, with their values, where the inputs are: the model's own code computes with them."""
+    others = {name: buffer for name, buffer in model.named_buffers() if name not in state and not buffer.is_meta}
+    return {name: buffer.to(device) for name, buffer in others.items()}
 
 
 def _narrow(tensor: Tensor, y: int) -> Tensor:

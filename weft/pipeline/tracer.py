@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ class Tracer:
     def example(self, example: Callable[[], Any], device: torch.device, at: Tile = FIRST) -> Trace:
         """The forward of an example of whole images, at a tile."""
         if self.tiling is None:
-            return self.own(example(), {}, device)
+            return self.own(map_tensors(lambda tensor: tensor.to(device), example()), {}, device)
         with FakeTensorMode(allow_non_fake_inputs=True):  # a whole image may not fit
             own = cut_images(example, self.plan, at, self.tiling.sizes)
-        return self.own(map_tensors(_zeros, own), {}, device, at)
+        return self.own(map_tensors(partial(_zeros, device=device), own), {}, device, at)
 
     def own(self, args: Any, kwargs: Mapping[str, Any], device: torch.device, at: Tile = FIRST) -> Trace:
         """The forward of what the rank at a tile is given."""
@@ -53,5 +54,5 @@ class Tracer:
                 return trace(self.model, args, kwargs, dtype, device, self.over_y, tiles)
 
 
-def _zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+def _zeros(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)

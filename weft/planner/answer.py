@@ -13,6 +13,7 @@ from typing import Any
 from weft.cluster import Cluster
 from weft.comm import Traffics
 from weft.errors import PlanError
+from weft.memory.compiled import assumptions
 from weft.models import LanguageConfig, ModelConfig
 from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
@@ -63,6 +64,11 @@ class Answer:
             raise PlanError(" ".join([self.why, *remedies[:1]]))
         return self.found.best[0]
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the search assumes where a block could not be traced, in words."""
+        return assumptions(self.model.profile)
+
     def layouts(self, most: int = 8) -> list[Candidate]:
         """The best plan of each layout: degrees of the axes, and the pipeline's schedule."""
         first = {(*one.plan.degrees.items(), one.plan.pipe.schedule): one for one in reversed(self.found.best)}
@@ -97,6 +103,7 @@ class Answer:
             "search_seconds": self.search_seconds,
             "plans": [self._candidate(one, index == 0) for index, one in enumerate(self.layouts())],
             "why": self.why,
+            "assumptions": list(self.assumptions),
             "rejected": [
                 {
                     "axes": one.candidate.plan.describe_axes(),

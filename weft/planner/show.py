@@ -32,6 +32,8 @@ def show_answer(console: Console, answer: Answer) -> None:
     if answer.found.best:
         console.print(_plans(answer))
     console.print(f"[bold]why[/]      {answer.why}", highlight=False, soft_wrap=True)
+    for text in answer.assumptions:
+        console.print(f"[yellow]assumed[/]  {text}", highlight=False, soft_wrap=True)
     for one in answer.rejected:
         remedy = f"; {one.remedy}" if one.remedy else ""
         axes = f"{one.candidate.plan.describe_axes()}, micro-batch {one.candidate.plan.micro_batch}"

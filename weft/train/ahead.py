@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from weft.train.metrics import Moment
 from weft.train.step import Batch, StepResult
 
 
@@ -43,10 +44,10 @@ class Batches:
 
 
 class Late:
-    """Loss, gradient norm and verdict of a step on their way to the host."""
+    """Loss, gradient norm and verdict of a step on their way to the host, and when the step ended."""
 
-    def __init__(self, step: int, rate: float, result: StepResult) -> None:
-        self.step, self.rate = step, rate
+    def __init__(self, step: int, rate: float, result: StepResult, moment: Moment) -> None:
+        self.step, self.rate, self.moment = step, rate, moment
         assert result.verdict is not None, "the loop judges every step"
         values = torch.stack([value.double() for value in (result.loss, result.grad_norm, result.verdict)])
         self._event: torch.cuda.Event | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ from weft.checkpoint import Checkpoint, latest
 from weft.data.config import DataConfig
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import CheckpointError, ConfigError
-from weft.models import LanguageConfig, build, config_from_table, read_config, read_weights
+from weft.models import GPT2, Decoder, LanguageConfig, build, config_from_table, read_config, read_weights
 from weft.models.hf import parameter_shapes
 from weft.schema import build_dataclass, parse_toml
 from weft.train.state import load_parameters
@@ -30,8 +32,12 @@ def generate(
     top_k: int | None = 50,
     seed: int = 0,
     context: int = 1024,
+    seconds: float = math.inf,
 ) -> str:
-    """`num_tokens` tokens after the prompt (fewer where the document ends). Temperature 0 takes the likeliest."""
+    """`num_tokens` tokens after the prompt (fewer where the document ends, or `seconds` have passed). Temperature 0
+    takes the likeliest.
+    """
+    device, deadline = next(model.parameters()).device, time.monotonic() + seconds
     tokens = torch.from_numpy(np.asarray(tokenizer.encode(prompt), dtype=np.int64))
     if tokens.numel() == 0:
         tokens = torch.tensor([tokenizer.end])
@@ -39,7 +45,10 @@ def generate(
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         for _ in range(num_tokens):
-            logits = model(tokens[None, -context:])[0, -1].float()[: tokenizer.vocab_size]  # [vocab]
+            if time.monotonic() > deadline:
+                break
+            given = tokens[None, -context:].to(device)
+            logits = model(given)[0, -1].float()[: tokenizer.vocab_size].cpu()  # [vocab]
             chosen = _choose(logits, temperature, top_k, generator)
             if int(chosen) == tokenizer.end:
                 break
@@ -47,23 +56,40 @@ def generate(
     return tokenizer.decode(tokens[start:].numpy())
 
 
-def load_for_generation(path: Path, tokenizer: str | None = None) -> tuple[nn.Module, Tokenizer, int]:
-    """The model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder."""
+def load_for_generation(
+    path: Path, tokenizer: str | None = None, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, Tokenizer, int]:
+    """The model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a GPU
+    the model computes in bf16.
+    """
+    device = torch.device(device)
     if (path / "config.json").is_file():
         config = read_config(path)
-        model = build(config)
+        model = _empty(config, device)
         read_weights(path, model)
         spec = tokenizer or str(path / "tokenizer.json")
         if not tokenizer and not Path(spec).is_file():
             raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
-        return model.eval(), load_tokenizer(spec), context
+        return _ready(model, device), load_tokenizer(spec), context
     checkpoint = open_checkpoint(path)
     saved = saved_model(checkpoint)
     data = saved_data(checkpoint)
-    model = build(saved).to(checkpoint.entries("parameter")[0].dtype)
+    model = _empty(saved, device).to(checkpoint.entries("parameter")[0].dtype)
     load_parameters(checkpoint, model)
-    return model.eval(), load_tokenizer(tokenizer or data.tokenizer), data.sequence
+    return _ready(model, device), load_tokenizer(tokenizer or data.tokenizer), data.sequence
+
+
+def _empty(config: LanguageConfig, device: torch.device) -> Decoder | GPT2:
+    """A model whose values are to be read: none are drawn, which would take a large one long."""
+    with torch.device("meta"):
+        model = build(config)
+    assert not list(model.buffers()), "they would be left without values"
+    return model.to_empty(device=device)
+
+
+def _ready(model: nn.Module, device: torch.device) -> nn.Module:
+    return (model.to(torch.bfloat16) if device.type == "cuda" else model).eval()
 
 
 def saved_model(checkpoint: Checkpoint) -> LanguageConfig:

@@ -68,10 +68,17 @@ def own_stream(run: Run, device: torch.device) -> Iterator[bool]:
     if not wants_graph(run, device):
         yield False
         return
+    with recording_stream(device):
+        yield True
+
+
+@contextmanager
+def recording_stream(device: torch.device) -> Iterator[None]:
+    """A stream on which steps can be recorded, for all that is built and trained inside of this."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        yield True
+        yield
     torch.cuda.current_stream(device).wait_stream(stream)
 
 

@@ -163,7 +163,8 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
             status.step_ends()
             stop.ask()
             done = [] if late is None else [late]  # the device has the next step to do
-            late = Late(step, rate, result)
+            late = Late(step, rate, result, clock.moment())
+            clock.done(step, late.moment)
             if _pauses(run, step) or stop.agreed or mesh.device.type == "cpu":
                 done, late = [*done, late], None
             bad: Bad | None = None
@@ -261,7 +262,7 @@ def _report(
     loss, norm, verdict = done.read()
     status.wait_ends()
     if log is not None and _due(done.step, run.train.log_every, run.train.steps):
-        metrics = _measure(run, clock, mesh, done.step, loss, norm, done.rate)
+        metrics = _measure(run, clock, mesh, done, loss, norm)
         log.step(metrics)
         reporter.step(metrics)
     bad = policy.after(done.step, verdict, loss, norm)
@@ -282,20 +283,21 @@ def _report_return(bad: Bad, step: int, policy: Policy, log: MetricsLog | None, 
         reporter.say(f"{bad}: back to step {step}; {what_now}")
 
 
-def _measure(run: Run, clock: Clock, mesh: Mesh, step: int, loss: float, grad_norm: float, rate: float) -> StepMetrics:
-    rate_of_all, rate_of_device, tflops, mfu, seconds = clock.read(step)
+def _measure(run: Run, clock: Clock, mesh: Mesh, done: Late, loss: float, grad_norm: float) -> StepMetrics:
+    rates = clock.read(done.step, done.moment)
     return StepMetrics(
-        step=step,
+        step=done.step,
         loss=loss,
         grad_norm=grad_norm,
-        learning_rate=rate,
-        units_per_second=rate_of_all,
-        units_per_second_per_device=rate_of_device,
-        tflops_per_second_per_device=tflops,
-        mfu=mfu,
+        learning_rate=done.rate,
+        units_per_second=rates.units_per_second,
+        units_per_second_per_device=rates.units_per_second_per_device,
+        tflops_per_second_per_device=rates.tflops_per_second_per_device,
+        mfu=rates.mfu,
         memory_bytes=memory_bytes(mesh.device),
-        seconds_left=(run.train.steps - step) * seconds,
+        seconds_left=(run.train.steps - done.step) * rates.step_seconds,
         unit=task_of(run).unit,
+        start_seconds=rates.step_seconds if rates.is_start else None,
     )
 
 

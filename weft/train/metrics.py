@@ -38,35 +38,96 @@ class StepMetrics:
     memory_bytes: int
     seconds_left: float
     unit: str = "tokens"
+    start_seconds: float | None = None  # of a process's first step, whose rates say nothing about the next
 
     def to_json(self) -> dict[str, Any]:
         """The line as plain values, rates under the name of their unit."""
         values = {key.replace("units", self.unit): value for key, value in asdict(self).items()}
         del values["unit"]
-        return values
+        return {key: value for key, value in values.items() if key != "start_seconds" or value is not None}
+
+
+class Moment:
+    """A point in this rank's work. On a GPU it is when the device has done all that was queued before it, which the
+    host may read much later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._time = time.perf_counter()
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """The time between two moments, of which the device has passed both."""
+        if self._event is None or earlier._event is None:
+            return self._time - earlier._time
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Speed over some steps: of all ranks, of a device, and the seconds of a step."""
+
+    units_per_second: float
+    units_per_second_per_device: float
+    tflops_per_second_per_device: float
+    mfu: float | None
+    step_seconds: float
+    is_start: bool = False  # of the first step of a process alone, which also compiles, connects and asks for memory
 
 
 class Clock:
-    """Turns steps into rates, over the steps since the last reading."""
+    """Turns steps into rates, over the steps since the last reading.
+
+    The first step of a process also compiles, connects and asks for memory: it counts for no rate but its own.
+    """
 
     def __init__(
-        self, step: int, units_per_step: int, num_ranks: int, flops_per_step: float, peak: float | None
+        self,
+        step: int,
+        units_per_step: int,
+        num_ranks: int,
+        flops_per_step: float,
+        peak: float | None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 (a value)
     ) -> None:
         """`flops_per_step` and `peak` are one rank's; the peak may be unknown."""
         self._units, self._ranks, self._flops, self._peak = units_per_step, num_ranks, flops_per_step, peak
+        self._device, self._first, self._warm = device, step + 1, Moment(device)
         self.skip(step)
+
+    def moment(self) -> Moment:
+        """Now, behind all that is queued."""
+        return Moment(self._device)
 
     def skip(self, step: int) -> None:
         """Do not count what happened since the last reading (evaluation, saving)."""
-        self._step, self._time = step, time.perf_counter()
+        self._step, self._since = step, self.moment()
 
-    def read(self, step: int) -> tuple[float, float, float, float | None, float]:
-        """Tokens (or images)/s, the same/device, TFLOP/s/device, MFU and seconds a step since the last reading."""
-        seconds = (time.perf_counter() - self._time) / max(1, step - self._step)
-        self.skip(step)
+    def done(self, step: int, moment: Moment) -> None:
+        """A step has ended. Every step's end is told, in order, read or not."""
+        if step == self._first:
+            self._warm = moment
+
+    def read(self, step: int, moment: Moment) -> Rates:
+        """The rates of the steps since the last reading, up to one that ended at that moment."""
+        since, before = self._since, self._step
+        if before < self._first < step:
+            since, before = self._warm, self._first
+        seconds = moment.seconds_since(since) / max(1, step - before)
+        self._step, self._since = step, moment
         rate = self._flops / seconds
-        mfu = rate / self._peak if self._peak else None
-        return self._units / seconds, self._units / seconds / self._ranks, rate / 1e12, mfu, seconds
+        return Rates(
+            self._units / seconds,
+            self._units / seconds / self._ranks,
+            rate / 1e12,
+            rate / self._peak if self._peak else None,
+            seconds,
+            is_start=before < step == self._first,
+        )
 
 
 def memory_bytes(device: torch.device) -> int:

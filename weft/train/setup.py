@@ -15,6 +15,7 @@ from torch import nn
 from weft.checkpoint import Saver
 from weft.comm import broadcast
 from weft.config import Run
+from weft.devices import gpus
 from weft.errors import ConfigError
 from weft.launch import Place, init_process_group, shutdown, world_store
 from weft.mesh import Mesh
@@ -45,7 +46,8 @@ def world(run: Run, place: Place) -> Iterator[Mesh]:
     if place.num_ranks == 1:
         yield Mesh(run.plan, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
         return
-    device = init_process_group(place, kind, timedelta(seconds=run.train.timeout_seconds))
+    timeout = timedelta(seconds=run.train.timeout_seconds)
+    device = init_process_group(place, kind, timeout, run.train.share_gpus)
     try:
         yield Mesh(run.plan, device, place.num_local_ranks)
     finally:
@@ -79,10 +81,10 @@ def attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
 
 def device_type(run: Run) -> Literal["cpu", "cuda"]:
     """Where the run computes: as it says, or on GPUs where there are any."""
-    available = torch.cuda.is_available()
+    available = run.train.device != "cpu" and bool(gpus())
     if run.train.device == "cuda" and not available:
         raise ConfigError("train.device = 'cuda' but torch sees no GPU; use 'auto' or 'cpu'")
-    return "cuda" if available and run.train.device != "cpu" else "cpu"
+    return "cuda" if available else "cpu"
 
 
 def set_determinism(run: Run) -> None:
@@ -138,4 +140,4 @@ def make_clock(run: Run, mesh: Mesh, step: int) -> Clock:
     split = run.split
     shared_by = run.plan.num_ranks // run.plan.num_batch_ranks  # ranks that compute parts of the same samples
     flops = model_flops(micro_batch_profile(run)) * split.accumulation / shared_by
-    return Clock(step, split.tokens, run.plan.num_ranks, flops, peak_flops(run, mesh.device))
+    return Clock(step, split.tokens, run.plan.num_ranks, flops, peak_flops(run, mesh.device), mesh.device)

@@ -1,0 +1,73 @@
+"""Tests for a machine with a GPU, through the commands and the public API: `make test-gpu`.
+
+Elsewhere all of them are skipped, with the reason. The process of the tests never initialises CUDA; its children do.
+Several NCCL ranks share the GPU where NCCL is 2.30 or later (set LD_PRELOAD to such a library); Gloo carries them
+otherwise. `--results FILE` keeps what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU does not initialise CUDA
+
+import pytest
+import torch
+from gpu_for_tests import JOBS, ran
+
+from weft.jobs import command_nursery
+from weft.nursery import Nursery
+
+HERE = Path(__file__).parent
+BEGAN = time.time()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="write what the GPU tests found to this file (JSON)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU here; make test-gpu is for a machine with one"))
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Children that may use the GPU, whatever this process has done."""
+    with command_nursery(lambda arguments: None, jobs=JOBS) as made:
+        yield made
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    path: Path | None = config.getoption("--results", None)
+    if path is None or hasattr(config, "workerinput"):
+        return
+    stats = terminalreporter.stats
+    rows = [
+        {"test": one.nodeid, "outcome": kind, "seconds": round(one.duration, 1)}
+        for kind in ("passed", "failed", "error", "skipped")
+        for one in stats.get(kind, [])
+    ]
+    whole = {
+        "benchmark": "test_gpu",
+        **ran("gpus"),
+        "cpu_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "seconds": round(time.time() - BEGAN, 1),
+        "counts": {
+            kind: sum(row["outcome"] == kind for row in rows) for kind in ("passed", "failed", "error", "skipped")
+        },
+        "tests": sorted(rows, key=lambda row: row["test"]),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n")

@@ -1,0 +1,152 @@
+"""Every axis on GPU ranks that share one GPU, each beside another: equal to the sequential model on that GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import test_tile
+from gpu_for_tests import Case, prove, succeeded, weft, write_run
+from pipeline_for_tests import UNet, chain, vectors
+from tensor_for_tests import SHIPPED, token_batch
+
+from weft.nursery import Nursery
+from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
+
+TIED, DEEP = SHIPPED["tied"], SHIPPED["two key heads"]
+
+
+def text(**plan: object) -> Case:
+    return Case(TIED, token_batch, Plan(**{"micro_batch": 2, **plan}))  # type: ignore[arg-type]
+
+
+def stages(schedule: str, degree: int = 2, size: int = 16, **plan: object) -> Case:
+    options = {"gems": {"batches": 2}, "interleaved": {"chunks": 2}}.get(schedule, {})
+    pipe = Pipe(degree, schedule, **options)  # type: ignore[arg-type]
+    return Case(chain(8), vectors(size), Plan(**{"pipe": pipe, "micro_batch": 2, **plan}))  # type: ignore[arg-type]
+
+
+def tiles(name: str) -> Case:
+    model, plan = test_tile.CASES[name]
+    return Case(*test_tile.MODELS[model], plan)
+
+
+CASES: dict[str, Case] = {
+    "data 2": text(data=2),
+    "data 4, hierarchical": text(data=4, micro_batch=1, hierarchical=True)._replace(ranks_per_node=2),
+    "shard 4, hierarchical": text(shard=Shard(4, 3), micro_batch=1, hierarchical=True)._replace(ranks_per_node=2),
+    "data 2 × shard 2, stage 1": text(data=2, shard=Shard(2, 1)),
+    "data 2 × shard 2, stage 2": text(data=2, shard=Shard(2, 2)),
+    "data 2 × shard 2, stage 3": text(data=2, shard=Shard(2, 3)),
+    "shard 4, stage 3, full recompute": text(shard=Shard(4, 3), memory=Memory("full")),
+    "shard 2, offload": text(shard=Shard(2, 2), memory=Memory(offload=1.0)),
+    "shard 2, activations": text(shard=Shard(2, 3), memory=Memory(activations=1.0)),
+    "x 2 × data 2": text(tensor=Tensor(2), data=2),
+    "x 2 × shard 2, selective recompute": text(tensor=Tensor(2), shard=Shard(2, 3), memory=Memory("selective")),
+    "x 4": text(tensor=Tensor(4)),
+    "y 2 × data 2": text(tensor=Tensor(1, 2), data=2),
+    "x 2 × y 2": text(tensor=Tensor(2, 2)),
+    "x 2, sequence × data 2": text(tensor=Tensor(2, sequence=True), data=2),
+    "x 2, chunks × shard 2": text(tensor=Tensor(2, sequence=True, chunks=2), shard=Shard(2, 3)),
+    "context 2, ring × data 2": text(context=Context(2), data=2),
+    "context 4, ring": text(context=Context(4)),
+    "context 2, all-to-all × shard 2": text(context=Context(2, "all-to-all"), shard=Shard(2, 3)),
+    "pipe 2, gpipe × data 2": stages("gpipe", data=2),
+    "pipe 2, 1f1b × shard 2": stages("1f1b", shard=Shard(2, 3)),
+    "pipe 4, 1f1b": stages("1f1b", 4),
+    "pipe 2, interleaved × data 2": stages("interleaved", data=2),
+    "pipe 4, interleaved, few micro-batches": stages("interleaved", 4, size=8),
+    "pipe 2, zero-bubble × data 2": stages("zero-bubble", data=2),
+    "pipe 2, gems × data 2": stages("gems", data=2),
+    "pipe 4, bidirectional": stages("bidirectional", 4),
+    "pipe 2, message × data 2": stages("message", data=2),
+    "pipe 4, message": stages("message", 4),
+    "pipe 3, skip edges": Case(UNet, vectors(16), Plan(pipe=Pipe(3), micro_batch=2)),
+    "pipe 4, skip edges": Case(UNet, vectors(16), Plan(pipe=Pipe(4), micro_batch=2)),
+    "pipe 2 × x 2, full recompute": Case(
+        DEEP, token_batch, Plan(pipe=Pipe(2), tensor=Tensor(2), micro_batch=2, memory=Memory("full"))
+    ),
+    "pipe 2 × context 2": Case(DEEP, token_batch, Plan(pipe=Pipe(2), context=Context(2), micro_batch=2)),
+    "tiles 2 × 2, gather": tiles("2 × 2"),
+    "tiles 2 × 2, batch": tiles("batch"),
+    "tiles 2 × 2, until": tiles("until"),
+    "tiles 2 × data 2": tiles("data, full"),
+    "tiles 2 × shard 2": tiles("shard 3"),
+    "tiles 4, dense": tiles("unet, whole in the middle"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_axis_on_the_gpu_equals_the_sequential_model(name: str, nursery: Nursery) -> None:
+    prove(nursery, "test_axes", name).require()
+
+
+COMPILED = ["data 2", "x 2 × shard 2, selective recompute", "context 2, ring × data 2"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_blocks_equal_the_sequential_model(name: str, nursery: Nursery) -> None:
+    prove(nursery, "test_axes", name, compiles=True).require()
+
+
+@pytest.mark.parametrize("name", ["data 2 × shard 2, stage 3", "x 2 × y 2", "pipe 2, 1f1b × shard 2"])
+def test_bf16_is_near_the_sequential_model(name: str, nursery: Nursery) -> None:
+    prove(nursery, "test_axes", name, precision="bf16").require()
+
+
+@pytest.mark.parametrize(("name", "spoiled"), [("data 2", "data"), ("pipe 4, 1f1b", "messages")])
+def test_a_lost_reduction_or_message_is_found(name: str, spoiled: str, nursery: Nursery) -> None:
+    failure = prove(nursery, "test_axes", name, spoiled=spoiled).first_failure
+    assert failure is not None
+    assert failure.what in ("loss", "gradient norm", "worst gradient")
+
+
+@pytest.mark.parametrize("name", ["data 2", "pipe 4, 1f1b"])
+def test_a_lost_reduction_or_message_is_found_in_bf16(name: str, nursery: Nursery) -> None:
+    spoiled = {"data 2": "data", "pipe 4, 1f1b": "messages"}[name]
+    assert not prove(nursery, "test_axes", name, spoiled=spoiled, precision="bf16").passed
+
+
+# --- as a user does
+
+
+def test_weft_verify_on_the_gpu(tmp_path: Path) -> None:
+    run = write_run(tmp_path, more="\n[plan]\npipe = 2\ndata = 2\nmicro_batch = 2\n")
+    found = succeeded(weft("verify", run, "--device", "cuda", "--json")).json
+    assert found["passed"]
+    assert found["device"] == "cuda"
+    assert any(check["what"].startswith("traffic: pipe") for check in found["checks"])
+
+
+def test_weft_verify_compiles_and_records_what_the_run_does(tmp_path: Path) -> None:
+    from gpu_for_tests import IMAGES
+
+    run = write_run(tmp_path, IMAGES, "\n[plan]\nprecision = 'fp32'\n")
+    assert succeeded(weft("verify", run, "--device", "cuda", "--compile", "--json")).json["passed"]
+
+
+def test_the_public_api_proves_on_the_gpu(tmp_path: Path) -> None:
+    """From a program that has used CUDA before: ranks are fresh processes, which import its functions."""
+    program = tmp_path / "prove.py"
+    program.write_text(
+        "import torch, weft\n"
+        "from weft.models import Decoder, DecoderConfig\n"
+        "def model():\n"
+        "    return Decoder(DecoderConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4))\n"
+        "def batch(step):\n"
+        "    tokens = torch.randint(61, (8, 9), generator=torch.Generator().manual_seed(step))\n"
+        "    return tokens[:, :-1], tokens[:, 1:]\n"
+        "if __name__ == '__main__':\n"
+        "    torch.ones(3, device='cuda', requires_grad=True).sum().backward()\n"
+        "    plan = weft.Plan(shard=weft.Shard(2, 3), micro_batch=2)\n"
+        "    weft.verify(model, batch, plan, device='cuda').require()\n"
+        "    weft.verify(model, batch, plan).require()\n"
+        "    try:\n"
+        "        weft.verify(lambda: model(), batch, plan, device='cuda')\n"
+        "    except weft.WeftError as error:\n"
+        "        print('refused:', error)\n"
+    )
+    from gpu_for_tests import run_program
+
+    left = succeeded(run_program(program))
+    assert "refused: model_fn = <function <lambda>" in left.out
