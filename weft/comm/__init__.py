@@ -9,6 +9,7 @@ from weft.comm.collectives import (
     meet,
     receive,
     send,
+    sends_from_host,
     shift,
 )
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
@@ -32,5 +33,6 @@ __all__ = [
     "receive",
     "reduce_scatter",
     "send",
+    "sends_from_host",
     "shift",
 ]

@@ -29,7 +29,7 @@ class Arrivals:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.is_polled = transport.device.type == "cuda"
+        self.is_polled = transport.can_poll
         self._come: set[Key] = set()
         self._under_way: dict[Key, Pending] = {}
         self._lines: dict[tuple[int, str], SimpleQueue[tuple[Key, Pending] | None]] = {}

@@ -36,6 +36,9 @@ class Transport:
     def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
         self.axis, self.device, self.rank = mesh["pipe"], mesh.device, mesh.rank
         self.ranks = mesh.line("pipe")  # the global ranks along this rank's pipe
+        # NCCL can be asked whether a message has come; Gloo, also for tensors on a GPU, cannot.
+        is_gpu, probe = self.device.type == "cuda", torch.empty(0, device=self.device)
+        self.can_poll = is_gpu and not self.axis.through_host(self.axis.group, probe)
         # Every rank makes all groups, in one order.
         ways = sorted(set(_ways(schedule)))
         self._axes: dict[tuple[str, str], Axis] = {way: mesh.again("pipe", " ".join(way)) for way in ways}
