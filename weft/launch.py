@@ -267,6 +267,8 @@ def init_process_group(place: Place, device: Literal["cpu", "cuda"], timeout: ti
     """Join the world group and return this rank's device. `timeout` bounds the meeting and every collective."""
     rank_device = torch.device("cpu") if device == "cpu" else torch.device("cuda", _cuda_index(place))
     if device == "cuda":
+        # Before CUDA starts: streams that share one of its queues (8 by default) hold each other up (`nccl_order.py`).
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(rank_device)
     if place.num_hosts == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

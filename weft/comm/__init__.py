@@ -11,6 +11,7 @@ from weft.comm.collectives import (
     send,
     sends_from_host,
     shift,
+    uses_nccl,
 )
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
 from weft.comm.two_level import all_gather, all_reduce, expand, reduce_scatter
@@ -35,4 +36,5 @@ __all__ = [
     "send",
     "sends_from_host",
     "shift",
+    "uses_nccl",
 ]

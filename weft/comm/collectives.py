@@ -49,6 +49,11 @@ class Axis:
     through_host: Callable[[dist.ProcessGroup | None, Tensor], bool] = sends_from_host
 
 
+def uses_nccl(axis: Axis, device: torch.device) -> bool:
+    """Do messages of tensors on this device go over NCCL?"""
+    return device.type == "cuda" and not axis.through_host(axis.group, torch.empty(0, device=device))
+
+
 class _HostCopies:
     """The host copies of one operation's tensors, where the axis sends them through the host; else the tensors."""
 
