@@ -94,6 +94,14 @@ class Mesh:
         group = self._group_among(rows, label, label) if len(indices) > 1 else None
         return Axis(label, len(indices), indices.index(index), group, self.ledger) if index in indices else None
 
+    def pair(self, name: str, one: int, other: int, label: str) -> Axis | None:
+        """Two ranks of an axis with a group of their own, for messages from `one` to `other` that `label` names.
+
+        Index 0 is the lower of the two. None on other ranks. See `neighbours`.
+        """
+        found = self.among(name, sorted((one, other)), f"{name} {one} to {other} {label}")
+        return None if found is None else replace(found, name=name)
+
     def line(self, name: str) -> list[int]:
         """The world's ranks along an axis through this rank."""
         rows: list[list[int]] = ranks_of(self.plan, name).tolist()

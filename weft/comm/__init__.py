@@ -9,7 +9,9 @@ from weft.comm.collectives import (
     meet,
     receive,
     send,
+    sends_from_host,
     shift,
+    uses_nccl,
 )
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
 from weft.comm.two_level import all_gather, all_reduce, expand, reduce_scatter
@@ -32,5 +34,7 @@ __all__ = [
     "receive",
     "reduce_scatter",
     "send",
+    "sends_from_host",
     "shift",
+    "uses_nccl",
 ]

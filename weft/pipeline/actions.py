@@ -5,7 +5,7 @@ messages from the edges between stages, one message per edge, micro-batch and di
 (HyPar-Flow, arXiv 1911.05146): its tensor goes straight to the rank that uses it.
 
 How a list is run: a receive is *posted* where it stands and does not block; the computation that needs it waits for it;
-a send starts right after the computation that made its tensor and does not block. A channel is (sender, receiver,
+a send starts right after the computation that made its tensor and does not block. A `Channel` is (sender, receiver,
 direction): its receives are posted in the order of its sends, so messages that arrive in order need no tags.
 """
 
@@ -69,6 +69,20 @@ class Message:
         copy = f" of replica {self.replica}" if self.replica else ""
         where = f"stage {self.stage}{copy}, edge {self.edge}, peer rank {self.peer}"
         return f"{self.kind} of micro-batch {self.micro_batch} at {where}"
+
+
+class Channel(NamedTuple):
+    """The way of messages from one rank to another in one direction of the pipeline ("forward" or "backward")."""
+
+    source: int
+    target: int
+    direction: str
+
+
+def channel_of(rank: int, message: Message) -> Channel:
+    """The channel of a message, one end of which is on `rank`."""
+    source, target = (rank, message.peer) if message.is_send else (message.peer, rank)
+    return Channel(source, target, message.direction)
 
 
 class Edge(NamedTuple):
@@ -150,6 +164,18 @@ class Schedule:
         """Indices of the edges out of each stage."""
         return tuple([i for i, edge in enumerate(self.edges) if edge.source == s] for s in range(self.num_stages))
 
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """The channels that the messages of any step need, whatever its number of micro-batches; in one order."""
+        found: set[Channel] = set()
+        for ranks in self.placement:
+            for edge in self.edges:
+                source, target = ranks[edge.source], ranks[edge.target]
+                if source != target:
+                    found.add(Channel(source, target, "forward"))
+                    found |= {Channel(target, source, "backward")} if edge.backward else set()
+        return tuple(sorted(found))
+
     def needs(self, action: Action) -> list[Need]:
         """What must have happened before `action`."""
         stage, micro_batch, replica = action.stage, action.micro_batch, action.replica
@@ -206,15 +232,15 @@ def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str
     """
     if edges is not None:
         schedule = replace(schedule, edges=check_edges(edges, schedule.num_stages))
-    channels: dict[tuple[int, int, str], list[Message]] = defaultdict(list)  # the sends of each, in order
+    channels: dict[Channel, list[Message]] = defaultdict(list)  # the sends of each, in order
     wanted: dict[tuple[int, tuple[int, int, int, str]], tuple[int, Message]] = {}  # (rank, key) -> (place, receive)
     for rank in range(schedule.num_ranks):
         for message in schedule.sent_again(rank):
-            channels[rank, message.peer, message.direction].append(message)
+            channels[channel_of(rank, message)].append(message)
         for place, action in enumerate(schedule.compute(rank)):
             received, sent = schedule.messages(action)
             for message in sent:
-                channels[rank, message.peer, message.direction].append(message)
+                channels[channel_of(rank, message)].append(message)
             for message in received:
                 wanted[rank, message.key] = max(place - 1, 0), message
     posts: dict[tuple[int, int], list[Message]] = defaultdict(list)  # (rank, place) -> receives posted there

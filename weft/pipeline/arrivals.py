@@ -20,7 +20,7 @@ from weft.errors import PlanError
 from weft.pipeline.actions import Action, Message, Schedule
 from weft.pipeline.transport import Key, Transport
 
-AHEAD = 2  # receives posted in each direction: the next is under way while one is used
+AHEAD = 2  # micro-batches in each direction whose receives are posted before they are used
 POLL_SECONDS = 20e-6
 
 
@@ -29,7 +29,7 @@ class Arrivals:
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-        self.is_polled = transport.device.type == "cuda"
+        self.is_polled = transport.can_poll
         self._come: set[Key] = set()
         self._under_way: dict[Key, Pending] = {}
         self._lines: dict[tuple[int, str], SimpleQueue[tuple[Key, Pending] | None]] = {}
@@ -104,6 +104,7 @@ class AsTheyCome:
                 if self.arrivals.have(keys):
                     self._done[action.kind] += 1
                     self._last = action.kind
+                    self._post_ahead()  # the next is under way while this one is used
                     return action
             self.arrivals.wait_for_one(needs)
         return None
@@ -119,13 +120,20 @@ class AsTheyCome:
         return found if self._last == "forward" else found[::-1]
 
     def _post_ahead(self) -> None:
+        """Post the receives of a micro-batch once those of the one before have come.
+
+        A receive behind another of its NCCL stream has not started, and an operation that has not started holds up all
+        streams that share its hardware queue.
+        """
         for kind, done in self._done.items():
-            stop = min(done + AHEAD, self.schedule.num_micro_batches)
-            for micro_batch in range(self._posted[kind], stop):
+            while self._posted[kind] < min(done + AHEAD, self.schedule.num_micro_batches):
+                micro_batch = self._posted[kind]
+                if micro_batch > 0 and not self.arrivals.have(self._needs(Action(kind, self.stage, micro_batch - 1))):
+                    break
                 for message in self.schedule.messages(Action(kind, self.stage, micro_batch))[0]:
                     self._post(message)
                     self.arrivals.expect(message)
-            self._posted[kind] = max(stop, self._posted[kind])
+                self._posted[kind] += 1
 
     def _needs(self, action: Action) -> list[Key]:
         return [message.key for message in self.schedule.messages(action)[0]]

@@ -1,4 +1,4 @@
-"""Proof that a schedule is consistent: complete, in order, its messages paired, and free of deadlock.
+"""Proof that a schedule is consistent: complete, in order, its messages paired, and free of deadlock, on NCCL too.
 
 Everything here is arithmetic on the lists, so a broken schedule or transform is found before a process starts.
 """
@@ -9,11 +9,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from weft.errors import PlanError
-from weft.pipeline.actions import COMPUTE_KINDS, SHADOW, Action, Message, Schedule
+from weft.pipeline.actions import COMPUTE_KINDS, SHADOW, Action, Channel, Message, Schedule, channel_of
+from weft.pipeline.nccl_order import GroupOf, check_nccl_order
 
 
-def check(schedule: Schedule) -> None:
-    """Raises a PlanError that names rank, action and what is missing, unless the schedule is consistent."""
+def check(schedule: Schedule, group_of: GroupOf = channel_of) -> None:
+    """Raises a PlanError that names rank, action and what is missing, unless the schedule is consistent.
+
+    `group_of` gives the process group of a message, for its order on NCCL.
+    """
     _check_complete(schedule)
     _check_order(schedule)
     if schedule.has_messages:
@@ -21,6 +25,8 @@ def check(schedule: Schedule) -> None:
         _check_channels(schedule)
     for _ in run_order(schedule):
         pass
+    if schedule.has_messages:
+        check_nccl_order(schedule, group_of)
 
 
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
@@ -144,14 +150,12 @@ def _check_messages(schedule: Schedule) -> None:
 
 def _check_channels(schedule: Schedule) -> None:
     """Both ends of every (sender, receiver, direction) list the same messages in the same order."""
-    sends: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
-    receives: dict[tuple[int, int, str], list[Message]] = defaultdict(list)
+    sends: dict[Channel, list[Message]] = defaultdict(list)
+    receives: dict[Channel, list[Message]] = defaultdict(list)
     for rank, steps in enumerate(schedule.lists):
         for step in steps:
-            if isinstance(step, Message) and step.is_send:
-                sends[rank, step.peer, step.direction].append(step)
-            elif isinstance(step, Message):
-                receives[step.peer, rank, step.direction].append(step)
+            if isinstance(step, Message):
+                (sends if step.is_send else receives)[channel_of(rank, step)].append(step)
     for channel in sorted({*sends, *receives}):
         for send, receive in zip(sends[channel], receives[channel], strict=True):
             if send.key != receive.key:

@@ -11,6 +11,7 @@ With shadows (`shadow.py`), a step that was cut short by the loss of a rank goes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from weft.comm import uses_nccl
 from weft.errors import LostRankError, PlanError
 from weft.mesh import Mesh
 from weft.pipeline.actions import Action, Schedule
 from weft.pipeline.copies import Copies
 from weft.pipeline.held import answers
+from weft.pipeline.nccl_order import check_queues
 from weft.pipeline.partition import Route
 from weft.pipeline.refresh import Refresh
 from weft.pipeline.run import Run, Stage, Work
@@ -83,6 +86,8 @@ class Pipeline(nn.Module):
         key = num_micro_batches, with_backward
         if key not in self._schedules:
             made = self._make_schedule(*key)
+            if uses_nccl(self.mesh["pipe"], self.mesh.device):
+                check_queues(made, os.environ)
             self._schedules[key] = made if self._lost is None else take_over(made, self._lost)
             self._arrived[key] = answers(self._schedules[key], self.mesh["pipe"].index)
         return self._schedules[key]

@@ -1,23 +1,23 @@
 """Messages between the ranks of a pipeline: one tensor each, in the order of its channel, without tags.
 
-A channel is a way between two ranks in one direction of the pipeline (forward or backward). Each of the four pairs of
-that direction and the way along the axis (up or down) has a process group of its own, so that on NCCL, where a group
-does one thing after another, a send never waits behind a receive that its peer can only serve after it.
+A channel goes from one rank to another in one direction of the pipeline (forward or backward). Each has a process group
+of its two ranks: on NCCL a group runs one message after another, so messages of one group must have one order on both
+ranks. `nccl_order.py` proves that no rank then waits in a circle, and that coarser groups would have cycles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from weft.comm import Axis, Pending, receive, send
+from weft.comm import Axis, Ledger, Pending, receive, send, uses_nccl
 from weft.errors import LostRankError
 from weft.mesh import Mesh
-from weft.pipeline.actions import Message, Schedule
+from weft.pipeline.actions import Channel, Message, Schedule, channel_of
 from weft.pipeline.trace import Value
 
 Key = tuple[int, int, int, str]
@@ -36,18 +36,36 @@ class Transport:
     def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
         self.axis, self.device, self.rank = mesh["pipe"], mesh.device, mesh.rank
         self.ranks = mesh.line("pipe")  # the global ranks along this rank's pipe
-        # Every rank makes all groups, in one order.
-        ways = sorted(set(_ways(schedule)))
-        self._axes: dict[tuple[str, str], Axis] = {way: mesh.again("pipe", " ".join(way)) for way in ways}
+        self.can_poll = uses_nccl(self.axis, self.device)  # whether it can be asked if a message has come
+        self._channels: dict[Channel, Axis] = {}
+        for channel in schedule.channels:  # every rank makes all groups, in one order
+            axis = mesh.pair("pipe", channel.source, channel.target, channel.direction)
+            if axis is not None:
+                self._channels[channel] = axis
         self._posted: dict[Key, _Posted] = {}
         self._sent: dict[Key, _Posted] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        """Send one number through each channel, in one order on all ranks.
+
+        NCCL connects two ranks at their first message, and the host of one waits there for the other. In a schedule's
+        own order ranks could wait in a circle.
+        """
+        for channel, axis in self._channels.items():
+            number, unrecorded = torch.zeros(1, device=self.device), replace(axis, ledger=Ledger())
+            is_send = channel.source == self.axis.index
+            with self._named(is_send, channel.target if is_send else channel.source, "the first of its channel"):
+                begin = send if is_send else receive
+                begin(number, unrecorded, 1 - axis.index, "first message").wait()
 
     def post(self, message: Message, value: Value) -> None:
         """Begin to receive a message; does not block."""
         tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        axis = self._axes[_way(self.axis.index, message)]
-        with self._named(message):
-            self._posted[message.key] = _Posted(message, tensor, receive(tensor, axis, message.peer, str(message)))
+        axis = self._channels[channel_of(self.axis.index, message)]
+        with self._failing(message):
+            pending = receive(tensor, axis, 1 - axis.index, str(message))
+        self._posted[message.key] = _Posted(message, tensor, pending)
 
     def pending(self, key: Key) -> Pending:
         """A posted message under way."""
@@ -65,23 +83,24 @@ class Transport:
     def take(self, key: Key) -> Tensor:
         """What a posted message brought; waits for it."""
         posted = self._posted.pop(key)
-        with self._named(posted.message):
+        with self._failing(posted.message):
             posted.pending.wait()
         return posted.tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """Begin to send; does not block. The tensor lives until the message is known to have gone."""
         tensor = tensor.detach().contiguous()
-        axis = self._axes[_way(self.axis.index, message)]
-        with self._named(message):
-            self._sent[message.key] = _Posted(message, tensor, send(tensor, axis, message.peer, str(message)))
+        axis = self._channels[channel_of(self.axis.index, message)]
+        with self._failing(message):
+            pending = send(tensor, axis, 1 - axis.index, str(message))
+        self._sent[message.key] = _Posted(message, tensor, pending)
 
     def answered(self, keys: Iterable[Key]) -> None:
         """These messages have been used by whoever took them: nothing waits, and what they held is free."""
         for key in keys:
             sent = self._sent.pop(key, None)
             if sent is not None:
-                with self._named(sent.message):
+                with self._failing(sent.message):
                     sent.pending.wait()
 
     def finish(self) -> None:
@@ -89,32 +108,17 @@ class Transport:
         self.answered(list(self._sent))
         assert not self._posted
 
+    def _failing(self, message: Message) -> AbstractContextManager[None]:
+        return self._named(message.is_send, message.peer, str(message))
+
     @contextmanager
-    def _named(self, message: Message) -> Iterator[None]:
+    def _named(self, is_send: bool, peer: int, message: str) -> Iterator[None]:
         """A connection that breaks, or waits too long, is told by the message that did not come or go."""
         try:
             yield
         except RuntimeError as error:
-            what = "sending" if message.is_send else "waiting for"
+            what = "sending" if is_send else "waiting for"
             raise LostRankError(
                 f"rank {self.rank} (pipe rank {self.axis.index}) was {what} a message when the connection to rank "
-                f"{self.ranks[message.peer]} (pipe rank {message.peer}) failed: {message}; "
-                f"{str(error).strip().splitlines()[0]}"
+                f"{self.ranks[peer]} (pipe rank {peer}) failed: {message}; {str(error).strip().splitlines()[0]}"
             ) from error
-
-
-def _way(here: int, message: Message) -> tuple[str, str]:
-    """The group of a message: its direction in the pipeline, and its way along the axis."""
-    source, target = (here, message.peer) if message.is_send else (message.peer, here)
-    return message.direction, "down" if source < target else "up"
-
-
-def _ways(schedule: Schedule) -> Iterator[tuple[str, str]]:
-    """The groups that the messages of any step need, whatever its number of micro-batches."""
-    for ranks in schedule.placement:
-        for edge in schedule.edges:
-            if ranks[edge.source] == ranks[edge.target]:
-                continue
-            is_down = ranks[edge.source] < ranks[edge.target]
-            yield "forward", "down" if is_down else "up"
-            yield "backward", "up" if is_down else "down"
