@@ -154,7 +154,7 @@ def test_a_function_that_no_other_process_can_import_is_refused() -> None:
 
 @pytest.mark.usefixtures("_cannot_fork")
 def test_fresh_processes_refuse_what_forked_ones_refuse() -> None:
-    with pytest.raises(PlanError, match="context = 2"):
+    with pytest.raises(PlanError, match="does not divide into 2 × context = 4 equal parts"):
         weft.verify(model, batch, Plan(context=Context(2)))
 
 

@@ -38,14 +38,12 @@ def import_for_ranks() -> None:
 
 
 @contextmanager
-def command_nursery(
-    main: Main, kind: type[Nursery] = Nursery, warms: bool = True, jobs: Mapping[str, Job] | None = None
-) -> Iterator[Any]:
+def command_nursery(main: Main, kind: type[Nursery] = Nursery, warms: bool = True) -> Iterator[Any]:
     """The nursery (of that kind) of a command; while it lasts, this process sees no GPU and knows what a child saw of
-    them. One that will start ranks `warms` up: it imports what they need. `jobs` are those of this file, unless given.
+    them. One that will start ranks `warms` up: it imports what they need.
     """
     os.environ.setdefault(_ASKS_LIBRARY, "1")
-    with kind(main, import_for_ranks if warms else lambda: None, jobs or JOBS) as nursery:
+    with kind(main, import_for_ranks if warms else lambda: None, JOBS) as nursery:
         has_cuda = torch.version.cuda is not None or torch.version.hip is not None
         seen = nursery.call("gpus") if has_cuda else []
         with described([Gpu(**{**one, "capability": tuple(one["capability"])}) for one in seen]):

@@ -151,7 +151,10 @@ def spawned_rank(
     """A rank in a fresh process, which imports what it needs by name."""
     values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan")}
     own, model_fn, batch_fn = Trial(**values), find(model), find(batch)
-    split, counted = _counted(model_fn, batch_fn, own.plan)
+    try:
+        split, counted = _counted(model_fn, batch_fn, own.plan)
+    except WeftError as error:
+        return _refused(error)
     return _try_rank(counted, model_fn, batch_fn, _objective(objective), own, split)
 
 
@@ -236,12 +239,17 @@ def _try_rank(
     try:
         cost(counted, trial.plan, split)
     except WeftError as error:
-        return {"refused": [type(error).__name__, str(error)]}
+        return _refused(error)
     with ExitStack() as inside:
         inside.enter_context(sending_from(1))  # tensors of any size, for memory.activations
         if trial.records:
             inside.enter_context(recording_stream(_device(trial)))
         return _run_rank(counted, model_fn, batch_fn, objective, trial, split)
+
+
+def _refused(error: WeftError) -> dict[str, Any]:
+    """A rank's answer where the plan does not suit the model."""
+    return {"refused": [type(error).__name__, str(error)]}
 
 
 def _device(trial: Trial) -> torch.device:

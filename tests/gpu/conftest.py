@@ -21,11 +21,12 @@ import pytest
 import torch
 from gpu_for_tests import JOBS, ran
 
-from weft.jobs import command_nursery
+from weft.jobs import import_for_ranks
 from weft.nursery import Nursery
 
 HERE = Path(__file__).parent
 BEGAN = time.time()
+LONGEST = 2500  # characters of a failure that is told at once
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,8 +44,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Children that may use the GPU, whatever this process has done."""
-    with command_nursery(lambda arguments: None, jobs=JOBS) as made:
+    with Nursery(lambda arguments: None, import_for_ranks, JOBS) as made:
         yield made
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed and how long tests took: a run that is cut off is not lost."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and (report.failed or report.when == "call"):
+        print(f"\n{report.outcome} {report.nodeid} {report.duration:.1f} s", flush=True)
+        if report.failed:
+            print(str(report.longrepr)[-LONGEST:], flush=True)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -94,7 +94,7 @@ def test_bf16_is_near_the_sequential_model(name: str, nursery: Nursery) -> None:
     prove(nursery, "test_axes", name, precision="bf16").require()
 
 
-@pytest.mark.parametrize(("name", "spoiled"), [("data 2", "data"), ("pipe 4, 1f1b", "messages")])
+@pytest.mark.parametrize(("name", "spoiled"), [("data 2", "reductions"), ("pipe 4, 1f1b", "messages")])
 def test_a_lost_reduction_or_message_is_found(name: str, spoiled: str, nursery: Nursery) -> None:
     failure = prove(nursery, "test_axes", name, spoiled=spoiled).first_failure
     assert failure is not None
@@ -103,7 +103,7 @@ def test_a_lost_reduction_or_message_is_found(name: str, spoiled: str, nursery: 
 
 @pytest.mark.parametrize("name", ["data 2", "pipe 4, 1f1b"])
 def test_a_lost_reduction_or_message_is_found_in_bf16(name: str, nursery: Nursery) -> None:
-    spoiled = {"data 2": "data", "pipe 4, 1f1b": "messages"}[name]
+    spoiled = {"data 2": "reductions", "pipe 4, 1f1b": "messages"}[name]
     assert not prove(nursery, "test_axes", name, spoiled=spoiled, precision="bf16").passed
 
 
