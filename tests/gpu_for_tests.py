@@ -113,7 +113,7 @@ learning_rate = 1e-3
 
 def write_run(folder: Path, text: str = TEXT, more: str = "") -> Path:
     path = folder / "run.toml"
-    path.write_text(text.format(folder=folder) + more)
+    path.write_text(text.replace("{folder}", str(folder)) + more)
     return path
 
 

@@ -231,7 +231,7 @@ def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> floa
     """Bytes that an update moves each way of state in host memory, of so many parameters on a rank of pipe. Weights
     that are there apart from the optimizer's only go, as their gradients only come.
     """
-    here = replace(plan, memory=replace(plan.memory, offload=0.0))
+    here = replace(plan, memory=replace(plan.memory, offload=0.0, delay=False))
     home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if is_apart(plan) else 0.0
     return sum(state(here, numel, 1)) - sum(state(plan, numel, 1, streamed_numel)) - home
 
