@@ -259,6 +259,12 @@ def test_beside_other_axes(plan: Plan) -> None:
     verify(model_fn, batch, replace(plan, micro_batch=1), objective=CROSS_ENTROPY if is_inside else OBJECTIVE).require()
 
 
+@pytest.mark.parametrize("pipe", [Pipe(2, "interleaved"), Pipe(2, "bidirectional"), Pipe(2, "gems")], ids=str)
+@pytest.mark.parametrize("offload", [0.4, 1.0])
+def test_state_on_the_host_passes_one_set_of_slots_a_rank(pipe: Pipe, offload: float) -> None:
+    verify(models.decoder, tokens(4), Plan(pipe=pipe, memory=Memory(offload=offload), micro_batch=1)).require()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", MORE.values(), ids=MORE.keys())
 @pytest.mark.parametrize("micro_batch", [1, 2])

@@ -45,7 +45,7 @@ class _Reader:
         if (number := self.seen.get(id(module))) is not None:
             return "again", number
         self.seen[id(module)] = len(self.seen)
-        settings = []
+        settings: list[Hashable] = []
         for name, value in vars(module).items():
             if name == "_parameters":
                 settings.append((name, tuple((leaf, self._shape(one)) for leaf, one in value.items())))
