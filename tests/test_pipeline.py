@@ -686,7 +686,7 @@ def test_runs_are_verified_on_a_model_with_layers_enough(pipe: str, tmp_path: Pa
 def test_a_run_whose_stages_are_named_is_verified_in_as_many(tmp_path: Path) -> None:
     split_at = 'plan.pipe={degree=2, split=["model.layers.3"]}'
     report = verify_run(make_run(write_run_file(tmp_path, DEEP), "run", split_at, "plan.micro_batch=2")).require()
-    assert report.plan.pipe == Pipe(2)
+    assert report.plan.pipe == Pipe(2, split=("model.layers.1",))
 
 
 # --- draws

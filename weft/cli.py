@@ -130,7 +130,8 @@ def verify_command(run_file: RunFile, overrides: Overrides = None, as_json: Json
     with console.status(f"verifying {run.plan.describe_axes()} on {run.plan.num_ranks} local processes"):
         report = verify_run(run)
     if as_json:
-        print_json({"passed": report.passed, "checks": [asdict(check) for check in report.checks]})
+        checks = [asdict(check) for check in report.checks]
+        print_json({"passed": report.passed, "checks": checks, "not_proved": list(report.not_proved)})
     else:
         show_report(console, report, run.plan.describe_axes())
     report.require()

@@ -2,7 +2,7 @@
 
 Every rank also trains the sequential model by itself, with torch's own functions and none of weft's, and compares its
 own pieces: loss of each step, every gradient of the first step, every parameter after the last, the bytes it sent
-against the bytes predicted, and the bytes its state occupies against the bytes predicted.
+against the bytes predicted, and the bytes its state occupies against the bytes predicted. Both are then evaluated.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from weft.comm import Traffic, add_traffic, expand
 from weft.comm.ledger import Key
 from weft.config import Run
 from weft.data.order import local_indices
-from weft.errors import VerifyError
+from weft.errors import PlanError, VerifyError
 from weft.local import run_local
 from weft.memory.activations import ACTIVATIONS
 from weft.memory.sent import sending_from
 from weft.mesh import Mesh, level_degrees
-from weft.models import build, initialise
 from weft.parallel import all_units, cost, host_bytes, named_buffers, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import Part
 from weft.parallel.tile import own_tiles
 from weft.pipeline.schedules import make_schedule
 from weft.plan import BatchSplit, Memory, Plan, split_batch
+from weft.predict import refuse_run
 from weft.profile import Profile, profile
 from weft.sequential import (
     EPSILON,
@@ -44,8 +44,8 @@ from weft.sequential import (
     run_sequential,
     to_double,
 )
-from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
-from weft.train.task import task_of
+from weft.shrink import proofs_of
+from weft.train.step import CROSS_ENTROPY, Batch, Objective, evaluate, step_traffic, train_step
 
 TOLERANCE = 1e-9
 # Tensors much smaller than the largest one are compared with this fraction of it: the gradient of an attention key's
@@ -66,15 +66,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks of one plan."""
+    """All checks of one plan, and what they leave out of the run, in words."""
 
     plan: Plan
     checks: tuple[Check, ...]
+    not_proved: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether the plan equals the sequential model."""
-        return all(check.passed for check in self.checks)
+        """Whether the plan was found to equal the sequential model."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
 
     @property
     def first_failure(self) -> Check | None:
@@ -83,6 +84,8 @@ class Report:
 
     def require(self) -> Report:
         """Raise VerifyError with the first offender, or return the report."""
+        if not self.checks:
+            raise VerifyError(f"{self.plan.describe_axes()} was not proved: {'; '.join(self.not_proved)}")
         failure = self.first_failure
         if failure is not None:
             raise VerifyError(
@@ -110,6 +113,7 @@ def verify(
     of a whole global batch, samples first. Its state and the plan's precision become float64, that of its matmuls too,
     and no update is delayed. `ranks_per_node` lays the ranks out as if so many shared a node, for a hierarchical plan.
     """
+    not_proved = _inexact(plan)
     plan = replace(plan, precision="fp64", matmul="compute", memory=_exact(plan.memory))
     example = batch_fn(0)
     split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
@@ -122,7 +126,20 @@ def verify(
             return _run_rank(counted, model_fn, batch_fn, plan, split, objective, steps, clip, ranks_per_node)
 
     answers = run_local(rank, plan.num_ranks, timeout_seconds)
-    return Report(plan, (*_judge(answers, tolerance), _check_coverage(answers, plan)))
+    if not _can_evaluate(counted, plan):
+        not_proved += ("evaluation: the running statistics of batch norms are each rank's own",)
+    checks = (*_judge(answers, tolerance), _check_coverage(answers, plan))
+    return Report(plan, checks, not_proved)
+
+
+def _inexact(plan: Plan) -> tuple[str, ...]:
+    """The options that a proof in float64 is without."""
+    found = [f"plan.matmul = '{plan.matmul}'"] if plan.matmul != "compute" else []
+    memory, default = plan.memory, Memory()
+    for key in ("master", "state", "delay"):
+        if getattr(memory, key) != getattr(default, key):
+            found.append(f"plan.memory.{key} = {str(getattr(memory, key)).lower()}")
+    return tuple(f"{one}: the proof is of exact updates in float64" for one in found)
 
 
 def _exact(memory: Memory) -> Memory:
@@ -130,25 +147,28 @@ def _exact(memory: Memory) -> Memory:
 
 
 def verify_run(run: Run) -> Report:
-    """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked."""
-    pipe = run.plan.pipe
-    sends = run.plan.memory.activations or run.plan.memory.weights
-    config = run.model.shrunk(max(4 if sends else 2, pipe.num_stages))
-    plan = replace(run.plan, micro_batch=2, pipe=replace(pipe, split=()))  # whose names are the whole model's
-    most = 2 * pipe.degree if pipe.degree > 1 else 2
-    num_samples = plan.num_batch_ranks * 2 * (pipe.batches or min(most, run.split.accumulation))
-    task = task_of(run).shrunk(config)
+    """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked.
 
-    def model_fn() -> nn.Module:
-        model = build(config)
-        initialise(model, run.train.seed)
-        return model
-
-    def batch_fn(step: int) -> Batch:
-        return task.random(config, num_samples, step)
-
+    What cannot work as it is, is refused before. A report without checks says that the plan fits no copy that is small.
+    """
+    refuse_run(run)
     ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
-    return verify(model_fn, batch_fn, plan, clip=run.train.clip, ranks_per_node=ranks_per_node)
+    refused: PlanError | None = None
+    for proof in proofs_of(run):
+        try:
+            report = verify(
+                proof.model,
+                proof.batch,
+                proof.plan,
+                objective=proof.objective,
+                clip=run.train.clip,
+                ranks_per_node=ranks_per_node,
+            )
+        except PlanError as error:  # the run itself was not refused
+            refused = refused or error
+            continue
+        return replace(report, not_proved=(*proof.not_proved, *report.not_proved))
+    return Report(run.plan, (), (f"the plan fits the run and no small copy of its model: {refused}",))
 
 
 # --- on each rank
@@ -182,7 +202,12 @@ def _run_rank(
         result = train_step(model, optimizer, batches, mesh, objective, clip)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-    pieces = _pieces(model)
+    pieces, counted = _pieces(model), _plain(mesh.ledger.entries())
+    measured = None
+    if _can_evaluate(counted_profile, plan):
+        batches = _own_batches(batch_fn(0), split, mesh["batch"].index)
+        batches = [own_tiles(batch, model, mesh) for batch in batches]
+        measured = evaluate(model, batches, mesh, objective).flatten().tolist()
     predicted = cost(counted_profile, plan, split, mesh.coordinates)
     flat = add_traffic(predicted.traffic, step_traffic(plan))
     traffic = expand(flat, level_degrees(plan, ranks_per_node))
@@ -192,10 +217,11 @@ def _run_rank(
         "gradient": _worst_tensor(watch.gradients, expected.gradients),
         "parameter": _worst_tensor(pieces, expected.parameters),
         "buffer": _worst_buffer(model, expected.buffers) if _has_alike_buffers(plan) else None,
+        "evaluation": None if measured is None else _worst_measure(measured, expected.measured, objective),
         "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
-        "counted": _plain(mesh.ledger.entries()),
+        "counted": counted,
         "predicted_state": dict(predicted.state_bytes),
         "counted_state": watch.state,
         "predicted_host": dict(predicted.host_bytes),
@@ -217,6 +243,11 @@ def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
 def _has_alike_buffers(plan: Plan) -> bool:
     """Whether running statistics are to be those of the sequential model: of views, with the samples of all ranks."""
     return plan.is_viewed and (plan.num_batch_ranks == 1 or plan.statistics == "batch")
+
+
+def _can_evaluate(counted: Profile, plan: Plan) -> bool:
+    """Whether what a model computes in evaluation is to be the sequential one's: running statistics are alike."""
+    return not counted.batch_mixers or _has_alike_buffers(plan)
 
 
 class _Watch:
@@ -263,6 +294,15 @@ def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str
     errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True)]
     worst = max(range(len(errors)), key=lambda step: _badness(errors[step]))
     return errors[worst], f"step {worst + 1}"
+
+
+def _worst_measure(found: list[float], expected: list[float], objective: Objective) -> tuple[float, str]:
+    errors = []
+    for one, told in zip(found, expected, strict=True):
+        is_equal = one == told or (one != one and told != told)  # no label counts: both are NaN
+        errors.append(0.0 if is_equal else abs(one - told) / max(abs(told), 1e-300))
+    worst = max(range(len(errors)), key=lambda index: _badness(errors[index]))
+    return errors[worst], objective.measures[worst]
 
 
 def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
@@ -317,6 +357,7 @@ def _judge(answers: list[dict[str, Any]], tolerance: float) -> list[Check]:
         ("gradient", "worst gradient"),
         ("parameter", "worst parameter after the steps"),
         ("buffer", "worst buffer after the steps"),
+        ("evaluation", "evaluation after the steps"),
     ):
         if answers[0][key] is None:
             continue

@@ -122,7 +122,8 @@ class View(TorchFunctionMode):
         if func is hand_over:
             return self.hand_over(args[0])
         if func is F.avg_pool2d:  # of what is whole; with tiles its rule pools what is padded
-            func, (args, kwargs) = avg_pool2d, normalise(func, "avg_pool2d", args, kwargs)
+            func = avg_pool2d
+            args, kwargs = (args, kwargs) if args else normalise(func, "avg_pool2d", args, kwargs)
         if self.point is not None and not self.position[0]:  # the code around units takes what they were given
             args, kwargs = map_tensors(handed, (args, kwargs))
         places = [place for tensor in tensors_in((args, kwargs)) if (place := place_of(tensor)) is not None]
