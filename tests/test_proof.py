@@ -229,7 +229,7 @@ def test_the_name_of_a_module_in_a_shorter_chain() -> None:
 # --- evaluation
 
 
-@pytest.mark.parametrize("plan", ["plan.data=2", "plan.pipe=2", "plan.tensor.x=2", "plan.shard=2"])
+@pytest.mark.parametrize("plan", ["plan.pipe=2", "plan.tensor.x=2"])
 def test_an_evaluation_is_compared(text: Path, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(text, "run", plan, "plan.micro_batch=2")
     assert "evaluation after the steps" in checked(proved(run))
