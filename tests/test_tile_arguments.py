@@ -155,7 +155,7 @@ def reason(function: Function, plan: Tile) -> str:
             "the operation 'neg' writes its result into",
         ),
         (
-            lambda v: torch.mean(v.detach(), (2, 3), out=v.new_empty(8)),
+            lambda v: torch.mean(v.detach(), (2, 3), out=v.new_empty(2, 4)),
             "the operation 'mean' writes its result",
         ),
         (lambda v: v.view(dtype=torch.int32), "the operation 'view' looks at pixels as another dtype"),
