@@ -376,7 +376,7 @@ def test_finds_a_parameter_that_is_not_a_number(monkeypatch: Patch, where: str) 
 
     original = ORACLE._pieces
     monkeypatch.setattr(ORACLE, "_pieces", poison)
-    assert list(broken("mlp", Plan(data=2))) == ["worst parameter after the steps"]
+    assert list(broken("mlp", Plan(data=2))) == ["worst parameter after the steps", "evaluation after the steps"]
 
 
 def test_finds_a_loss_that_is_not_a_number_in_a_later_step(monkeypatch: Patch) -> None:

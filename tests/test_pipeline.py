@@ -259,6 +259,12 @@ def test_beside_other_axes(plan: Plan) -> None:
     verify(model_fn, batch, replace(plan, micro_batch=1), objective=CROSS_ENTROPY if is_inside else OBJECTIVE).require()
 
 
+@pytest.mark.parametrize("pipe", [Pipe(2, "interleaved"), Pipe(2, "bidirectional"), Pipe(2, "gems")], ids=str)
+@pytest.mark.parametrize("offload", [0.4, 1.0])
+def test_state_on_the_host_passes_one_set_of_slots_a_rank(pipe: Pipe, offload: float) -> None:
+    verify(models.decoder, tokens(4), Plan(pipe=pipe, memory=Memory(offload=offload), micro_batch=1)).require()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", MORE.values(), ids=MORE.keys())
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -680,7 +686,7 @@ def test_runs_are_verified_on_a_model_with_layers_enough(pipe: str, tmp_path: Pa
 def test_a_run_whose_stages_are_named_is_verified_in_as_many(tmp_path: Path) -> None:
     split_at = 'plan.pipe={degree=2, split=["model.layers.3"]}'
     report = verify_run(make_run(write_run_file(tmp_path, DEEP), "run", split_at, "plan.micro_batch=2")).require()
-    assert report.plan.pipe == Pipe(2)
+    assert report.plan.pipe == Pipe(2, split=("model.layers.1",))
 
 
 # --- draws

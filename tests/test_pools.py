@@ -56,6 +56,14 @@ def test_names_of_arguments_are_torchs() -> None:
     assert torch.equal(avg_pool2d(input=images(), **told), F.avg_pool2d(input=images(), **told))
 
 
+def test_names_of_arguments_of_pools_by_kernel_are_torchs_too() -> None:
+    images = torch.empty(2, 8, 6, 6)
+    with pools.as_by_kernel():
+        assert F.max_pool2d(input=images, kernel_size=2).shape == (2, 8, 3, 3)
+        assert F.avg_pool2d(input=images, kernel_size=3, stride=1).shape == (2, 8, 4, 4)
+        assert torch.max_pool2d(input=images, kernel_size=2).shape == (2, 8, 3, 3)
+
+
 def test_padded_images_with_channels_last_on_gpus_are_concerned() -> None:
     assert not has_wrong_gradient(images(), 1)
     with FakeTensorMode():

@@ -148,7 +148,8 @@ def verify_command(
             report = prove(nursery, run, device, precision, compiles)  # type: ignore[arg-type]
     if as_json:
         checks = [asdict(check) for check in report.checks]
-        print_json({"passed": report.passed, "device": device, "precision": precision, "checks": checks})
+        found = {"passed": report.passed, "device": device, "precision": precision, "checks": checks}
+        print_json({**found, "not_proved": list(report.not_proved)})
     else:
         show_report(console, report, f"{run.plan.describe_axes()} on {name}")
     report.require()

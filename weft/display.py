@@ -144,7 +144,10 @@ def show_report(console: Console, report: Report, what: str) -> None:
     for check in report.checks:
         mark = "[green]equal[/]" if check.passed else "[bold red]DIFFERS[/]"
         table.add_row(check.what, check.expected, check.found, check.where, mark)
-    console.print(table)
+    if report.checks:
+        console.print(table)
+    for one in report.not_proved:
+        console.print(f"[bold]not proved[/]  {escape(one)}", highlight=False, soft_wrap=True)
 
 
 def show_table(console: Console, rows: Mapping[str, Any]) -> None:

@@ -22,10 +22,11 @@ from weft.config import Run, run_from_tables
 from weft.devices import Gpu, described, look
 from weft.gpu_check import check_gpu, describe
 from weft.nursery import Job, Main, Nursery
+from weft.predict import refuse_run
 from weft.report import Report, report_from_json, report_to_json
 from weft.schema import parse_toml
 from weft.train.generate import generate, load_for_generation
-from weft.verify import verify_run
+from weft.verify import prove_run
 
 # With it torch asks NVIDIA's management library whether there is a GPU, which leaves a process as it was; by itself it
 # asks CUDA, and no child of that process can use a GPU any more.
@@ -57,7 +58,10 @@ def prove(
     precision: Literal["fp64", "bf16"] = "fp64",
     compiles: bool = False,
 ) -> Report:
-    """`verify_run` in a child, which can fork ranks whatever this process has done."""
+    """`verify_run`: the run itself is checked here, and proved in a child, which can fork ranks whatever this process
+    has done.
+    """
+    refuse_run(run)
     found = nursery.call("verify", run=run.to_toml(), device=device, precision=precision, compiles=compiles)
     return report_from_json(found)
 
@@ -68,7 +72,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 def _verify(run: str, device: DeviceType, precision: Literal["fp64", "bf16"], compiles: bool) -> dict[str, Any]:
     checked = run_from_tables(parse_toml(run, "the run"), {}, "run")
-    return report_to_json(verify_run(checked, device, precision, compiles))
+    return report_to_json(prove_run(checked, device, precision, compiles))
 
 
 def _sample(folder: str, device: DeviceType, options: Mapping[str, Any]) -> str:

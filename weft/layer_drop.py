@@ -69,15 +69,22 @@ class Gates:
         return drawn < kept, kept
 
 
-def drop_layers(model: nn.Module, config: LayerDrop, seed: int, plan: Plan, optimizer: Optimizer) -> Gates:
-    """Let a parallel model skip blocks when it trains; what is returned is told each micro-batch."""
+def refuse_layer_drop(plan: Plan) -> str | None:
+    """Why a plan does not go with skipped blocks."""
     if plan.exact:
-        raise PlanError("train.layer_drop skips blocks, which changes the mathematics; set plan.exact = false")
+        return "train.layer_drop skips blocks, which changes the mathematics; set plan.exact = false"
     if plan.pipe.degree > 1:
-        raise PlanError(
+        return (
             f"train.layer_drop skips blocks, and the stages of pipe = {plan.pipe.degree} run what was traced; "
             f"use pipe = 1"
         )
+    return None
+
+
+def drop_layers(model: nn.Module, config: LayerDrop, seed: int, plan: Plan, optimizer: Optimizer) -> Gates:
+    """Let a parallel model skip blocks when it trains; what is returned is told each micro-batch."""
+    if (reason := refuse_layer_drop(plan)) is not None:
+        raise PlanError(reason)
     blocks = find_blocks(model)
     gates = Gates(config, seed, len(blocks))
     for layer, block in enumerate(blocks.values()):

@@ -12,7 +12,7 @@ attention that cannot be proved, is refused with its name and the reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from weft.blocks import find_blocks
 from weft.chains import CHANNEL_WISE, ELEMENT_WISE, sequential_couples, why_not_split
 from weft.errors import PlanError
+from weft.module_key import module_key
 from weft.probe import Proof, Shares, is_convolution, is_linear, is_turned, linear_sizes, num_spatial_dims, prove_pair
 from weft.splits import Kind, Pairing, Part, Scaled, Split, is_norm, stack_parts
 
@@ -255,9 +256,8 @@ class _Finder:
         row_parts: tuple[Part, ...],
         scaled: Scaled,
     ) -> Proof | str:
-        """One probe serves all layers that look alike: of the same classes, with the same sizes and settings."""
-        looks = tuple((type(inner), tuple(_settings(inner))) for inner in module.modules())
-        key = repr(module), looks, tuple(columns.items()), row, row_parts, scaled
+        """One probe serves all layers that compute the same: those of one key."""
+        key = module_key(module), tuple(columns.items()), row, row_parts, scaled
         if key not in self.proofs:
             self.proofs[key] = _prove(module, columns, row, row_parts, scaled)
         return self.proofs[key]
@@ -312,12 +312,6 @@ def _prove(
         scaled.apply,
     )
     return prove_pair(module, shares)
-
-
-def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    shapes = ((name, tuple(parameter.shape)) for name, parameter in module._parameters.items() if parameter is not None)
-    yield from shapes
-    yield from ((name, value) for name, value in vars(module).items() if isinstance(value, (int, float, str)))
 
 
 def _is_known(module: nn.Module, fused: str | None) -> bool:

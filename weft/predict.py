@@ -44,6 +44,7 @@ from weft.planner.step import StepModel
 from weft.profile import Profile, profile
 from weft.train.compiling import wants_compile
 from weft.train.documents import document_traffic
+from weft.train.options import refuse_options
 from weft.train.step import step_traffic
 from weft.train.task import Task, task_of
 
@@ -118,6 +119,7 @@ class Prediction:
 def predict(run: Run, cluster: Cluster) -> Prediction:
     """What one step of the run costs each rank; the run's plan must fit the model."""
     whole, plan = micro_batch_profile(run), run.plan
+    refuse_options(run)
     refuse(whole, plan)
     staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # cut as the run cuts, which has no compiled profile
     if _compiles(run, cluster, whole):
@@ -173,6 +175,16 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.weights,
         assumptions(whole),
     )
+
+
+def refuse_run(run: Run) -> None:
+    """Raise the first reason why the run cannot work as it is: its options, its plan, what its ranks cost."""
+    whole, plan = micro_batch_profile(run), run.plan
+    refuse_options(run)
+    refuse(whole, plan)
+    staging = stage(whole, plan) if plan.pipe.degree > 1 else None
+    for index in range(plan.pipe.degree):
+        cost(whole, plan, run.split, {**dict.fromkeys(plan.degrees, 0), "pipe": index}, staging)
 
 
 def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:

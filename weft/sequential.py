@@ -22,13 +22,17 @@ BatchFn = Callable[[int], Batch]
 
 @dataclass
 class Sequential:
-    """What came of it: losses and gradient norms of the steps, the first gradients, and what there was at the end."""
+    """What came of it: losses and gradient norms of the steps, the first gradients, and what there was at the end.
+
+    `measured` are the means that the objective measures of the first batch, after the steps, in evaluation.
+    """
 
     losses: list[float]
     norms: list[float]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    measured: list[float]
 
 
 def run_sequential(
@@ -64,7 +68,19 @@ def run_sequential(
         losses.append(loss.item())
         norms.append(norm.item())
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Sequential(losses, norms, gradients, parameters, dict(model.named_buffers()))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    measured = _evaluate(model, to_double(batch_fn(0)), objective, part)
+    return Sequential(losses, norms, gradients, parameters, buffers, measured)
+
+
+def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int) -> list[float]:
+    measure, was_training = objective.measure or objective.total, model.training
+    model.eval()
+    with torch.no_grad():
+        parts = [tuple(tensor[start : start + part] for tensor in batch) for start in range(0, len(batch[0]), part)]
+        total = torch.stack([measure(model, one).double() for one in parts]).sum(0)
+    model.train(was_training)
+    return (total / objective.count(batch)).flatten().tolist()
 
 
 class _Statistics:

@@ -5,7 +5,7 @@ compiled and a step recorded as a CUDA graph, and bf16 may be compared with floa
 
 Every rank also trains the sequential model by itself, with torch's own functions and none of weft's, and compares its
 own pieces: loss of each step, every gradient of the first step, every parameter after the last, the bytes it sent
-against the bytes predicted, and the bytes its state occupies against the bytes predicted.
+against the bytes predicted, and the bytes its state occupies against the bytes predicted. Both are then evaluated.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from weft.comm import Traffic, add_traffic, expand
 from weft.comm.ledger import Key
 from weft.config import Run
 from weft.data.order import local_indices
-from weft.errors import WeftError, error_class
+from weft.errors import PlanError, WeftError, error_class
 from weft.forking import why_not
 from weft.importing import find, name_of
 from weft.local import run_local, run_spawned
 from weft.memory.sent import sending_from
 from weft.mesh import Mesh, level_degrees
-from weft.models import build, initialise
 from weft.parallel import all_units, cost, host_bytes, named_buffers, named_pieces, parallelize, refuse, state_bytes
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.tile import own_tiles
 from weft.pipeline.schedules import make_schedule
 from weft.plan import BatchSplit, Memory, Plan, split_batch
+from weft.predict import refuse_run
 from weft.profile import Profile, profile
 from weft.report import TOLERANCE, Check, Report, badness, report_of
 from weft.schema import build_dataclass, to_table
@@ -53,10 +53,10 @@ from weft.sequential import (
     run_sequential,
     to_double,
 )
+from weft.shrink import proofs_of
 from weft.train.compiling import compile_blocks, wants_compile
 from weft.train.graph import WARM_STEPS, Graph, recording_stream, wants_graph
-from weft.train.step import CROSS_ENTROPY, Batch, Objective, step_traffic, train_step
-from weft.train.task import task_of
+from weft.train.step import CROSS_ENTROPY, Batch, Objective, evaluate, step_traffic, train_step
 
 __all__ = ["TOLERANCE", "Check", "Report", "verify", "verify_run"]
 
@@ -80,6 +80,7 @@ class Trial:
     device: DeviceType = "cpu"
     compiles: bool = False
     records: bool = False  # a CUDA graph
+    not_proved: tuple[str, ...] = ()  # of the run, in words
 
 
 def verify(
@@ -107,7 +108,7 @@ def verify(
     the top level of a file. `precision="bf16"` computes as a bf16 run does and compares with float64, within
     `BF16_TOLERANCES`. `compiles`: with torch.compile, block by block.
     """
-    trial = Trial(proved(plan, precision), steps, clip, ranks_per_node, device, compiles)
+    trial = Trial(proved(plan, precision), steps, clip, ranks_per_node, device, compiles, not_proved=inexact(plan))
     if device == "cpu" and why_not() is None:
         return prove_plan(model_fn, batch_fn, objective, trial, tolerance, timeout_seconds)
     arguments = {
@@ -117,7 +118,7 @@ def verify(
         "trial": {**asdict(trial), "plan": to_table(trial.plan)},
     }
     answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device)
-    return _report(answers, trial.plan, tolerance)
+    return _report(answers, trial, tolerance)
 
 
 def proved(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:
@@ -142,14 +143,14 @@ def prove_plan(
         return _try_rank(counted, model_fn, batch_fn, objective, trial, split)
 
     answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
-    return _report(answers, trial.plan, tolerance)
+    return _report(answers, trial, tolerance)
 
 
 def spawned_rank(
     rank: int, model: str, batch: str, objective: Mapping[str, Any], trial: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A rank in a fresh process, which imports what it needs by name."""
-    values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan")}
+    values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan"), "not_proved": tuple(trial["not_proved"])}
     own, model_fn, batch_fn = Trial(**values), find(model), find(batch)
     try:
         split, counted = _counted(model_fn, batch_fn, own.plan)
@@ -179,11 +180,21 @@ def _counted(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSpl
     return split, counted
 
 
-def _report(answers: list[dict[str, Any]], plan: Plan, tolerance: float | None) -> Report:
+def _report(answers: list[dict[str, Any]], trial: Trial, tolerance: float | None) -> Report:
     refused = next((answer["refused"] for answer in answers if "refused" in answer), None)
     if refused is not None:
         raise (error_class(refused[0]) or WeftError)(refused[1])
-    return report_of(answers, plan, tolerance)
+    return report_of(answers, trial.plan, trial.not_proved, tolerance)
+
+
+def inexact(plan: Plan) -> tuple[str, ...]:
+    """The options that a proof is without, in words."""
+    found = [f"plan.matmul = '{plan.matmul}'"] if plan.matmul != "compute" else []
+    memory, default = plan.memory, Memory()
+    for key in ("master", "state", "delay"):
+        if getattr(memory, key) != getattr(default, key):
+            found.append(f"plan.memory.{key} = {str(getattr(memory, key)).lower()}")
+    return tuple(f"{one}: the proof is of exact updates" for one in found)
 
 
 def _exact(memory: Memory) -> Memory:
@@ -195,38 +206,38 @@ def verify_run(
 ) -> Report:
     """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked.
 
-    Forks ranks, so on a machine with GPUs it is for a process that has not computed: a child of the nursery. With
+    What cannot work as it is, is refused before. A report without checks says that the plan fits no copy that is small.
+    """
+    refuse_run(run)
+    return prove_run(run, device, precision, compiles)
+
+
+def prove_run(
+    run: Run, device: DeviceType = "cpu", precision: Literal["fp64", "bf16"] = "fp64", compiles: bool = False
+) -> Report:
+    """`verify_run` of a run that has been checked. Runs no backward and forks ranks: for a child of the nursery. With
     `compiles`, on a GPU, what the run compiles is compiled, and what it records is recorded.
     """
-    pipe = run.plan.pipe
-    sends = run.plan.memory.activations or run.plan.memory.weights
-    config = run.model.shrunk(max(4 if sends else 2, pipe.num_stages))
-    plan = replace(run.plan, micro_batch=2, pipe=replace(pipe, split=()))  # whose names are the whole model's
-    most = 2 * pipe.degree if pipe.degree > 1 else 2
-    num_samples = plan.num_batch_ranks * 2 * (pipe.batches or min(most, run.split.accumulation))
-    task = task_of(run).shrunk(config)
-
-    def model_fn() -> nn.Module:
-        model = build(config)
-        initialise(model, run.train.seed)
-        return model
-
-    def batch_fn(step: int) -> Batch:
-        return task.random(config, num_samples, step)
-
     ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
-    kind = torch.device(device)
+    kind, refused = torch.device(device), None
     records = compiles and wants_graph(run, kind)
-    trial = Trial(
-        proved(plan, precision),
-        STEPS + (WARM_STEPS if records else 0),
-        run.train.clip,
-        ranks_per_node,
-        device,
-        compiles and wants_compile(run, kind),
-        records,
-    )
-    return prove_plan(model_fn, batch_fn, CROSS_ENTROPY, trial, None, SLOW_SECONDS if compiles else SECONDS)
+    for proof in proofs_of(run):
+        trial = Trial(
+            proved(proof.plan, precision),
+            STEPS + (WARM_STEPS if records else 0),
+            run.train.clip,
+            ranks_per_node,
+            device,
+            compiles and wants_compile(run, kind),
+            records,
+            (*proof.not_proved, *inexact(proof.plan)),
+        )
+        seconds = SLOW_SECONDS if compiles else SECONDS
+        try:
+            return prove_plan(proof.model, proof.batch, proof.objective, trial, None, seconds)
+        except PlanError as error:  # the run itself was not refused
+            refused = refused or error
+    return Report(run.plan, (), (f"the plan fits the run and no small copy of its model: {refused}",))
 
 
 # --- on each rank
@@ -282,7 +293,12 @@ def _run_rank(
         result = train_step(model, optimizer, batches, mesh, objective, trial.clip, graph=graph)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-    pieces = _pieces(model)
+    pieces, sent = _pieces(model), _plain(mesh.ledger.entries())
+    measured = None
+    if _can_evaluate(counted, plan):
+        batches = _own_batches(_on(device, batch_fn)(0), split, mesh["batch"].index)
+        batches = [own_tiles(batch, model, mesh) for batch in batches]
+        measured = evaluate(model, batches, mesh, objective).flatten().tolist()
     predicted = cost(counted, plan, split, mesh.coordinates)
     flat = add_traffic(predicted.traffic, step_traffic(plan))
     traffic = expand(flat, level_degrees(plan, trial.ranks_per_node))
@@ -292,10 +308,11 @@ def _run_rank(
         "gradient": _worst_tensor(watch.gradients, expected.gradients),
         "parameter": _worst_tensor(pieces, expected.parameters),
         "buffer": _worst_buffer(model, expected.buffers) if _has_alike_buffers(plan) else None,
+        "evaluation": None if measured is None else _worst_measure(measured, expected.measured, objective),
         "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
-        "counted": _plain(mesh.ledger.entries()),
+        "counted": sent,
         "predicted_state": dict(predicted.state_bytes),
         "counted_state": watch.state,
         "predicted_host": dict(predicted.host_bytes),
@@ -322,6 +339,11 @@ def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
 def _has_alike_buffers(plan: Plan) -> bool:
     """Whether running statistics are to be those of the sequential model: of views, with the samples of all ranks."""
     return plan.is_viewed and (plan.num_batch_ranks == 1 or plan.statistics == "batch")
+
+
+def _can_evaluate(counted: Profile, plan: Plan) -> bool:
+    """Whether what a model computes in evaluation is to be the sequential one's: running statistics are alike."""
+    return not counted.batch_mixers or _has_alike_buffers(plan)
 
 
 class _Watch:
@@ -373,6 +395,15 @@ def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str
     errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True)]
     worst = max(range(len(errors)), key=lambda step: badness(errors[step]))
     return errors[worst], f"step {worst + 1}"
+
+
+def _worst_measure(found: list[float], expected: list[float], objective: Objective) -> tuple[float, str]:
+    errors = []
+    for one, told in zip(found, expected, strict=True):
+        is_equal = one == told or (one != one and told != told)  # no label counts: both are NaN
+        errors.append(0.0 if is_equal else abs(one - told) / max(abs(told), 1e-300))
+    worst = max(range(len(errors)), key=lambda index: badness(errors[index]))
+    return errors[worst], objective.measures[worst]
 
 
 def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:

@@ -25,7 +25,7 @@ from weft.optim.update import change_by, change_by_torch, numbers, scaled, updat
 from weft.optim.update import update as plain_update
 from weft.parallel import all_flats, all_units
 from weft.parallel.flat import Flat
-from weft.parallel.layout import STAGING_NUMEL, Part, moment_dtype, passing_shapes, slot_shapes
+from weft.parallel.layout import STAGING, STAGING_NUMEL, Part, moment_dtype, passing_shapes, slot_shapes
 
 CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
 KERNEL_NUMEL = 1 << 26  # of one that is
@@ -189,7 +189,7 @@ class AdamW(Optimizer):
         slots = [] if streams is None else [tensor for slot in (*streams.slots, *streams.passing) for tensor in slot]
         pending = [held.pending for held in self.held if held.pending is not None]
         following = [held.following for held in self.held if held.following is not None]
-        found = {"staging": slots, "gradients": pending, "parameters": following}
+        found = {STAGING: slots, "gradients": pending, "parameters": following}
         return {kind: tensors for kind, tensors in found.items() if tensors}
 
     def zero_grad(self, set_to_none: bool = True) -> None:

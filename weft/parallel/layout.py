@@ -20,6 +20,7 @@ ALIGNMENT = 8
 CODE_BLOCK = 256  # elements of 8-bit optimizer state that share a scale
 STAGING_NUMEL = 1 << 23  # elements of state from the host that are on the device at once, in each slot
 STAGING_SLOTS = 3
+STAGING = "staging"  # the kind of a rank's state that those slots are
 NUM_ROOMS = 2  # for the weights of alike blocks that are streamed: one computes, one is filled
 STEP_COUNTER_BYTES = 4  # AdamW keeps one fp32 step count for each tensor
 COMPUTE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}

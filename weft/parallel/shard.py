@@ -33,6 +33,7 @@ from weft.parallel.layout import (
     COMPUTE_DTYPE,
     MASTER_DTYPE,
     NUM_ROOMS,
+    STAGING,
     STAGING_SLOTS,
     STEP_COUNTER_BYTES,
     FlatLayout,
@@ -159,7 +160,7 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
         if streamed:
             computes, master = COMPUTE_DTYPE[plan.precision], MASTER_DTYPE[plan.precision]
             shapes += passing_shapes(largest, slice_dtype(plan), computes, master)
-        device["staging"] = STAGING_SLOTS * sum(numel * dtype.itemsize for numel, dtype in shapes)
+        device[STAGING] = STAGING_SLOTS * sum(numel * dtype.itemsize for numel, dtype in shapes)
     for room in room_sizes(profile.all, plan).values():
         device["parameters"] += room.numel * compute
         device["gradients"] += room.trained_numel * gradient

@@ -47,8 +47,8 @@ def cross_entropy(
     """As `token_loss`, for logits of all classes or of this rank's: the sum over valid labels, and their number."""
     if vocabulary is None or vocabulary.axis.degree == 1:
         return token_loss(logits, labels, z_loss)
-    if z_loss:
-        raise PlanError(f"z_loss = {z_loss} needs whole rows of logits, which are split over x; use tensor.x = 1, or 0")
+    if (reason := refuse_z_loss(z_loss, vocabulary.axis.degree)) is not None:
+        raise PlanError(reason)
     if logits.shape[-1] != vocabulary.end - vocabulary.begin:
         raise PlanError(
             f"the logits have {logits.shape[-1]} classes, but this rank's part of the model's last linear has "
@@ -57,6 +57,16 @@ def cross_entropy(
         )
     total: Tensor = _SplitCrossEntropy.apply(logits, labels, vocabulary)
     return total, (labels != IGNORE).sum()
+
+
+def refuse_z_loss(z_loss: float, x: int) -> str | None:
+    """Why logits that are split over x have no such loss."""
+    if not z_loss or x == 1:
+        return None
+    return (
+        f"train.z_loss = {z_loss:g} needs whole rows of logits, and tensor.x = {x} splits them; use tensor.x = 1, or "
+        f"z_loss = 0"
+    )
 
 
 def loss_bytes(num_targets: int, itemsize: int) -> list[int]:

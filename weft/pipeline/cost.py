@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from weft.comm.ledger import Key
-from weft.parallel.layout import COMPUTE_DTYPE, master_bytes, trained_layouts
+from weft.parallel.layout import COMPUTE_DTYPE, STAGING, master_bytes, trained_layouts
 from weft.pipeline.actions import Message, Schedule
 from weft.pipeline.build import Staging
 from weft.pipeline.copies import running_statistics
@@ -35,11 +35,13 @@ def pipeline_cost(
     total, step_bytes = Cost(tally(_messages(staging, schedule, coordinates))), 0
     pairs: list[tuple[Key, int]] = []
     stages: dict[int, StageBytes] = {}
+    slots = 0
     for stage, replica in staging.held_by(index):
         part = localise(staging.profile(whole, stage, coordinates))
         own = stage_cost(part, replace(split, accumulation=_count(schedule, stage, replica)))
         stages[stage] = _stage_bytes(own, part, plan)
         step_bytes += own.transient.step_bytes
+        slots = max(slots, own.state_bytes.get(STAGING, 0))
         total += replace(own, saved_bytes=0, transient=Transient())
         pairs += _copies(staging, part, plan, stage, replica)
     beside = staging.shadow_of(index)
@@ -53,6 +55,8 @@ def pipeline_cost(
         part = localise(staging.profile(whole, index, coordinates))
         sizes = [layout.slice_numel * master_bytes(plan) for layout in trained_layouts(part, plan)]
         pairs += [(("shadow", "send"), size) for size in (VERSION_BYTES, *sizes)]
+    if slots:  # a rank's optimizer has one set for all its stages, as large as the largest needs
+        total = replace(total, state_bytes={**total.state_bytes, STAGING: slots})
     saved = [float(stages[stage].saved_bytes) if stage in stages else 0.0 for stage in range(staging.num_stages)]
     alive = int(simulate(schedule, activation_bytes=saved).peak_activation_bytes[index])
     more = most_held(schedule, index, stages, edge_bytes(staging, coordinates)) - alive

@@ -20,6 +20,7 @@ POINTWISE = _set(
     feature_alpha_dropout"""
 )
 DRAWS = _set("dropout alpha_dropout rand_like randn_like bernoulli normal uniform rrelu")
+SHAPED_AS_FIRST = _set("to type type_as")  # of which other tensors give no more than a dtype and a device
 # Methods that look at a tensor, or make another of its kind, and compute nothing.
 META = _set(
     """dim ndimension stride is_contiguous element_size storage_offset untyped_storage data_ptr register_hook

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from weft.spatial.arguments import is_in_place
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.hand_over import own_part, to_tile
-from weft.spatial.names import plain_name
+from weft.spatial.names import SHAPED_AS_FIRST, plain_name
 from weft.spatial.place import Grid, Place, Share, place_of, put, tensors_in
 from weft.spatial.wide import widest
 from weft.spatial.windows import Extra, Unsupported
@@ -76,9 +77,9 @@ def put_all(value: Any, place: Place | Share | None) -> Any:
 def pointwise(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """Each pixel by itself: operands are brought to the same pixels."""
     tensors = [*tensors_in(args), *tensors_in(kwargs)]
-    is_in_place = kwargs.get("inplace", False) or (name.endswith("_") and not name.startswith("__"))
-    is_in_place = is_in_place or (name.startswith("__i") and name != "__invert__")
-    if is_in_place:
+    if plain_name(name) in SHAPED_AS_FIRST and not isinstance(place_of(args[0]), Place):
+        return func(*args, **kwargs)
+    if is_in_place(name, kwargs):
         target = place_of(args[0])
         if not isinstance(target, Place):
             raise Unsupported("changes a tensor that is not in tiles")
@@ -93,7 +94,7 @@ def pointwise(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> An
 
 def draws(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """Pixels of other tiles are drawn apart; what all ranks draw later they draw alike."""
-    value = args[0] if args else kwargs.pop("input")
+    value = args[0]
     target = place_of(value)
     if isinstance(target, Place):  # pixels held beside the own ones are drawn by who owns them
         value = own_part(value, target, looks.grid)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.spatial import norms, pools, resize, shapes, windows
-from weft.spatial.names import DRAWS, POINTWISE
+from weft.spatial.names import DRAWS, POINTWISE, plain_name
 from weft.spatial.operands import Looks, Rule, common_place, draws, pointwise
 from weft.spatial.place import Place, place_of, put, tensors_in
 from weft.spatial.wide import widest
@@ -25,7 +25,7 @@ def _layer(
     """A rule of an operation in this room: the tile, its place, and the function's other arguments."""
 
     def rule(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-        value = widest(args[0] if args else kwargs.pop("input"))
+        value = widest(args[0])
         place = place_of(value)
         if not isinstance(place, Place):
             raise Unsupported("has weights in tiles")
@@ -37,7 +37,7 @@ def _layer(
 
 def _norm(operation: Callable[..., Tensor]) -> Rule:
     def rule(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-        value = args[0] if args else kwargs.pop("input")
+        value = args[0]
         place = place_of(value)
         assert isinstance(place, Place)
         if place.dims != (-2, -1):
@@ -69,8 +69,10 @@ def layer_norm(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> A
 
 def linear(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """Products along a last dim that is not rows or columns."""
-    value = args[0] if args else kwargs["input"]
+    value = args[0]
     place = place_of(value)
+    if plain_name(name) == "rmatmul":
+        raise Unsupported("multiplies a matrix by images")
     others = [*tensors_in(args[1:]), *tensors_in(kwargs)]
     if not isinstance(place, Place) or any(place_of(other) is not None for other in others if other is not value):
         raise Unsupported("multiplies images by images")

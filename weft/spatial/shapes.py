@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.spatial import resize
+from weft.spatial.arguments import PARAMETERS, Call, argument, is_in_place, number
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.names import plain_name
 from weft.spatial.operands import Looks, Rule, bring, common_place, pointwise, put_all
@@ -25,7 +26,7 @@ def tiled_dims(place: Place, num_dims: int) -> list[int]:
 
 def dims_of(value: Any, num_dims: int) -> list[int]:
     """A dim, or several, counted from the front."""
-    values = [value] if isinstance(value, int) else list(value)
+    values = [number(one) for one in (value if isinstance(value, (tuple, list)) else [value])]
     return [dim + num_dims if dim < 0 else dim for dim in values]
 
 
@@ -35,30 +36,26 @@ def moved(place: Place, num_dims: int, order: Sequence[int | None]) -> Place:
     return place.at((found[0], found[1]))
 
 
-# name -> (position of the dim among the arguments, its keyword, what it is if not given)
-ALONG: dict[str, tuple[int, str, Any]] = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp"), (1, "dim", None)),
-    **dict.fromkeys(("narrow", "index_select", "select"), (1, "dim", None)),
-    **dict.fromkeys(("chunk", "split", "tensor_split"), (2, "dim", 0)),
-    "glu": (1, "dim", -1),
-    "normalize": (2, "dim", 1),
-    "flip": (1, "dims", None),
-    "roll": (2, "dims", None),
-    "sort": (1, "dim", -1),
-    "topk": (2, "dim", -1),
-    "unbind": (1, "dim", 0),
+# name -> (the parameter that says the dim, what it is if not given)
+ALONG: dict[str, tuple[str, Any]] = {
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp"), ("dim", None)),
+    **dict.fromkeys(("narrow", "index_select", "select"), ("dim", None)),
+    **dict.fromkeys(("chunk", "split", "tensor_split", "unbind"), ("dim", 0)),
+    **dict.fromkeys(("flip", "roll"), ("dims", None)),
+    **dict.fromkeys(("glu", "sort", "topk"), ("dim", -1)),
+    "normalize": ("dim", 1),
 }
 REDUCTIONS = frozenset(
     ("sum", "mean", "amax", "amin", "max", "min", "argmax", "argmin", "var", "std", "logsumexp", "prod", "all", "any")
 )
+JOINS = frozenset(["cat", "concat", "concatenate", "stack"])
 REMOVES = frozenset(["unbind", "select"])
 
 
 def along(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """Work along dims that are not rows or columns."""
-    position, keyword, default = ALONG[plain_name(name)]
     place, num_dims = common_place([args[0]], name), args[0].dim()
-    given = args[position] if len(args) > position else kwargs.get(keyword, default)
+    given = argument(name, (args, kwargs), *ALONG[plain_name(name)])
     dims = dims_of(given, num_dims) if given is not None else []
     if not dims or set(dims) & set(tiled_dims(place, num_dims)):
         raise Unsupported("works along rows or columns")
@@ -67,15 +64,44 @@ def along(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     return put_all(func(*args, **kwargs), place)
 
 
+def reduced_dims(name: str, args: Any, kwargs: Any) -> list[int]:
+    """The dims that a reduction goes over: all, if none is given."""
+    given = argument(name, (args, kwargs), "dim")
+    is_all = given is None or (isinstance(given, (tuple, list)) and not given)
+    return list(range(args[0].dim())) if is_all else dims_of(given, args[0].dim())
+
+
+def refuse_along_samples(name: str, call: Call, num_samples: int) -> None:
+    """Refuse an operation on a share of the batch that takes samples together, or some of them alone."""
+    args, kwargs = call
+    if name not in PARAMETERS or not args:
+        return
+    dims: list[int] = []
+    if name in ALONG:
+        given, num_dims = argument(name, call, *ALONG[name]), args[0].dim()
+        dims = [0] if given is None else dims_of(given, num_dims)
+    elif name in REDUCTIONS and not isinstance(kwargs.get("other"), Tensor):
+        dims = reduced_dims(name, args, kwargs)
+    elif name in JOINS:
+        dims = dims_of(argument(name, call, "dim", 0), args[0][0].dim() + (name == "stack"))
+    elif name == "squeeze" and num_samples == 1:
+        given = argument(name, call, "dim")
+        dims = [0] if given is None else dims_of(given, args[0].dim())
+    elif name == "getitem":
+        first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+        dims = [] if first is Ellipsis or (isinstance(first, slice) and first == slice(None)) else [0]
+    if 0 in dims:
+        raise Unsupported("works along samples, of which each rank has a share")
+
+
 def reduction(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """Over dims that are not rows or columns; or, of sums and means, over both."""
     value, name = args[0], plain_name(name)
-    if name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
+    if isinstance(kwargs.get("other"), Tensor):
         return pointwise(looks, func, name, args, kwargs)
     place, num_dims = common_place([value], name), value.dim()
-    given = args[1] if len(args) > 1 else kwargs.get("dim")
-    keepdim = bool(args[2] if len(args) > 2 else kwargs.get("keepdim", False))
-    dims = list(range(num_dims)) if given is None or given == () else dims_of(given, num_dims)
+    keepdim = bool(argument(name, (args, kwargs), "keepdim", False))
+    dims = reduced_dims(name, args, kwargs)
     tiled = tiled_dims(place, num_dims)
     if not set(dims) & set(tiled):
         kept = [dim for dim in range(num_dims) if dim not in dims or keepdim]
@@ -91,8 +117,7 @@ def reduction(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> An
 
 def joined(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """torch.cat and torch.stack, along dims that are not rows or columns."""
-    tensors = args[0] if args else kwargs["tensors"]
-    given = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    tensors, given = args[0], argument(name, (args, kwargs), "dim", 0)
     place, is_stack = common_place([widest(tensor) for tensor in tensors], name), plain_name(name) == "stack"
     num_dims = next(tensor.dim() for tensor in tensors if place_of(tensor) is not None)
     (dim,) = dims_of(given, num_dims + is_stack)
@@ -106,14 +131,16 @@ def joined(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def unsqueezed(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    value, given = args[0], args[1] if len(args) > 1 else kwargs["dim"]
+    value, given = args
     place, num_dims = common_place([value], name), value.dim()
     (dim,) = dims_of(given, num_dims + 1)
     return put(func(*args, **kwargs), moved(place, num_dims, [*range(dim), None, *range(dim, num_dims)]))
 
 
 def squeezed(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    value, given = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    value, given = args[0], argument(name, (args, kwargs), "dim")
+    if is_in_place(name, kwargs):
+        raise Unsupported("changes the shape of a tensor in place")
     place, num_dims = common_place([value], name), value.dim()
     whole = place.whole_shape(tuple(value.shape))
     dims = range(num_dims) if given is None else dims_of(given, num_dims)
@@ -123,11 +150,11 @@ def squeezed(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any
 
 
 def permuted(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    value, rest = args[0], [*args[1:], *kwargs.values()]
+    value, *rest = args
     place, num_dims = common_place([value], name), value.dim()
     if plain_name(name) == "permute":
-        order = dims_of(rest[0] if isinstance(rest[0], (tuple, list)) else rest, num_dims)
-    elif plain_name(name) == "movedim":
+        order = dims_of(rest[0], num_dims)
+    elif plain_name(name) in ("movedim", "moveaxis"):
         order = _movedim(num_dims, dims_of(rest[0], num_dims), dims_of(rest[1], num_dims))
     else:
         order = list(range(num_dims))
@@ -159,7 +186,7 @@ def shape_of(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any
         return shape.numel()
     if name == "__len__":
         return shape[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    dim = None if name == "shape" else argument(name, (args, kwargs), "dim")
     return shape if dim is None else shape[dim]
 
 
@@ -167,7 +194,7 @@ def reshaped(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any
     """view, reshape, flatten and unflatten that leave rows and columns as they are; others need whole images."""
     value = args[0]
     place, num_dims = common_place([value], name), value.dim()
-    if plain_name(name) in ("view", "reshape") and len(args) > 1 and isinstance(args[1], torch.dtype):
+    if "dtype" in kwargs:
         raise Unsupported("looks at pixels as another dtype")
     whole = whole_shape(value)
     with torch.device("meta"):  # let torch say what it means
@@ -185,12 +212,11 @@ def reshaped(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any
 
 
 def expanded(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    value = args[0]
-    place = common_place([value], name)
-    if name == "expand_as":
-        sizes = list(whole_shape(args[1]))
-    else:
-        sizes = list(args[1] if isinstance(args[1], (tuple, list)) else args[1:])
+    value, given = args
+    if plain_name(name) == "expand_as":
+        place = common_place([value, given], name)
+        return put(bring(looks.grid, value, place).expand(bring(looks.grid, given, place).shape), place)
+    place, sizes = common_place([value], name), list(given)
     for dim in place.dims:
         sizes[dim] = -1
     return put(value.expand(sizes), place)
@@ -232,7 +258,7 @@ def taken(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(REDUCTIONS, reduction),
-    **dict.fromkeys(("cat", "concat", "concatenate", "stack"), joined),
+    **dict.fromkeys(JOINS, joined),
     **dict.fromkeys(("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis"), permuted),
     **dict.fromkeys(("view", "reshape", "flatten", "unflatten"), reshaped),
     **dict.fromkeys(("shape", "size", "numel", "nelement", "len"), shape_of),

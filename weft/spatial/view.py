@@ -27,12 +27,13 @@ from weft.errors import PlanError
 from weft.models.vision.pools import avg_pool2d
 from weft.plan import Tile
 from weft.spatial import norms
+from weft.spatial.arguments import normalise
 from weft.spatial.hand_over import from_share, own_samples, to_share, to_whole
 from weft.spatial.names import DRAWS, META, plain_name
 from weft.spatial.operands import draws, map_tensors
 from weft.spatial.place import Grid, Notes, Place, Share, place_of, put, tensors_in
 from weft.spatial.rules import RULES
-from weft.spatial.shapes import shape_of
+from weft.spatial.shapes import refuse_along_samples, shape_of
 from weft.spatial.wide import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
@@ -122,11 +123,13 @@ class View(TorchFunctionMode):
             return self.hand_over(args[0])
         if func is F.avg_pool2d:  # of what is whole; with tiles its rule pools what is padded
             func = avg_pool2d
+            args, kwargs = (args, kwargs) if args else normalise(func, "avg_pool2d", args, kwargs)
         if self.point is not None and not self.position[0]:  # the code around units takes what they were given
             args, kwargs = map_tensors(handed, (args, kwargs))
         places = [place for tensor in tensors_in((args, kwargs)) if (place := place_of(tensor)) is not None]
         if not places:
-            if self.grid.batch is not None and func is F.batch_norm:
+            if self.grid.batch is not None and func in (F.batch_norm, torch.batch_norm):
+                args, kwargs = normalise(func, "batch_norm", args, kwargs)
                 return _batch_norm(self.grid, *args, **kwargs)
             return func(*args, **kwargs)
         name = str(getattr(func, "__name__", type(func).__name__))
@@ -150,7 +153,7 @@ class View(TorchFunctionMode):
             if rule is None:
                 raise Unsupported("has no rule for tiles")
             try:
-                return rule(self, func, name, args, kwargs)
+                return rule(self, func, name, *normalise(func, name, args, kwargs))
             finally:
                 if self._is_between:
                     forget(tensors_in((args, kwargs)))
@@ -207,18 +210,22 @@ class View(TorchFunctionMode):
         """Whole images of a rank's samples: what is done to each sample is done as it stands."""
         plain = plain_name(name)
         share = next(place for t in tensors_in((args, kwargs)) if isinstance(place := place_of(t), Share))
+        call = normalise(func, name, args, kwargs)
         if plain in ("shape", "size", "numel", "nelement", "len"):
-            return shape_of(self, func, name, args, kwargs)
+            return shape_of(self, func, name, *call)
         if plain == "batch_norm":
-            return put(_batch_norm(self.grid, *args, **kwargs), share)
+            return put(_batch_norm(self.grid, *call[0], **call[1]), share)
         local = share.num_samples // self.grid.tile.degree
-        if plain in ("view", "reshape", "expand"):
-            sizes = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
-            args = (args[0], [local if sizes[0] == share.num_samples else sizes[0], *sizes[1:]])
-        result = draws(self, func, name, args, kwargs) if plain in DRAWS else func(*args, **kwargs)
+        refuse_along_samples(plain, call, local)
+        if plain in ("view", "reshape", "expand") and len(call[0]) > 1:
+            first, *others = call[0][1]
+            args, kwargs = (call[0][0], [local if first == share.num_samples else first, *others]), call[1]
+        result = draws(self, func, name, *call) if plain in DRAWS else func(*args, **kwargs)
         for tensor in tensors_in(result):
             if tensor.dim() and tensor.shape[0] == local:
                 put(tensor, share)
+            elif not tensor.dim():
+                raise Unsupported("takes samples together")
         return result
 
     def _refusal(self, name: str, reason: str, where: str) -> PlanError:

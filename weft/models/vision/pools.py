@@ -74,7 +74,7 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
     """For functions of torch those that pool by `pool` what fits it."""
 
     def maxima(
-        images: Tensor,
+        input: Tensor,
         kernel_size: Sizes,
         stride: Sizes | None = None,
         padding: Sizes = 0,
@@ -83,12 +83,12 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
         return_indices: bool = False,
     ) -> Any:
         window = Window.of(kernel_size, stride, padding)
-        if fits(images, window) and _pair(dilation) == (1, 1) and not ceil_mode and not return_indices:
-            return pool(images, window, True, True)
-        return _MAX(images, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+        if fits(input, window) and _pair(dilation) == (1, 1) and not ceil_mode and not return_indices:
+            return pool(input, window, True, True)
+        return _MAX(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
 
     def averages(
-        images: Tensor,
+        input: Tensor,
         kernel_size: Sizes,
         stride: Sizes | None = None,
         padding: Sizes = 0,
@@ -97,9 +97,9 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
         divisor_override: int | None = None,
     ) -> Any:
         window = Window.of(kernel_size, stride, padding)
-        if fits(images, window) and not ceil_mode and divisor_override is None:
-            return pool(images, window, False, count_include_pad)
-        return avg_pool2d(images, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+        if fits(input, window) and not ceil_mode and divisor_override is None:
+            return pool(input, window, False, count_include_pad)
+        return avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
     return {_MAX: maxima, torch.max_pool2d: maxima, _AVERAGE: averages}
 
