@@ -259,6 +259,13 @@ def test_beside_other_axes(plan: Plan) -> None:
     verify(model_fn, batch, replace(plan, micro_batch=1), objective=CROSS_ENTROPY if is_inside else OBJECTIVE).require()
 
 
+@pytest.mark.parametrize("split", ["model.layers.0", "model.norm", "lm_head"])
+def test_a_stage_without_blocks_beside_a_split_sequence(split: str) -> None:
+    tensor, memory = TensorPlan(2, sequence=True), Memory("full" if split == "model.norm" else "none")
+    plan = Plan(pipe=Pipe(2, split=(split,)), tensor=tensor, memory=memory, micro_batch=2)
+    verify(models.decoder, tokens(4), plan, steps=1).require()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", MORE.values(), ids=MORE.keys())
 @pytest.mark.parametrize("micro_batch", [1, 2])
