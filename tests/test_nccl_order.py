@@ -19,7 +19,7 @@ from weft.mesh import Mesh
 from weft.pipeline.actions import Edge, Message, Schedule, chain, channel_of, with_messages
 from weft.pipeline.arrivals import AsTheyCome
 from weft.pipeline.check import check
-from weft.pipeline.nccl_order import GroupOf, check_nccl_order, check_queues, group_by_way
+from weft.pipeline.nccl_order import GroupOf, check_nccl_order, check_queues
 from weft.pipeline.schedules import SCHEDULES, make_schedule
 from weft.pipeline.shadow import with_shadows
 from weft.plan import Pipe, Plan
@@ -52,6 +52,12 @@ def made(name: str, ranks: int, micro_batches: int, options: dict[str, object], 
     except PlanError:
         return None
     return with_messages(schedule, with_skips(schedule.num_stages) if skips else None)
+
+
+def group_by_way(rank: int, message: Message) -> Hashable:
+    """One group over the whole axis for each direction of the pipeline and way along the ranks."""
+    source, target, direction = channel_of(rank, message)
+    return direction, source < target
 
 
 def forwards_only(schedule: Schedule) -> Schedule:

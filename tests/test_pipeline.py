@@ -265,6 +265,13 @@ def test_state_on_the_host_passes_one_set_of_slots_a_rank(pipe: Pipe, offload: f
     verify(models.decoder, tokens(4), Plan(pipe=pipe, memory=Memory(offload=offload), micro_batch=1)).require()
 
 
+@pytest.mark.parametrize("split", ["model.layers.0", "model.norm", "lm_head"])
+def test_a_stage_without_blocks_beside_a_split_sequence(split: str) -> None:
+    tensor, memory = TensorPlan(2, sequence=True), Memory("full" if split == "model.norm" else "none")
+    plan = Plan(pipe=Pipe(2, split=(split,)), tensor=tensor, memory=memory, micro_batch=2)
+    verify(models.decoder, tokens(4), plan, steps=1).require()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("plan", MORE.values(), ids=MORE.keys())
 @pytest.mark.parametrize("micro_batch", [1, 2])

@@ -29,7 +29,7 @@ def sends_from_host(group: dist.ProcessGroup | None, tensor: Tensor) -> bool:
     """Must this tensor go through host memory? Gloo sends and receives tensors on the host only, and of its collectives
     some are for the host alone.
     """
-    return tensor.is_cuda and group is not None and dist.get_backend(group) == "gloo"
+    return tensor.is_cuda and group is not None and "cuda:gloo" in dist.get_backend_config(group).split(",")
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class _HostCopies:
         """What to send: the copy is complete on return."""
         if not self._axis.through_host(self._axis.group, tensor):
             return tensor
-        self._sent.append(torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()))
+        self._sent.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach()))
         return self._sent[-1]
 
     def to_receive(self, tensor: Tensor) -> Tensor:
         """Where to receive."""
         if not self._axis.through_host(self._axis.group, tensor):
             return tensor
-        self._received.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype)))
+        self._received.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")))
         return self._received[-1][1]
 
     def to_change(self, tensor: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class _Applier:
             for name in _outer_norms(self.model, self.pairing):
                 norm = self.model.get_submodule(name)
                 _replace_forward(norm, partial(split_norm, norm, self.y))
-        if self.stream is not None:
+        if self.stream is not None and self.pairing.blocks:  # a stage of a pipeline may have no block
             self.chain.attach(self.model, self.pairing.blocks[0], self.pairing.blocks[-1])
         for name, scaled in self.pairing.scaled.items():
             scaled.apply(self.model.get_submodule(name), self.x.degree)

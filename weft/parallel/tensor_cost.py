@@ -141,7 +141,7 @@ class _Meter:
 
     def sequence_ends(self) -> Calls:
         """Behind the last block parts are gathered, unless by the head; before the first, in backward, gradients."""
-        if not self.sequence:
+        if not self.sequence or not self.pairing.blocks:  # as in `Chain.attach`
             return
         in_first = (layer for name, layer in self.profile.layers.items() if self._block(name) == self.pairing.blocks[0])
         first = next(in_first, None)

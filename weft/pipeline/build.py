@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from weft.pipeline.actions import Schedule, with_messages
 from weft.pipeline.check import check
 from weft.pipeline.copies import Copies, Sharing, running_statistics, tied_stages
 from weft.pipeline.deferred import Deferred
-from weft.pipeline.partition import Route, cut, partition
+from weft.pipeline.partition import Route, cut, partition, refuse_evaluation
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.schedules import make_schedule
 from weft.pipeline.shadow import refuse_shadows, refuse_stages, with_shadows
@@ -119,6 +120,23 @@ class Staging:
             self._routes[key] = cut(found, self.stage_of, self.num_stages)
         return self._routes[key]
 
+    @cached_property
+    def _evaluation_refusal(self) -> str | None:
+        try:
+            with _in_mode(self.whole, training=False):
+                found = self.tracer.example(self.example, torch.device("cpu"))
+            return refuse_evaluation(self.route, cut(found, self.stage_of, self.num_stages))
+        except PlanError as error:
+            return str(error)
+
+    def check_evaluation(self) -> None:
+        """Raises a PlanError if what the model does in evaluation does not fit its stages."""
+        if self._evaluation_refusal is not None:
+            raise PlanError(
+                f"pipe = {self.plan.pipe.degree} cuts the model by its forward in training, and its forward in "
+                f"evaluation does not fit: {self._evaluation_refusal}; or use pipe = 1"
+            )
+
     def copies(self, stages: tuple[int, ...]) -> int:
         """How many ranks along `pipe` hold a parameter that these stages hold."""
         return len(self.placement) * max(1, len(stages))
@@ -150,6 +168,18 @@ class Staging:
         return made
 
 
+@contextmanager
+def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """The model in training or evaluation mode; then each module as it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+
+
 def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Staging:
     """Cut a profiled model into the plan's stages; asked again, the same."""
     made: dict[tuple[Plan, str], Staging] = vars(whole).setdefault("_stagings", {})
@@ -169,7 +199,8 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     bare, pipe = skeleton(whole.model), plan.pipe
     over_y = 1 if plan.tensor.y == 1 or whole.pairing.is_whole else plan.tensor.y
     tracer = Tracer(bare, plan, over_y, tiling_for(whole, plan))
-    found = tracer.example(whole.example, device)
+    with _in_mode(bare, training=True):
+        found = tracer.example(whole.example, device)
     stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
     staging = Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
     reason = refuse_stages(staging.route.edges, staging.tied) if pipe.shadow else None
@@ -235,7 +266,7 @@ def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Modu
     if beside is not None:
         stages.append(_build_stage(staging, beside, SHADOW_REPLICA, mesh, values, apply, routes))
     names = [name for name, _ in staging.whole.named_parameters()]
-    return Pipeline(stages, _copies(staging, stages, mesh), staging.schedule, mesh, names)
+    return Pipeline(stages, _copies(staging, stages, mesh), staging.schedule, mesh, names, staging.check_evaluation)
 
 
 def _build_stage(
@@ -277,10 +308,12 @@ class _Routes:
 
     def _trace(self, args: Any, kwargs: Mapping[str, Any], training: bool) -> Route:
         staging = self.staging
-        staging.whole.train(training)
-        found = staging.tracer.own(args, kwargs, self.device, self.at)
+        if not training:
+            staging.check_evaluation()
+        with _in_mode(staging.whole, training):
+            found = staging.tracer.own(args, kwargs, self.device, self.at)
         route = cut(found, staging.stage_of, staging.num_stages)
-        if route.edges != staging.route.edges:
+        if route.outline != staging.route.outline:
             raise PlanError(
                 "the model's forward takes another way for inputs of another shape, so that other tensors cross its "
                 "stages; use pipe = 1"

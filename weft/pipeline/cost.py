@@ -91,7 +91,7 @@ def edge_bytes(staging: Staging, coordinates: Mapping[str, int] | None = None) -
     """The bytes of a message over each edge between stages; of the first tile, unless coordinates say which."""
     route = staging.route_at(coordinates)
     values = route.trace.values
-    return [values[int(edge.name)].num_bytes // staging.plan.context.degree for edge in route.edges]
+    return [values[number].num_bytes // staging.plan.context.degree for number in route.edge_numbers]
 
 
 def _messages(staging: Staging, schedule: Schedule, coordinates: Mapping[str, int]) -> list[tuple[Key, int]]:

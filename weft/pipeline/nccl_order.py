@@ -13,7 +13,7 @@ batched:
    them; a list that completes with one queue completes with any number.
 
 `GroupOf` says which group carries a message. Weft's groups are channels: one ordered pair of ranks and one direction of
-the pipeline. `group_by_way` is the coarser grouping that has cycles; tests hold the model to it.
+the pipeline. Coarser groups have cycles (`tests/test_nccl_order.py`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,6 @@ QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 NUM_QUEUES = 32  # the most that CUDA allows
 _NUM_STREAMS = 32  # torch takes the streams of groups from a pool in turns; two groups with one stream share an order
 MAX_CHANNELS = 24  # of a rank; the other streams are for the other axes
-
-
-def group_by_way(rank: int, message: Message) -> Hashable:
-    """One group over the whole axis for each direction of the pipeline and way along the ranks."""
-    source, target, direction = channel_of(rank, message)
-    return direction, source < target
 
 
 def check_nccl_order(schedule: Schedule, group_of: GroupOf = channel_of, one_queue: bool = False) -> None:
@@ -88,9 +82,7 @@ class _Device:
         self.lists, self.one_queue = schedule.lists, one_queue
         self.next_action = [0] * schedule.num_ranks  # the first computation that is not done
         self.next_start = [0] * schedule.num_ranks  # with one queue: the first operation that has not started
-        self.streams: list[
-            dict[Hashable, list[int]]
-        ] = []  # of each rank and group: what is left of its list, last first
+        self.streams: list[dict[Hashable, list[int]]] = []  # of each rank and group: what is left, the last first
         self.keys: list[dict[int, Key]] = []  # of each rank: its messages
         self.needs: list[dict[Action, list[int]]] = []  # of each rank: the receives of its computations
         self.ends: dict[Key, list[Place]] = defaultdict(list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,21 @@ class Route:
         )
 
     @cached_property
+    def outline(self) -> tuple[tuple[int, int, bool], ...]:
+        """The edges without the numbers of their tensors, which an operation between units shifts."""
+        return tuple((edge.source, edge.target, edge.backward) for edge in self.edges)
+
+    @cached_property
+    def edge_numbers(self) -> tuple[int, ...]:
+        """The tensor of each edge. Schedules know edges by their index, and traces tensors by their number."""
+        return tuple(int(edge.name) for edge in self.edges)
+
+    @cached_property
+    def edge_indices(self) -> dict[tuple[int, int], int]:
+        """The index of the edge that brings a tensor (by its number) to a stage."""
+        return {(int(edge.name), edge.target): index for index, edge in enumerate(self.edges)}
+
+    @cached_property
     def parameters(self) -> tuple[frozenset[str], ...]:
         """The parameters of no unit of its own, or of another's, that each stage uses."""
         used: list[set[str]] = [set() for _ in range(self.num_stages)]
@@ -50,8 +66,8 @@ class Route:
     def crossing(self) -> tuple[frozenset[int], ...]:
         """The tensors that each stage makes for others."""
         made: list[set[int]] = [set() for _ in range(self.num_stages)]
-        for edge in self.edges:
-            made[edge.source].add(int(edge.name))
+        for edge, number in zip(self.edges, self.edge_numbers, strict=True):
+            made[edge.source].add(number)
         return tuple(map(frozenset, made))
 
     @cached_property
@@ -91,6 +107,11 @@ def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
     for event in trace.events[:-1]:
         inputs = [stage for number in event.inputs if (stage := where.get(number)) is not None]
         latest = max(inputs, default=None)
+        if event.is_call and event.name not in stage_of:
+            raise PlanError(
+                f"'{event.name}' is called in evaluation, or for inputs of another shape, but not in the forward by "
+                f"which the model was cut into stages; call it in every forward"
+            )
         stage = stage_of[event.name] if event.is_call else latest if event.outputs else None
         if latest is not None and stage is not None and latest > stage:
             raise PlanError(
@@ -102,6 +123,28 @@ def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
     route = Route(trace, num_stages, (*stages, num_stages - 1))
     _refuse_changes(route)
     return route
+
+
+def refuse_evaluation(training: Route, evaluation: Route) -> str | None:
+    """Why stages that were cut for training cannot evaluate: other tensors cross them, or they lack a parameter."""
+    for stage in range(training.num_stages):
+        for name in sorted(evaluation.parameters[stage] - training.parameters[stage]):
+            return f"the parameter '{name}' is used by stage {stage} in evaluation only; use it in training too"
+    if training.outline == evaluation.outline:
+        return None
+    for mode, one, other in (("training", training, evaluation), ("evaluation", evaluation, training)):
+        for name, source, target in (_named_edges(one) - _named_edges(other)).elements():
+            return (
+                f"what '{name}' makes goes from stage {source} to stage {target} in {mode} only; use it in both, or "
+                f"cut the model so that it stays in one stage (pipe.split)"
+            )
+    return "tensors cross its stages in another order than in training, or others of them need gradients"
+
+
+def _named_edges(route: Route) -> Counter[tuple[str, int, int]]:
+    """Edges by what made their tensor."""
+    made = {number: event.name for event in route.trace.events for number in event.outputs}
+    return Counter((made[int(edge.name)], edge.source, edge.target) for edge in route.edges)
 
 
 def _refuse_changes(route: Route) -> None:

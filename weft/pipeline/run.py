@@ -88,7 +88,6 @@ class Run:
         self.reduced: set[Stage] = set()
         self._kept: dict[Key, Tensor] = {}  # what a stage has made for another of this rank, or is about to send
         self.began, self._began, self._started = time.time(), time.perf_counter(), 0.0
-        self._edge = {(int(edge.name), edge.target): index for index, edge in enumerate(schedule.edges)}
         self._ahead: dict[Key, Tensor] = {}  # what has come for an action, before it begins
         self._last = self._last_backwards()
         self._answers = {} if schedule.name == "message" else arrived
@@ -162,7 +161,7 @@ class Run:
         if self.work.scale is not None:
             stage.live[action.micro_batch] = done
         for index in self.schedule.edges_out_of[action.stage]:
-            made = done.made[int(self.schedule.edges[index].name)]
+            made = done.made[route.edge_numbers[index]]
             self._kept[index, action.micro_batch, action.replica, "forward"] = made
         self._note(action)
 
@@ -184,7 +183,8 @@ class Run:
             stage.late[action.micro_batch] = stage.deferred.collect()
         for number, leaf in done.received.items():
             if leaf.requires_grad:
-                key = (self._edge[number, action.stage], action.micro_batch, action.replica, "backward")
+                edge = done.route.edge_indices[number, action.stage]
+                key = (edge, action.micro_batch, action.replica, "backward")
                 self._kept[key] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         self._note(action)
 
@@ -201,7 +201,7 @@ class Run:
             if not edge.backward:
                 continue
             gradient = self._take((index, action.micro_batch, action.replica, "backward"))
-            number = int(edge.name)
+            number = done.route.edge_numbers[index]
             sums[number] = gradient if number not in sums else sums[number] + gradient
         return [done.made[number] for number in sums], list(sums.values())
 
@@ -209,7 +209,7 @@ class Run:
 
     def _receive(self, action: Action, number: int) -> Tensor:
         """What another stage made, as a leaf of this one."""
-        edge = self._edge[number, action.stage]
+        edge = self.routes[action.micro_batch].edge_indices[number, action.stage]
         tensor = self._take((edge, action.micro_batch, action.replica, "forward")).detach()
         self._start()
         return tensor.requires_grad_(self.work.scale is not None and self.schedule.edges[edge].backward)
@@ -237,8 +237,8 @@ class Run:
         return tensor
 
     def _value(self, message: Message) -> Value:
-        number = int(self.schedule.edges[message.edge].name)
-        return self.routes[message.micro_batch].trace.values[number]
+        route = self.routes[message.micro_batch]
+        return route.trace.values[route.edge_numbers[message.edge]]
 
     # --- when
 

@@ -50,12 +50,14 @@ class Pipeline(nn.Module):
         make_schedule: Callable[[int, bool], Schedule],
         mesh: Mesh,
         parameter_names: Sequence[str],
+        check_evaluation: Callable[[], None],
     ) -> None:
         super().__init__()
         self.stages = nn.ModuleList(stage.model for stage in stages)
         self.parts = {(stage.index, stage.replica): stage for stage in stages}
         self.copies, self.mesh, self.parameter_names = copies, mesh, tuple(parameter_names)
         self._make_schedule = make_schedule
+        self.check_evaluation = check_evaluation  # raises if the stages cannot run the forward of evaluation
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._arrived: dict[tuple[int, bool], Mapping[Key, Sequence[Key]]] = {}  # what each message that comes tells
         self._transport: Transport | None = None

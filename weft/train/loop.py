@@ -52,6 +52,7 @@ from weft.train.schedule import learning_rate
 from weft.train.setup import (
     attention,
     build_model,
+    check_evaluation,
     first_values,
     lookout,
     make_clock,
@@ -109,6 +110,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         model = parallelize(
             build_model(run), run.plan, mesh, first_values(run), partial(example_inputs, run), example_loss(run)
         )
+        check_evaluation(model)
         if has_separate_documents(run):
             separate_documents(model, run.tokenizer.end, mesh["context"])
         say = reporter.say if mesh.is_first else _say_nothing

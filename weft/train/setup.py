@@ -54,6 +54,12 @@ def world(run: Run, place: Place) -> Iterator[Mesh]:
         shutdown()
 
 
+def check_evaluation(model: nn.Module) -> None:
+    """Raises a PlanError if the first evaluation would fail."""
+    if isinstance(model, Pipeline):
+        model.check_evaluation()
+
+
 def show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> None:
     """From here on the rank says what it does: to itself where nobody watches."""
     where = [f"host {socket.gethostname()}"] if place.num_hosts > 1 else []
