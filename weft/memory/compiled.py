@@ -19,6 +19,7 @@ from weft.blocks import find_blocks
 from weft.memory.apart import run_apart
 from weft.memory.partition import Partition, partition
 from weft.memory.pieces import as_in_pieces
+from weft.moved import Moves
 from weft.plan import Plan
 from weft.profile import Block, Given, Profile, Source
 from weft.profile import profile as profile_of
@@ -105,6 +106,7 @@ def _kept(block: Block, profile: Profile, source: Source, found: Partition | Non
         saved_behind={**block.saved_behind, "none": behind},
         backward_bytes=found.backward_bytes,
         sendable=_sendable(block, found, tensors, last),
+        compiled_moves=found.moves,
     )
 
 
@@ -140,7 +142,10 @@ def _try(module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul:
 
 
 def _partition(told: dict[str, Any] | None) -> Partition | None:
-    return None if told is None else Partition(**{**told, "given": tuple(told["given"]), "made": tuple(told["made"])})
+    if told is None:
+        return None
+    given, made, moves = (told[name] for name in ("given", "made", "moves"))
+    return Partition(**{**told, "given": tuple(given), "made": tuple(made), "moves": Moves(*moves)})
 
 
 def _has_backward(block: Block) -> bool:
