@@ -293,7 +293,12 @@ def main() -> None:
                 rows.append(compared(case, row["measured"], False))
                 print(show(rows[-1]), flush=True)
         print(summary(rows))
-        write(options.out, rows, known.get("first_errors"), {key: known[key] for key in ("device", "cpu", "torch", "note") if key in known})
+        write(
+            options.out,
+            rows,
+            known.get("first_errors"),
+            {key: known[key] for key in ("device", "cpu", "torch", "note") if key in known},
+        )
         return
     cases = [case for case in CASES if options.only in case.label]
     name = "CPU" if options.tiny else torch.cuda.get_device_name()

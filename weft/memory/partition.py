@@ -25,6 +25,7 @@ from weft.profile import cast, fake
 from weft.profile.parts import Given
 from weft.substitute import call_with
 
+NO_MOVES = Moves()
 EXTERNAL = ("attention", "convolution")  # in names of operations that have kernels of their own, as those in -mm
 
 
@@ -39,7 +40,7 @@ class Partition:
     behind: Mapping[str, int]
     backward_bytes: int
     made: tuple[int, ...] = ()
-    moves: Moves = Moves()
+    moves: Moves = NO_MOVES
 
 
 class _Graphs(NamedTuple):

@@ -29,9 +29,10 @@ TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
 NEWER_TILES = (
     *TILES, (128, 320), (320, 128), (192, 192), (128, 192), (192, 128), (96, 192), (192, 96), (96, 128), (128, 96)
 )  # fmt: skip
-# Of the inner dimension, until a tile runs at full speed, and its result is written: older devices, and at the full
-# clock of newer ones, on which the filling takes as long and the products less (H200: 1536 of 2048 rows deep at 84 %).
-FILL_DEPTH, NEWER_FILL_DEPTH = 96, 280
+# Of the inner dimension, until a tile runs at full speed and for as long as its result is written: on older devices,
+# and at the full clock of newer ones, whose products are faster and their filling is not. On an H200 an inner dimension
+# of 1,024 leaves 580 to 600 TFLOP/s and one of 512 leaves 490 to 530; 2,048 already reach what power allows.
+FILL_DEPTH, NEWER_FILL_DEPTH = 96, 420
 SMALL_TILE_LOSS = 0.1
 # What attention kernels reach of the device's peak on long causal sequences, (forward, backward), where the device's
 # matmul instructions are those the kernel was written for, and on a newer device. On Hopper, flash2 was measured on an
@@ -70,8 +71,8 @@ MEMORY_SHARE = 0.85  # of the printed bandwidth that streaming kernels reach
 # kernels of their own (measured on an H200: 2.8 to 3.4 for GPT-2 and Llama blocks; compiled 1.9 to 2.1).
 BACKWARD_PASSES = {False: 3.0, True: 2.0}
 LAUNCH_SECONDS = 4e-6  # between two kernels on the device
-# Until a kernel of torch.compile has all of the memory's bandwidth, and from when it has it no more: twelve of them in a
-# block of 4,096 tokens lost 60 us on an H200, in norms, rotary embedding and SwiGLU of 28 to 155 MB.
+# While a kernel of torch.compile begins and ends, it has not all of the memory's bandwidth: twelve in a block of 4,096
+# tokens lost 60 us on an H200, in norms, rotary embedding and SwiGLU of 28 to 155 MB.
 STREAM_SECONDS = 4e-6
 # Moved for each logit by torch's own cross-entropy in float32, forward and backward (measured on an H200: 46), and by
 # one that torch.compile fuses (11). Kernels made for it move less: read once, and once more to write the gradient.
@@ -82,7 +83,9 @@ EAGER_LOSS_BYTES, COMPILED_LOSS_BYTES, FUSED_LOSS_BYTES = 46, 11, 8
 # speed where the number is odd. Older devices are taken to lose only the latter.
 UNALIGNED = {(True, True): 0.38, (True, False): 0.185, (False, True): 1.0, (False, False): 0.48}
 ALIGNED_ELEMENTS = 8
-FP8_PRODUCT = 0.9  # of what bf16 matmuls reach of their peak: 1,403 and 1,453 of 1,979 to 794 of 989 on H100 and H200
+# Of what bf16 matmuls reach of their peak. Scaled by tensor: 1,403 and 1,453 of 1,979 to 794 of 989 on H100 and H200.
+# Scaled by row, torch has a kernel of its own: found on an H200, 6.7B of 4 × 2,048 tokens (docs/planner.md).
+FP8_PRODUCT = {"tensor": 0.9, "row": 0.72}
 # To make an operand fp8: read for its largest value (fused, by what made it), read again, written. Backward casts the
 # gradient and turns both operands of forward; scaled by rows, it casts all of them along the other dimension as well.
 CAST_BYTES = {False: 5, True: 3}
@@ -90,7 +93,7 @@ TURN_BYTES = 2
 
 # Of weft's own trainer, on an H200. A sum of a 16-bit gradient into fp32 moves 10 bytes, and torch's kernel for mixed
 # types reaches under half of the bandwidth (5.3 ps for a parameter, 1.5 and 8 billion of them); the head's gradient
-# takes 7.1 to 7.8 ps. The host's two are of one row, 8 × 1 × 2,048 tokens of Qwen2 1.5B, the only one that waits for it.
+# takes 7.1 to 7.8 ps. The host's two are of one row, 8 × 1 × 2,048 tokens of Qwen2 1.5B: no other waits for its host.
 ALONE_BYTES, SUM_BYTES, HEAD_BYTES = 6, 22, 32
 CALL_SECONDS, GRADIENT_SECONDS = 0.3e-3, 80e-6
 
@@ -139,6 +142,8 @@ class Software:
     # Moved for each parameter: AdamW and new 16-bit weights 30, norm 4, taking gradients 6. (One rank: 28, 2 and 4.)
     optimizer_bytes: int = 40
     gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward
+    # Matmul libraries have the tiles of cuBLAS since 2024 (NEWER_TILES), and power is what limits a newer device.
+    many_tiles: bool = False
     # Of `optimizer_bytes`, what a rank alone spares that adds up no micro-batches: gradients are taken with their norm.
     alone_bytes: int = 0
     # Moved for a parameter to add the gradient of one more micro-batch, in bytes at full bandwidth, and for an element
@@ -157,7 +162,7 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
     is_newer = cluster.node.device.is_newer and not is_cpu(cluster)
     attention = "flash3" if is_newer else "flash2"  # Hopper's has a kernel of its own
     if not (not is_cpu(cluster) if compiles is None else compiles):
-        return Software(attention, pads_head=not is_cpu(cluster))
+        return Software(attention, pads_head=not is_cpu(cluster), many_tiles=True)
     loss_bytes = COMPILED_LOSS_BYTES if is_cpu(cluster) else FUSED_LOSS_BYTES
     return Software(
         attention,
@@ -165,6 +170,7 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
         compiled=True,
         loss_bytes=loss_bytes,
         pads_head=not is_cpu(cluster),
+        many_tiles=True,
         alone_bytes=ALONE_BYTES,
         sum_bytes=SUM_BYTES,
         head_bytes=HEAD_BYTES,
@@ -207,7 +213,7 @@ class Kernels:
             share = self._aligned_share(inputs, outputs)
             backward = self.product(rows, outputs, inputs, share) + self.product(inputs, rows, outputs, share)
             return self.product(rows, inputs, outputs, share), backward
-        rate = self.device.peak_flops["fp8"] * self.device.calibration * FP8_PRODUCT
+        rate = self.device.peak_flops["fp8"] * self.device.calibration * FP8_PRODUCT[self.software.fp8]
         given, result = rows * inputs, rows * outputs
         weight = 0 if self.software.keeps_fp8_weights else inputs * outputs  # that is cast and turned here
         cast = CAST_BYTES[self.software.fused] / self.bytes_per_second
@@ -228,9 +234,10 @@ class Kernels:
         if min(rows, inner, columns) < 1:
             return 0.0
         flops, num_bytes = 2 * rows * inner * columns, size * (rows * inner + inner * columns) + 2 * rows * columns
-        share = tile_share(rows, inner, columns, self.device.num_processors, self.device.burst is not None)
+        burst = self.device.burst if self.software.many_tiles else None
+        share = tile_share(rows, inner, columns, self.device.num_processors, burst is not None)
         # Idle processors, and those that fill or write a tile, leave power to the others.
-        reached = min(1.0, share * (self.device.burst or self.device.calibration) / self.device.calibration)
+        reached = min(1.0, share * (burst or self.device.calibration) / self.device.calibration)
         return max(flops / (rate * reached), num_bytes / self.bytes_per_second) + LAUNCH_SECONDS
 
     @property
