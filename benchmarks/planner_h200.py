@@ -7,7 +7,7 @@
 Language models of 1 to 8 billion parameters, tied and untied, sequences of 2,048 to 16,384 tokens, every recompute
 policy, accumulation; bf16, random tokens. Each case runs in a process of its own. A row also has the seconds of one
 step by kind of kernel (torch's profiler), which says where a prediction is wrong. Writes
-benchmarks/results/planner-h200.json.
+benchmarks/results/planner-h200.json: `first_errors` are those of the model as it was when the rows were measured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import fcntl
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -172,25 +173,36 @@ def measure(case: Case, is_tiny: bool) -> dict[str, Any]:
 
 
 def kernel_seconds(step: Any) -> dict[str, Any]:
-    """The seconds of one step's kernels by kind, and the longest ones by name."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    """The seconds of one step's kernels by kind, the longest ones by name, and the longest operations by shapes."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
         step()
     kinds: dict[str, float] = {}
-    longest = []
-    for one in profiler.key_averages():
+    longest, operations = [], []
+    for one in profiler.key_averages(group_by_input_shape=True):
         seconds = one.self_device_time_total / 1e6
-        kind = _kind(one.key.lower())
-        kinds[kind] = kinds.get(kind, 0.0) + seconds
-        longest.append([round(seconds, 6), one.count, one.key[:90]])
-    return {"kinds": kinds, "longest": sorted(longest, reverse=True)[:16]}
+        if one.device_type == torch.autograd.DeviceType.CPU:
+            operations.append([round(seconds, 6), one.count, one.key[:60], str(one.input_shapes)[:160]])
+        elif not getattr(one, "is_user_annotation", False):
+            kind = _kind(one.key.lower())
+            kinds[kind] = kinds.get(kind, 0.0) + seconds
+            longest.append([round(seconds, 6), one.count, one.key[:90]])
+    found = (sorted(each, reverse=True)[:count] for each, count in ((longest, 24), (operations, 32)))
+    return {"kinds": kinds, **dict(zip(("longest", "operations"), found, strict=True))}
 
 
 def _kind(name: str) -> str:
-    if any(part in name for part in ("flash", "fmha", "sdpa", "cudnn_generated")):
-        return "attention backward" if "bwd" in name or "backward" in name else "attention forward"
+    """Of a kernel's name, in small letters."""
+    if "triton" in name:
+        return "triton"
+    if any(part in name for part in ("flash", "fmha", "sdpa", "cudnn")):
+        backward = ("bwd", "backward", "bprop", "dot_do_o", "convert_dq", "reduce_head")
+        return "attention backward" if any(part in name for part in backward) else "attention forward"
     if any(part in name for part in ("gemm", "nvjet", "cutlass", "cublas", "splitk")):
         return "matmul"
-    return "triton" if "triton" in name else "memcpy" if "mem" in name else "other"
+    if name in ("_update", "_take"):
+        return "optimizer"
+    return "loss" if name == "_rows" else "memcpy" if name.startswith("mem") else "other"
 
 
 # --- all of them
@@ -249,7 +261,8 @@ def write(path: Path, rows: list[dict[str, Any]], first: list[dict[str, Any]] | 
     found = {"benchmark": "planner_h200", **hardware, "summary": summary(rows), "cases": rows}
     found |= {"first_errors": first} if first is not None else {}
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    text = re.sub(r"\[[^][{}]*\]", lambda one: " ".join(one.group().split()), json.dumps(found, indent=1))
+    path.write_text(text + "\n")  # a list of plain values in one line
 
 
 def errors_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -280,7 +293,12 @@ def main() -> None:
                 rows.append(compared(case, row["measured"], False))
                 print(show(rows[-1]), flush=True)
         print(summary(rows))
-        write(options.out, rows, known.get("first_errors"), {key: known[key] for key in ("device", "cpu", "torch")})
+        write(
+            options.out,
+            rows,
+            known.get("first_errors"),
+            {key: known[key] for key in ("device", "cpu", "torch", "note") if key in known},
+        )
         return
     cases = [case for case in CASES if options.only in case.label]
     name = "CPU" if options.tiny else torch.cuda.get_device_name()

@@ -329,7 +329,7 @@ def llama_fp8(row: Row) -> Iterator[Case]:
         precision="bf16",
     )
     precision = row.get("precision") or "fp8"
-    software = replace(CORE, fp8="tensor" if precision == "fp8" else "", attention="flash3")
+    software = replace(CORE, fp8="tensor" if precision == "fp8" else "", attention="flash3", many_tiles=True)
     model = named(row["model"], sequence, int(row.get("layers") or 0))
     seconds = batch * sequence / devices / _rate(row["tokens_per_s_per_gpu"])
     plans, table = ((plan, _parts(batch, data * micro, "gbs")),), f"{row.get('source') or 'Megatron Llama'} {precision}"

@@ -56,6 +56,7 @@ class Device:
     peak_flops: Mapping[str, float] = field(hash=False)  # dense matmul FLOP/s by dtype; only dtypes that exist
     num_processors: int | None = None  # multiprocessors, compute units; None: unknown
     calibration: float = 0.8  # what the best matmul reaches of the peak in training; see planner/kernels.py
+    burst: float | None = None  # what it reaches before power lowers the clock; None: power is not what limits it
     is_newer: bool = False  # than the matmul instructions that FlashAttention-2 was written for
     reported_as: tuple[str, ...] = ()  # how the driver's device name ends, to recognise a local device
 

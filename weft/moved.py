@@ -27,6 +27,19 @@ class Moved(NamedTuple):
         return Moved(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
+class Moves(NamedTuple):
+    """What the fused kernels of a compiled block read and write, beside its matmuls and attention, and how many there
+    are: in forward, in backward, and for what selective recompute makes again.
+    """
+
+    forward_bytes: int = 0
+    forward_kernels: int = 0
+    backward_bytes: int = 0
+    backward_kernels: int = 0
+    again_bytes: int = 0
+    again_kernels: int = 0
+
+
 Place = tuple[str, str]  # the block that runs, and the layer behind which it is
 
 

@@ -125,6 +125,7 @@ def _kept(block: Block, profile: Profile, source: Source, found: Partition | Non
         saved_behind={**block.saved_behind, "none": behind},
         backward_bytes=found.backward_bytes,
         sendable=_sendable(block, found, tensors, last),
+        compiled_moves=found.moves,
     )
 
 

@@ -19,11 +19,13 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from weft.moved import Moves
 from weft.parallel.fp8 import traced_as_on_a_gpu
 from weft.profile import cast, fake
 from weft.profile.parts import Given
 from weft.substitute import call_with
 
+NO_MOVES = Moves()
 EXTERNAL = ("attention", "convolution")  # in names of operations that have kernels of their own, as those in -mm
 
 
@@ -31,13 +33,14 @@ EXTERNAL = ("attention", "convolution")  # in names of operations that have kern
 class Partition:
     """What a block hands from forward to backward: which of the tensors that it was given, and what it made itself, by
     the layer of the block behind which it did. `backward_bytes`: the most in backward, over all of that, but for
-    gradients of parameters. `made` are the sizes of what it made, one by one.
+    gradients of parameters. `made` are the sizes of what it made, one by one; `moves` what its fused kernels move.
     """
 
     given: tuple[int, ...]
     behind: Mapping[str, int]
     backward_bytes: int
     made: tuple[int, ...] = ()
+    moves: Moves = NO_MOVES
 
 
 class _Graphs(NamedTuple):
@@ -122,7 +125,7 @@ def _read(graphs: _Graphs, names: Sequence[str]) -> Partition:
             seen.add(storage)
             made.append(_bytes(node))
     over = most_over(graphs.backward, {*own, *map(_storage, gradients)})
-    return Partition(tuple(sorted(kept)), behind, over, tuple(made))
+    return Partition(tuple(sorted(kept)), behind, over, tuple(made), _moves(graphs))
 
 
 def _places(graph: fx.Graph, own: Mapping[int | None, str]) -> dict[fx.Node, str]:
@@ -134,6 +137,61 @@ def _places(graph: fx.Graph, own: Mapping[int | None, str]) -> dict[fx.Node, str
             behind = matrices[0].rpartition(".")[0] if matrices else behind
         found[node] = behind
     return found
+
+
+# --- what passes through memory
+
+
+class _Fused(NamedTuple):
+    """One fused kernel: the nodes that it writes, and the storages that it reads."""
+
+    written: list[fx.Node]
+    read: set[int | None]
+
+
+def _moves(graphs: _Graphs) -> Moves:
+    """Selective recompute is fused into backward's kernels, which read most of its inputs anyway: it costs to write
+    once more what matmuls and attention read, and to read what backward without it does not.
+    """
+    forward, sizes = _fused(graphs.forward)
+    backward, sizes_behind = _fused(graphs.backward)
+    there = {_storage(node) for node in _outputs(graphs.forward)[graphs.num_results :]}
+    there |= {_storage(node) for node in graphs.forward.find_nodes(op="placeholder")}
+    external = [one for node in graphs.forward.nodes if _is_external(node) for one in node.all_input_nodes]
+    multiplied = {_storage(node) for node in external}
+    again = again_kernels = 0
+    for kernel in forward:
+        again += sum(_bytes(node) for node in kernel.written if _storage(node) in multiplied)
+        if multiplied & {_storage(node) for node in kernel.written} and kernel.read - there:
+            again += sum(sizes[storage] for storage in kernel.read - there)
+            again_kernels += 1
+    totals = [_fused_bytes(kernels, of) for kernels, of in ((forward, sizes), (backward, sizes_behind))]
+    return Moves(totals[0], len(forward), totals[1], len(backward), again, again_kernels)
+
+
+def _fused_bytes(kernels: Sequence[_Fused], sizes: Mapping[int | None, int]) -> int:
+    written = sum(_bytes(node) for kernel in kernels for node in kernel.written)
+    return written + sum(sizes[storage] for kernel in kernels for storage in kernel.read)
+
+
+def _fused(graph: fx.Graph) -> tuple[list[_Fused], dict[int | None, int]]:
+    """All that waits for the same matmul or attention is one kernel, as torch.compile makes it; and storages' bytes."""
+    written, reads = _kernels(graph)
+    order = {node: place for place, node in enumerate(graph.nodes, start=1)}
+    starts: dict[int | None, int] = {}
+    found: dict[int, _Fused] = {}
+    for node in written:
+        ready = max((starts.get(storage, 0) for storage in reads[node]), default=0)
+        starts[_storage(node)] = order[node] if _is_external(node) else ready
+        if not _is_external(node):
+            kernel = found.setdefault(ready, _Fused([], set()))
+            kernel.written.append(node)
+            kernel.read.update(reads[node])
+    for kernel in found.values():
+        kernel.read.difference_update(map(_storage, kernel.written))
+        kernel.read.discard(None)
+    sizes = {_storage(node): _bytes(node) for node in (*graph.find_nodes(op="placeholder"), *written) if _storage(node)}
+    return list(found.values()), sizes
 
 
 # --- what backward holds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from weft.cluster import DTYPES, Cluster, ring_seconds
 from weft.moved import Moved
 from weft.parallel.fp8 import MULTIPLE
 from weft.plan import Plan
-from weft.planner.kernels import ALIGNED_ELEMENTS, Kernels, Software
+from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels, Software
 from weft.planner.workload import Call, Part, Product, Workload
 
 # What collectives reach of a link's printed bandwidth: about 235 of 300 GB/s inside a DGX A100, 360 of 450 inside a DGX
@@ -55,6 +55,7 @@ class _Kernels(NamedTuple):
     products: float  # forward
     last: float  # of them, those behind which backward needs nothing
     moved: float  # forward
+    again: float  # for what selective recompute of cheap work adds
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class MicroBatchModel:
             again, attends = once.whole.forward - self.software.stops_early * once.last, True
         else:
             kind, attends = self.software.selective, self._attends_again(plan)
-            again = {"attention": 0.0, "cheap": once.moved, "other": once.moved + once.products / 2}[kind]
+            again = {"attention": 0.0, "cheap": once.again, "other": once.moved + once.products / 2}[kind]
             again += attends * attention.forward
         forward, backward = once.whole
         attention = Seconds(attention.forward, attention.backward + attends * attention.forward)
@@ -131,9 +132,10 @@ class MicroBatchModel:
         kernels = self._kernels[plan.precision]
         x, y = plan.tensor.x, plan.tensor.y
         scale = micro_batch / plan.context.degree
-        forward = backward = last = 0.0
+        forward = backward = last = heads = 0.0
         for product in part.products:
             rows, inputs, outputs = product.local(x, y)
+            heads += inputs * outputs if product.kind == "head" else 0
             if product.kind == "head" and self.software.pads_head and x * y == 1:
                 outputs = -(-outputs // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
             gathered = x if self._gathers_fp8(plan) and product.kind != "row" else 1
@@ -149,11 +151,31 @@ class MicroBatchModel:
         attention = self._attention(part, plan, scale)
         outside = y * (x if plan.tensor.sequence else 1)
         places = (_scaled(part.inner, scale / x), _scaled(part.outer, scale / outside))
-        moved = sum(map(kernels.moved, places))
+        moved, moved_backward, again = self._moved(part, places, kernels)
         loss = kernels.loss(part.num_logits * scale / (x * y))
         forward += others + attention.forward + moved + loss / 2
-        backward += 2 * others + attention.backward + sum(map(kernels.moved_backward, places)) + loss / 2
-        return _Kernels(Seconds(forward, backward), attention, products, last, moved)
+        backward += 2 * others + attention.backward + moved_backward + loss / 2
+        backward += self.software.head_bytes * heads / kernels.bytes_per_second
+        return _Kernels(Seconds(forward, backward), attention, products, last, moved, again)
+
+    def _moved(self, part: Part, places: Sequence[Moved], kernels: Kernels) -> tuple[float, float, float]:
+        """(forward, backward, again in selective recompute) of what only passes through memory. Blocks alone are
+        compiled: what lies around them runs as it is written.
+        """
+        if self.software.compiled and not self._is_block(part):
+            eager = [one._replace(fused_bytes=one.num_bytes, fused_kernels=one.num_kernels) for one in places]
+            moved = sum(map(kernels.moved, eager))
+            return moved, BACKWARD_PASSES[False] * moved, moved
+        if not self.software.compiled or part.compiled is None:
+            moved = sum(map(kernels.moved, places))
+            return moved, sum(map(kernels.moved_backward, places)), moved
+        whole = part.inner.fused_bytes + part.outer.fused_bytes
+        share, found = sum(one.fused_bytes for one in places) / whole if whole else 0.0, part.compiled
+        return (
+            kernels.streamed(found.forward_bytes * share, found.forward_kernels),
+            kernels.streamed(found.backward_bytes * share, found.backward_kernels),
+            kernels.streamed(found.again_bytes * share, found.again_kernels),
+        )
 
     def _attention(self, part: Part, plan: Plan, scale: float) -> Seconds:
         """Attention of `scale` sequences; in a ring, blocks of the rank's own length that are added up."""
@@ -161,7 +183,9 @@ class MicroBatchModel:
         share = scale / plan.tensor.x
         is_ring = degree > 1 and plan.context.kind == "ring"
         sequence = part.sequence // degree if is_ring else part.sequence
-        forward, backward = kernels.attention(part.attention_flops * share, part.score_numel * share, sequence)
+        is_grouped = part.key_numel < part.query_numel
+        flops, scores = part.attention_flops * share, part.score_numel * share
+        forward, backward = kernels.attention(flops, scores, sequence, is_grouped=is_grouped)
         if is_ring:
             queries, keys = part.query_numel * share, self._key_numel(part, plan) * scale
             moved = RING_BYTES[self.software.fuses_ring]
@@ -199,11 +223,17 @@ class MicroBatchModel:
 
     def _host(self, part: Part, plan: Plan, num_calls: float) -> Seconds:
         """What the host takes to issue a part's kernels and collectives."""
+        is_recomputed = plan.memory.recompute == "full" and self._is_block(part)
+        if self.software.compiled and part.compiled is not None:
+            num_kernels = len(part.products) + bool(part.attention_flops)
+            launches = self.software.host_seconds * (num_kernels + part.compiled.forward_kernels + num_calls)
+            behind = self.software.host_seconds * (2 * num_kernels + part.compiled.backward_kernels + num_calls)
+            behind += is_recomputed * launches + self.software.gradient_seconds * part.num_parameters
+            return Seconds(self.software.call_seconds + launches, self.software.call_seconds + behind)
         num_operations = len(part.products) + len(part.filters) + bool(part.attention_flops) + num_calls
         num_operations += part.inner.num_kernels + part.outer.num_kernels
         of_loss = self.software.loss_bytes / LOSS_OPERATION_BYTES if part.num_logits else 0.0
         forward = self.software.host_seconds * (num_operations + of_loss)
-        is_recomputed = plan.memory.recompute == "full" and self._is_block(part)
         return Seconds(forward, (HOST_BACKWARD + is_recomputed) * forward)
 
     # --- collectives

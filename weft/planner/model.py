@@ -55,5 +55,5 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())
     numel = (int(held.first_numel), found.blocks[-1].numel, int(held.last_numel))
-    steps = StepModel(work, cluster, software, numel)
+    steps = StepModel(work, cluster, software, numel, int(held.tied_numel))
     return Model(steps, found)

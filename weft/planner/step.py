@@ -68,6 +68,7 @@ class StepModel(MicroBatchModel):
     """Times of one model on one cluster."""
 
     numel: tuple[int, int, int] = (0, 0, 0)  # parameters of the first end, one block, the last end
+    tied_numel: int = 0  # of both ends, which a stage that has both holds once
 
     def estimate(self, plan: Plan, num_micro_batches: int) -> float:
         """The time of a step in closed form: equal stages, 1f1b's waits. For search; `step` simulates."""
@@ -83,7 +84,7 @@ class StepModel(MicroBatchModel):
         makespan = _makespan(first, share, last, plan.pipe, num_micro_batches)
         makespan += 2 * (degree - 1) * self.seconds("pipe", "send", self._message_bytes(plan), plan)
         reduction = self._reduction(largest, plan, [alone], count, ignored)
-        return makespan + reduction + self._optimizer_seconds(largest, plan)
+        return makespan + reduction + self._optimizer_seconds(largest, plan, num_micro_batches)
 
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
         """No more than `estimate` gives for the plan with this pipe, whatever its shard and data are."""
@@ -91,9 +92,12 @@ class StepModel(MicroBatchModel):
         share = Seconds(blocks.forward / pipe.degree, blocks.backward / pipe.degree)
         return _makespan(first, share, last, pipe, num_micro_batches) + FIXED_SECONDS
 
-    def _optimizer_seconds(self, numel: float, plan: Plan) -> float:
+    def _optimizer_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:
+        """The update, and what adds up the gradients of micro-batches."""
         own = numel / plan.shard.degree / (plan.data * plan.context.degree if self.software.shards_optimizer else 1)
-        num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan))
+        is_alone = plan.num_ranks == num_micro_batches == 1
+        num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan) - is_alone * self.software.alone_bytes)
+        num_bytes += (num_micro_batches - 1) * numel * self.software.sum_bytes
         updated = num_bytes / self._kernels[plan.precision].bytes_per_second + FIXED_SECONDS
         link = self.cluster.node.host_link_bytes_per_second
         if not plan.memory.keeps_state_on_host or link is None:
@@ -120,6 +124,7 @@ class StepModel(MicroBatchModel):
         for index, own in enumerate(parts):
             first, last = index == 0, index == num_stages - 1
             numel = len(own) * self.numel[1] + first * self.numel[0] + last * self.numel[2]
+            numel -= self.tied_numel if first and last else 0
             own = [*[work.first] * first, *own, *[work.last] * last]
             seconds = Seconds()
             for part in own:
@@ -138,7 +143,7 @@ class StepModel(MicroBatchModel):
         timeline = partial(self._timeline, plan, both, messages, num_micro_batches)
         largest = max(sum(stages[stage].numel for stage, _ in on_rank(plan.pipe, r)) for r in range(plan.pipe.degree))
         reduction = self._reduction(largest, plan, alone, max(stage.num_blocks for stage in stages), exposed)
-        optimizer = self._optimizer_seconds(largest, plan)
+        optimizer = self._optimizer_seconds(largest, plan, num_micro_batches)
         own = self._where(plan, num_micro_batches, stages, both)
         compute = max(self._load(plan.pipe, rank, alone) for rank in range(plan.pipe.degree)) * num_micro_batches
         where = {**own, "bubble": makespan - sum(own.values()), "data": reduction, "optimizer": optimizer}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.errors import PlanError
-from weft.moved import Moved
+from weft.moved import Moved, Moves
 from weft.profile import Block, Profile
 from weft.splits import Split
 
@@ -91,6 +91,8 @@ class Part:
     other_flops: int = 0  # of one forward: products of the block's own, and convolutions beside text
     inner: Moved = NOTHING
     outer: Moved = NOTHING
+    compiled: Moves | None = None  # what both move where the block is compiled
+    num_parameters: int = 0
     filters: tuple[Filter, ...] = ()
     told: tuple[Call, ...] = ()
 
@@ -153,6 +155,8 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
         other_flops=max(0, others),
         inner=inner,
         outer=outer,
+        compiled=block.compiled_moves,
+        num_parameters=len(block.parameters),
     )
 
 

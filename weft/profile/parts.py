@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from weft.cut import Cut
-from weft.moved import Moved
+from weft.moved import Moved, Moves
 from weft.pairing import pair
 from weft.splits import Pairing
 
@@ -89,6 +89,7 @@ class Block:
     Of a compiled block `saved_bytes["none"]` is what torch.compile keeps, and `backward_bytes` the most that its
     backward holds over it (`memory/partition.py`). `sendable` are, by `memory.recompute`, the storages that backward
     needs and that no other block is given, with their bytes, whichever block is the first to save them.
+    `compiled_moves` are the bytes that its fused kernels move (`Moves` there); None where it is not compiled.
 
     `matmuls` says how often each shape occurs (attention apart), `convolutions` are in the order of computation.
     `branches` are the places where data forks into paths that need nothing of each other (see `flow.py`).
@@ -113,6 +114,7 @@ class Block:
     branches: tuple[Paths, ...] = ()
     backward_bytes: int | None = None
     sendable: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
+    compiled_moves: Moves | None = None
 
     @property
     def numel(self) -> int:
