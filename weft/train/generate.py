@@ -63,7 +63,8 @@ def load_for_generation(path: Path, tokenizer: str | None = None) -> tuple[nn.Mo
     data = saved_data(checkpoint)
     model = build(saved).to(checkpoint.entries("parameter")[0].dtype)
     load_parameters(checkpoint, model)
-    return model.eval(), load_tokenizer(tokenizer or data.tokenizer), data.sequence
+    end_token = data.end_token if tokenizer is None else None  # another tokenizer has ends of its own
+    return model.eval(), load_tokenizer(tokenizer or data.tokenizer, end_token=end_token), data.sequence
 
 
 def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
