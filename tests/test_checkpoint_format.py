@@ -603,6 +603,104 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.parametrize("call", ["rmtree", "rename"])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    saver = one(tmp_path, keep_last=1)
+    saver.save(1, [piece(torch.ones(3))], {}, asynchronous=False)
+    rename = Path.rename
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if call == "rename" and not str(arguments[0]).count(".deleting"):
+            return rename(path, *arguments)
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((save.shutil, "rmtree") if call == "rmtree" else (Path, "rename")), refuse)
+        saver.save(2, [piece(torch.ones(3))], {}, asynchronous=False)
+    assert "step-00000001 is not needed any more and cannot be deleted: [Errno 16]" in caplog.text
+    assert Checkpoint(latest(tmp_path) or "").step == 2
+    saver.save(3, [piece(torch.ones(3))], {}, asynchronous=False)
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+def test_an_old_checkpoint_that_cannot_be_read_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, read_bytes = one(tmp_path), Path.read_bytes
+    saver.save(1, [piece(torch.ones(3))], {}, asynchronous=False)
+
+    def stale(path: Path) -> bytes:
+        if path.parent.name == "step-00000001":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read_bytes(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", stale)
+        saver.save(2, [piece(torch.ones(3))], {}, asynchronous=False)
+    assert Checkpoint(tmp_path / "step-00000002").previous is None
+
+
+def test_nobody_waits_for_a_rank_that_failed_for_any_reason(tmp_path: Path) -> None:
+    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=120) for rank in range(2)]
+    parts = [Piece("w", "parameter", Region.flat((4,), at, at + 2), torch.ones(2)) for at in (0, 2)]
+    with pytest.raises(CheckpointError, match="differ in dtype or global shape"):
+        ranks[1].save(1, [parts[1], Piece("w", "parameter", Region.flat((5,), 0, 2), torch.ones(2))], {}, False)
+    with pytest.raises(CheckpointError, match=r"step 1 was not published: ranks \[1\] could not save their part"):
+        ranks[0].save(1, [parts[0]], {}, asynchronous=False)
+
+
+def in_turn(savers: list[Saver], answers: dict[int, list[bool]]) -> list[BaseException | None]:
+    """`settle` on all ranks, each in a thread, which meet as ranks do; what each says at each meeting."""
+    barrier = threading.Barrier(len(savers), timeout=60)
+    told = [[False] * len(savers) for _ in range(2)]
+    found: list[BaseException | None] = [None] * len(savers)
+
+    def settle(rank: int) -> None:
+        meetings = iter(told)
+
+        def agree(mine: bool) -> bool:
+            meeting = next(meetings)
+            meeting[rank] = mine
+            answers.setdefault(rank, []).append(mine)
+            barrier.wait()
+            return all(meeting)
+
+        found[rank] = savers[rank].settle(agree)
+
+    threads = [threading.Thread(target=settle, args=(rank,)) for rank in range(len(savers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_part_that_will_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 cannot even leave a mark: rank 0 learns from it, and gives the save up."""
+    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=10**6) for rank in range(2)]
+    parts = [Piece("w", "parameter", Region.flat((4,), at, at + 2), torch.ones(2)) for at in (0, 2)]
+    for rank in ranks:
+        rank.save(1, [parts[ranks.index(rank)]], {})
+    answers: dict[int, list[bool]] = {}
+    assert in_turn(ranks, answers) == [None, None]
+    assert steps(tmp_path) == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks[1], "_write_part", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(Path, "touch", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        for rank in ranks:
+            rank.save(2, [parts[ranks.index(rank)]], {})
+        first, second = in_turn(ranks, answers)
+    assert "step 2 was not published: another rank could not save its part" in str(first)
+    assert "cannot save to" in str(second)
+    assert answers == {0: [True, True, True, True], 1: [True, True, False, True]}
+    for rank in ranks:
+        rank.save(3, [parts[ranks.index(rank)]], {})
+    assert in_turn(ranks, answers) == [None, None]
+    assert steps(tmp_path) == [1, 3]
+
+
 # ---------------------------------------------------------------- damage and malice
 
 

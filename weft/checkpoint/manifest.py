@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,11 @@ def chunk_hash(piece: Tensor, chunk: int) -> str:
     """The SHA-256 of one chunk of a contiguous 1-D host tensor."""
     part = piece.view(torch.uint8)[chunk * HASH_CHUNK_BYTES : (chunk + 1) * HASH_CHUNK_BYTES]
     return hashlib.sha256(part.numpy().data).hexdigest()
+
+
+def manifest_hash(checkpoint: Path) -> str:
+    """The SHA-256 of a checkpoint's manifest, which the next checkpoint states as `previous`."""
+    return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
 def num_chunks(num_elements: int, dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from weft.mesh import Mesh
 from weft.schema import parse_toml, to_table
 from weft.train.batches import TrainingData
 from weft.train.memory import MemoryCopies, all_agree
+from weft.train.saving import settle_or_tell
 from weft.train.state import load_state
 
 DAMAGED_PREFIX = "damaged-"
@@ -89,7 +91,7 @@ def go_back(
     """From the midst of training back to the newest state or, if it is to be `far`, the newest checkpoint on disk; as
     `resume`.
     """
-    saver.wait(published=True)
+    settle_or_tell(saver, partial(all_agree, world=trained.mesh["world"]))
     if memory is not None:
         with suppress(CheckpointError, RuntimeError):  # the next save does without that copy
             memory.wait()
