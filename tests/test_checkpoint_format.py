@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ from torch import Tensor
 from weft.checkpoint import Checkpoint, Piece, Region, Saver, covers, latest, load, manifest, overlap, save, steps
 from weft.checkpoint.manifest import MANIFEST, seal
 from weft.checkpoint.region import Intervals
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, DamagedError, FormatError
+from weft.local import run_local
 
 torch.set_num_threads(1)
 
@@ -628,16 +630,14 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
 def test_an_old_checkpoint_that_cannot_be_read_is_no_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver, read_bytes = one(tmp_path), Path.read_bytes
+    saver = one(tmp_path)
     saver.save(1, [piece(torch.ones(3))], {}, asynchronous=False)
 
-    def stale(path: Path) -> bytes:
-        if path.parent.name == "step-00000001":
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return read_bytes(path)
+    def stale(checkpoint: Path) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", stale)
+        patch.setattr(save, "manifest_hash", stale)
         saver.save(2, [piece(torch.ones(3))], {}, asynchronous=False)
     assert Checkpoint(tmp_path / "step-00000002").previous is None
 
@@ -931,6 +931,102 @@ def test_a_huge_manifest_is_refused_unread(victim: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointError, match="save less state"):
         seal(b"{" + b" " * 100 + b"}")
+
+
+def newer(content: dict[str, Any]) -> dict[str, Any]:
+    """A manifest as a later version might write it: another format, and fields that this one does not know."""
+    return {**content, "format": "weft-checkpoint-2", "compression": "zstd"}
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_a_newer_format_is_refused_and_is_no_damage(victim: Path, is_sealed: bool) -> None:
+    content = newer(document(victim))
+    if is_sealed:
+        rewrite(victim, content)
+    else:  # or sealed in another way
+        (victim / MANIFEST).write_text(json.dumps({"version": 2, **content, "blake3": "0" * 64}))
+    with pytest.raises(
+        FormatError, match=r"format 'weft-checkpoint-2' is unknown.*reads 'weft-checkpoint-1'"
+    ) as raised:
+        Checkpoint(victim)
+    assert not isinstance(raised.value, DamagedError)
+    assert str(victim / MANIFEST) in str(raised.value)
+
+
+def test_a_damaged_format_is_damage(victim: Path) -> None:
+    path = victim / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b"weft-checkpoint-1", b"weft-checkpoint-3"))
+    with pytest.raises(DamagedError, match="do not match its own SHA-256"):
+        Checkpoint(victim)
+
+
+HOST_ERRORS = [
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    OSError(errno.EMFILE, "Too many open files"),
+    OSError("Stale file handle (os error 116)"),
+    MemoryError("Cannot allocate memory (os error 12)"),
+    RuntimeError("unable to mmap 320 bytes from file <rank-00000.safetensors>: Cannot allocate memory (12)"),
+]
+
+
+@pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
+def test_what_a_host_cannot_read_now_is_no_damage(
+    victim: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(load, "safe_open", fail)
+    with pytest.raises(
+        CheckpointError, match=r"rank-0000.* cannot be read on this host now: .*is left as it is"
+    ) as open_:
+        Checkpoint(victim)
+    assert not isinstance(open_.value, DamagedError)
+    if isinstance(error, OSError):
+        monkeypatch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(CheckpointError, match=r"manifest.json cannot be read on this host now") as read:
+            Checkpoint(victim)
+        assert not isinstance(read.value, DamagedError)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), RuntimeError("[enforce fail] header (12)")], ids=str
+)
+def test_what_a_file_system_has_lost_is_damage(victim: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(load, "safe_open", fail)
+    with pytest.raises(DamagedError):
+        Checkpoint(victim)
+
+
+def test_too_little_memory_to_map_a_file_is_no_damage(tmp_path: Path) -> None:
+    """The real thing: address space for the manifest, and not for the pieces."""
+    one(tmp_path).save(1, [piece(torch.ones(30_000_000))], {}, asynchronous=False)
+
+    def rank(_: int) -> str:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, resource.RLIM_INFINITY))
+        try:
+            Checkpoint(tmp_path / "step-00000001")
+        except CheckpointError as error:
+            return type(error).__name__
+        return "it was read"
+
+    assert run_local(rank, 1) == ["CheckpointError"]
+
+
+def test_advice_knows_whether_the_checkpoint_before_is_the_one_that_was_there(victim: Path) -> None:
+    before, name = victim.with_name("step-00000001"), "rank-00001.safetensors"
+    (victim / name).write_bytes(b"")
+    with pytest.raises(DamagedError, match=f"use the previous checkpoint {before}$"):
+        Checkpoint(victim)
+    content = document(before)
+    rewrite(before, {**content, "state": {**content["state"], "learning_rate": 1.0}})
+    with pytest.raises(DamagedError, match=f"{before} is not the one that this was saved after"):
+        Checkpoint(victim)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
