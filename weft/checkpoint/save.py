@@ -260,18 +260,20 @@ class Saver:
         """The hash of the manifest before this step's: each checkpoint vouches for the one before. None if there is no
         such manifest, or it cannot be read now: this save is no worse for it.
         """
-        earlier = [other for other in steps(self.folder) if other < step]
-        if not earlier:
-            return None
         with suppress(OSError):
-            return manifest_hash(self.folder / step_name(earlier[-1]))
+            earlier = [other for other in steps(self.folder) if other < step]
+            return manifest_hash(self.folder / step_name(earlier[-1])) if earlier else None
         return None
 
     def _retain(self, saved: int) -> None:
-        """Delete what the retention rules do not keep; never what was just saved."""
+        """Delete what the retention rules do not keep; never what was just saved. It is published: what cannot be
+        deleted is told.
+        """
         if self._keep_last is None:
             return
-        complete = steps(self.folder)
+        complete: list[int] = []
+        with suppress(OSError):
+            complete = steps(self.folder)
         for step in complete[: -self._keep_last]:
             if step == saved or (self._keep_every is not None and step % self._keep_every == 0):
                 continue
@@ -280,7 +282,7 @@ class Saver:
             try:
                 self._do(f"rename {doomed.name}", path.rename, doomed)
                 self._do(f"remove {doomed.name}", shutil.rmtree, doomed)
-            except OSError as error:  # the save itself is published
+            except OSError as error:
                 logger.warning(
                     "weft: %s is not needed any more and cannot be deleted: %s; the next save tries again", path, error
                 )
