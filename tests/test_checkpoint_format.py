@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,8 @@ from torch import Tensor
 from weft.checkpoint import Checkpoint, Piece, Region, Saver, covers, latest, load, manifest, overlap, save, steps
 from weft.checkpoint.manifest import MANIFEST, seal
 from weft.checkpoint.region import Intervals
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, DamagedError, FormatError
+from weft.local import run_local
 
 torch.set_num_threads(1)
 
@@ -603,6 +605,102 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 
+@pytest.mark.parametrize("call", ["rmtree", "rename"])
+def test_an_old_checkpoint_that_cannot_be_deleted_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    saver = one(tmp_path, keep_last=1)
+    saver.save(1, [piece(torch.ones(3))], {}, asynchronous=False)
+    rename = Path.rename
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if call == "rename" and not str(arguments[0]).count(".deleting"):
+            return rename(path, *arguments)
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((save.shutil, "rmtree") if call == "rmtree" else (Path, "rename")), refuse)
+        saver.save(2, [piece(torch.ones(3))], {}, asynchronous=False)
+    assert "step-00000001 is not needed any more and cannot be deleted: [Errno 16]" in caplog.text
+    assert Checkpoint(latest(tmp_path) or "").step == 2
+    saver.save(3, [piece(torch.ones(3))], {}, asynchronous=False)
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+def test_an_old_checkpoint_that_cannot_be_read_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = one(tmp_path)
+    saver.save(1, [piece(torch.ones(3))], {}, asynchronous=False)
+
+    def stale(checkpoint: Path) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save, "manifest_hash", stale)
+        saver.save(2, [piece(torch.ones(3))], {}, asynchronous=False)
+    assert Checkpoint(tmp_path / "step-00000002").previous is None
+
+
+def test_nobody_waits_for_a_rank_that_failed_for_any_reason(tmp_path: Path) -> None:
+    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=120) for rank in range(2)]
+    parts = [Piece("w", "parameter", Region.flat((4,), at, at + 2), torch.ones(2)) for at in (0, 2)]
+    with pytest.raises(CheckpointError, match="differ in dtype or global shape"):
+        ranks[1].save(1, [parts[1], Piece("w", "parameter", Region.flat((5,), 0, 2), torch.ones(2))], {}, False)
+    with pytest.raises(CheckpointError, match=r"step 1 was not published: ranks \[1\] could not save their part"):
+        ranks[0].save(1, [parts[0]], {}, asynchronous=False)
+
+
+def in_turn(savers: list[Saver], answers: dict[int, list[bool]]) -> list[BaseException | None]:
+    """`settle` on all ranks, each in a thread, which meet as ranks do; what each says at each meeting."""
+    barrier = threading.Barrier(len(savers), timeout=60)
+    told = [[False] * len(savers) for _ in range(2)]
+    found: list[BaseException | None] = [None] * len(savers)
+
+    def settle(rank: int) -> None:
+        meetings = iter(told)
+
+        def agree(mine: bool) -> bool:
+            meeting = next(meetings)
+            meeting[rank] = mine
+            answers.setdefault(rank, []).append(mine)
+            barrier.wait()
+            return all(meeting)
+
+        found[rank] = savers[rank].settle(agree)
+
+    threads = [threading.Thread(target=settle, args=(rank,)) for rank in range(len(savers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_a_part_that_will_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 cannot even leave a mark: rank 0 learns from it, and gives the save up."""
+    ranks = [Saver(tmp_path, rank, 2, "abcd", timeout_seconds=10**6) for rank in range(2)]
+    parts = [Piece("w", "parameter", Region.flat((4,), at, at + 2), torch.ones(2)) for at in (0, 2)]
+    for rank in ranks:
+        rank.save(1, [parts[ranks.index(rank)]], {})
+    answers: dict[int, list[bool]] = {}
+    assert in_turn(ranks, answers) == [None, None]
+    assert steps(tmp_path) == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks[1], "_write_part", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(Path, "touch", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        for rank in ranks:
+            rank.save(2, [parts[ranks.index(rank)]], {})
+        first, second = in_turn(ranks, answers)
+    assert "step 2 was not published: another rank could not save its part" in str(first)
+    assert "cannot save to" in str(second)
+    assert answers == {0: [True, True, True, True], 1: [True, True, False, True]}
+    for rank in ranks:
+        rank.save(3, [parts[ranks.index(rank)]], {})
+    assert in_turn(ranks, answers) == [None, None]
+    assert steps(tmp_path) == [1, 3]
+
+
 # ---------------------------------------------------------------- damage and malice
 
 
@@ -833,6 +931,102 @@ def test_a_huge_manifest_is_refused_unread(victim: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(manifest, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointError, match="save less state"):
         seal(b"{" + b" " * 100 + b"}")
+
+
+def newer(content: dict[str, Any]) -> dict[str, Any]:
+    """A manifest as a later version might write it: another format, and fields that this one does not know."""
+    return {**content, "format": "weft-checkpoint-2", "compression": "zstd"}
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_a_newer_format_is_refused_and_is_no_damage(victim: Path, is_sealed: bool) -> None:
+    content = newer(document(victim))
+    if is_sealed:
+        rewrite(victim, content)
+    else:  # or sealed in another way
+        (victim / MANIFEST).write_text(json.dumps({"version": 2, **content, "blake3": "0" * 64}))
+    with pytest.raises(
+        FormatError, match=r"format 'weft-checkpoint-2' is unknown.*reads 'weft-checkpoint-1'"
+    ) as raised:
+        Checkpoint(victim)
+    assert not isinstance(raised.value, DamagedError)
+    assert str(victim / MANIFEST) in str(raised.value)
+
+
+def test_a_damaged_format_is_damage(victim: Path) -> None:
+    path = victim / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b"weft-checkpoint-1", b"weft-checkpoint-3"))
+    with pytest.raises(DamagedError, match="do not match its own SHA-256"):
+        Checkpoint(victim)
+
+
+HOST_ERRORS = [
+    OSError(errno.ESTALE, "Stale file handle"),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    OSError(errno.EMFILE, "Too many open files"),
+    OSError("Stale file handle (os error 116)"),
+    MemoryError("Cannot allocate memory (os error 12)"),
+    RuntimeError("unable to mmap 320 bytes from file <rank-00000.safetensors>: Cannot allocate memory (12)"),
+]
+
+
+@pytest.mark.parametrize("error", HOST_ERRORS, ids=str)
+def test_what_a_host_cannot_read_now_is_no_damage(
+    victim: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(load, "safe_open", fail)
+    with pytest.raises(
+        CheckpointError, match=r"rank-0000.* cannot be read on this host now: .*is left as it is"
+    ) as open_:
+        Checkpoint(victim)
+    assert not isinstance(open_.value, DamagedError)
+    if isinstance(error, OSError):
+        monkeypatch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(CheckpointError, match=r"manifest.json cannot be read on this host now") as read:
+            Checkpoint(victim)
+        assert not isinstance(read.value, DamagedError)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), RuntimeError("[enforce fail] header (12)")], ids=str
+)
+def test_what_a_file_system_has_lost_is_damage(victim: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(load, "safe_open", fail)
+    with pytest.raises(DamagedError):
+        Checkpoint(victim)
+
+
+def test_too_little_memory_to_map_a_file_is_no_damage(tmp_path: Path) -> None:
+    """The real thing: address space for the manifest, and not for the pieces."""
+    one(tmp_path).save(1, [piece(torch.ones(30_000_000))], {}, asynchronous=False)
+
+    def rank(_: int) -> str:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, resource.RLIM_INFINITY))
+        try:
+            Checkpoint(tmp_path / "step-00000001")
+        except CheckpointError as error:
+            return type(error).__name__
+        return "it was read"
+
+    assert run_local(rank, 1) == ["CheckpointError"]
+
+
+def test_advice_knows_whether_the_checkpoint_before_is_the_one_that_was_there(victim: Path) -> None:
+    before, name = victim.with_name("step-00000001"), "rank-00001.safetensors"
+    (victim / name).write_bytes(b"")
+    with pytest.raises(DamagedError, match=f"use the previous checkpoint {before}$"):
+        Checkpoint(victim)
+    content = document(before)
+    rewrite(before, {**content, "state": {**content["state"], "learning_rate": 1.0}})
+    with pytest.raises(DamagedError, match=f"{before} is not the one that this was saved after"):
+        Checkpoint(victim)
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -27,6 +27,7 @@ from mutations_for_tests import MUTATORS, spoil_bytes, spoil_shard, spoil_values
 
 from weft.checkpoint import Checkpoint, Piece, Region, Saver
 from weft.checkpoint.manifest import MANIFEST, parse_json, seal
+from weft.data.config import DataConfig
 from weft.errors import CheckpointError, WeftError
 from weft.local import run_local
 from weft.models import DecoderConfig, build
@@ -265,12 +266,15 @@ def test_a_spoiled_state_is_refused_by_those_who_use_it(tmp_path: Path) -> None:
     Saver(tmp_path, 0, 1, "abcd").save(2, pieces, state, asynchronous=False)
     checkpoint = Checkpoint(tmp_path / "step-00000002")
     run = SimpleNamespace(
-        model=config, split=SimpleNamespace(batch=8, samples="sequences"), train=SimpleNamespace(seed=1)
+        model=config,
+        split=SimpleNamespace(batch=8, samples="sequences"),
+        train=SimpleNamespace(seed=1),
+        data=DataConfig(source="stdlib", sequence=8),
     )
     data = SimpleNamespace(fingerprint="abc")
 
     def use() -> None:
-        resume._refuse_other_data(checkpoint, data)  # type: ignore[arg-type]
+        resume._refuse_other_data(checkpoint, data, run)  # type: ignore[arg-type]
         resume._refuse_other_model(checkpoint, run)  # type: ignore[arg-type]
         resume._refuse_other_order(checkpoint, run)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from weft.config import load_run
 from weft.data import sources, tokens
 from weft.data.sources import documents
 from weft.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -338,6 +339,36 @@ def test_a_tokenizer_file(tmp_path: Path) -> None:
     assert other.fingerprint != tokenizer.fingerprint
 
 
+def test_a_special_token_ends_documents_before_an_ordinary_one(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, ["<other>", "<|endoftext|>"])
+    table = json.loads(path.read_text())
+    ordinary = max(table["model"]["vocab"].values()) + 1
+    table["model"]["vocab"]["</s>"] = ordinary  # a word of HTML, say, that was merged
+    path.write_text(json.dumps(table))
+    assert load_tokenizer(path).end == 1
+    assert load_tokenizer(path, end_token="</s>").end == ordinary
+    for token in table["added_tokens"]:
+        token["special"] = False
+    path.write_text(json.dumps(table))
+    assert load_tokenizer(path).end == ordinary  # none is special: the first that is known
+
+
+def test_a_run_file_names_the_end_of_documents(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path, ["<other>", "<|endoftext|>"])
+    text = f'[data]\nsource = "stdlib"\nsequence = 8\ntokenizer = "{path}"\n'
+    model = "[model]\nhidden_size = 8\nnum_hidden_layers = 1\nnum_attention_heads = 2\nintermediate_size = 8\n"
+    (tmp_path / "run.toml").write_text(f"{model}{text}[train]\nsteps = 1\nbatch = 1\n")
+    assert load_run(tmp_path / "run.toml").tokenizer.end == 1
+    run = load_run(tmp_path / "run.toml", ["data.end_token=<other>"])
+    assert run.tokenizer.end == 0
+    (tmp_path / "again.toml").write_text(run.to_toml())
+    assert load_run(tmp_path / "again.toml").tokenizer.end == 0
+    with pytest.raises(DataError, match=r"has no token <stop> to end a document"):
+        load_run(tmp_path / "run.toml", ["data.end_token=<stop>"])
+    with pytest.raises(DataError, match=r"data\.end_token = '<stop>' was given for 'bytes'"):
+        load_run(tmp_path / "run.toml", ["data.tokenizer=bytes", "data.end_token=<stop>"])
+
+
 def test_bad_tokenizer_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cannot read the tokenizer .*none.json \(No such file.*\); give 'bytes'"):
         load_tokenizer(tmp_path / "none.json")
@@ -345,9 +376,13 @@ def test_bad_tokenizer_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"bad.json is not a tokenizer.json \(.*\); give one that tokenizers wrote"):
         load_tokenizer(tmp_path / "bad.json")
     path = write_tokenizer(tmp_path, ["<other>"])
-    with pytest.raises(DataError, match=r"has no token </s> or <\|endoftext\|> or .* to end a document; give the name"):
+    with pytest.raises(
+        DataError, match=r"has no token </s> or <\|endoftext\|> or .* to end a document; set data.end_token"
+    ):
         load_tokenizer(path)
-    with pytest.raises(DataError, match=r"has no token <stop> to end a document; give the name"):
+    with pytest.raises(
+        DataError, match=r"has no token <stop> to end a document; set data.end_token to one of .*<other>"
+    ):
         load_tokenizer(path, end_token="<stop>")
 
 
@@ -418,7 +453,7 @@ def test_the_cache_record_tells_the_truth(tmp_path: Path) -> None:
     result = token_cache(source, ByteTokenizer(), 0.3, tmp_path / "cache")
     (cache,) = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     record = json.loads((cache / "cache.json").read_text())
-    assert record["format_version"] == 1
+    assert record["format_version"] == 2
     for side, array in (("train", result.train), ("held_out", result.held_out)):
         content = (cache / f"{side}.npy").read_bytes()
         assert record[side]["num_tokens"] == len(array)
@@ -474,6 +509,34 @@ def test_a_big_text_file_is_split_by_pieces(tmp_path: Path, monkeypatch: pytest.
     assert held == sorted(held)
     assert 100 < len(held) < 300
     assert result.train.tolist().count(256) + result.held_out.tolist().count(256) == 1
+
+
+def documents_of(side: NDArray[Any]) -> list[str]:
+    """What lies between the ends of documents."""
+    ends = np.flatnonzero(side == 256)
+    return [ByteTokenizer().decode(part) for part in np.split(side, ends + 1) if len(part)]
+
+
+def test_documents_longer_than_a_piece_are_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 30)
+    texts = ["".join(f"{number:02} {line:06}\n" for line in range(9)) for number in range(40)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number:02}.txt").write_text(text)
+    result = token_cache(documents(tmp_path), ByteTokenizer(), 0.2, tmp_path / "cache")
+    chosen = [is_held_out(number, 0.2) for number in range(40)]
+    assert 1 < sum(chosen) < 40
+    assert documents_of(result.held_out) == [text for text, held in zip(texts, chosen, strict=True) if held]
+    assert documents_of(result.train) == [text for text, held in zip(texts, chosen, strict=True) if not held]
+
+
+def test_a_long_document_that_is_held_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tokens, "MUCH_HELD_OUT", 100)
+    texts = ["short" if not is_held_out(number, 0.05) else "long " * 60 for number in range(20)]
+    token_cache(documents(write_jsonl(tmp_path / "d.jsonl", texts)), ByteTokenizer(), 0.05, tmp_path / "cache")
+    assert "0.73 of the tokens" in caplog.text
+    assert "data.held_out = 0.05: a long document is held out whole" in caplog.text
 
 
 def test_moving_a_tail_is_the_same_in_many_small_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

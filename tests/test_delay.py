@@ -142,3 +142,78 @@ def test_bytes_are_those_predicted() -> None:
 def test_refusals(plan: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         replace(DELAYED, **plan)
+
+
+def plain(kind: Callable[..., torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer, Mesh]:
+    """One rank in fp32, whose parameters torch's own optimizer updates."""
+    torch.manual_seed(0)
+    mesh = Mesh(Plan(precision="fp32"))
+    model = parallelize(models.tied_decoder().float(), mesh.plan, mesh)
+    return model, kind(model.parameters(), lr=1e-2), mesh
+
+
+def test_torch_refuses_a_gradient_that_waits(tmp_path: Path) -> None:
+    built, (model, optimizer, _) = build(DELAYED), plain(torch.optim.AdamW)
+    run(*built, range(4))
+    with pytest.raises(CheckpointError, match=r"put off by plan\.memory\.delay = true, and now it is false"):
+        load_state(save(built, tmp_path, 4), model, optimizer)
+
+
+def with_stale_gradient(folder: Path) -> Checkpoint:
+    """A checkpoint of step 8 in which a gradient of step 4 still waits, as a run without delay may have left it."""
+    before, after = build(DELAYED), build(EXACT)
+    run(*before, range(4))
+    run(*after, range(8))
+    old = [piece for piece in pieces_to_save(*before) if piece.kind.startswith("pending")]
+    assert old
+    saver = Saver(folder, 0, 1, "token")
+    saver.save(8, [*pieces_to_save(*after), *old], {}, asynchronous=False)
+    return Checkpoint(folder / "step-00000008")
+
+
+def test_a_gradient_of_another_step_is_never_applied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    without, exact = build(DELAYED), build(EXACT)
+    run(*exact, range(8))
+    load_state(save(exact, tmp_path / "without", 8), without[0], without[1])
+    expected = run(*without, range(8, 11)), weights(without[0])
+    for plan in (DELAYED, EXACT):
+        built = build(plan)
+        load_state(with_stale_gradient(tmp_path / f"{plan.memory.delay}"), built[0], built[1])
+        assert "belongs to update 4, and the state is that of 8 updates; it is dropped" in caplog.text
+        caplog.clear()
+        assert not built[1].beside.get("gradients")
+        if plan is DELAYED:
+            assert (run(*built, range(8, 11)), weights(built[0])) == expected
+
+
+def test_torch_drops_a_gradient_of_another_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer, mesh = plain(torch.optim.AdamW)
+    load_state(with_stale_gradient(tmp_path), model, optimizer)
+    assert "it is dropped" in caplog.text
+    assert {piece.kind for piece in pieces_to_save(model, optimizer, mesh)} == {
+        "parameter",
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
+
+
+def test_a_stale_gradient_in_a_state_dict_is_refused() -> None:
+    built, other = build(DELAYED), build(DELAYED)
+    run(*built, range(3))
+    state = built[1].state_dict()
+    for one in state["state"].values():
+        one["step"] += 4
+    with pytest.raises(CheckpointError, match="belongs to update 3, and the state is that of 6 updates"):
+        other[1].load_state_dict(state)
+
+
+def test_going_back_to_a_state_without_moments_forgets_those_that_are_there(tmp_path: Path) -> None:
+    first, fresh, used = plain(torch.optim.AdamW), build(DELAYED), build(DELAYED)
+    checkpoint = save(first, tmp_path, 0)  # type: ignore[arg-type]
+    assert {entry.kind for entry in checkpoint.entries()} == {"parameter"}
+    run(*used, range(3))
+    for built in (fresh, used):
+        load_state(checkpoint, built[0], built[1])
+    assert run(*used, range(4)) == run(*fresh, range(4))
+    assert weights(used[0]) == weights(fresh[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,12 @@ from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 from safetensors.torch import load_file
 from torch import nn
 
-from weft.checkpoint import Checkpoint
+from weft.checkpoint import Checkpoint, Piece, Region, Saver
 from weft.config import load_run
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, ConfigError
-from weft.models import Decoder, build, initialise, read_config
+from weft.models import Decoder, DecoderConfig, build, initialise, read_config
+from weft.schema import to_table
 from weft.train.export import export
 from weft.train.generate import generate, load_for_generation
 
@@ -93,6 +95,61 @@ def test_export_takes_a_checkpoint_or_the_newest_of_a_run(folder: Path, tmp_path
         stored = Checkpoint(folder / "checkpoints" / f"step-{step:08d}")
         tensors = load_file(target / "model.safetensors")
         assert torch.equal(tensors["model.norm.weight"], stored.read("model.norm.weight", "parameter"))
+
+
+CONFIG = DecoderConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+
+
+def saved_with(tokenizer: str, checkpoints: Path, run_folder: str) -> Path:
+    """A checkpoint of a run that names this tokenizer and this folder, as its run file did."""
+    text = f'folder = "{run_folder}"\n[data]\nsource = "stdlib"\nsequence = 8\ntokenizer = "{tokenizer}"\n'
+    state = {"model": to_table(CONFIG), "run": text}
+    named = build(CONFIG).named_parameters()
+    pieces = [Piece(name, "parameter", Region.whole(tuple(p.shape)), p.detach()) for name, p in named]
+    Saver(checkpoints, 0, 1, "abcd").save(2, pieces, state, asynchronous=False)
+    return checkpoints.parent
+
+
+def test_a_relative_tokenizer_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the run was started is where its folder lies; from there its paths are meant."""
+    started, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (started / "own").mkdir(parents=True)
+    (started / "own" / "tokenizer.json").write_text("the tokenizer")
+    elsewhere.mkdir()
+    for number, tokenizer in enumerate(("own/tokenizer.json", "own", str(started / "own"))):
+        run = saved_with(tokenizer, started / f"runs/{number}/checkpoints", f"runs/{number}")
+        for cwd, source in ((elsewhere, run), (started, Path(f"runs/{number}")), (run, Path("checkpoints"))):
+            monkeypatch.chdir(cwd)
+            target = tmp_path / f"model-{number}-{cwd.name}"
+            export(source, target)
+            assert (target / "tokenizer.json").read_text() == "the tokenizer"
+
+
+def test_a_tokenizer_that_is_gone_is_no_silent_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = saved_with("own.json", tmp_path / "runs" / "x" / "checkpoints", "runs/x")
+    with pytest.raises(
+        ConfigError, match=r"tokenizer 'own\.json' of the run is not there \(.*own\.json\); put it there"
+    ):
+        export(run, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_export_appears_with_its_tokenizer_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.json").write_text("the tokenizer")
+    run = saved_with(str(tmp_path / "own.json"), tmp_path / "runs" / "x" / "checkpoints", "runs/x")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", full)
+        patch.setattr("shutil.copy", full)
+        with pytest.raises(OSError, match="No space left"):
+            export(run, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    export(run, tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == "the tokenizer"
 
 
 # --- generation

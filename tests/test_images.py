@@ -278,6 +278,18 @@ def test_the_split_is_by_number_and_no_image_is_on_both_sides(tmp_path: Path) ->
         opened(tmp_path, held_out=1e-6)
 
 
+def test_the_fingerprint_knows_which_images_are_held_out(tmp_path: Path) -> None:
+    make_folder(tmp_path, 30)
+    fingerprints = {opened(tmp_path, held_out=part).fingerprint for part in (0.0, 0.2, 0.4)}
+    assert len(fingerprints) == 3
+    first = opened(tmp_path, held_out=0.4)
+    lines = (tmp_path / "labels.csv").read_text().splitlines()
+    (tmp_path / "labels.csv").write_text("\n".join([lines[0], "none.npy,0", *lines[1:]]) + "\n")
+    second = opened(tmp_path, held_out=0.4, on_bad="skip")  # the same images, each with the number of the next
+    assert len(second.train) + len(second.held_out or ()) == 30
+    assert second.fingerprint != first.fingerprint
+
+
 def shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from runs_for_tests import DEEP, events, make_run, train_on_ranks, write_run_file
 from sampled_for_tests import one_in
 
-from weft.checkpoint import Checkpoint
+from weft.checkpoint import Checkpoint, Saver
 from weft.checkpoint.folder import step_name
+from weft.checkpoint.manifest import MANIFEST
 from weft.config import NumbersConfig, Run, load_run
 from weft.errors import ConfigError
 from weft.local import LocalError, run_local
@@ -319,6 +321,50 @@ def test_a_rollback_before_the_first_checkpoint_goes_back_to_the_beginning(run_f
     assert (second["step"], second["left_out"]) == (0, [[0, 4]])
     never = make_run(run_file, "late", "plan.data=2", "train.steps=9", "checkpoint.every=9")
     with patch.object(Policy, "batch_of", lambda self, step: step + 4):
+        train_on_ranks(never)
+    assert final_state(run) == final_state(never)
+
+
+@contextmanager
+def failed_save(number: int, failing: str) -> Iterator[None]:
+    """No room for one of a run's saves: for the manifest, which rank 0 writes, or for rank 1's part and its mark."""
+    write_file, write_part = Saver._write_file, Saver._write_part
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def file(saver: Saver, path: Path, data: bytes) -> None:
+        if failing == "publishing" and path.name == MANIFEST and saver.num_saves == number:
+            full()
+        write_file(saver, path, data)
+
+    def part(saver: Saver, *rest: Any) -> Any:
+        if failing == "a part" and saver._rank == 1 and saver.num_saves == number:
+            full()
+        return write_part(saver, *rest)
+
+    with (
+        patch.object(Saver, "_write_file", file),
+        patch.object(Saver, "_write_part", part),
+        patch("weft.checkpoint.save.failed_name", lambda rank: "no/such/folder"),
+    ):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("failing", "asynchronous"), [("publishing", "true"), ("publishing", "false"), ("a part", "true")]
+)
+def test_a_rollback_after_a_failed_save_goes_to_the_checkpoint_before(
+    run_file: Path, failing: str, asynchronous: str
+) -> None:
+    overrides = [*ROLLBACK, "plan.data=2", f"checkpoint.asynchronous={asynchronous}"]
+    run = make_run(run_file, f"failed {failing} {asynchronous}", *overrides)
+    with bad_batches({7: math.nan}), failed_save(3, failing):
+        train_on_ranks(run)
+    (event,) = events(run.folder, "numbers")
+    assert (event["step"], event["bad"], event["left_out"]) == (3, 8, [[6, 8]])
+    never = make_run(run_file, f"never failed {failing} {asynchronous}", "plan.data=2", "train.steps=9")
+    with patch.object(Policy, "batch_of", lambda self, step: step if step < 6 else step + 2):
         train_on_ranks(never)
     assert final_state(run) == final_state(never)
 

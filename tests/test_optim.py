@@ -278,6 +278,32 @@ def test_the_clip_factor_is_taken_of_fp32_sums() -> None:
     assert float(factor) == pytest.approx(0.5, rel=1e-3)
 
 
+@pytest.mark.parametrize("max_norm", [1.0, float("inf")])
+def test_a_norm_that_is_not_finite_gives_no_factor(max_norm: float) -> None:
+    for norm in (float("inf"), float("nan")):
+        factor = clip_factor(torch.tensor(norm, dtype=torch.float64), max_norm)
+        assert factor is not None
+        assert factor.isnan()
+
+
+def test_no_update_is_made_where_the_norm_overflows() -> None:
+    """Every gradient is finite and their norm is not: no moment decays, and no weight."""
+    mesh = Mesh(BF16)
+    model = parallelize(make(), BF16, mesh)
+    optimizer = AdamW(model, weight_decay=0.1)
+    train_step(model, optimizer, micro_batches(0, 1), mesh)
+
+    def state() -> list[list[float]]:
+        held = [value.tolist() for one in optimizer.held for value in (one.flat.slice, *one.store.tensors)]
+        return [*held, *(one.store.steps.tolist() for one in optimizer.held)]
+
+    before = state()
+    huge = replace(CROSS_ENTROPY, total=lambda model, batch: model(batch[0]).sum() * 1e30)
+    result = train_step(model, optimizer, micro_batches(1, 1), mesh, huge)
+    assert result.grad_norm.isinf()
+    assert state() == before
+
+
 # --- advice
 
 

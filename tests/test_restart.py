@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from restarts_for_tests import (
     NUM_STEPS,
     OVERRIDES,
@@ -21,7 +24,8 @@ from restarts_for_tests import (
 from runs_for_tests import DEEP, events, losses, make_run, train_on_ranks, write_run_file
 from sampled_for_tests import some_soak
 
-from weft.checkpoint import steps
+from weft.checkpoint import load, steps
+from weft.checkpoint.manifest import MANIFEST, seal
 from weft.local import LocalError
 
 SAMPLE = {"data 2 x shard 2": [(0, 1), (2, 5), (3, 12)], "pipe 4": [(1, 2), (0, 7)]}
@@ -147,6 +151,37 @@ def test_a_run_of_damaged_checkpoints_does_not_start_anew(tmp_path: Path) -> Non
     flip_a_bit(run.folder / "checkpoints" / "step-00000003" / "rank-00000.safetensors")
     with pytest.raises(LocalError, match=r"no checkpoint in .* is whole; the last that was tried: .*SHA-256"):
         train_on_ranks(run)
+
+
+def test_a_checkpoint_of_a_newer_format_is_refused_and_stays_where_it_is(tmp_path: Path) -> None:
+    run = make_run(write_run_file(tmp_path), "newer", "train.steps=6")
+    train_on_ranks(run)
+    path = run.folder / "checkpoints" / "step-00000006" / MANIFEST
+    content = json.loads(path.read_bytes())
+    del content["sha256"]
+    path.write_bytes(seal(json.dumps({**content, "format": "weft-checkpoint-2", "more": 1}).encode()))
+    with pytest.raises(LocalError, match=r"format 'weft-checkpoint-2' is unknown.*reads 'weft-checkpoint-1'"):
+        train_on_ranks(make_run(tmp_path / "tiny.toml", "newer", "train.steps=9"))
+    assert sorted(path.name for path in path.parent.parent.iterdir()) == ["step-00000003", "step-00000006"]
+
+
+def test_a_rank_short_of_memory_puts_no_checkpoint_aside(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    run = make_run(run_file, "short", "plan.shard=2", "train.steps=3")
+    train_on_ranks(run)
+    load_file = load.safe_open
+
+    def short(path: Path, framework: str) -> Any:
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError(f"unable to mmap 320 bytes from file <{path}>: Cannot allocate memory (12)")
+        return load_file(path, framework=framework)
+
+    with (
+        patch.object(load, "safe_open", short),
+        pytest.raises(LocalError, match=r"cannot be read on this host now: .*Cannot allocate memory"),
+    ):
+        train_on_ranks(run)
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-00000003"]
 
 
 def test_a_checkpoint_of_something_else_is_not_passed_over(tmp_path: Path) -> None:

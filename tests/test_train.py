@@ -344,6 +344,30 @@ def test_other_data_is_refused_on_resume(run_file: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("data.sequence=12", "data.sequence = 24, now 12"),
+        ("data.documents=separate", "data.documents = 'joined', now 'separate'"),
+        ("data.held_out=0.1", "data.held_out = 0.05, now 0.1"),
+    ],
+)
+def test_other_samples_of_the_same_data_are_refused_on_resume(run_file: Path, override: str, words: str) -> None:
+    name = f"other {override}".replace("=", " ")
+    train_on_ranks(make_run(run_file, name, "train.steps=3"))
+    message = refusal(make_run(run_file, name, override))
+    assert "CheckpointError" in message
+    assert f"was trained on other data: {words}" in message
+
+
+def test_the_same_data_may_lie_elsewhere(run_file: Path, tmp_path: Path) -> None:
+    train_on_ranks(make_run(run_file, "moved data", "train.steps=3"))
+    moved = tmp_path / "moved.txt"
+    moved.write_bytes((run_file.parent / "text.txt").read_bytes())
+    elsewhere = [f"data.source={moved}", f"data.cache={tmp_path / 'cache'}", "data.text_field=content"]
+    assert train_on_ranks(make_run(run_file, "moved data", "train.steps=4", *elsewhere))["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
         ("model.hidden_size=48", "hidden_size"),
         ("model.num_hidden_layers=1", "num_hidden_layers"),
         ("model.rope_theta=5000.0", "rope_theta"),  # the same shapes, another network

@@ -172,6 +172,8 @@ def test_a_resumed_run_repeats_one_that_never_stopped(run_file: Path) -> None:
     assert measured(stopped.folder) == measured(steady.folder)
     with pytest.raises(WeftError, match="was trained on other data"):
         train_on_ranks(make_run(run_file, "stopped", BATCH_NORM, "data.seed=1"))
+    with pytest.raises(WeftError, match=r"was trained on other data: data\.held_out = .*, now 0\.45"):
+        train_on_ranks(make_run(run_file, "stopped", BATCH_NORM, "data.held_out=0.45"))
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])

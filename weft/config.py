@@ -227,7 +227,7 @@ class Run:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the data names; only text has one."""
         assert isinstance(self.data, DataConfig)
-        return load_tokenizer(self.data.tokenizer)
+        return load_tokenizer(self.data.tokenizer, end_token=self.data.end_token)
 
     def to_toml(self) -> str:
         """The whole run with every value spelled out, each with where it came from."""
@@ -380,7 +380,7 @@ def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | No
 
 def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelConfig, Path | None]:
     """From a Hugging Face folder, or from the table, its vocabulary from the tokenizer."""
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, end_token=data.end_token)
     if "folder" in table:
         if len(table) > 1:
             others = ", ".join(f"model.{key}" for key in table if key != "folder")

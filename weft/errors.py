@@ -29,6 +29,10 @@ class DamagedError(CheckpointError):
     """A checkpoint whose files are not what was saved. Another one may do."""
 
 
+class FormatError(CheckpointError):
+    """A checkpoint whose format this version of weft does not know. It is not damaged."""
+
+
 class VerifyError(WeftError):
     """A parallel run that differs from the sequential model. Exit status 1."""
 

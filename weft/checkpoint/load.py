@@ -5,9 +5,11 @@ with the wanted region out of memory-mapped files; the parts it touches are hash
 checkpoint. Nothing is ever unpickled.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -28,15 +30,34 @@ from weft.checkpoint.manifest import (
     StoredPiece,
     chunk_hash,
     decode,
+    manifest_hash,
     num_chunks,
 )
 from weft.checkpoint.region import Region, overlap
-from weft.errors import CheckpointError, DamagedError
+from weft.errors import CheckpointError, DamagedError, FormatError
 
 __all__ = ["Checkpoint", "latest", "steps"]
 
 Stated = TypeVar("Stated")
 MAX_REASON = 1000  # letters
+# Errors of a process, a host or a file server, after which the same file may be read by another, or later.
+_HOST_ERRORS = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("ENOMEM", "ESTALE", "EMFILE", "ENFILE", "EAGAIN", "EINTR", "EBUSY", "EACCES", "EPERM", "ENOLCK", "ETIMEDOUT"),
+        *(
+            "ECONNREFUSED",
+            "ECONNRESET",
+            "ECONNABORTED",
+            "ENOTCONN",
+            "ESHUTDOWN",
+            "ENETDOWN",
+            "ENETUNREACH",
+            "ENETRESET",
+        ),
+        *("EHOSTDOWN", "EHOSTUNREACH"),
+    )
+)
 _PICKLED_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp")
 
 
@@ -45,10 +66,11 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.previous: str | None = None
         manifest = self._open_manifest()
         self.step: int = manifest.step
         self.state: dict[str, Any] = manifest.state
-        self.previous: str | None = manifest.previous
+        self.previous = manifest.previous
         self._entries = {(entry.kind, entry.name): entry for entry in manifest.entries}
         self._files = {name: self._open_shard(name, manifest) for name in manifest.files}
         self._check_headers(manifest)
@@ -115,11 +137,18 @@ class Checkpoint:
             advice = f"; did you mean {newest}?" if newest else ""
             raise CheckpointError(f"{self.path} has no {MANIFEST}, so it is no complete checkpoint{advice}")
         self._refuse_unreadable(path, os.R_OK)
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
+        try:
+            is_huge = path.stat().st_size > MAX_MANIFEST_BYTES
+            raw = b"" if is_huge else path.read_bytes()
+        except (OSError, MemoryError) as error:
+            self._refuse_unread(MANIFEST, error)
+        if is_huge:
             self._refuse(MANIFEST, f"it has more than {MAX_MANIFEST_BYTES} bytes")
         try:
-            manifest = decode(path.read_bytes())
-        except (CheckpointError, OSError) as error:
+            manifest = decode(raw)
+        except FormatError as error:
+            raise FormatError(f"{path}: {_one_line(str(error))}") from None
+        except CheckpointError as error:
             self._refuse(MANIFEST, str(error))
         if step_of(self.path.name) not in (None, manifest.step):
             self._refuse(MANIFEST, f"it is of step {manifest.step}, not of the step in the folder's name")
@@ -133,8 +162,10 @@ class Checkpoint:
                 self._refuse(name, f"it has {status.st_size} bytes, the manifest says {manifest.files[name]}")
             self._refuse_unreadable(path, os.R_OK)
             return safe_open(path, framework="pt")
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except SafetensorError as error:
             self._refuse(name, str(error))
+        except (OSError, RuntimeError, MemoryError) as error:
+            self._refuse_unread(name, error)
 
     def _check_headers(self, manifest: Manifest) -> None:
         """Each shard must list exactly the keys, dtypes and lengths that the manifest states."""
@@ -167,12 +198,36 @@ class Checkpoint:
         if not os.access(path, mode, effective_ids=True):
             raise CheckpointError(f"{path} may not be read by user {os.geteuid()}; give it the permission")
 
+    def _refuse_unread(self, file: str, error: Exception) -> NoReturn:
+        """What a host cannot read for lack of memory or of its file server is not damaged; anything else is."""
+        if isinstance(error, MemoryError) or _errno(error) in _HOST_ERRORS:
+            raise CheckpointError(
+                f"{self.path / file} cannot be read on this host now: {_one_line(str(error))}; the checkpoint is left "
+                f"as it is. Free memory, or look at the file system, and start again"
+            ) from error
+        self._refuse(file, str(error))
+
     def _refuse(self, file: str, why: str) -> NoReturn:
+        raise DamagedError(f"{self.path / file} cannot be used: {_one_line(why)}; {self._advice()}")
+
+    def _advice(self) -> str:
+        """Which checkpoint to use instead. This one states what the manifest before it was, where it could be read."""
         own = step_of(self.path.name)
         earlier = [step for step in steps(self.path.parent) if own is not None and step < own]
-        previous = self.path.parent / step_name(earlier[-1]) if earlier else None
-        advice = f"use the previous checkpoint {previous}" if previous else "there is no earlier checkpoint beside it"
-        raise DamagedError(f"{self.path / file} cannot be used: {_one_line(why)}; {advice}")
+        if not earlier:
+            return "there is no earlier checkpoint beside it"
+        previous = self.path.parent / step_name(earlier[-1])
+        with suppress(OSError):
+            if self.previous not in (None, manifest_hash(previous)):
+                return f"the earlier checkpoint {previous} is not the one that this was saved after"
+        return f"use the previous checkpoint {previous}"
+
+
+def _errno(error: Exception) -> int | None:
+    """The number of a system error. Libraries that are not Python's state its words only."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    return next((code for code in _HOST_ERRORS if f"{os.strerror(code)} (" in str(error)), None)
 
 
 def _one_line(text: str) -> str:

@@ -12,13 +12,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.checkpoint.region import Region, covers
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, FormatError
 
 FORMAT = "weft-checkpoint-1"
 MANIFEST = "manifest.json"
@@ -45,7 +46,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _FILE = re.compile(r"rank-[0-9]{5,9}\.safetensors")
 _KIND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
+_FORMAT = re.compile(r"weft-checkpoint-[0-9]{1,9}")
 _SEAL = b'{"sha256":"%s",'
+_SEALED = re.compile(rb'\{"sha256":"')
 _SEAL_BYTES = len(_SEAL % (b"0" * 64))
 
 
@@ -88,6 +91,12 @@ def chunk_hash(piece: Tensor, chunk: int) -> str:
     return hashlib.sha256(part.numpy().data).hexdigest()
 
 
+def manifest_hash(checkpoint: Path) -> str:
+    """The SHA-256 of a checkpoint's manifest, which the next checkpoint states as `previous`."""
+    with (checkpoint / MANIFEST).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def num_chunks(num_elements: int, dtype: torch.dtype) -> int:
     """How many chunks a piece is hashed in."""
     return -(-num_elements * dtype.itemsize // HASH_CHUNK_BYTES)
@@ -126,9 +135,12 @@ def decode(raw: bytes, complete: bool = True) -> Manifest:
     """Read a manifest; anything unexpected is a CheckpointError. `complete` demands every tensor exactly once."""
     text = b"{" + raw[_SEAL_BYTES:]
     if raw[:_SEAL_BYTES] != _SEAL % hashlib.sha256(text).hexdigest().encode():
+        _refuse_other_seal(raw)
         raise CheckpointError("its bytes do not match its own SHA-256: it is damaged or was edited")
+    parsed = parse_json(text)
+    _refuse_other_format(parsed)
     document = _fields(
-        parse_json(text),
+        parsed,
         "the manifest",
         format=str,
         step=int,
@@ -138,8 +150,6 @@ def decode(raw: bytes, complete: bool = True) -> Manifest:
         files=dict,
         tensors=list,
     )
-    if document["format"] != FORMAT:
-        raise CheckpointError(f"format {document['format']!r} is unknown; this version of weft reads {FORMAT!r}")
     if not 0 <= document["step"] < 2**63 or not 0 < document["num_ranks"] <= 10**9:
         raise CheckpointError(f"step {document['step']} or num_ranks {document['num_ranks']} is out of range")
     if document["previous"] is not None and not _HASH.fullmatch(document["previous"]):
@@ -157,6 +167,30 @@ def decode(raw: bytes, complete: bool = True) -> Manifest:
     )
     _check_entries(manifest, complete)
     return manifest
+
+
+def _refuse_other_format(document: object) -> None:
+    """Before any field is looked at: another version may have others."""
+    stated = document.get("format") if isinstance(document, dict) else None
+    if isinstance(stated, str) and stated != FORMAT:
+        raise FormatError(
+            f"format {stated[:100]!r} is unknown; this version of weft reads {FORMAT!r}. Use the version that saved "
+            f"it, or start anew in another folder"
+        )
+
+
+def _refuse_other_seal(raw: bytes) -> None:
+    """A manifest without this version's seal in front may be of another version, which seals it in another way. One
+    with a seal that does not match is damaged, whatever it states.
+    """
+    if _SEALED.match(raw):
+        return
+    try:
+        document = parse_json(raw)
+    except CheckpointError:
+        return
+    if isinstance(document, dict) and _FORMAT.fullmatch(str(document.get("format"))):
+        _refuse_other_format(document)
 
 
 def merge(partials: Sequence[Manifest]) -> Manifest:

@@ -8,7 +8,6 @@ Rank 0 waits for all partial manifests, checks them as the loader would, and ren
 the previous checkpoint or the new one. The token, one per run, and the attempt keep apart what crashed attempts left.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -37,6 +36,7 @@ from weft.checkpoint.manifest import (
     chunk_hash,
     decode,
     encode,
+    manifest_hash,
     merge,
     num_chunks,
     parse_json,
@@ -86,7 +86,8 @@ class Saver:
         self._timeout_seconds = timeout_seconds
         self._at = at
         self._attempt = self._given_up = 0
-        self._is_abandoned = False  # the save under way, for a rank was lost
+        self._abandoned: str | None = None  # why rank 0 is not to wait for more parts of the save under way
+        self._part_ended = threading.Event()  # this rank's part of the save under way is durable, or will not be
         self._buffer = HostBuffer()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -123,6 +124,7 @@ class Saver:
         # What is on the host already and waited for needs no room of its own, which there may not be.
         copies = [next(copied) if asynchronous or tensor.is_cuda else tensor.reshape(-1) for tensor in tensors]
         stored = [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
+        self._part_ended.clear()
         self._thread = threading.Thread(target=self._run, args=(self._attempt, manifest, stored))
         self._thread.start()
         if not asynchronous:
@@ -138,10 +140,11 @@ class Saver:
         is_even = min(num_saves) == max(num_saves)
         self._given_up = 0 if is_even else max(num_saves)
         name = "" if self._final is None else f".saving-{self._final.name}-{self._token}-{self._attempt}"
-        self._is_abandoned = not (is_even and (self.folder / name / partial_name(lost)).exists())
+        if not (is_even and (self.folder / name / partial_name(lost)).exists()):
+            self._abandoned = "a rank was lost before it had saved its part"
         if self._thread is not None:
             self._thread.join()  # what it has to say is said by the next save
-        self._is_abandoned = False
+        self._abandoned = None
         self._rank -= self._rank > lost
         self._num_ranks -= 1
 
@@ -160,12 +163,31 @@ class Saver:
             manifest = self._final / MANIFEST
             self._poll(manifest.exists, lambda: f"rank 0 did not publish {self._final}")
 
+    def settle(self, agree: Callable[[bool], bool]) -> BaseException | None:
+        """End the save under way on all ranks: published, or given up as soon as one rank's part has failed.
+
+        Every rank calls this; `agree(mine)` says whether all ranks say yes. Returns why the step was not saved, as far
+        as this rank knows. After it no rank writes, and what is in the folder stays as it is.
+        """
+        if self._thread is not None:
+            self._part_ended.wait()
+        if not agree(self._error is None):
+            self._abandoned = "another rank could not save its part"
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error, self._abandoned, self._final = self._error, None, None, None
+        agree(True)  # rank 0 has published by now, or never will
+        return error
+
     def _run(self, attempt: int, manifest: Manifest, pieces: Sequence[Piece]) -> None:
         try:
             with _explained(self.folder):
                 self._write(attempt, manifest, pieces)
         except BaseException as error:
             self._error = error  # wait() raises it in the caller's thread
+        finally:
+            self._part_ended.set()
 
     def _write(self, attempt: int, manifest: Manifest, pieces: Sequence[Piece]) -> None:
         """Make this rank's part durable, and on rank 0 publish."""
@@ -175,10 +197,11 @@ class Saver:
             self._remove_leftovers(attempt)  # a failed attempt of this run may still fill the disk
         try:
             own = self._write_part(saving, manifest, pieces)
-        except (OSError, SafetensorError):
+        except Exception:
             with suppress(OSError):  # an empty file mostly finds room where nothing else does
                 (saving / failed_name(self._rank)).touch()
             raise
+        self._part_ended.set()
         if self._rank == 0:
             self._publish(own, saving, final)
             self._retain(manifest.step)
@@ -212,10 +235,8 @@ class Saver:
             lost = [rank for rank, mark in enumerate(failed) if mark.exists()]
             if lost:
                 raise CheckpointError(f"step {own.step} was not published: ranks {lost} could not save their part")
-            if self._is_abandoned:
-                raise CheckpointError(
-                    f"step {own.step} was not published: a rank was lost before it had saved its part"
-                )
+            if self._abandoned is not None:
+                raise CheckpointError(f"step {own.step} was not published: {self._abandoned}")
             return all(partial.exists() for partial in partials)
 
         self._poll(
@@ -236,24 +257,35 @@ class Saver:
         self._do(f"fsync {self.folder.name}", _fsync, self.folder)
 
     def _previous(self, step: int) -> str | None:
-        """The hash of the manifest before this step's: each checkpoint vouches for the one before."""
-        earlier = [other for other in steps(self.folder) if other < step]
-        if not earlier:
-            return None
-        return hashlib.sha256((self.folder / step_name(earlier[-1]) / MANIFEST).read_bytes()).hexdigest()
+        """The hash of the manifest before this step's: each checkpoint vouches for the one before. None if there is no
+        such manifest, or it cannot be read now: this save is no worse for it.
+        """
+        with suppress(OSError):
+            earlier = [other for other in steps(self.folder) if other < step]
+            return manifest_hash(self.folder / step_name(earlier[-1])) if earlier else None
+        return None
 
     def _retain(self, saved: int) -> None:
-        """Delete what the retention rules do not keep; never what was just saved."""
+        """Delete what the retention rules do not keep; never what was just saved. It is published: what cannot be
+        deleted is told.
+        """
         if self._keep_last is None:
             return
-        complete = steps(self.folder)
+        complete: list[int] = []
+        with suppress(OSError):
+            complete = steps(self.folder)
         for step in complete[: -self._keep_last]:
             if step == saved or (self._keep_every is not None and step % self._keep_every == 0):
                 continue
             path = self.folder / step_name(step)
             doomed = self.folder / f".deleting-{path.name}-{self._token}"
-            self._do(f"rename {doomed.name}", path.rename, doomed)
-            self._do(f"remove {doomed.name}", shutil.rmtree, doomed)
+            try:
+                self._do(f"rename {doomed.name}", path.rename, doomed)
+                self._do(f"remove {doomed.name}", shutil.rmtree, doomed)
+            except OSError as error:
+                logger.warning(
+                    "weft: %s is not needed any more and cannot be deleted: %s; the next save tries again", path, error
+                )
 
     def _remove_leftovers(self, attempt: int) -> None:
         """Remove what no running save can own: ranks ahead of this one write under the same token, later attempts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 from weft.data import slides
@@ -17,13 +17,15 @@ from weft.schema import at_least, build_dataclass, nearest
 class DataConfig:
     """Text: a file, a folder or "stdlib", cut into sequences of `sequence` tokens.
 
-    `documents` that share a sequence see each other ("joined"), or do not ("separate").
+    `end_token` ends a document; it is found in the tokenizer's file where none is given. `documents` that share a
+    sequence see each other ("joined"), or do not ("separate").
     """
 
     source: str
     sequence: int
     kind: Literal["text"] = "text"
     tokenizer: str = "bytes"
+    end_token: str | None = None
     text_field: str = "text"
     documents: Literal["joined", "separate"] = "joined"
     held_out: float = 0.05
@@ -92,6 +94,27 @@ def data_from_table(table: Mapping[str, Any]) -> Data:
     if kind not in KINDS:
         raise ConfigError(f"unknown 'data.kind' = {kind!r}{nearest(str(kind), KINDS)}")
     return build_dataclass(KINDS[kind], table, "data")
+
+
+# Keys that say where data lies and how it is read. What they change in the samples is in the data's fingerprint.
+_PLACES = ("source", "cache", "tokenizer", "end_token", "text_field", "on_bad")
+
+
+def changed_keys(saved: Mapping[str, Any], data: Data) -> tuple[list[str], list[str]]:
+    """What differs between a saved `[data]` table and the present one, as "data.key = then, now ...": keys that decide
+    which samples there are, and keys that may change as long as the samples do not.
+
+    Every key decides unless it is known not to. A key that was not there yet had its default.
+    """
+    table = {field.name: getattr(data, field.name) for field in fields(data)}
+    before = {field.name: field.default for field in fields(data) if field.default is not MISSING} | dict(saved)
+    changed = [key for key in {**table, **before} if table.get(key) != before.get(key)]
+    words = {key: f"data.{key} = {_short(before.get(key))}, now {_short(table.get(key))}" for key in changed}
+    return [words[key] for key in changed if key not in _PLACES], [words[key] for key in changed if key in _PLACES]
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:200]
 
 
 def _check_held_out(held_out: float) -> None:

@@ -147,7 +147,7 @@ def open_folder(
             f"data.held_out = {held_out} of {len(good)} images leaves {len(kept)} to train on and {len(held)} held "
             f"out; give more images or change it"
         )
-    fingerprint = _fingerprint(good, shape, level)
+    fingerprint = _fingerprint(good, shape, level, held_out)
     return ImageFolder(
         Images(kept, shape, level, on_bad),
         Images(held, shape, level, on_bad) if held_out > 0 else None,
@@ -201,12 +201,13 @@ def _scaled(region: NDArray[Any]) -> NDArray[np.float32]:
     return values
 
 
-def _fingerprint(entries: Sequence[LabelledImage], shape: Shape, level: int) -> str:
-    """Of names, classes, sizes and some bytes of each file: to read all of them may take hours."""
+def _fingerprint(entries: Sequence[LabelledImage], shape: Shape, level: int, held_out: float) -> str:
+    """Of names, classes, sizes, some bytes of each file, and whether it is held out: to read all may take hours."""
     digest = hashlib.sha256(repr((tuple(shape), level)).encode())
     for entry in entries:
         with entry.path.open("rb") as file:
             size_bytes = file.seek(0, 2)
             file.seek(max(0, (size_bytes - SAMPLED_BYTES) // 2))
-            digest.update(repr((entry.path.name, entry.label, size_bytes)).encode() + file.read(SAMPLED_BYTES))
+            stated = (entry.path.name, entry.label, size_bytes, is_held_out(entry.number, held_out))
+            digest.update(repr(stated).encode() + file.read(SAMPLED_BYTES))
     return digest.hexdigest()

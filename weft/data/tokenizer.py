@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from weft.errors import DataError
 
-# The tokens that end a document in well-known vocabularies, tried in this order.
+# The tokens that end a document in well-known vocabularies, tried in this order: first those that are special tokens.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")
+MAX_NAMED = 20
 
 
 class Tokenizer(Protocol):
@@ -78,13 +79,16 @@ class FileTokenizer:
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document"
 
     def _find_end(self, path: Path, end_token: str | None) -> int:
+        """The token that is asked for, or the first that is known; special ones before words of the vocabulary."""
+        special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
         candidates = END_TOKENS if end_token is None else (end_token,)
-        for token in candidates:
+        for token in sorted(candidates, key=lambda token: token not in special):
             identity: int | None = self._backend.token_to_id(token)
             if identity is not None:
                 return identity
+        found = ", ".join(special[:MAX_NAMED]) or "those of its vocabulary"
         raise DataError(
-            f"{path} has no token {' or '.join(candidates)} to end a document; give the name of the one it has"
+            f"{path} has no token {' or '.join(candidates)} to end a document; set data.end_token to one of {found}"
         )
 
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
@@ -101,7 +105,7 @@ def load_tokenizer(spec: str | Path, *, end_token: str | None = None) -> Tokeniz
     if spec == "bytes":
         if end_token is not None:
             raise DataError(
-                f"end_token = {end_token!r} was given for 'bytes', whose end is always id 256; leave it out"
+                f"data.end_token = {end_token!r} was given for 'bytes', whose end is always id 256; leave it out"
             )
         return ByteTokenizer()
     path = Path(spec)

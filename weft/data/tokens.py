@@ -3,9 +3,10 @@
 A cache is a folder named by its key, with train.npy, held_out.npy and cache.json. It is there whole or not at all, and
 processes of one machine take turns: the first builds, the others find it finished (`cache.py`).
 
-The split: a text is held out by a hash of its number in the source, so every machine holds out the same ones. A text
-is a document, or about a megabyte of a longer text file. If this leaves nothing on one side (a single short file,
-few documents, a small fraction), the last `held_out` part of all tokens is held out instead.
+The split: a document is held out by a hash of its number in the source, so every machine holds out the same ones. It is
+held out whole: parts of several documents are never joined. If this leaves nothing on one side (a single file, few
+documents, a small fraction), the last `held_out` part of all tokens is held out instead, of a long text file from the
+beginning of a line.
 """
 
 import contextlib
@@ -27,9 +28,10 @@ from weft.data.sources import Source
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SIDES = ("train", "held_out")
 COPY_TOKENS = 1 << 20
+MUCH_HELD_OUT = 1 << 20  # tokens: of less, it is not worth a word that more was held out than asked for
 PROGRESS_BYTES = 1 << 20  # progress is told once per so much, since documents may be a few bytes each
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
@@ -121,16 +123,20 @@ def _write_tokens(
     held: "_TokenFile",
     progress: Progress,
 ) -> None:
+    """Write each document to its side."""
     total_bytes = source.total_bytes
-    reported_bytes = 0
+    reported_bytes = number = 0
     progress(0, total_bytes)
-    for index, piece in enumerate(source.pieces()):
-        side = held if is_held_out(index, held_out) else train
+    for piece in source.pieces():
+        side = held if is_held_out(number, held_out) else train
         ids = tokenizer.encode(piece.text)
         assert ids.size == 0 or int(ids.max()) < tokenizer.vocab_size, "the tokenizer gave an id beyond its vocab_size"
         side.append(ids)
         if piece.ends_document:
             side.append(np.array([tokenizer.end]))
+            number += 1
+        else:
+            side.cuts.append(side.num_tokens)
         if piece.done_bytes - reported_bytes >= PROGRESS_BYTES:
             reported_bytes = piece.done_bytes
             progress(reported_bytes, total_bytes)
@@ -140,7 +146,7 @@ def _write_tokens(
 
 
 def is_held_out(index: int, held_out: float) -> bool:
-    """Whether text number `index` of a source is held out: true for about the fraction `held_out` of them."""
+    """Whether document or image number `index` is held out: true for about the fraction `held_out` of them."""
     digest = hashlib.blake2b(index.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < held_out * 2**64
 
@@ -150,9 +156,20 @@ def _ensure_both_sides(train: "_TokenFile", held: "_TokenFile", held_out: float,
     if num_tokens < 2:
         raise DataError(f"{source.description} gives {num_tokens} token, too few to hold some out; use held_out = 0")
     if train.num_tokens == 0:
+        train.cuts = held.cuts
         held.move_tail(train, num_tokens)
     if held.num_tokens == 0:
-        train.move_tail(held, min(max(round(num_tokens * held_out), 1), num_tokens - 1))
+        wanted = min(max(round(num_tokens * held_out), 1), num_tokens - 1)
+        tails = [num_tokens - cut for cut in train.cuts]
+        nearest = min(tails, key=lambda tail: abs(tail - wanted), default=wanted)
+        train.move_tail(held, nearest if wanted <= 2 * nearest <= 4 * wanted else wanted)
+    elif held.num_tokens > max(MUCH_HELD_OUT, 2 * held_out * num_tokens):
+        logger.warning(
+            "%s of the tokens of %s are held out where data.held_out = %s: a long document is held out whole",
+            f"{held.num_tokens / num_tokens:.2f}",
+            source.description,
+            held_out,
+        )
 
 
 class _TokenFile:
@@ -162,6 +179,7 @@ class _TokenFile:
         self._dtype = dtype
         self._file = path.open("w+b")
         self.num_tokens = 0
+        self.cuts: list[int] = []  # after so many tokens a long document goes on with another line
         self._write_header()
         self._header_bytes = self._file.tell()
 

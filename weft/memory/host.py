@@ -7,6 +7,7 @@ CUDA as they are, and given back with the tensor.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     size = numel * dtype.itemsize
     pages = _Pages(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages refuses, and gives small ones
+            pages.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8, count=size).zero_()  # touched by all cores, faster than by one
     error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if error:

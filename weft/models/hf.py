@@ -188,14 +188,21 @@ def save_folder(folder: Path, model: LanguageModel) -> None:
 
 
 def write_weights(
-    folder: Path, config: LanguageConfig, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 4 * 1024**3
+    folder: Path,
+    config: LanguageConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: int = 4 * 1024**3,
+    files: Mapping[str, Path] | None = None,
 ) -> None:
-    """Write a folder that transformers loads: config.json and the weights, given by weft's names in any order.
+    """Write a folder that transformers loads: config.json and the weights, given by weft's names in any order; and
+    copies of other files by their names there.
 
     At most one shard is held in memory. A tied head may be given and is left out. The folder appears when complete.
     """
     with _published(folder) as partial:
         write_config(partial, config)
+        for name, path in (files or {}).items():
+            shutil.copyfile(path, partial / name)
         shapes = parameter_shapes(config)
         shard: dict[str, Tensor] = {}
         shard_of: dict[str, int] = {}

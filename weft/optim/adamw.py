@@ -20,6 +20,8 @@ from torch.optim import Optimizer
 
 from weft.errors import CheckpointError, PlanError
 from weft.optim.held import Held
+from weft.optim.pending import KINDS as PENDING_KINDS
+from weft.optim.pending import is_pending, refuse_undelayed, stale_reason
 from weft.optim.stream import Streams
 from weft.optim.update import change_by, change_by_torch, numbers, scaled, update_on
 from weft.optim.update import update as plain_update
@@ -269,6 +271,7 @@ class AdamW(Optimizer):
             one = torch.ones((), dtype=torch.float64)
             found["pending"] = held.pending[part.offset : part.offset + part.stop - part.start]
             found["pending_scale"] = one if held.pending_scale is None else held.pending_scale.clone()
+            found["pending_step"] = held.store.steps[index] + 1
         return found
 
     def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
@@ -277,19 +280,30 @@ class AdamW(Optimizer):
         held, index, part = self._find(piece)
         held.store.steps[index] = float(state["step"])
         held.store.write(index, part, state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
-        if "pending" not in state:
+        if not is_pending(state):
             held.pending = None
             return
-        if not held.flat.delays:
+        name, reason = part.parameter.name, stale_reason(state)
+        if reason is not None:
             raise CheckpointError(
-                f"the state of '{part.parameter.name}' has a gradient whose update was put off by plan.memory.delay = "
-                f"true, and now it is false; resume with delay = true"
+                f"the delayed update of '{name}' {reason}; remove {', '.join(PENDING_KINDS)} from its state"
             )
+        if not held.flat.delays:
+            refuse_undelayed(name)
         pending, device = state["pending"].view(-1), held.flat.device
         if held.pending is None or held.pending.dtype != pending.dtype:
             held.pending = torch.zeros(held.flat.layout.slice_numel, dtype=pending.dtype, device=device)
         held.pending[part.offset : part.offset + part.stop - part.start].copy_(pending)
         held.pending_scale = state["pending_scale"].to(device)
+
+    def forget_state(self, piece: nn.Parameter) -> None:
+        """Set a piece's state as before the first update, between steps."""
+        self._settle()
+        held, index, part = self._find(piece)
+        held.store.steps[index] = 0
+        for tensor in held.store.at(index, part, part.offset, part.offset + part.stop - part.start):
+            tensor.zero_()
+        held.pending = None
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's: groups, and the state of each parameter by its number."""

@@ -321,19 +321,26 @@ def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
-    """What gradients are scaled by so that their norm is at most `max_norm` []."""
+    """What gradients are scaled by so that their norm is at most `max_norm` []; NaN where the norm is not finite, for
+    which weft's AdamW makes no update.
+    """
+    factor = _factor(norm, max_norm)
+    return None if factor is None else torch.where(norm.isfinite(), factor, torch.nan)
+
+
+def _factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
     return None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: Tensor | None = None) -> Tensor:
     """Scale all gradients so that their global norm (`norm`, where it is known) is at most `max_norm`, and return the
-    norm before.
+    norm before. Where that is infinite, finite gradients become 0, as with torch's own function.
     """
     if not all_units(model):
         return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
     norm = grad_norm(model, mesh) if norm is None else norm
     gradients = [flat.slice_gradient for flat in all_flats(model) if flat.slice_gradient is not None]
-    factor = clip_factor(norm, max_norm)
+    factor = _factor(norm, max_norm)
     if factor is not None:
         for device in {gradient.device for gradient in gradients}:
             there = [gradient for gradient in gradients if gradient.device == device]

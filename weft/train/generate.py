@@ -77,7 +77,9 @@ def load_for_generation(
     data = saved_data(checkpoint)
     model = _empty(saved, device).to(checkpoint.entries("parameter")[0].dtype)
     load_parameters(checkpoint, model)
-    return _ready(model, device), load_tokenizer(tokenizer or data.tokenizer), data.sequence
+    end_token = data.end_token if tokenizer is None else None  # another tokenizer has ends of its own
+    own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
+    return _ready(model, device), own, data.sequence
 
 
 def _empty(config: LanguageConfig, device: torch.device) -> Decoder | GPT2:
@@ -122,6 +124,28 @@ def saved_data(checkpoint: Checkpoint) -> DataConfig:
     if not isinstance(data, dict):
         raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
     return build_dataclass(DataConfig, data, "data")
+
+
+def saved_tokenizer(checkpoint: Checkpoint) -> str:
+    """The tokenizer of a checkpoint's run: "bytes", or where its file or folder is. A relative path is meant from where
+    the run was started, which its folder tells, or else from here.
+    """
+    spec = saved_data(checkpoint).tokenizer
+    if spec == "bytes" or Path(spec).is_absolute():
+        return spec
+    found = [folder / spec for folder in (_started_in(checkpoint), Path()) if folder is not None]
+    return str(next((path for path in found if path.exists()), found[0]))
+
+
+def _started_in(checkpoint: Checkpoint) -> Path | None:
+    """The folder that a checkpoint's run was started in, if the checkpoint still lies where the run wrote it."""
+    folder = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("folder")
+    if not isinstance(folder, str) or not folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
+        return None
+    parents, below = checkpoint.path.resolve().parents, Path(folder).parts
+    if len(parents) <= 1 + len(below) or parents[1].parts[-len(below) :] != below:  # <folder>/checkpoints/<step>
+        return None
+    return parents[1 + len(below)]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

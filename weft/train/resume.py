@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from torch.optim import Optimizer
 from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
 from weft.config import Run
+from weft.data.config import changed_keys
 from weft.errors import CheckpointError, DamagedError
 from weft.mesh import Mesh
-from weft.schema import to_table
+from weft.schema import parse_toml, to_table
 from weft.train.batches import TrainingData
 from weft.train.memory import MemoryCopies, all_agree
+from weft.train.saving import settle_or_tell
 from weft.train.state import load_state
 
 DAMAGED_PREFIX = "damaged-"
@@ -88,7 +91,7 @@ def go_back(
     """From the midst of training back to the newest state or, if it is to be `far`, the newest checkpoint on disk; as
     `resume`.
     """
-    saver.wait(published=True)
+    settle_or_tell(saver, partial(all_agree, world=trained.mesh["world"]))
     if memory is not None:
         with suppress(CheckpointError, RuntimeError):  # the next save does without that copy
             memory.wait()
@@ -111,7 +114,7 @@ def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> tuple[d
             assert memory is not None, "who found it?"
             path = memory.assemble(found.step)
         checkpoint = Checkpoint(path)
-        _refuse_other_data(checkpoint, trained.data)
+        _refuse_other_data(checkpoint, trained.data, trained.run)
         _refuse_other_model(checkpoint, trained.run)
         _refuse_other_order(checkpoint, trained.run)
         load_state(checkpoint, trained.model, trained.optimizer)
@@ -130,13 +133,25 @@ def _put_aside(path: Path) -> None:
     path.rename(aside)
 
 
-def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData) -> None:
+def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData, run: Run | None = None) -> None:
+    """Other tokens or images, or other samples of them: data would be skipped, repeated, or held out after training."""
     found = checkpoint.stated("data", dict).get("fingerprint")
+    changed, places = ([], []) if run is None else changed_keys(_saved_table(checkpoint), run.data)
     if found != data.fingerprint:
+        changed += [*places, f"fingerprint {found}, now {data.fingerprint}"]
+    if changed:
         raise CheckpointError(
-            f"{checkpoint.path} was trained on other data (fingerprint {found}, now {data.fingerprint}); give the same "
-            f"data (and tokenizer), or start anew in another folder (folder = ...)"
+            f"{checkpoint.path} was trained on other data: {'; '.join(changed)}. Give the same data (and tokenizer), "
+            f"or start anew in another folder (folder = ...)"
         )
+
+
+def _saved_table(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The table `[data]` of the run that saved a checkpoint."""
+    table = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
+    return table
 
 
 def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:

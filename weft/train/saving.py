@@ -7,7 +7,7 @@ room again by then. Only the last save of a run must work: without it there woul
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from weft.checkpoint import Piece, Saver
@@ -32,5 +32,12 @@ def save_or_tell(
         _tell(error, "training goes on, and tries again at the next save")
 
 
-def _tell(error: CheckpointError, what_now: str) -> None:
+def settle_or_tell(saver: Saver, agree: Callable[[bool], bool]) -> None:
+    """End the save under way on all ranks; what kept it from being saved is told. `agree` asks all ranks."""
+    error = saver.settle(agree)
+    if error is not None:
+        _tell(error, "the newest checkpoint before it is used")
+
+
+def _tell(error: BaseException, what_now: str) -> None:
     logger.warning("weft: a checkpoint was not saved: %s; %s", error, what_now)

@@ -6,6 +6,7 @@ that this rank holds, so the layout that saved and the layout that loads need no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -17,9 +18,12 @@ from weft.config import TrainConfig
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim import AdamW
+from weft.optim.pending import KINDS as PENDING_KINDS
+from weft.optim.pending import is_pending, refuse_undelayed, stale_reason
 from weft.parallel import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
 from weft.parallel.layout import Part
 
+logger = logging.getLogger("weft")
 SCALAR = Region.whole(())
 
 
@@ -76,22 +80,31 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    dropped: str | None = None
     for part, piece in named_pieces(model):
         name, region = part.parameter.name, _region(part)
         checkpoint.read_region(name, "parameter", region, out=piece.detach().view(-1))
-        if optimizer is not None:
-            state = {
-                kind: _read_state(checkpoint, name, kind, region, piece)
-                for kind in sorted(kinds[name] - {"parameter", "buffer"})
-            }
-            if not isinstance(optimizer, AdamW):
-                states[piece] = state
-            elif state and piece.requires_grad:  # at once, so that no second copy of all state is ever there
-                optimizer.write_state(piece, state)
+        if optimizer is None:
+            continue
+        state = {
+            kind: _read_state(checkpoint, name, kind, region, piece)
+            for kind in sorted(kinds[name] - {"parameter", "buffer"})
+        }
+        if is_pending(state) and (reason := stale_reason(state)) is not None:
+            state = {kind: value for kind, value in state.items() if kind not in PENDING_KINDS}
+            dropped = f"the delayed update of '{name}' and others {reason}"
+        if not isinstance(optimizer, AdamW):
+            if is_pending(state):
+                refuse_undelayed(name)
+            states[piece] = state
+        elif piece.requires_grad:  # at once, so that no second copy of all state is ever there
+            _write_state(optimizer, piece, state)
     for name, buffer in named_buffers(model):
         buffer.copy_(checkpoint.read(name, "buffer"))
     if optimizer is not None and not isinstance(optimizer, AdamW):
         _load_optimizer(optimizer, states)
+    if dropped is not None:
+        logger.warning("weft: %s: %s; it is dropped", checkpoint.path, dropped)
     refresh(model)
 
 
@@ -116,6 +129,14 @@ def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, pi
     if shape == ():
         return checkpoint.read(name, kind)
     return checkpoint.read_region(name, kind, region).to(piece.device).view(piece.shape)
+
+
+def _write_state(optimizer: AdamW, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+    """A checkpoint from before the first update has no state: what the optimizer holds by now is forgotten."""
+    if state:
+        optimizer.write_state(piece, state)
+    else:
+        optimizer.forget_state(piece)
 
 
 def _load_optimizer(optimizer: Optimizer, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
