@@ -120,7 +120,8 @@ class _Server:
 
     def __init__(self, link: socket.socket, main: Main) -> None:
         self._lines, self._main = _Lines(link), main
-        self._ranks: dict[int, int] = {}  # process id -> rank
+        self._ranks: dict[int, int] = {}  # process id -> rank, of those whose end was not told yet
+        self._ended: list[int] = []  # told, but not reaped: until others start, their numbers belong to nobody else
 
     def serve(self, warm: Callable[[], object]) -> None:
         os.setsid()  # signals of the terminal are for the process that asks
@@ -136,22 +137,30 @@ class _Server:
                 ready, _, _ = select.select([self._lines.link.fileno(), woken], [], [])
                 if woken in ready:
                     os.read(woken, 4096)
-                    self._reap()
+                    self._tell_deaths()
                 if self._lines.link.fileno() in ready:
                     request = self._lines.read(None)
                     assert request is not None
                     self._lines.write({"pids": self._start(**request)})
         self._end()
 
+    def _tell_deaths(self) -> None:
+        """Tell of all that have died by now. They are not reaped yet: whoever is told may still signal them, and a
+        number that was reaped may be another's process by then.
+        """
+        for pid in list(self._ranks):
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None:
+                status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                self._ended.append(pid)
+                self._lines.write({"rank": self._ranks.pop(pid), "status": status})
+
     def _reap(self) -> None:
-        """Tell of all that have died by now."""
-        while self._ranks:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            self._lines.write({"rank": self._ranks.pop(pid), "status": os.waitstatus_to_exitcode(status)})
+        while self._ended:
+            os.waitpid(self._ended.pop(), 0)
 
     def _start(self, num_ranks: int, arguments: list[str], environ: dict[str, str]) -> list[int]:
+        self._reap()
         # Bound here, so that the port is known to all ranks and nobody else can take it before rank 0 answers.
         pids = []
         with socket.create_server((LOOPBACK, 0)) as listener:
@@ -176,6 +185,7 @@ class _Server:
 
     def _end(self) -> None:
         """Nobody asks any more: let the ranks save, then see them end."""
+        self._reap()
         for pid in self._ranks:
             os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + SAVE_SECONDS
