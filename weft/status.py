@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.errors import ConfigError, CorruptionError, LostRankError, WeftError
+from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError, WeftError
 
 FOLDER_VARIABLE = "WEFT_STATUS"
 WAITING = "waiting in "  # how a rank's words begin while it waits for others
@@ -94,8 +94,15 @@ class Status:
         self._write(self._phase)
 
     def _map(self, folder: Path) -> None:
-        with open(page_path(folder, self.rank), "w+b") as file:
-            file.truncate(_PAGE.size)
+        path = page_path(folder, self.rank)
+        with open(path, "w+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, _PAGE.size)  # without room, to write would end the process
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise LaunchError(
+                    f"{folder} has no room for a page of {_PAGE.size} bytes ({error.strerror})"
+                ) from error
             self._page = mmap.mmap(file.fileno(), _PAGE.size)
 
     def seen(self) -> Seen | None:
