@@ -59,17 +59,25 @@ class Listing(dict[Key, dict[int, tuple[int, int]]]):
         )
 
 
-def folder_of(environ: Mapping[str, str]) -> Path | None:
-    """Where the ranks of a job keep their copies on this host; None where nobody would start them again."""
-    run_id = environ.get("TORCHELASTIC_RUN_ID")
-    return None if run_id is None else job_folder(run_id)
+def folder_of(environ: Mapping[str, str], run_folder: Path, run_id: str) -> Path | None:
+    """Where the ranks of a job keep their copies on this host; None where nobody would start them again.
+
+    A launcher's name for a job may be that of another, so the run's folder and id are part of the name.
+    """
+    job = environ.get("TORCHELASTIC_RUN_ID")
+    return None if job is None else copies_folder(job, run_folder, run_id)
 
 
-def job_folder(run_id: str) -> Path:
-    """The folder of the job with this id."""
+def copies_folder(job: str, run_folder: Path, run_id: str) -> Path:
+    """The folder of the copies of a run, in a job."""
+    return job_folder(f"copies {job}\n{run_folder.resolve()}\n{run_id}")
+
+
+def job_folder(name: str) -> Path:
+    """The folder of this name, which says whose it is."""
     if not SHARED_MEMORY.is_dir():
         raise CheckpointError(f"checkpoint.memory_every needs {SHARED_MEMORY}, which this system does not have")
-    return SHARED_MEMORY / f"{_PREFIX}{os.getuid()}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}"
+    return SHARED_MEMORY / f"{_PREFIX}{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
 
 
 def claim(folder: Path) -> IO[str]:
