@@ -36,7 +36,7 @@ from weft.predict import (
     run_cluster,
 )
 from weft.schema import to_table
-from weft.status import GOING_BACK, SAVING, Status
+from weft.status import GOING_BACK, RESERVING, SAVING, Status
 from weft.train.agreement import agree_on_run
 from weft.train.ahead import Batches, Late
 from weft.train.batches import TrainingData, prepare_data
@@ -48,7 +48,7 @@ from weft.train.graph import Graph, own_stream
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.numbers import Bad, Guard, Policy
 from weft.train.resume import Trained, go_back, resume
-from weft.train.saving import save_or_tell
+from weft.train.saving import finish_on_error, save_or_tell
 from weft.train.schedule import learning_rate
 from weft.train.setup import (
     attention,
@@ -126,6 +126,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         memory = memory_copies(run, run_id, mesh, place, say)
         show_status(status, model, mesh, place)
         inside.enter_context(lookout(run, place, status, step_seconds))
+        inside.push(finish_on_error(saver, status))
         trained = Trained(run, model, optimizer, data, mesh, run_id)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
         step, saved = resume(trained, memory, say)
@@ -190,7 +191,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
-                status.phase("copying to memory")  # unlike saving, it may not take for ever
+                status.phase("copying to memory" if memory.has_saved else RESERVING)  # the former not for ever
                 memory.save(step, pieces_to_save(model, optimizer, mesh), state(step))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
                 status.phase(SAVING)

@@ -61,6 +61,11 @@ class MemoryCopies(Saver):
 
     # --- saving
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether memory for a copy has been reserved, as the first save does."""
+        return self._is_on is not None
+
     def save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], asynchronous: bool = True) -> None:
         """Keep a copy of the pieces, unless there is no room; forget copies older than the one before."""
         if self._is_on is False:
