@@ -16,7 +16,7 @@ import pytest
 from weft import watchdog
 from weft.agent import Restarts, Source, start_local
 from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
-from weft.lock import locked
+from weft.lock import locked, refuse_if_used
 from weft.nursery import Nursery
 from weft.status import Status
 
@@ -233,6 +233,24 @@ def test_a_run_folder_is_for_one_job_and_free_when_its_holder_is_killed(tmp_path
         locked(folder).__enter__()
     os.kill(holder, signal.SIGKILL)
     os.waitpid(holder, 0)
+    with locked(folder):
+        pass
+
+
+def test_a_look_at_the_lock_of_a_folder_does_not_let_go_of_it(tmp_path: Path) -> None:
+    """A POSIX lock ends when its process closes any descriptor of the file."""
+    folder = tmp_path / "run"
+    with locked(folder):
+        with pytest.raises(LaunchError, match="is in use by this process"):
+            refuse_if_used(folder)
+        other = os.fork()
+        if other == 0:
+            try:
+                with locked(folder):
+                    os._exit(0)
+            except LaunchError:
+                os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 3
     with locked(folder):
         pass
 

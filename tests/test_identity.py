@@ -31,6 +31,7 @@ from weft.models import DecoderConfig, build, save_folder
 from weft.nursery import Nursery
 from weft.plan import Plan
 from weft.planning import has_layout
+from weft.start import run_of_job
 from weft.train import agreement, loop, resume, setup, shared_memory
 from weft.train.agreement import agree, first_says
 from weft.train.identity import known_run_id, make_run_id
@@ -394,3 +395,53 @@ def test_a_frozen_run_is_the_run(run_file: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "model" / "config.json").unlink()  # nothing but the copy is asked what the model is
     path.write_text(runs[len(examples)].to_json())
     assert load_run(path) == runs[len(examples)]
+
+
+# --- a restart by a launcher
+
+
+ELASTIC = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "none"}
+OF_TORCHRUN = Place(0, 2, 0, 2, 1, "torchrun")
+
+
+def rate_in_a_child(run_file: Path, environ: Mapping[str, str], fails: bool = True) -> float:
+    """The learning rate that a rank, a child of this process as those of torchrun are of its agent, would train with."""
+
+    def rank(_: int) -> float:
+        try:
+            with run_of_job(run_file, [], environ, OF_TORCHRUN) as run:
+                found = run.train.learning_rate
+                if fails:
+                    raise RuntimeError("lost a rank")
+        except RuntimeError:
+            pass
+        return found
+
+    answer: float = run_local(rank, 1)[0]
+    return answer
+
+
+def test_ranks_that_torchrun_starts_again_go_on_with_the_run_that_the_first_have_read(
+    run_file: Path, memory: Path
+) -> None:
+    assert rate_in_a_child(run_file, ELASTIC) == 1e-2
+    text = run_file.read_text()
+    run_file.write_text(text.replace("learning_rate = 1e-2", "learning_rate = 1e-5"))
+    assert rate_in_a_child(run_file, ELASTIC) == 1e-2
+    run_file.write_text("nonsense")
+    assert rate_in_a_child(run_file, ELASTIC, fails=False) == 1e-2  # and ends as it should
+    assert not list(memory.iterdir())
+    run_file.write_text(text.replace("learning_rate = 1e-2", "learning_rate = 1e-5"))
+    assert rate_in_a_child(run_file, ELASTIC) == 1e-5  # another job
+    assert rate_in_a_child(run_file, {**ELASTIC, "TORCHELASTIC_RUN_ID": "other"}) == 1e-5
+
+
+def test_jobs_of_different_agents_read_the_file_themselves(run_file: Path, memory: Path) -> None:
+    assert rate_in_a_child(run_file, ELASTIC) == 1e-2
+    run_file.write_text(run_file.read_text().replace("learning_rate = 1e-2", "learning_rate = 1e-5"))
+
+    def agent(_: int) -> float:
+        return rate_in_a_child(run_file, ELASTIC)
+
+    assert run_local(agent, 1) == [1e-5]
+    assert rate_in_a_child(run_file, {"TORCHELASTIC_RUN_ID": "none"}) == 1e-5  # nobody starts it again

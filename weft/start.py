@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from weft.agent import Restarts, Source, start_local
 from weft.config import FROZEN_SUFFIX, Run, load_run
 from weft.errors import CheckpointError
-from weft.launch import LOCAL_RUN_ID_PREFIX
+from weft.launch import LOCAL_RUN_ID_PREFIX, Place, is_elastic
 from weft.nursery import Nursery
 from weft.predict import predict, run_cluster
 from weft.train.identity import make_run_id
 from weft.train.resume import found_checkpoints
-from weft.train.shared_memory import claim, complete_steps, copies_folder
+from weft.train.shared_memory import claim, complete_steps, copies_folder, job_folder
 
 
 def import_for_ranks() -> None:
@@ -66,6 +67,39 @@ def _freeze(run: Run, path: Path) -> None:
     if not path.exists():
         path.write_text(run.to_json(), encoding="utf-8")
         assert load_run(path) == run, "a frozen run is the run"
+
+
+@contextmanager
+def run_of_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], place: Place) -> Iterator[Run]:
+    """The run that a launcher's rank is to train. Where torchrun may start ranks again, it is the one that the first
+    ranks of its agent on this host have read, whatever the file says by then.
+    """
+    with ExitStack() as held:
+        frozen = None
+        if is_elastic(environ, place):
+            with suppress(CheckpointError, OSError):  # without shared memory, the file is read again
+                folder = job_folder(f"run {_parent()} {environ.get('TORCHELASTIC_RUN_ID')}")
+                held.enter_context(claim(folder))
+                frozen = folder / f"run{FROZEN_SUFFIX}"
+        if frozen is None:
+            yield load_run(run_file, overrides)
+            return
+        if not frozen.exists():
+            run = load_run(run_file, overrides)
+            temporary = frozen.with_suffix(f".{os.getpid()}")
+            temporary.write_text(run.to_json(), encoding="utf-8")
+            with suppress(FileExistsError):  # another rank was first
+                os.link(temporary, frozen)
+            temporary.unlink()
+        yield load_run(frozen)
+        if place.local_rank == 0:  # it has ended as it should
+            shutil.rmtree(frozen.parent, ignore_errors=True)
+
+
+def _parent() -> str:
+    """The process that has started this one: its number, and when it began, for numbers come again."""
+    parent = os.getppid()
+    return f"{parent} {Path(f'/proc/{parent}/stat').read_text().rpartition(')')[2].split()[19]}"
 
 
 def newest_source(run: Run, copies: Path | None) -> Source:
