@@ -405,7 +405,7 @@ OF_TORCHRUN = Place(0, 2, 0, 2, 1, "torchrun")
 
 
 def rate_in_a_child(run_file: Path, environ: Mapping[str, str], fails: bool = True) -> float:
-    """The learning rate that a rank, a child of this process as those of torchrun are of its agent, would train with."""
+    """The learning rate of a rank that is a child of this process, as those of torchrun are of its agent."""
 
     def rank(_: int) -> float:
         try:

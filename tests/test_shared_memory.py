@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import errno
 import fcntl
+import io
 import os
 import shutil
 import stat
@@ -225,7 +226,21 @@ def test_a_rank_that_cannot_write_its_part_keeps_no_host_waiting(tmp_path: Path)
 def test_a_page_takes_its_room_before_it_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages lie in shared memory too: where it is full, a rank without one that others see trains on."""
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", full)
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            full()
+            return 0
+
+        def truncate(self, size: int | None = None) -> int:  # a sparse file always finds room
+            return 0
+
+    real = builtins.open
+
+    def opened(path: Any, *arguments: Any, **named: Any) -> Any:
+        return Full() if str(path).endswith(".page") else real(path, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "open", opened)
     store: Store = HashStore()
     page = Status({}, 0)
     page.step_begins(3)

@@ -149,11 +149,18 @@ class _Server:
         number that was reaped may be another's process by then.
         """
         for pid in list(self._ranks):
-            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is not None:
+            if hasattr(os, "waitid"):
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is None:
+                    continue
                 status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
                 self._ended.append(pid)
-                self._lines.write({"rank": self._ranks.pop(pid), "status": status})
+            else:  # macOS
+                reaped, code = os.waitpid(pid, os.WNOHANG)
+                if not reaped:
+                    continue
+                status = os.waitstatus_to_exitcode(code)
+            self._lines.write({"rank": self._ranks.pop(pid), "status": status})
 
     def _reap(self) -> None:
         while self._ended:

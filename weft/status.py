@@ -96,9 +96,9 @@ class Status:
 
     def _map(self, folder: Path) -> None:
         path = page_path(folder, self.rank)
-        with open(path, "w+b") as file:
+        with open(path, "w+b", buffering=0) as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, _PAGE.size)  # without room, to write would end the process
+                file.write(bytes(_PAGE.size))  # takes its room: without it, to write to the mapping ends the process
             except OSError as error:
                 path.unlink(missing_ok=True)
                 raise LaunchError(

@@ -141,6 +141,8 @@ def write_slide(path: Path, slide: Slide) -> None:
 
 def _take_room(path: Path) -> None:
     """Without room, to write to a mapped file would end the process (SIGBUS)."""
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
     with open(path, "r+b") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
