@@ -77,23 +77,25 @@ def run_of_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, s
     with ExitStack() as held:
         frozen = None
         if is_elastic(environ, place):
-            with suppress(CheckpointError, OSError):  # without shared memory, the file is read again
-                folder = job_folder(f"run {_parent()} {environ.get('TORCHELASTIC_RUN_ID')}")
-                held.enter_context(claim(folder))
-                frozen = folder / f"run{FROZEN_SUFFIX}"
-        if frozen is None:
-            yield load_run(run_file, overrides)
-            return
-        if not frozen.exists():
-            run = load_run(run_file, overrides)
-            temporary = frozen.with_suffix(f".{os.getpid()}")
-            temporary.write_text(run.to_json(), encoding="utf-8")
-            with suppress(FileExistsError):  # another rank was first
-                os.link(temporary, frozen)
-            temporary.unlink()
-        yield load_run(frozen)
-        if place.local_rank == 0:  # it has ended as it should
+            with suppress(CheckpointError, OSError):  # without room in shared memory, the file is read again
+                frozen = _freeze_for_job(run_file, overrides, environ, held)
+        yield load_run(run_file, overrides) if frozen is None else load_run(frozen)
+        if frozen is not None and place.local_rank == 0:  # it has ended as it should
             shutil.rmtree(frozen.parent, ignore_errors=True)
+
+
+def _freeze_for_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], held: ExitStack) -> Path:
+    """The frozen run of the agent that has started this rank; made if this rank is the first."""
+    folder = job_folder(f"run {_parent()} {environ.get('TORCHELASTIC_RUN_ID')}")
+    held.enter_context(claim(folder))
+    frozen = folder / f"run{FROZEN_SUFFIX}"
+    if not frozen.exists():
+        temporary = frozen.with_suffix(f".{os.getpid()}")
+        temporary.write_text(load_run(run_file, overrides).to_json(), encoding="utf-8")
+        with suppress(FileExistsError):  # another rank was first
+            os.link(temporary, frozen)
+        temporary.unlink()
+    return frozen
 
 
 def _parent() -> str:

@@ -133,8 +133,10 @@ def memory_copies(run: Run, run_id: str, mesh: Mesh, place: Place, say: Callable
     """Copies in memory, where they are asked for and somebody would start the ranks again. A folder that one rank may
     not use is done without by all.
     """
+    if run.checkpoint.memory_every is None or place.num_ranks == 1:
+        return None
     folder = folder_of(os.environ, run.folder, run_id)
-    if run.checkpoint.memory_every is None or folder is None or place.num_ranks == 1:
+    if folder is None:
         return None
     problem, held = "", None
     try:
@@ -143,6 +145,8 @@ def memory_copies(run: Run, run_id: str, mesh: Mesh, place: Place, say: Callable
         problem = str(error)
     problems = all_say(problem, mesh["world"])
     if any(problems):
+        if held is not None:
+            held.close()
         say(f"no copies are kept in memory: {next(filter(None, problems))}")
         return None
     assert held is not None
