@@ -16,7 +16,7 @@ import pytest
 from weft import watchdog
 from weft.agent import Restarts, Source, start_local
 from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
-from weft.lock import locked
+from weft.lock import locked, refuse_if_used
 from weft.nursery import Nursery
 from weft.status import Status
 
@@ -237,6 +237,24 @@ def test_a_run_folder_is_for_one_job_and_free_when_its_holder_is_killed(tmp_path
         pass
 
 
+def test_a_look_at_the_lock_of_a_folder_does_not_let_go_of_it(tmp_path: Path) -> None:
+    """A POSIX lock ends when its process closes any descriptor of the file."""
+    folder = tmp_path / "run"
+    with locked(folder):
+        with pytest.raises(LaunchError, match="is in use by this process"):
+            refuse_if_used(folder)
+        other = os.fork()
+        if other == 0:
+            try:
+                with locked(folder):
+                    os._exit(0)
+            except LaunchError:
+                os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) == 3
+    with locked(folder):
+        pass
+
+
 # --- the watch over hangs
 
 
@@ -352,3 +370,62 @@ def test_who_is_slow_is_told_and_the_job_goes_on(tmp_path: Path, capfd: pytest.C
     with patch.object(watchdog.Watchdog, "look", look):
         assert run(lambda: wait_for(tmp_path / "told")) == 0
     assert capfd.readouterr().err == "weft: rank 1 is slow\n"
+
+
+# --- who may be signalled
+
+
+def parent_of(pid: int) -> int | None:
+    """The parent of a process that runs or has not been reaped yet; None where there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except FileNotFoundError:
+        return None
+
+
+def test_only_ranks_that_are_not_reaped_are_signalled(tmp_path: Path) -> None:
+    """A number that was reaped may be another's process by now: rank 0 has ended when rank 1 fails, or hangs."""
+    signalled: list[tuple[int, int | None]] = []
+
+    def noting(send: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        def noted(pid: int, number: int) -> None:
+            signalled.append((pid, parent_of(pid)))
+            send(pid, number)
+
+        return noted
+
+    def main() -> None:
+        if rank() == 1:
+            wait_for(tmp_path / "rank 0 is gone")
+            raise ConfigError("stop here")
+
+    death = Nursery.death
+
+    def told(self: Nursery, timeout_seconds: float) -> Any:
+        found = death(self, timeout_seconds)
+        if found is not None and found.rank == 0:
+            publish(tmp_path / "rank 0 is gone")
+        return found
+
+    with Nursery(lambda arguments: main()) as nursery:
+        with (
+            patch.object(os, "kill", noting(os.kill)),
+            patch.object(os, "killpg", noting(os.killpg)),
+            patch.object(Nursery, "death", told),
+        ):
+            assert start_local(nursery, 2, [], {}, LIMIT) == 2
+        assert {parent for _, parent in signalled} == {nursery._pid}, signalled
+        assert len({pid for pid, _ in signalled}) == 2
+
+
+def test_the_ended_are_reaped_when_others_start_and_when_all_is_over() -> None:
+    with Nursery(lambda arguments: None) as nursery:
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        first = nursery.start(2, [], environ)
+        for _ in first:
+            wait_until(lambda: nursery.death(0.1), "a rank's end")
+        assert {parent_of(pid) for pid in first} == {nursery._pid}
+        second = nursery.start(1, [], environ)
+        assert {parent_of(pid) for pid in first} == {None}
+        wait_until(lambda: nursery.death(0.1), "the rank's end")
+    assert parent_of(second[0]) is None

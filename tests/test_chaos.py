@@ -293,7 +293,7 @@ def test_a_run_that_is_over_at_once_is_refused(run_file: Path, tmp_path: Path) -
     """On a fast machine a small run ends before anybody has looked."""
     own = ["plan.data=2", "train.steps=3", f"folder={tmp_path / 'undisturbed'}"]
 
-    def train(nursery: Any, run_file: Path, overrides: list[str], storm: Storm, *_: Any) -> tuple[int, Path]:
+    def train(nursery: Any, storm: Storm, *_: Any) -> tuple[int, Path]:
         (storm.run.folder / "checkpoints" / "step-00000003").mkdir(parents=True)
         return 0, storm.run.folder / "agent.log"
 

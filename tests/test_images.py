@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +98,15 @@ def test_a_slide_is_written_in_strips(tmp_path: Path, monkeypatch: pytest.Monkey
     write_slide(tmp_path / "slide.npy", slide)
     assert len(drawn) == 10
     assert np.array_equal(np.load(tmp_path / "slide.npy"), render(slide, WHOLE, WHOLE))
+
+
+def test_a_slide_without_room_is_an_error_and_no_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError, match=r"no room for a slide of 3,200 bytes: No space left on device; .*data\.cache"):
+        write_slide(tmp_path / "slide.npy", make_slide(0, 0, 32))
 
 
 def test_a_folder_of_slides_is_made_once_and_is_a_folder_of_images(tmp_path: Path) -> None:

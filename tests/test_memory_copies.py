@@ -21,7 +21,7 @@ from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.train import memory as memory_module
 from weft.train.memory import MemoryCopies
-from weft.train.shared_memory import Listing, claim, complete_steps, folder_of, listing, parts_name
+from weft.train.shared_memory import Listing, claim, complete_steps, listing, parts_name
 
 SHAPE = (10, 7)
 
@@ -185,8 +185,6 @@ def test_the_folder_of_a_dead_job_is_removed_by_the_next(tmp_path: Path) -> None
     assert left == {"fresh", "used", "new"}
 
 
-def test_only_jobs_that_are_started_again_have_a_folder() -> None:
-    assert folder_of({}) is None
-    assert folder_of({"TORCHELASTIC_RUN_ID": "a"}) != folder_of({"TORCHELASTIC_RUN_ID": "b"})
+def test_a_listing_travels_as_json() -> None:
     held = Listing({(3, 2): {0: (10, 20), 1: (0, 5)}})
     assert Listing.decode(held.encode()) == held

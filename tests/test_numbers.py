@@ -258,7 +258,7 @@ def test_a_step_that_was_bad_by_chance_is_done_again(run_file: Path, tmp_path: P
     options = [*REPEAT, "plan.data=2", *(["checkpoint.memory_every=1"] if copies else [])]
     whole, run = (make_run(run_file, f"{name} {copies}", *options) for name in ("repeat whole", "repeat"))
     train_on_ranks(whole)
-    with bad_once(4), patch.object(setup, "folder_of", lambda environ: tmp_path / "copies"):
+    with bad_once(4), patch.object(setup, "folder_of", lambda *_: tmp_path / "copies"):
         train_on_ranks(run)
     (event,) = events(run.folder, "numbers")
     assert (event["step"], event["bad"], event["left_out"]) == (4 if copies else 3, 5, [])
@@ -389,7 +389,7 @@ def test_rollbacks_to_the_same_checkpoint_have_an_end(run_file: Path) -> None:
 def test_a_rollback_forgets_copies_in_memory_that_are_newer(run_file: Path, tmp_path: Path) -> None:
     run = make_run(run_file, "copies", *ROLLBACK, "checkpoint.memory_every=1", "plan.data=2")
     copies = tmp_path / "copies"
-    with bad_batches({4: math.nan}), patch.object(setup, "folder_of", lambda environ: copies):
+    with bad_batches({4: math.nan}), patch.object(setup, "folder_of", lambda *_: copies):
         train_on_ranks(run)
     whole = make_run(run_file, "no copies", *ROLLBACK, "plan.data=2")
     with bad_batches({4: math.nan}):

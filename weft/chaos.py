@@ -26,7 +26,8 @@ from weft.nursery import Death, Nursery
 from weft.start import newest_source
 from weft.status import FOLDER_VARIABLE, Seen, last_seen
 from weft.train.faults import INSIDE, ask, request_path
-from weft.train.shared_memory import job_folder
+from weft.train.identity import known_run_id
+from weft.train.shared_memory import copies_folder
 
 KINDS = ("kill", "hang", "slow", "nan", "flip", "partition")
 HARMLESS = ("slow",)  # nothing to recover from
@@ -139,7 +140,8 @@ class Storm:
         """All ranks were started, once more."""
         self.restarts += 1
         self._pids, self._folder, self._is_over = pids, Path(environ[FOLDER_VARIABLE]), False
-        copies = job_folder(environ["TORCHELASTIC_RUN_ID"])
+        run_id = known_run_id(self.run.folder)
+        copies = copies_folder(environ["TORCHELASTIC_RUN_ID"], self.run.folder, run_id) if run_id is not None else None
         self._resumed = newest_source(self.run, copies).step
         self._slow, self._is_stopped = None, False
 

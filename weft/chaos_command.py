@@ -62,7 +62,7 @@ def run_chaos(
         run = load_run(run_file, own)
         faults = schedule(kinds, mtbf_seconds, run.plan.num_ranks, asks.seed)
         storm = Storm(run, faults, kinds, Path(requests), most=asks.faults)
-        status, log = _train(nursery, run_file, own, storm, console, "under faults")
+        status, log = _train(nursery, storm, console, "under faults")
     last = Path("checkpoints") / step_name(run.train.steps)
     num_tensors, differ = 0, list[str]()
     if (run.folder / last).is_dir():
@@ -88,7 +88,7 @@ def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], cons
         raise ConfigError(f"{run.folder} is of another run file; remove it, or give another folder (folder = ...)")
     shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was stopped: its time would be too short
     storm = Storm(run, iter(()), (), Path())
-    status, log = _train(nursery, run_file, overrides, storm, console, "undisturbed")
+    status, log = _train(nursery, storm, console, "undisturbed")
     if status or not (run.folder / "checkpoints" / step_name(run.train.steps)).is_dir():
         raise ConfigError(f"the undisturbed run did not end as it should (status {status}); see {log}")
     if not storm.step_seconds:
@@ -98,17 +98,14 @@ def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], cons
     return peace
 
 
-def _train(
-    nursery: StruckNursery, run_file: Path, overrides: list[str], storm: Storm, console: Console, title: str
-) -> tuple[int, Path]:
+def _train(nursery: StruckNursery, storm: Storm, console: Console, title: str) -> tuple[int, Path]:
     """Train under the agent; its status, and the file with what it said."""
     storm.run.folder.mkdir(parents=True, exist_ok=True)
     log = storm.run.folder / "agent.log"
     nursery.storm = storm
-    arguments = ["train", str(run_file), *overrides, "--json"]
     environ = {VARIABLE: str(storm.requests)} if storm.kinds else {}
     with _bar(console, title, storm.run.train.steps) as storm.told, open(log, "w") as file, redirect_stderr(file):
-        return start_ranks(nursery, storm.run, arguments, environ), log
+        return start_ranks(nursery, storm.run, lambda file: ["train", str(file), "--json"], environ), log
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from weft.jobs import command_nursery, prove
 from weft.launch import detect
 from weft.plan_command import PlanOptions, named_run, predict_plan, search_plans, split_off_file
 from weft.planning import has_layout
+from weft.start import run_of_job
 from weft.train.export import DTYPES, export
 from weft.train.generate import generate, load_for_generation
 from weft.train_command import PROMPT, train_here, train_under_launcher
@@ -61,7 +62,8 @@ def train_command(
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
     place = detect(os.environ)
     if place is not None:
-        train_under_launcher(load_run(run_file, overrides or []), place, fresh, as_json)
+        with run_of_job(run_file, overrides or [], os.environ, place) as run:
+            train_under_launcher(run, place, fresh, as_json)
         return
     with command_nursery(_run_as_rank) as nursery:
         train_here(nursery, run_file, overrides or [], verify, fresh, as_json)

@@ -7,9 +7,10 @@ Every value remembers where it came from (the file, an override, or the default)
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -247,7 +248,15 @@ class Run:
             lines.append(f"{line}  # {origin}" if origin and " = " in line else line)
         return "\n".join(lines) + "\n"
 
+    def to_json(self) -> str:
+        """The whole run for `load_run` to read back as it is, whatever its file, or that of its model, says by then."""
+        tables = {key: to_table(getattr(self, key)) for key in _TABLES}
+        folder = str(self.model_folder) if self.model_folder is not None else None
+        values = {"name": self.name, "folder": str(self.folder), "cluster": self.cluster}
+        return json.dumps({"tables": {**values, **tables}, "origins": dict(self.origins), "model_folder": folder})
 
+
+FROZEN_SUFFIX = ".frozen"  # of a file that holds a run as it was checked (`Run.to_json`)
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
 _VALUES = ("name", "folder", "cluster")
 # Tables that a bare number is short for, and the key that it stands for.
@@ -255,7 +264,9 @@ _SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": 
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
-    """A run file with overrides (`plan.data=2`) applied, strictly checked."""
+    """A run file with overrides (`plan.data=2`) applied, strictly checked; or a frozen run, as it was."""
+    if path.suffix == FROZEN_SUFFIX:
+        return _thaw(path)
     tables = read_toml(path)
     origins = dict.fromkeys(_keys(tables), path.name)
     for text in overrides:
@@ -265,6 +276,16 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
         nested = _keys(value, ".".join(keys) + ".") if isinstance(value, Mapping) else ()
         origins.update(dict.fromkeys(nested, "override"))
     return run_from_tables(tables, origins, default_name=path.stem)
+
+
+def _thaw(path: Path) -> Run:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        tables, origins, folder = (content[key] for key in ("tables", "origins", "model_folder"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not hold a frozen run ({error}); give the run file") from None
+    run = run_from_tables(tables, origins, path.stem)
+    return replace(run, model_folder=Path(folder) if folder is not None else None)
 
 
 def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], default_name: str) -> Run:

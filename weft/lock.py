@@ -1,7 +1,8 @@
 """One job for a run folder: a second would write over the first one's metrics and checkpoints.
 
-The lock is the kernel's, on an open file: it ends with the process that holds it, however that dies, and is not
-inherited by what it starts.
+The lock is the kernel's, on a file: it ends with the process that holds it, however that dies, and is not inherited by
+what it starts. It also ends when the process closes any other descriptor of the file, so a process that holds it never
+opens the file again.
 """
 
 from __future__ import annotations
@@ -19,11 +20,18 @@ from weft.errors import LaunchError
 
 LOCK = "lock"
 logger = logging.getLogger("weft")
+_held: dict[Path, int] = {}  # folders, and the process that holds them: one that was forked from it does not
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a folder alone, or refuse."""
+    key = folder.resolve()
+    if _held.get(key) == os.getpid():
+        raise LaunchError(
+            f"{folder} is in use by this process ({os.getpid()}); wait until that run ends, or train in another folder "
+            f"(folder = ...)"
+        )
     with _opened(folder) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -40,7 +48,11 @@ def locked(folder: Path) -> Iterator[None]:
             file.truncate()
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
-        yield
+        _held[key] = os.getpid()
+        try:
+            yield
+        finally:
+            del _held[key]
 
 
 def _opened(folder: Path) -> IO[str]:

@@ -151,7 +151,8 @@ class _Server:
 
     def __init__(self, link: socket.socket, main: Main, jobs: Mapping[str, Job]) -> None:
         self._lines, self._main, self._jobs = _Lines(link), main, jobs
-        self._ranks: dict[int, int] = {}  # process id -> rank
+        self._ranks: dict[int, int] = {}  # process id -> rank, of those whose end was not told yet
+        self._ended: list[int] = []  # told, but not reaped: until others start, their numbers belong to nobody else
         self._busy: set[int] = set()  # process ids of jobs
         self._num_served = 0
         self._visible = os.environ.get(VISIBLE_VARIABLE)  # which the parent may hide from itself later
@@ -173,7 +174,8 @@ class _Server:
                 ready, _, _ = select.select([self._lines.link.fileno(), woken], [], [])
                 if woken in ready:
                     os.read(woken, 4096)
-                    self._reap()
+                    self._tell_deaths()
+                    self._tell_jobs()
                 if self._lines.link.fileno() in ready:
                     request = self._lines.read(None)
                     assert request is not None
@@ -184,18 +186,27 @@ class _Server:
                         self._lines.write({"pids": self._start(**request)})
         self._end()
 
+    def _tell_deaths(self) -> None:
+        """Tell of all that have died by now. They are not reaped yet: whoever is told may still signal them, and a
+        number that was reaped may be another's process by then.
+        """
+        for pid in list(self._ranks):
+            if hasattr(os, "waitid"):
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is None:
+                    continue
+                status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                self._ended.append(pid)
+            else:  # macOS
+                reaped, code = os.waitpid(pid, os.WNOHANG)
+                if not reaped:
+                    continue
+                status = os.waitstatus_to_exitcode(code)
+            self._lines.write({"rank": self._ranks.pop(pid), "status": status})
+
     def _reap(self) -> None:
-        """Tell of all that have died by now."""
-        while self._ranks or self._busy:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            code = os.waitstatus_to_exitcode(status)
-            if pid in self._busy:
-                self._busy.remove(pid)
-                self._lines.write({"job": pid, "status": code})
-            else:
-                self._lines.write({"rank": self._ranks.pop(pid), "status": code})
+        while self._ended:
+            os.waitpid(self._ended.pop(), 0)
 
     def _start_job(self, request: Mapping[str, Any]) -> None:
         pid = fork()
@@ -205,7 +216,16 @@ class _Server:
             _run_job(self._jobs[request["job"]], request["arguments"], Path(request["path"]))
         self._busy.add(pid)
 
+    def _tell_jobs(self) -> None:
+        """Tell of all jobs that have ended by now."""
+        for pid in list(self._busy):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._busy.remove(pid)
+                self._lines.write({"job": pid, "status": os.waitstatus_to_exitcode(status)})
+
     def _start(self, num_ranks: int, arguments: list[str], environ: dict[str, str]) -> list[int]:
+        self._reap()
         # Bound here, so that the port is known to all ranks and nobody else can take it before rank 0 answers.
         pids = []
         environ.pop(VISIBLE_VARIABLE, None)
@@ -232,6 +252,7 @@ class _Server:
 
     def _end(self) -> None:
         """Nobody asks any more: let the ranks save, then see them end. Jobs have nothing to save."""
+        self._reap()
         for pid in self._busy:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

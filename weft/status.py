@@ -19,13 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.errors import ConfigError, CorruptionError, LostRankError, WeftError
+from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError, WeftError
 
 FOLDER_VARIABLE = "WEFT_STATUS"
 WAITING = "waiting in "  # how a rank's words begin while it waits for others
 SAVING = "saving"
 GOING_BACK = "loading a checkpoint"
-FILES = (SAVING, GOING_BACK)  # may be silent for as long as a file system takes
+RESERVING = "reserving memory for copies"  # pages of a large buffer are locked, which takes longer than steps do
+FILES = (SAVING, GOING_BACK, RESERVING)  # may be silent for as long as a file system, or the kernel, takes
 _PAGE = struct.Struct("<qqddd240s144s80s64s")  # see Seen; text that is too long is cut
 _NO_STEP = -1
 _STACK_POLL_SECONDS = 0.05
@@ -94,8 +95,15 @@ class Status:
         self._write(self._phase)
 
     def _map(self, folder: Path) -> None:
-        with open(page_path(folder, self.rank), "w+b") as file:
-            file.truncate(_PAGE.size)
+        path = page_path(folder, self.rank)
+        with open(path, "w+b", buffering=0) as file:
+            try:
+                file.write(bytes(_PAGE.size))  # takes its room: without it, to write to the mapping ends the process
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                raise LaunchError(
+                    f"{folder} has no room for a page of {_PAGE.size} bytes ({error.strerror})"
+                ) from error
             self._page = mmap.mmap(file.fileno(), _PAGE.size)
 
     def seen(self) -> Seen | None:

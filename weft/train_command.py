@@ -23,7 +23,6 @@ from weft.models import LanguageConfig, VisionConfig
 from weft.nursery import Nursery
 from weft.planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
 from weft.predict import micro_batch_profile, predict, run_cluster
-from weft.schema import inline, to_table
 from weft.start import start_ranks
 from weft.train.batches import prepare_data
 from weft.train.loop import train
@@ -44,7 +43,7 @@ def train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> 
     if fresh:
         raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
     if not has_layout(run):
-        run, _ = _plan_first(run, place, make_console(as_json), [])
+        run = _plan_first(run, place, make_console(as_json))
     elif is_elastic(os.environ, place):
         run = _fit(run, place, as_json)
     if run.train.timeline is not None:
@@ -73,7 +72,7 @@ def train_here(
     device_type(run)  # refuses one that is not there
     console = make_console(as_json)
     if not has_layout(run):
-        run, overrides = _plan_first(run, None, console, overrides)
+        run = _plan_first(run, None, console)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
     if fresh:
@@ -93,7 +92,7 @@ def train_here(
         _prepare(run, console)
         if verify:
             _verify(nursery, run, console)
-        _run_ranks(nursery, run, run_file, overrides, as_json)
+        _run_ranks(nursery, run, as_json)
     if as_json:
         print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
@@ -103,15 +102,15 @@ def train_here(
             _show_accuracy(run, run_file, console)
 
 
-def _plan_first(run: Run, place: Place | None, console: Console, overrides: list[str]) -> tuple[Run, list[str]]:
-    """The run under the best plan for the devices that are there, and the overrides that say so to local ranks."""
+def _plan_first(run: Run, place: Place | None, console: Console) -> Run:
+    """The run under the best plan for the devices that are there."""
     speaks = place is None or place.rank == 0
     with console.status("planning") if speaks else nullcontext():
         answer = ask_for(run, planning_cluster(run, place))
         planned = with_plan(run, answer)
     if speaks:
         console.print(f"[bold]planned[/]  no \\[plan] is given. {answer.why}", highlight=False, soft_wrap=True)
-    return planned, [*overrides, f"plan={inline(to_table(planned.plan))}"]
+    return planned
 
 
 def _train_rank(run: Run, place: Place, as_json: bool) -> None:
@@ -141,9 +140,9 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
         raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts come: they must not look as if all were done
 
 
-def _run_ranks(nursery: Nursery, run: Run, run_file: Path, overrides: list[str], as_json: bool) -> None:
-    arguments = ["train", str(run_file), *overrides, *(["--json"] if as_json else [])]
-    status = start_ranks(nursery, run, arguments)
+def _run_ranks(nursery: Nursery, run: Run, as_json: bool) -> None:
+    # Not from the user's file, which may be edited while they train: they may have to start again.
+    status = start_ranks(nursery, run, lambda file: ["train", str(file), *(["--json"] if as_json else [])])
     if status:
         raise SystemExit(status)
 

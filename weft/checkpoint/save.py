@@ -135,6 +135,11 @@ class Saver:
         """How many have begun; all ranks count alike."""
         return self._attempt
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a save has begun whose end nobody has waited for."""
+        return self._thread is not None
+
     def without(self, lost: int, num_saves: Sequence[int]) -> None:
         """Go on without a rank, when living ranks have begun so many saves. One that lacks its part is given up."""
         is_even = min(num_saves) == max(num_saves)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,11 +131,26 @@ def write_slide(path: Path, slide: Slide) -> None:
     """A slide as a .npy file [size, size, 3] of bytes, drawn and written in strips."""
     shape = (slide.size, slide.size, 3)
     array = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
+    _take_room(path)
     step = max(1, STRIP_PIXELS // slide.size)
     for row in range(0, slide.size, step):
         end = min(row + step, slide.size)
         array[row:end] = render(slide, (row, end), (0, slide.size))
     array.flush()
+
+
+def _take_room(path: Path) -> None:
+    """Without room, to write to a mapped file would end the process (SIGBUS)."""
+    if not hasattr(os, "posix_fallocate"):  # macOS
+        return
+    with open(path, "r+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+        except OSError as error:
+            raise DataError(
+                f"{path.parent} has no room for a slide of {path.stat().st_size:,} bytes: {error.strerror}; "
+                f"free some, or choose another folder (data.cache = ...)"
+            ) from error
 
 
 def _write(building: Path, num_images: int, size: int, seed: int, progress: Progress | None) -> None:

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # as documented
 
-from weft.errors import CheckpointError
+from weft.errors import CheckpointError, LaunchError
 from weft.launch import Place
 from weft.status import FILES, Seen, Status, last_seen, page_path
 from weft.train.shared_memory import claim, job_folder
@@ -50,7 +50,8 @@ class Lookout:
         self._mail = _Mail(store)
         self._host_folder, self._claim = _open_host_folder(store, place)
         if self._host_folder is not None:
-            status.show_in(self._host_folder)
+            with suppress(LaunchError):  # no room: this rank's page stays its own
+                status.show_in(self._host_folder)
         store.set(f"place/{place.rank}", status.place)
         self._store_place = store.get("place/0").decode() if place.rank else status.place
         self._call, self._quiet_until = 0, 0.0
@@ -69,7 +70,7 @@ class Lookout:
         self._thread.join(2 * _STORE_SECONDS)
         if self._host_folder is not None:
             with suppress(OSError):
-                page_path(self._host_folder, self._place.rank).unlink()
+                page_path(self._host_folder, self._place.rank).unlink(missing_ok=True)
                 if not list(self._host_folder.glob("rank-*")):
                     shutil.rmtree(self._host_folder)
 

@@ -36,7 +36,8 @@ from weft.predict import (
     run_cluster,
 )
 from weft.schema import to_table
-from weft.status import GOING_BACK, SAVING, Status
+from weft.status import GOING_BACK, RESERVING, SAVING, Status
+from weft.train.agreement import agree_on_run
 from weft.train.ahead import Batches, Late
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.compiling import compile_blocks, wants_compile
@@ -47,7 +48,7 @@ from weft.train.graph import Graph, own_stream
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.numbers import Bad, Guard, Policy
 from weft.train.resume import Trained, go_back, resume
-from weft.train.saving import save_or_tell
+from weft.train.saving import finish_on_error, save_or_tell
 from weft.train.schedule import learning_rate
 from weft.train.setup import (
     attention,
@@ -105,6 +106,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
     status = Status(os.environ, place.rank)
     lock = locked(run.folder) if place.rank == 0 else nullcontext()
     with lock, world(run, place) as mesh, attention(run, mesh) as kernel, ExitStack() as inside:
+        run_id = agree_on_run(run, data, mesh)
         is_recorded = inside.enter_context(own_stream(run, mesh.device))
         set_determinism(run)
         model = parallelize(
@@ -123,14 +125,15 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         drop = run.train.layer_drop
         gates = None if drop is None else drop_layers(model, drop, run.train.seed, run.plan, optimizer)
         saver = make_saver(run, mesh)
-        memory = memory_copies(run, mesh, place, say)
+        memory = memory_copies(run, run_id, mesh, place, say)
         show_status(status, model, mesh, place)
         inside.enter_context(lookout(run, place, status, step_seconds))
-        trained = Trained(run, model, optimizer, data, mesh)
+        inside.push(finish_on_error(saver, status))
+        trained = Trained(run, model, optimizer, data, mesh, run_id)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
         step, saved = resume(trained, memory, say)
         policy.load(saved.get("numbers", {}), guard)
-        state = partial(_state, run, data, policy, guard)
+        state = partial(_state, run, run_id, data, policy, guard)
         if run.numbers.on_bad in ("repeat", "rollback") and not saved:  # there must be something to go back to
             saver.save(step, pieces_to_save(model, optimizer, mesh), state(step), asynchronous=False)
         log = MetricsLog(run, step) if mesh.is_first else None
@@ -191,7 +194,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
                     reporter.say(f"step {step}: held-out " + ", ".join(f"{k} {v:.4f}" for k, v in evaluation.items()))
                 clock.skip(step)
             if memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
-                status.phase("copying to memory")  # unlike saving, it may not take for ever
+                status.phase("copying to memory" if memory.has_saved else RESERVING)  # the former not for ever
                 memory.save(step, pieces_to_save(model, optimizer, mesh), state(step))
             if _due(step, run.checkpoint.every, run.train.steps) or stop.agreed:
                 status.phase(SAVING)
@@ -324,9 +327,10 @@ def _draw_step(run: Run, model: nn.Module, mesh: Mesh, reporter: Reporter) -> No
         reporter.say(f"drew the last step to {run.train.timeline}")
 
 
-def _state(run: Run, data: TrainingData, policy: Policy, guard: Guard, step: int) -> dict[str, Any]:
+def _state(run: Run, run_id: str, data: TrainingData, policy: Policy, guard: Guard, step: int) -> dict[str, Any]:
     """What a checkpoint says beside its tensors."""
     return {
+        "run_id": run_id,
         "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
         "numbers": policy.to_state(guard),
         "seed": run.train.seed,

@@ -11,6 +11,7 @@ comes together is a checkpoint like any other: hashed, and readable under any pl
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import Manifest
@@ -26,7 +28,18 @@ from weft.comm import Axis, Ledger, all_gather, all_reduce, broadcast, shift
 from weft.errors import CheckpointError, DamagedError
 from weft.launch import Place
 from weft.mesh import Mesh
-from weft.train.shared_memory import Key, Listing, assemble, claim, files_of, free_bytes, listing, mapped, parts_name
+from weft.train.shared_memory import (
+    Key,
+    Listing,
+    assemble,
+    claim,
+    files_of,
+    free_bytes,
+    listing,
+    mapped,
+    no_room,
+    parts_name,
+)
 
 _LISTING_BYTES = 1 << 15
 _ROOM = 0.9  # of the memory that is free
@@ -47,6 +60,11 @@ class MemoryCopies(Saver):
         self._held: list[Listing] = []
 
     # --- saving
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether memory for a copy has been reserved, as the first save does."""
+        return self._is_on is not None
 
     def save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], asynchronous: bool = True) -> None:
         """Keep a copy of the pieces, unless there is no room; forget copies older than the one before."""
@@ -91,10 +109,26 @@ class MemoryCopies(Saver):
         return None
 
     def _write(self, attempt: int, manifest: Manifest, pieces: Sequence[Piece]) -> None:
+        """Write this rank's part and, where there are several hosts, give it to the next one. Ranks that cannot write
+        still take part in what others wait for.
+        """
         parts = self.folder / parts_name((manifest.step, self._num_ranks))
-        self._write_part(parts, manifest, pieces)
+        problem: Exception | None = None
+        try:
+            self._write_part(parts, manifest, pieces)
+        except Exception as error:
+            problem = error
         if self._ring is not None:
-            _pass_on(parts, self._ring, self._hop)
+            try:
+                _pass_on(parts, self._ring, self._hop, has_part=problem is None)
+            except OSError as error:
+                problem = problem or error
+        if isinstance(problem, SafetensorError) and f"os error {errno.ENOSPC}" in str(problem):
+            problem = OSError(errno.ENOSPC, str(problem))
+        if isinstance(problem, OSError):
+            raise no_room(self.folder, problem) from problem
+        if problem is not None:
+            raise problem
 
     # --- loading
 
@@ -176,19 +210,37 @@ def _gather(own: Listing, world: Axis) -> list[Listing]:
     return [Listing.decode(row.numpy().tobytes().rstrip(b"\0")) for row in whole.view(world.degree, -1)]
 
 
-def _pass_on(parts: Path, ring: Axis, hop: int) -> None:
-    """Give this rank's part to the rank on the next host, and keep that of the rank on the host before."""
+def _pass_on(parts: Path, ring: Axis, hop: int, has_part: bool) -> None:
+    """Give this rank's part to the rank on the next host, and keep that of the rank on the host before.
+
+    Ranks first tell each other how large their parts are, and then whether they have room: a rank without room, or
+    without a part, keeps nobody waiting.
+    """
     before = (ring.index - hop) % ring.degree
     own, other = files_of(parts, ring.index), files_of(parts, before)
-    sizes = torch.tensor([path.stat().st_size if path.exists() else 0 for path in own])
+    sizes = torch.tensor([path.stat().st_size if has_part and path.exists() else 0 for path in own])
     told = torch.empty_like(sizes)
     shift([told], [sizes], ring, hop).wait()
-    for path, target, own_bytes, size_bytes in zip(own, other, sizes.tolist(), told.tolist(), strict=True):
-        sent = mapped(path, own_bytes) if own_bytes else torch.zeros(1, dtype=torch.uint8)  # all say something
-        temporary = target.with_suffix(".tmp")
-        received = mapped(temporary, max(1, size_bytes))
-        shift([received], [sent], ring, hop).wait()
+    temporaries = [target.with_name(f"{target.name}.tmp") for target in other]
+    received = [torch.empty(1, dtype=torch.uint8) for _ in other]  # all say something
+    problem: OSError | None = None
+    try:
+        parts.mkdir(exist_ok=True)
+        for index, size_bytes in enumerate(told.tolist()):
+            if size_bytes:
+                received[index] = mapped(temporaries[index], size_bytes)
+    except OSError as error:
+        problem = error
+        received = [torch.empty(1, dtype=torch.uint8) for _ in other]
+    has_room, is_taken = torch.tensor([int(problem is None)]), torch.empty(1, dtype=torch.int64)
+    shift([is_taken], [has_room], ring, -hop).wait()
+    for path, own_bytes, data in zip(own, sizes.tolist(), received, strict=True):
+        is_sent = own_bytes and is_taken.item()
+        shift([data], [mapped(path, own_bytes) if is_sent else torch.zeros(1, dtype=torch.uint8)], ring, hop).wait()
+    if problem is not None:
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
+        raise problem
+    for temporary, target, size_bytes in zip(temporaries, other, told.tolist(), strict=True):
         if size_bytes:
             temporary.rename(target)  # the manifest comes last: with it the part counts
-        else:
-            temporary.unlink()

@@ -7,6 +7,8 @@ samples is never passed over: it is an error of the user's, and going on from an
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,17 +21,20 @@ from torch.optim import Optimizer
 
 from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
+from weft.checkpoint.manifest import MANIFEST
 from weft.config import Run
 from weft.data.config import changed_keys
 from weft.errors import CheckpointError, DamagedError
 from weft.mesh import Mesh
 from weft.schema import parse_toml, to_table
+from weft.train.agreement import SEEN_SECONDS, first_says
 from weft.train.batches import TrainingData
 from weft.train.memory import MemoryCopies, all_agree
 from weft.train.saving import settle_or_tell
 from weft.train.state import load_state
 
 DAMAGED_PREFIX = "damaged-"
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -49,20 +54,30 @@ class Trained:
     optimizer: Optimizer
     data: TrainingData
     mesh: Mesh
+    run_id: str
 
 
 def found_checkpoints(folder: Path, in_memory: Sequence[int]) -> list[Found]:
-    """The complete checkpoints, newest first; of one step, that in memory."""
-    found = [Found(step, folder / step_name(step)) for step in steps(folder)] + [Found(step) for step in in_memory]
+    """The complete checkpoints, newest first, as this process sees them."""
+    return newest_first(folder, steps(folder), in_memory)
+
+
+def newest_first(folder: Path, on_disk: Sequence[int], in_memory: Sequence[int]) -> list[Found]:
+    """The newest first; of one step, that in memory."""
+    found = [Found(step, folder / step_name(step)) for step in on_disk] + [Found(step) for step in in_memory]
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path is None), reverse=True)
 
 
 def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], None]) -> tuple[int, Mapping[str, Any]]:
-    """Load the newest checkpoint that is whole, if there is one: the step to go on from, and what it says beside."""
+    """Load the newest checkpoint that is whole, if there is one: the step to go on from, and what it says beside.
+
+    Which checkpoints there are is what rank 0 finds: a listing of a shared folder may be old on another host.
+    """
     folder, world = trained.run.folder / "checkpoints", trained.mesh["world"]
     step, state = 0, dict[str, Any]()
     damage: DamagedError | None = None
-    for found in found_checkpoints(folder, memory.steps() if memory is not None else []):
+    on_disk: list[int] = json.loads(first_says(json.dumps(steps(folder) if trained.mesh.is_first else []), world))
+    for found in newest_first(folder, on_disk, memory.steps() if memory is not None else []):
         state, damage = _try(found, trained, memory)
         if all_agree(damage is None, world):
             step = found.step
@@ -113,7 +128,11 @@ def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> tuple[d
         if path is None:
             assert memory is not None, "who found it?"
             path = memory.assemble(found.step)
+        else:
+            wait_until_seen(path)
         checkpoint = Checkpoint(path)
+        if found.path is None:
+            _refuse_other_run(checkpoint, trained.run_id)
         _refuse_other_data(checkpoint, trained.data, trained.run)
         _refuse_other_model(checkpoint, trained.run)
         _refuse_other_order(checkpoint, trained.run)
@@ -121,6 +140,18 @@ def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> tuple[d
     except DamagedError as error:
         return {}, error
     return checkpoint.state, None
+
+
+def wait_until_seen(path: Path, seconds: float = SEEN_SECONDS) -> None:
+    """Leave a shared folder time to show what rank 0 has found in it."""
+    deadline = time.monotonic() + seconds
+    while not (path / MANIFEST).is_file():
+        if time.monotonic() >= deadline:
+            raise CheckpointError(
+                f"rank 0 has found {path}, which this rank does not see after {seconds:.0f} s; all ranks must share "
+                f"the run's folder"
+            )
+        time.sleep(_POLL_SECONDS)
 
 
 def _put_aside(path: Path) -> None:
@@ -131,6 +162,13 @@ def _put_aside(path: Path) -> None:
         number += 1
         aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}-{number}")
     path.rename(aside)
+
+
+def _refuse_other_run(checkpoint: Checkpoint, run_id: str) -> None:
+    """Copies in memory are of one run. (A checkpoint on disk may have been put there from another folder.)"""
+    found = checkpoint.stated("run_id", str)
+    if found != run_id:
+        raise CheckpointError(f"{checkpoint.path} is of run {found}, and this is run {run_id}; remove it")
 
 
 def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData, run: Run | None = None) -> None:

@@ -7,13 +7,17 @@ room again by then. Only the last save of a run must work: without it there woul
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from weft.checkpoint import Piece, Saver
 from weft.errors import CheckpointError
+from weft.status import SAVING, Status
 
 logger = logging.getLogger("weft")
+_FINISH_SECONDS = 120.0  # for a save in flight, when a rank fails
 
 
 def save_or_tell(
@@ -37,6 +41,28 @@ def settle_or_tell(saver: Saver, agree: Callable[[bool], bool]) -> None:
     error = saver.settle(agree)
     if error is not None:
         _tell(error, "the newest checkpoint before it is used")
+
+
+def finish_on_error(saver: Saver, status: Status) -> Callable[..., None]:
+    """For an ExitStack: a rank that fails leaves when the save in flight has its name, or cannot get it in time.
+
+    The other ranks wait for this one meanwhile and write their parts; the agent would end them all as soon as it left.
+    """
+
+    def leave(kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None or not saver.is_in_flight:
+            return
+        status.phase(SAVING)
+        waiting = threading.Thread(target=_wait_quietly, args=(saver,), daemon=True)
+        waiting.start()
+        waiting.join(_FINISH_SECONDS)
+
+    return leave
+
+
+def _wait_quietly(saver: Saver) -> None:
+    with suppress(Exception):  # the rank's own error is told
+        saver.wait(published=True)
 
 
 def _tell(error: BaseException, what_now: str) -> None:

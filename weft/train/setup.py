@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from weft.checkpoint import Saver
-from weft.comm import broadcast
+from weft.comm import Axis, Ledger, broadcast
 from weft.config import Run
 from weft.devices import gpus
-from weft.errors import ConfigError
+from weft.errors import CheckpointError, ConfigError
 from weft.launch import Place, init_process_group, shutdown, world_store
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
@@ -31,11 +31,12 @@ from weft.predict import (
 )
 from weft.status import Status
 from weft.strategy import Values
+from weft.train.agreement import agree, all_say, run_beliefs
 from weft.train.attention_kernel import attention_shape, fastest_attention
 from weft.train.lookout import Lookout
 from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock
-from weft.train.shared_memory import folder_of
+from weft.train.shared_memory import claim, folder_of
 from weft.watchdog import Deadline
 
 
@@ -49,6 +50,8 @@ def world(run: Run, place: Place) -> Iterator[Mesh]:
     timeout = timedelta(seconds=run.train.timeout_seconds)
     device = init_process_group(place, kind, timeout, run.train.share_gpus)
     try:
+        # Before groups are made: ranks with different plans would make different ones, and wait for each other.
+        agree(run_beliefs(run), Axis("world", place.num_ranks, place.rank, None, Ledger()))
         yield Mesh(run.plan, device, place.num_local_ranks)
     finally:
         shutdown()
@@ -134,12 +137,29 @@ def make_saver(run: Run, mesh: Mesh) -> Saver:
     )
 
 
-def memory_copies(run: Run, mesh: Mesh, place: Place, say: Callable[[str], None]) -> MemoryCopies | None:
-    """Copies in memory, where they are asked for and somebody would start the ranks again."""
-    folder = folder_of(os.environ)
-    if run.checkpoint.memory_every is None or folder is None or place.num_ranks == 1:
+def memory_copies(run: Run, run_id: str, mesh: Mesh, place: Place, say: Callable[[str], None]) -> MemoryCopies | None:
+    """Copies in memory, where they are asked for and somebody would start the ranks again. A folder that one rank may
+    not use is done without by all.
+    """
+    if run.checkpoint.memory_every is None or place.num_ranks == 1:
         return None
-    return MemoryCopies(folder, mesh, place, say)
+    folder = folder_of(os.environ, run.folder, run_id)
+    if folder is None:
+        return None
+    problem, held = "", None
+    try:
+        held = claim(folder)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    problems = all_say(problem, mesh["world"])
+    if any(problems):
+        if held is not None:
+            held.close()
+        say(f"no copies are kept in memory: {next(filter(None, problems))}")
+        return None
+    assert held is not None
+    with held:
+        return MemoryCopies(folder, mesh, place, say)
 
 
 def make_clock(run: Run, mesh: Mesh, step: int) -> Clock:

@@ -1,0 +1,177 @@
+"""What all ranks compare before the first step: each says what it believes, and a difference ends the run.
+
+    agree(beliefs, world)           a LaunchError with the values of what differs, and the ranks that hold them
+    agree_on_run(run, data, mesh)   the run's id, once all ranks have the same run, code, folder, data and weights
+    first_says(text, world)         rank 0's text, on every rank
+
+Ranks of a launcher each read a run file, list a folder and open data by themselves. What differs there changes nothing
+that a collective could see: it would train on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.comm import Axis, Ledger, all_gather, all_reduce, broadcast
+from weft.config import Run
+from weft.errors import LaunchError
+from weft.mesh import Mesh
+from weft.schema import to_table
+from weft.train.batches import TrainingData
+from weft.train.identity import known_run_id, make_run_id
+from weft.watchdog import names
+
+SEEN_SECONDS = 60.0  # for a new file to show on every host
+_POLL_SECONDS = 0.1
+_MAX_NAMED = 8  # beliefs that differ; ranks of one belief
+_MAX_VALUE = 100  # letters
+_WEIGHT_BYTES = 1 << 20  # of either end of a file of weights, beside its size
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
+# Names of places may differ from host to host: what lies there is compared.
+_PLACES = ("data.source", "data.cache")
+
+
+def agree_on_run(run: Run, data: TrainingData, mesh: Mesh) -> str:
+    """Compare all that ranks must have alike; the run's id, which rank 0 makes if the run has none yet."""
+    world = _unrecorded(mesh["world"])
+    run_id = first_says(make_run_id(run.folder) if mesh.is_first else "", world)
+    agree({"run id": _seen_id(run.folder, run_id), **run_beliefs(run), **_data_beliefs(run, data)}, world)
+    return run_id
+
+
+def run_beliefs(run: Run) -> dict[str, str]:
+    """The run as its file, overrides and defaults give it, key by key, and the code that reads it."""
+    import weft  # the package imports this module
+
+    tables = {key: to_table(getattr(run, key)) for key in _TABLES}
+    found = {"weft": weft.__version__, "torch": str(torch.__version__), "cluster": run.cluster, **_flat(tables)}
+    return {key: value for key, value in found.items() if key not in _PLACES}
+
+
+def _data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
+    found = {
+        "data.fingerprint": data.fingerprint,
+        "the number of samples to train on": str(len(data.train)),
+        "the number of held-out samples": str(0 if data.held_out is None else len(data.held_out)),
+        "samples that are left out": json.dumps(sorted(data.skipped)),
+    }
+    if run.model_folder is not None:
+        found["a hash of the weights to start from"] = _weights_hash(run.model_folder)
+    return found
+
+
+def agree(beliefs: Mapping[str, str], world: Axis) -> None:
+    """Refuse a run whose ranks believe different things; every rank raises the same error. Where all is alike, 32 bytes
+    a rank are exchanged.
+    """
+    world = _unrecorded(world)
+    text = json.dumps(beliefs, sort_keys=True).encode()
+    own = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8)
+    digests = torch.empty(world.degree * len(own), dtype=torch.uint8)
+    all_gather(digests, own, world).wait()
+    rows = digests.view(world.degree, -1)
+    if not bool((rows == rows[0]).all()):  # so every rank finds, or none
+        raise LaunchError(_describe([json.loads(one) for one in _gather(text, world)]))
+
+
+def first_says(text: str, world: Axis) -> str:
+    """Rank 0's text."""
+    world = _unrecorded(world)
+    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    size = torch.tensor([len(data)])
+    broadcast(size, world).wait()
+    if not size:
+        return ""
+    if world.index:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast(data, world).wait()
+    return data.numpy().tobytes().decode()
+
+
+def all_say(text: str, world: Axis) -> list[str]:
+    """The texts of all ranks, in order."""
+    return [one.decode() for one in _gather(text.encode(), _unrecorded(world))]
+
+
+def _gather(text: bytes, world: Axis) -> list[bytes]:
+    """The texts of all ranks."""
+    longest = torch.tensor([len(text)])
+    all_reduce(longest, world, "max").wait()
+    part = torch.zeros(int(longest) + 1, dtype=torch.uint8)  # never empty
+    part[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    whole = torch.empty(world.degree * len(part), dtype=torch.uint8)
+    all_gather(whole, part, world).wait()
+    return [row.numpy().tobytes().rstrip(b"\0") for row in whole.view(world.degree, -1)]
+
+
+def _describe(beliefs: Sequence[Mapping[str, str]]) -> str:
+    """Each belief that differs: its values, in the order of ranks, and who holds them."""
+    keys = list(dict.fromkeys(key for one in beliefs for key in one))
+    phrases = []
+    for key in keys:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, one in enumerate(beliefs):
+            ranks_by_value.setdefault(one.get(key, "not given"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            values = list(ranks_by_value.items())
+            words = [f"{_shown(value)} on {_named(ranks)}" for value, ranks in values[:_MAX_NAMED]]
+            phrases.append(f"{key} is {', '.join(words)}")
+    more = f"; and {len(phrases) - _MAX_NAMED} more" if len(phrases) > _MAX_NAMED else ""
+    return (
+        f"the ranks do not agree on what they train: {'; '.join(phrases[:_MAX_NAMED])}{more}. Start all ranks with the "
+        f"same run file, code and data, in a folder that all of them share"
+    )
+
+
+def _shown(value: str) -> str:
+    value = value if len(value) <= _MAX_VALUE else f"{value[:_MAX_VALUE]}..."
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in value)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    few = names(ranks[:_MAX_NAMED])
+    return few if len(ranks) <= _MAX_NAMED else f"{few} and {len(ranks) - _MAX_NAMED} more"
+
+
+def _seen_id(folder: Path, run_id: str) -> str:
+    """The run's id as this rank finds it in its folder: a new file may show late on another host."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while (found := known_run_id(folder)) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return run_id if found == run_id else f"{found or 'none'} in {folder.resolve() / 'checkpoints'}"
+
+
+def _weights_hash(folder: Path) -> str:
+    """Of names, sizes and both ends of the files: enough to tell other weights, without reading all of them."""
+    found = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size_bytes = path.stat().st_size
+        found.update(f"{path.name} {size_bytes} ".encode())
+        with open(path, "rb") as file:
+            found.update(file.read(_WEIGHT_BYTES))
+            file.seek(max(0, size_bytes - _WEIGHT_BYTES))
+            found.update(file.read(_WEIGHT_BYTES))
+    return found.hexdigest()
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = str(value)
+    return flat
+
+
+def _unrecorded(world: Axis) -> Axis:
+    """What is compared is no part of a step's traffic."""
+    return replace(world, ledger=Ledger(), levels=None)
