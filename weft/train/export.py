@@ -25,6 +25,7 @@ def export(
     """
     checkpoint = open_checkpoint(source)
     entries = checkpoint.entries("parameter")
+    config = saved_model(checkpoint)  # refuses one of images, which has no tokenizer
     files = _tokenizer_file(checkpoint)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -34,7 +35,7 @@ def export(
             if progress is not None:
                 progress(done, len(entries))
 
-    write_weights(target, saved_model(checkpoint), tensors(), files=files)
+    write_weights(target, config, tensors(), files=files)
 
 
 def _tokenizer_file(checkpoint: Checkpoint) -> dict[str, Path]:
