@@ -49,10 +49,18 @@ def _put_codes(ptr, scale_ptr, place, inside, row, last_row, values, draw, LEVEL
     """As `rounding.signed_codes` and, with the fourth ROOT, `rounding.square_codes`."""
     size = tl.abs(tl.where(inside, values, 0.0))
     scale = tl.max(size, 1)
-    root = tl.sqrt(size * (1.0 / tl.maximum(scale, 1e-38))[:, None])
+    part = size * (1.0 / tl.maximum(scale, 1e-38))[:, None]
+    root = tl.sqrt(part)
     if ROOT == 4:
         root = tl.sqrt(root)
-    code = tl.minimum(tl.floor(root * LEVELS + (draw & 0xFFFF).to(tl.float32) * (1 / 65536)), LEVELS)
+    low = tl.minimum(tl.floor(root * LEVELS), LEVELS - 1)
+    below, above = low * (1 / LEVELS), (low + 1) * (1 / LEVELS)
+    below, above = below * below, above * above
+    if ROOT == 4:
+        below, above = below * below, above * above
+    fraction = ((draw & 0xFFFF).to(tl.float32) + 0.5) * (1 / 65536)
+    up = tl.floor((part - below) / (above - below) + fraction)
+    code = low + tl.minimum(tl.maximum(up, 0.0), 1.0)
     if ROOT == 4:
         code = tl.where(size > 0, tl.maximum(code, 1.0), code)
         tl.store(ptr + place, code.to(tl.int32).to(tl.uint8), mask=inside)
