@@ -53,6 +53,11 @@ def test_a_gradient_is_copied_and_its_squares_are_added_up() -> None:
         assert one["squares"] <= CLOSE, name
 
 
+def test_a_program_behind_two_to_the_31_elements_finds_its_own() -> None:
+    for program, one in differences("offsets").items():
+        assert one == dict.fromkeys(("take", "update"), int(program) * 8192)
+
+
 def test_pools_and_their_gradients_are_torchs() -> None:
     found = differences("pools")
     assert len(found) == 18

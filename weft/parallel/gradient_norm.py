@@ -22,7 +22,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
         return []
     if tensors[0].device.type != "cpu":
         dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)  # of the sums
-        return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+        return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
     chunks = [list(tensor.reshape(-1).split(_CHUNK_NUMEL)) for tensor in tensors]
     parts = [torch.stack(torch._foreach_norm(one, 2, dtype=torch.float64)) for one in chunks]
     return [torch.linalg.vector_norm(one) for one in parts]
