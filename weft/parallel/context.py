@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -125,6 +126,7 @@ def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
     )
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and their count are no part of a compiled graph
 def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """What takes the place of a module's attention; `module.documents` are then those of the whole sequence."""
     attention = ring_attention if kind == "ring" else all_to_all_attention
