@@ -90,6 +90,20 @@ def losses() -> dict[str, dict[str, float]]:
     return found
 
 
+def labels() -> dict[str, dict[str, float]]:
+    """Rows and losses that are no number, of labels that are no class, by the plain function and by the kernel."""
+    found = {}
+    loss_kernel._WIDTH = 64
+    for label in (-1, -101, 37, 2**40):
+        given = torch.tensor([3, label, IGNORE])
+        for name, change in (("plain", rows_loss), ("kernel", loss_kernel.rows_loss_by_kernel)):
+            rows = torch.randn(3, 40)[:, :37]
+            total = change(rows, given, None, True)
+            bad = rows.isnan().sum(1).tolist()
+            found[f"{name} {label}"] = {"total": float(total.isnan()), "good": bad[0] + bad[2], "bad": bad[1]}
+    return found
+
+
 def takes() -> dict[str, dict[str, float]]:
     """Of a copied gradient, and of its square sum."""
     found = {}
@@ -162,6 +176,13 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     print(
         json.dumps(
-            {"updates": updates, "losses": losses, "takes": takes, "pools": pools, "offsets": offsets}[sys.argv[1]]()
+            {
+                "updates": updates,
+                "losses": losses,
+                "takes": takes,
+                "pools": pools,
+                "labels": labels,
+                "offsets": offsets,
+            }[sys.argv[1]]()
         )
     )

@@ -6,11 +6,12 @@ On a CPU there is nothing to run ahead of, and both are done at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from weft.models.loss import count_unknown
 from weft.train.step import Batch, StepResult
 
 
@@ -43,10 +44,11 @@ class Batches:
 
 
 class Late:
-    """Loss, gradient norm and verdict of a step on their way to the host."""
+    """Loss, gradient norm and verdict of a step on their way to the host; its labels are looked at if they are bad."""
 
-    def __init__(self, step: int, rate: float, result: StepResult) -> None:
+    def __init__(self, step: int, rate: float, result: StepResult, batches: Sequence[Batch] = ()) -> None:
         self.step, self.rate = step, rate
+        self._labels = [batch[1] for batch in batches]
         assert result.verdict is not None, "the loop judges every step"
         values = torch.stack([value.double() for value in (result.loss, result.grad_norm, result.verdict)])
         self._event: torch.cuda.Event | None = None
@@ -63,3 +65,7 @@ class Late:
             self._event.synchronize()
         loss, norm, verdict = self._values.tolist()
         return loss, norm, int(verdict)
+
+    def wrong_labels(self, num_classes: int) -> str | None:
+        """What is wrong with this rank's labels, if anything."""
+        return count_unknown(torch.cat([labels.flatten() for labels in self._labels]), num_classes)

@@ -25,6 +25,7 @@ from weft.layer_drop import Gates, drop_layers
 from weft.lock import locked
 from weft.memory.host import check_room
 from weft.mesh import Mesh
+from weft.models import LanguageConfig
 from weft.parallel import parallelize
 from weft.parallel.draws import seed_draws
 from weft.pipeline.runtime import Pipeline
@@ -163,7 +164,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
             status.step_ends()
             stop.ask()
             done = [] if late is None else [late]  # the device has the next step to do
-            late = Late(step, rate, result)
+            late = Late(step, rate, result, given)
             if _pauses(run, step) or stop.agreed or mesh.device.type == "cpu":
                 done, late = [*done, late], None
             bad: Bad | None = None
@@ -264,7 +265,8 @@ def _report(
         metrics = _measure(run, clock, mesh, done.step, loss, norm, done.rate)
         log.step(metrics)
         reporter.step(metrics)
-    bad = policy.after(done.step, verdict, loss, norm)
+    num_classes = run.model.vocab_size if isinstance(run.model, LanguageConfig) else run.model.num_classes
+    bad = policy.after(done.step, verdict, loss, norm, partial(done.wrong_labels, num_classes))
     if bad is not None and log is not None and bad.follows == "skip":
         log.write("numbers", done.step, {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad})
         reporter.say(f"{bad}: its update was skipped on all ranks (bad steps so far: {policy.num_bad})")
