@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.blocks import find_blocks
+from weft.memory.carried import carried_by, carrying
 from weft.memory.peaks import Peaks, peaks
 from weft.memory.sent import ahead_bytes, sent_bytes
 from weft.mesh import Mesh
@@ -55,8 +56,21 @@ class RecomputePolicy(Strategy):
         if plan.memory.recompute != "none":
             for block in find_blocks(model).values():
                 # The forward is wrapped, not the module: hooks stay outside and state_dict keys stay as they are.
-                block.forward = _under(plan.memory.recompute, block.forward)
+                block.forward = _recomputed(plan.memory.recompute, block)
         return model
+
+
+def _recomputed(policy: str, block: nn.Module) -> Callable[..., Any]:
+    """A block's forward under a policy, with all the state that it reads (`carried.py`)."""
+    forward, states = block.forward, carried_by(block)
+    alone = _under(policy, forward)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not states:
+            return alone(*args, **kwargs)
+        return _under(policy, carrying(forward, states))(*args, **kwargs)
+
+    return recomputed
 
 
 def _under(policy: str, forward: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
