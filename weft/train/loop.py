@@ -6,7 +6,6 @@ or a function of the step, so ranks never part.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from weft.memory.host import check_room
 from weft.mesh import Mesh
 from weft.models import LanguageConfig
 from weft.parallel import parallelize
-from weft.parallel.draws import seed_draws
+from weft.parallel.draws import keyed, seed_draws
 from weft.pipeline.runtime import Pipeline
 from weft.pipeline.sections import Sections
 from weft.predict import (
@@ -245,11 +244,12 @@ def _batches(run: Run, data: TrainingData, policy: Policy, mesh: Mesh, step: int
 
 
 def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, micro_batch: int) -> None:
-    """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them."""
+    """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them. Where ranks of one
+    batch hold different elements, `parallel/draws.py` makes them differ.
+    """
     if gates is not None:
         gates.begin(step, micro_batch)
-    key = f"{run.train.seed}:{step}:{micro_batch}:{mesh['batch'].index}"
-    seed_draws(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()), mesh.device)
+    seed_draws(keyed(run.train.seed, step, micro_batch, mesh["batch"].index), mesh.device)
 
 
 def _report(
