@@ -2,12 +2,13 @@
 
 `full` keeps each block's inputs only and runs its forward twice (Chen et al. 2016). `selective` also keeps the results
 of matmuls, convolutions and attention, and recomputes only what is cheap: norms, activations, rotary embedding
-(after Korthikanti et al. 2022). Applied to blocks; the root keeps all.
+(after Korthikanti et al. 2022); attention that drops weights is computed again too. Applied to blocks; the root keeps
+all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,8 +83,20 @@ def _under(policy: str, forward: Callable[..., Any], **keywords: Any) -> Callabl
     return partial(checkpoint, forward, use_reentrant=False, **keywords)
 
 
-def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operation in KEPT_OPERATIONS and not _drops(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation that could be kept drops values, as attention on a GPU may. Kept, it would draw nothing in
+    recompute, and all that the block draws behind it would be other numbers than in forward.
+    """
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = kwargs.get("dropout_p", args[place] if place < len(args) else argument.default_value)
+            return bool(given)
+    return False
 
 
 def transient(
