@@ -16,13 +16,17 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from weft.models import loss_kernel
 from weft.models.loss import IGNORE, rows_loss
 from weft.models.vision.pool_kernel import by_kernel
+from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
+from weft.parallel import take_kernel
 from weft.parallel.take_kernel import take_with_squares
 
 NUMBERS = torch.tensor([1 - 1e-3, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5], dtype=torch.float64)
@@ -86,6 +90,20 @@ def losses() -> dict[str, dict[str, float]]:
     return found
 
 
+def labels() -> dict[str, dict[str, float]]:
+    """Rows and losses that are no number, of labels that are no class, by the plain function and by the kernel."""
+    found = {}
+    loss_kernel._WIDTH = 64
+    for label in (-1, -101, 37, 2**40):
+        given = torch.tensor([3, label, IGNORE])
+        for name, change in (("plain", rows_loss), ("kernel", loss_kernel.rows_loss_by_kernel)):
+            rows = torch.randn(3, 40)[:, :37]
+            total = change(rows, given, None, True)
+            bad = rows.isnan().sum(1).tolist()
+            found[f"{name} {label}"] = {"total": float(total.isnan()), "good": bad[0] + bad[2], "bad": bad[1]}
+    return found
+
+
 def takes() -> dict[str, dict[str, float]]:
     """Of a copied gradient, and of its square sum."""
     found = {}
@@ -95,6 +113,23 @@ def takes() -> dict[str, dict[str, float]]:
             squares = take_with_squares(gradient, target)
             of_squares = difference(squares.sum(dtype=torch.float64), gradient.double().square().sum())
             found[f"{dtype} {numel}"] = {"target": difference(target, gradient), "squares": of_squares}
+    return found
+
+
+@triton.jit
+def _offsets(program_ptr, first_ptr, SIZE: tl.constexpr):  # noqa: N803
+    program = tl.load(program_ptr)
+    tl.store(first_ptr, take_kernel._first(program, SIZE))
+    tl.store(first_ptr + 1, update_kernel._first(program, SIZE))
+
+
+def offsets() -> dict[str, dict[str, float]]:
+    """Where programs behind 2^31 elements begin, by each kernel; a tensor that long is not needed for it."""
+    found = {}
+    for program in (5, 2**18 - 1, 2**18, 2**20 + 3):
+        firsts = torch.zeros(2, dtype=torch.int64)
+        _offsets[(1,)](torch.tensor([program], dtype=torch.int32), firsts, SIZE=8192)
+        found[str(program)] = dict(zip(("take", "update"), firsts.tolist(), strict=True))
     return found
 
 
@@ -139,4 +174,15 @@ def pools() -> dict[str, dict[str, float]]:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    print(json.dumps({"updates": updates, "losses": losses, "takes": takes, "pools": pools}[sys.argv[1]]()))
+    print(
+        json.dumps(
+            {
+                "updates": updates,
+                "losses": losses,
+                "takes": takes,
+                "pools": pools,
+                "labels": labels,
+                "offsets": offsets,
+            }[sys.argv[1]]()
+        )
+    )

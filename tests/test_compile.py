@@ -41,15 +41,17 @@ OTHERS = {
 }
 
 
-def trained(make: Callable[[], nn.Module], plan: Plan, change: Compile) -> list[tuple[float, dict[str, torch.Tensor]]]:
-    """Loss and gradients of two steps, on this rank; `change` is done to each block."""
+def trained(
+    make: Callable[[], nn.Module], plan: Plan, change: Compile, num_steps: int = 2
+) -> list[tuple[float, dict[str, torch.Tensor]]]:
+    """Loss and gradients of some steps, on this rank; `change` is done to each block."""
     torch.manual_seed(0)
     mesh = Mesh(plan)
     model = parallelize(make().double(), plan, mesh)
     for block in find_blocks(model).values():
         change(block)
     found = []
-    for step in range(2):
+    for step in range(num_steps):
         batch = tuple(tensor.chunk(mesh["batch"].degree)[mesh["batch"].index] for tensor in shared.token_batch(step))
         loss = CROSS_ENTROPY.total(model, own_tokens(batch, mesh["context"]))
         loss.backward()
@@ -116,3 +118,24 @@ def test_compiled_blocks_of_every_plan(
     shared.with_exact_norms(monkeypatch)
     with torch._inductor.config.patch(compile_threads=1):
         check(make, (PLANS | OTHERS)[name], backend)
+
+
+@pytest.mark.parametrize("kind", ["ring", "all-to-all"])
+def test_attention_over_context_is_compiled_once_and_never_again(kind: Any) -> None:
+    """Its collectives are no part of a graph; seen by dynamo, each step had other ones, and was compiled anew."""
+    plan = Plan(context=Context(2, kind), precision="fp64")
+
+    def compile_forward(block: nn.Module) -> None:
+        block.forward = torch.compile(block.forward, backend="eager", dynamic=False)
+
+    def rank(_: int) -> list[int]:
+        found = []
+        for num_steps in (1, 4):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            trained(MODELS["shipped"], plan, compile_forward, num_steps)
+            found.append(torch._dynamo.utils.counters["frames"]["total"])  # what was compiled, with a graph or without
+        return found
+
+    for one, several in run_local(rank, 2):
+        assert one == several > 0

@@ -215,6 +215,33 @@ def test_bfloat16_is_as_near_as_its_rounding(kind: str) -> None:
     assert max(worst) > 1e-6  # it did run in bfloat16
 
 
+@pytest.mark.parametrize("form", ["expanded", "turned"])
+def test_kernels_get_a_gradient_with_elements_of_its_own(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum gives its terms one number, with strides of 0, which kernels of GPUs need not read as it is."""
+    strides = []
+    inner = block_attention._flash_backward
+
+    def watched(result: block_attention.Result, *args: Any) -> Any:
+        strides.append(result.grad_out.stride())
+        return inner(result, *args)
+
+    monkeypatch.setattr(block_attention, "_flash_backward", watched)
+    gradients = []
+    for how in (form, "plain"):
+        generator = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(2, 4, 16, 8, generator=generator).requires_grad_() for _ in range(3))
+        out = ring_attention(query, key, value, make_axis(0, 1))
+        gradient = torch.full(out.shape, 0.5) if form == "expanded" else torch.randn(out.shape, generator=generator)
+        if how == "expanded":
+            gradient = torch.tensor(0.5).expand(out.shape)
+        elif how == "turned":
+            gradient = gradient.transpose(2, 3).contiguous().transpose(2, 3)
+        out.backward(gradient)
+        gradients.append([one.grad for one in (query, key, value)])
+    assert all(stride[-1] == 1 and 0 not in stride for stride in strides)
+    assert_close(*gradients)
+
+
 def test_gathers_documents_into_the_order_of_the_sequence() -> None:
     def rank_function(rank: int) -> Any:
         axis = make_axis(rank, 4)

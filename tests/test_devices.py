@@ -50,7 +50,7 @@ def test_a_described_machine_is_seen_only_while_it_is_described(monkeypatch: pyt
         ([H200], ["train.device=cpu"], "fp32", "usual on a CPU"),
         ([H200], ["plan.precision=fp32"], "fp32", ""),
         ([V100], [], "fp32", "Tesla V100-SXM2-32GB has no bf16"),
-        ([H200, V100], [], "fp32", "NVIDIA H200 has no bf16"),
+        ([H200, V100], [], "fp32", "Tesla V100-SXM2-32GB has no bf16"),
         ([], [], "fp32", "usual on a CPU"),
         ([], ["cluster=h100:1x8"], "bf16", "usual on H100 SXM 80GB"),
         ([], ["cluster=v100-32:1x8"], "fp32", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ from weft.errors import PlanError
 from weft.local import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, ModelConfig, build, initialise
-from weft.parallel import parallelize
+from weft.parallel import named_pieces, parallelize
 from weft.parallel.context import own_tokens
-from weft.plan import Context, Memory, Plan
+from weft.plan import Context, Memory, Pipe, Plan
 from weft.plan import Tensor as TensorAxes
 from weft.train.documents import document_traffic, number_documents, separate_documents
+from weft.train.step import evaluate, train_step
 
 END = 60
 ALONE = Axis("context", 1, 0, None, Ledger())
@@ -92,6 +94,62 @@ def test_documents_stay_apart_over_context(plan: Plan, config: ModelConfig) -> N
     for difference, gathered in run_local(rank, plan.num_ranks):
         assert difference < 1e-12
         assert gathered == 2 * 16 * 8
+
+
+def micro_batches() -> list[tuple[Tensor, Tensor]]:
+    """Four, whose documents end at other places: what is computed with another's ids has another loss."""
+    made = []
+    for number in range(4):
+        drawn = torch.randint(0, END, (2, 17), generator=torch.Generator().manual_seed(number))
+        drawn[0, 2 + 3 * number], drawn[1, 13 - 2 * number] = END, END
+        made.append((drawn[:, :-1].contiguous(), drawn[:, 1:].clone()))
+    return made
+
+
+def trained(config: ModelConfig, plan: Plan, is_apart: bool = True) -> tuple[list[float], dict[str, list[float]]]:
+    """Losses before and after a step, the bytes gathered over `context` in it, and this rank's parameters behind it."""
+    mesh = Mesh(plan)
+    model = parallelize(model_of(config), plan, mesh, example=lambda: (torch.zeros(2, 16, dtype=torch.long),))
+    if is_apart:
+        separate_documents(model, END, mesh["context"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = evaluate(model, micro_batches(), mesh)
+    mesh.ledger.clear()
+    result = train_step(model, optimizer, micro_batches(), mesh, clip=None)
+    gathered = mesh.ledger.entries().get(("context", "all_gather"))
+    losses = [float(before), float(result.loss), float(gathered.num_bytes if gathered else 0)]
+    return losses, {part.parameter.name: piece.detach().flatten().tolist() for part, piece in named_pieces(model)}
+
+
+PIPE = Plan(pipe=Pipe(2), precision="fp64")
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PIPE,
+        replace(PIPE, memory=Memory("full")),
+        replace(PIPE, memory=Memory("selective")),
+        Plan(pipe=Pipe(2, "interleaved"), memory=Memory("full"), precision="fp64"),
+        Plan(pipe=Pipe(2, "gems"), memory=Memory("full"), precision="fp64"),
+        Plan(pipe=Pipe(2), context=Context(2), memory=Memory("full"), precision="fp64"),
+        Plan(pipe=Pipe(2, "interleaved"), context=Context(2), precision="fp64"),
+    ],
+    ids=lambda plan: f"{plan.describe_axes()} {plan.pipe.schedule} {plan.memory.recompute}",
+)
+def test_documents_stay_apart_in_a_pipeline(plan: Plan) -> None:
+    """Each stage computes a micro-batch, and computes it again in backward, with the documents of that one."""
+    config = replace(CONFIGS[0], num_hidden_layers=4)
+    (losses, parameters) = trained(config, Plan(precision="fp64"))
+    assert losses[0] != pytest.approx(trained(config, Plan(precision="fp64"), is_apart=False)[0][0], rel=1e-6)
+    names = set()
+    for found, here in run_local(lambda _: trained(config, plan), plan.num_ranks):
+        assert found[:2] == pytest.approx(losses[:2], rel=1e-12)
+        assert found[2] == (0 if plan.context.degree == 1 else 4 * 2 * 16 * 8)  # once for each micro-batch
+        for name, values in here.items():
+            assert values == pytest.approx(parameters[name], rel=1e-9, abs=1e-11), name
+        names |= set(here)
+    assert names == set(parameters)
 
 
 def test_the_run_file_asks_for_it_and_the_prediction_counts_it(tmp_path: Path) -> None:

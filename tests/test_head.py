@@ -18,7 +18,7 @@ from weft.errors import PlanError
 from weft.head import install_loss_head, is_loss_in_head, loss_head_of
 from weft.live import LiveTensors
 from weft.models import loss as losses
-from weft.models.loss import IGNORE, ExampleLoss, head_loss, parts, token_loss
+from weft.models.loss import IGNORE, ExampleLoss, count_unknown, head_loss, parts, rows_loss, token_loss
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
@@ -184,6 +184,27 @@ def test_shipped_models_would_answer_the_same(make: Callable[[], nn.Module], mon
     head = loss_head_of(model)
     assert head is not None
     assert head.module is model.lm_head
+
+
+@pytest.mark.parametrize("label", [-1, -101, 37, 2**40])
+@pytest.mark.parametrize("way", ["logits", "head", "compiled rows"])
+def test_a_label_that_is_no_class_gives_no_number(way: str, label: int) -> None:
+    """-1 became class 0, and a label behind the last class read another row."""
+    hidden, weight, _, labels = example()
+    for unknown in (IGNORE, label):
+        labels[1, 7] = unknown
+        if way == "logits":
+            total = token_loss(F.linear(hidden, weight), labels)[0]
+        else:
+            rows = rows_loss if way == "head" else torch.compile(rows_loss, backend="eager")
+            total = head_loss(hidden, weight, None, labels, 0.0, rows)
+        found = [total.detach(), *gradients(total, hidden, weight)]
+        assert [bool(one.isnan().any()) for one in found] == [unknown == label] * 3
+    assert count_unknown(labels, 37) == (
+        f"1 of 150 labels are none of the model's 37 classes, {label} first; "
+        "use 0 to 36, or -100 for what does not count"
+    )
+    assert count_unknown(labels.clamp(0, 36), 37) is None
 
 
 def test_labels_for_other_positions_are_refused() -> None:

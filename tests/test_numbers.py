@@ -105,6 +105,23 @@ def test_a_bad_batch_on_one_rank_is_skipped_as_if_it_had_never_been(deep_file: P
     assert "no finite number in step 2 (loss nan, gradient norm nan)" in first["what"]
 
 
+@pytest.mark.parametrize("layout", ["1 process", "2 x, no clipping"])
+def test_a_label_that_is_no_class_is_named(run_file: Path, layout: str) -> None:
+    run = make_run(run_file, f"label {layout}", *SKIP_LAYOUTS[layout], "train.steps=3")
+    batches = TrainingData.batches
+
+    def spoiled(self: TrainingData, run: Run, number: int, *rest: Any) -> Any:
+        found = batches(self, run, number, *rest)
+        if number == 1:
+            found[0][1][0, 3] = -1
+        return found
+
+    with patch.object(TrainingData, "batches", spoiled), pytest.raises(LocalError) as raised:
+        train_on_ranks(run)
+    assert "no finite number in step 2 (loss nan, gradient norm nan): 1 of" in str(raised.value)
+    assert "labels are none of the model's 257 classes, -1 first; use 0 to 256, or -100" in str(raised.value)
+
+
 def test_without_the_judge_the_same_batch_ruins_the_run(run_file: Path) -> None:
     """The negative control of the test above."""
     run = make_run(run_file, "ruined", "train.steps=3", "checkpoint.every=3")

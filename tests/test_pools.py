@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import weft.parallel
 from weft.mesh import Mesh
 from weft.models.vision import pools
-from weft.models.vision.pools import avg_pool2d, has_wrong_gradient, mend_averages
+from weft.models.vision.pools import Window, avg_pool2d, has_wrong_gradient, mend_averages
 from weft.parallel import parallelize
 from weft.plan import Plan, Tile
 from weft.spatial.place import Grid
@@ -157,3 +157,12 @@ def test_images_on_gpus_have_channels_last() -> None:
     assert as_on_gpus(labels) is labels
     assert as_on_gpus(pixels).is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(as_on_gpus(pixels), pixels)
+
+
+def test_kernels_leave_images_alone_whose_pixels_have_no_number() -> None:
+    """They count pixels in 32 bits; of results there may be more than of the image."""
+    wide = Window.of(2, 1, 1)
+    assert wide.fits(torch.empty(1, 8, 40000, 40000, device="meta"))
+    assert not wide.fits(torch.empty(2, 8, 40000, 40000, device="meta"))
+    assert 46340 * 46340 < 2**31 < 46341 * 46341
+    assert not wide.fits(torch.empty(1, 8, 46340, 46340, device="meta"))

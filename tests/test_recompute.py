@@ -10,11 +10,14 @@ import models_for_tests as models
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from weft.errors import PlanError
+from weft.memory import recompute
 from weft.parallel import cost, parallelize
 from weft.plan import Memory, Plan, Recompute, split_batch
 from weft.profile import profile
+from weft.profile.products import ATTENTION
 
 KINDS: tuple[Recompute, ...] = ("none", "selective", "full")
 
@@ -112,3 +115,15 @@ def test_full_computes_the_blocks_once_more() -> None:
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(PlanError, match=r"memory\.recompute = 'full' works on blocks, and the model has none"):
         make(models.MLP, "full")
+
+
+def test_attention_that_drops_weights_is_not_kept() -> None:
+    """Kept, a GPU's kernel would draw nothing in recompute, and what is dropped behind it would be something else."""
+    heads = [torch.empty(1, 2, 4, 8)] * 3
+    for packet in ATTENTION:
+        before = [None, True] if "attn_bias" in str(packet.default._schema) else []
+        for dropout, expected in ((0.0, CheckpointPolicy.MUST_SAVE), (0.1, CheckpointPolicy.PREFER_RECOMPUTE)):
+            assert recompute._policy(None, packet.default, *heads, *before, dropout) == expected, packet
+            assert recompute._policy(None, packet.default, *heads, *before, dropout_p=dropout) == expected, packet
+        assert recompute._policy(None, packet.default, *heads, *before) == CheckpointPolicy.MUST_SAVE, packet
+    assert recompute._policy(None, torch.ops.aten.mm.default, *heads[:2]) == CheckpointPolicy.MUST_SAVE

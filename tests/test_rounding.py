@@ -99,6 +99,34 @@ def test_zeros_have_codes() -> None:
         assert not decode(*encode(torch.zeros(300), draw_of(0, 300))).any()
 
 
+@pytest.mark.parametrize("size", [3e-4, 1e-3, 1e-2, 0.1])
+def test_moments_in_codes_have_the_mean_of_exact_ones_after_many_steps(size: float) -> None:
+    """Gradients of `size` beside one of 1 in every block, so that their moments have small codes.
+
+    Rounding that is fair to the roots of moments raises the moments themselves: after 3,000 steps the second was up to
+    twice what it should be.
+    """
+    numel, steps, beta1, beta2 = 16 * CODE_BLOCK, 3000, 0.9, 0.999
+    generator = torch.Generator().manual_seed(0)
+    first = second = torch.zeros(numel)
+    exact = torch.zeros(2, numel, dtype=torch.float64)
+    means = torch.zeros(2, dtype=torch.float64)  # of the first moment, in codes and exact, over late steps
+    for step in range(steps):
+        gradient = size * (1 + torch.randn(numel, generator=generator))
+        gradient[::CODE_BLOCK] = 1.0
+        first = torch.lerp(first, gradient, 1 - beta1)
+        second = beta2 * second + (1 - beta2) * gradient.square()
+        first = from_signed_codes(*signed_codes(first, draw_of(step << 32, numel, 1)))
+        second = from_square_codes(*square_codes(second, draw_of(step << 32, numel, 2)))
+        exact[0].lerp_(gradient.double(), 1 - beta1)
+        exact[1].lerp_(gradient.double().square(), 1 - beta2)
+        if step >= steps // 2:
+            means += torch.stack([first.double(), exact[0]]).view(2, -1, CODE_BLOCK)[:, :, 1:].mean((1, 2))
+    small = torch.stack([second.double(), exact[1]]).view(2, -1, CODE_BLOCK)[:, :, 1:].mean((1, 2))
+    assert float(means[0] / means[1]) == pytest.approx(1, abs=0.01)
+    assert float(small[0] / small[1]) == pytest.approx(1, abs=0.05)
+
+
 def losses(plan: Plan, steps: int = 40) -> list[float]:
     torch.manual_seed(0)
     mesh = Mesh(plan)

@@ -25,6 +25,7 @@ from weft.train import attention_kernel, compiling
 from weft.train.ahead import Batches, Late
 from weft.train.attention_kernel import Shape, attention_shape, choose
 from weft.train.compiling import compile_blocks, wants_compile
+from weft.train.metrics import Moment
 from weft.train.step import CROSS_ENTROPY, StepResult
 
 CUDA = torch.device("cuda", 0)
@@ -164,7 +165,11 @@ def test_numbers_and_batches_on_a_cpu_come_at_once() -> None:
     assert asked == []
     assert batches.take(1)[0][0].tolist() == [1]
     one = torch.tensor(2.5)
-    assert Late(3, 0.1, StepResult(one, one * 2, one, torch.tensor(1))).read() == (2.5, 5.0, 1)
+    assert Late(3, 0.1, StepResult(one, one * 2, one, torch.tensor(1)), Moment(torch.device("cpu"))).read() == (
+        2.5,
+        5.0,
+        1,
+    )
 
 
 def test_a_run_compiles_and_has_a_z_loss(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -596,15 +596,22 @@ def test_no_rank_holds_whole_logits(name: str, x: int) -> None:
 
 
 def test_labels_and_tokens_outside_the_vocabulary_are_not_passed_over() -> None:
-    def rank(index: int) -> list[float]:
+    def rank(index: int) -> list[list[float]]:
         plan = grid(2)
         model = parallelize(SHIPPED["tied"](), plan, Mesh(plan))
         tokens, labels = shared.token_batch(0)
         beyond = torch.full_like(tokens, shared.VOCABULARY)
-        totals = [CROSS_ENTROPY.total(model, batch) for batch in ((tokens, labels), (tokens, beyond), (beyond, labels))]
-        return [float(total.detach().isnan()) for total in totals]
+        below = torch.full_like(tokens, -1)
+        found = []
+        for batch in ((tokens, labels), (tokens, beyond), (tokens, below), (beyond, labels)):
+            total = CROSS_ENTROPY.total(model, batch)
+            model.zero_grad()
+            total.backward()
+            gradients = [piece.grad for piece in model.parameters() if piece.grad is not None]
+            found.append([float(total.detach().isnan()), float(any(bool(one.isnan().any()) for one in gradients))])
+        return found
 
-    assert run_local(rank, 2) == [[0.0, 1.0, 1.0]] * 2
+    assert run_local(rank, 2) == [[[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]]] * 2
 
 
 def test_logits_of_another_linear_than_the_last_are_refused() -> None:

@@ -45,12 +45,24 @@ def test_the_loss_of_rows_and_their_gradient_are_the_plain_ones() -> None:
         assert one["beside"] == 0, name
 
 
+def test_a_label_that_is_no_class_spoils_its_row_and_no_other() -> None:
+    found = differences("labels")
+    assert len(found) == 8
+    for name, one in found.items():
+        assert one == {"total": 1.0, "good": 0, "bad": 37}, name
+
+
 def test_a_gradient_is_copied_and_its_squares_are_added_up() -> None:
     found = differences("takes")
     assert len(found) == 6
     for name, one in found.items():
         assert one["target"] == 0, name
         assert one["squares"] <= CLOSE, name
+
+
+def test_a_program_behind_two_to_the_31_elements_finds_its_own() -> None:
+    for program, one in differences("offsets").items():
+        assert one == dict.fromkeys(("take", "update"), int(program) * 8192)
 
 
 def test_pools_and_their_gradients_are_torchs() -> None:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from weft.devices import gpus
 from weft.errors import ConfigError, PlanError
@@ -316,6 +316,20 @@ def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: b
         "local", device, num_devices or len(found), intra, loopback, host_memory_bytes, num_cpu_cores, host_link
     )
     return Cluster("local", node, 1)
+
+
+def usual_precision(spec: str, on_cpu: bool) -> tuple[Literal["bf16", "fp32"], str]:
+    """The precision of a run that names none, on a cluster by its name: bf16 on GPUs that have it, else fp32; and why."""
+    if spec.partition(":")[0] != "local":
+        device = load(spec).node.device
+        has_bf16, name = "bf16" in device.peak_flops, device.name
+    else:
+        found = () if on_cpu else gpus()
+        without = [one for one in found if not one.has_bf16]
+        has_bf16, name = bool(found) and not without, (without or found)[0].name if found else "a CPU"
+    if has_bf16 or name == "a CPU":
+        return "bf16" if has_bf16 else "fp32", f"usual on {name}"
+    return "fp32", f"{name} has no bf16"
 
 
 def recognise(reported: str) -> Node | None:

@@ -14,17 +14,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from weft.cluster import load
+from weft.cluster import usual_precision
 from weft.data import slides
 from weft.data.config import Data, DataConfig, SlidesConfig, data_from_table
 from weft.data.goldfish import Goldfish
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.devices import gpus
 from weft.errors import ConfigError
 from weft.layer_drop import LayerDrop
 from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config
 from weft.models.vision import VISION_CONFIGS
-from weft.plan import BatchSplit, Plan, Precision, split_batch
+from weft.plan import BatchSplit, Plan, split_batch
 from weft.schema import at_least, build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
 
 # What AdamW and torch's generators take: at least the first number and below the second.
@@ -266,7 +265,7 @@ _SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     """A run file with overrides (`plan.data=2`) applied, strictly checked; or a frozen run, as it was."""
     if path.suffix == FROZEN_SUFFIX:
-        return _thaw(path)
+        return _read_frozen(path)
     tables = read_toml(path)
     origins = dict.fromkeys(_keys(tables), path.name)
     for text in overrides:
@@ -278,13 +277,18 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     return run_from_tables(tables, origins, default_name=path.stem)
 
 
-def _thaw(path: Path) -> Run:
+def _read_frozen(path: Path) -> Run:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        tables, origins, folder = (content[key] for key in ("tables", "origins", "model_folder"))
+        return run_from_json(path.read_text(encoding="utf-8"), path.stem)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} does not hold a frozen run ({error}); give the run file") from None
-    run = run_from_tables(tables, origins, path.stem)
+
+
+def run_from_json(text: str, name: str = "run") -> Run:
+    """A run from what `Run.to_json` has written."""
+    content = json.loads(text)
+    folder = content["model_folder"]
+    run = run_from_tables(content["tables"], content["origins"], name)
     return replace(run, model_folder=Path(folder) if folder is not None else None)
 
 
@@ -307,7 +311,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
     train = build_dataclass(TrainConfig, tables.get("train", {}), "train")
     plan, cluster, reason = tables.get("plan", {}), tables.get("cluster", "local"), ""
     if "precision" not in plan:
-        precision, reason = _usual_precision(train, cluster)
+        precision, reason = usual_precision(cluster, on_cpu=train.device == "cpu")
         plan = {**plan, "precision": precision}
     run = Run(
         name=name,
@@ -336,19 +340,6 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
             f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
         )
     return run
-
-
-def _usual_precision(train: TrainConfig, cluster: str) -> tuple[Precision, str]:
-    """The precision of a plan that names none: bf16 on GPUs that have it, else fp32; and why, in words."""
-    if cluster.partition(":")[0] != "local":
-        device = load(cluster).node.device
-        has_bf16, name = "bf16" in device.peak_flops, device.name
-    else:
-        found = () if train.device == "cpu" else gpus()
-        has_bf16, name = bool(found) and all(one.has_bf16 for one in found), found[0].name if found else "a CPU"
-    if has_bf16:
-        return "bf16", f"usual on {name}"
-    return "fp32", f"usual on {name}" if name == "a CPU" else f"{name} has no bf16"
 
 
 def _refuse_numbers(run: Run) -> None:

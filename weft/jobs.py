@@ -3,7 +3,7 @@
     with command_nursery(run_as_rank) as nursery:    first of all in a command
         prove(nursery, run)
 
-Arguments and results are JSON's: a run travels as the text of its run file.
+Arguments and results are JSON's: a run travels as `Run.to_json` writes it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Any, Literal
 import torch
 
 from weft.backends import DeviceType
-from weft.config import Run, run_from_tables
+from weft.config import Run, run_from_json
 from weft.devices import Gpu, described, look
 from weft.gpu_check import check_gpu, describe
 from weft.nursery import Job, Main, Nursery
 from weft.predict import refuse_run
 from weft.report import Report, report_from_json, report_to_json
-from weft.schema import parse_toml
 from weft.train.generate import generate, load_for_generation
 from weft.verify import prove_run
 
@@ -62,7 +61,7 @@ def prove(
     has done.
     """
     refuse_run(run)
-    found = nursery.call("verify", run=run.to_toml(), device=device, precision=precision, compiles=compiles)
+    found = nursery.call("verify", run=run.to_json(), device=device, precision=precision, compiles=compiles)
     return report_from_json(found)
 
 
@@ -71,8 +70,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _verify(run: str, device: DeviceType, precision: Literal["fp64", "bf16"], compiles: bool) -> dict[str, Any]:
-    checked = run_from_tables(parse_toml(run, "the run"), {}, "run")
-    return report_to_json(prove_run(checked, device, precision, compiles))
+    return report_to_json(prove_run(run_from_json(run), device, precision, compiles))
 
 
 def _sample(folder: str, device: DeviceType, options: Mapping[str, Any]) -> str:

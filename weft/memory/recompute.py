@@ -2,12 +2,13 @@
 
 `full` keeps each block's inputs only and runs its forward twice (Chen et al. 2016). `selective` also keeps the results
 of matmuls, convolutions and attention, and recomputes only what is cheap: norms, activations, rotary embedding
-(after Korthikanti et al. 2022). Applied to blocks; the root keeps all.
+(after Korthikanti et al. 2022); attention that drops weights is computed again too. Applied to blocks; the root keeps
+all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from weft.blocks import find_blocks
+from weft.memory.carried import carried_by, carrying
 from weft.memory.peaks import Peaks, peaks
 from weft.memory.sent import ahead_bytes, sent_bytes
 from weft.mesh import Mesh
@@ -55,8 +57,21 @@ class RecomputePolicy(Strategy):
         if plan.memory.recompute != "none":
             for block in find_blocks(model).values():
                 # The forward is wrapped, not the module: hooks stay outside and state_dict keys stay as they are.
-                block.forward = _under(plan.memory.recompute, block.forward)
+                block.forward = _recomputed(plan.memory.recompute, block)
         return model
+
+
+def _recomputed(policy: str, block: nn.Module) -> Callable[..., Any]:
+    """A block's forward under a policy, with all the state that it reads (`carried.py`)."""
+    forward, states = block.forward, carried_by(block)
+    alone = _under(policy, forward)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not states:
+            return alone(*args, **kwargs)
+        return _under(policy, carrying(forward, states))(*args, **kwargs)
+
+    return recomputed
 
 
 def _under(policy: str, forward: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
@@ -68,8 +83,20 @@ def _under(policy: str, forward: Callable[..., Any], **keywords: Any) -> Callabl
     return partial(checkpoint, forward, use_reentrant=False, **keywords)
 
 
-def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in KEPT_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operation in KEPT_OPERATIONS and not _drops(operation, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _drops(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation that could be kept drops values, as attention on a GPU may. Kept, it would draw nothing in
+    recompute, and all that the block draws behind it would be other numbers than in forward.
+    """
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.name == "dropout_p":
+            given = kwargs.get("dropout_p", args[place] if place < len(args) else argument.default_value)
+            return bool(given)
+    return False
 
 
 def transient(

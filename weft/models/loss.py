@@ -4,6 +4,9 @@
 multiplied back some at a time, so that logits never exist whole. Nothing is computed twice: the gradients of hidden
 states and weight are there when the loss is, and backward only scales them. The weight's gradient adds up over the
 parts in float32 at least and is rounded once, as that of one matmul is.
+
+A label that is neither a class nor IGNORE makes the loss and its gradient NaN, on every path and device: nothing is
+read outside of a row, nobody waits for the device, and a step that is judged is not made (`count_unknown` names it).
 """
 
 from __future__ import annotations
@@ -35,12 +38,29 @@ def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> tuple[Ten
     Computed in at least float32. With no valid position the sum is 0 and the count is 0. `z_loss` times the squared
     logarithm of the softmax's denominator is added for each position, which keeps logits from drifting.
     """
-    wide = logits.to(_wide(logits)).flatten(0, -2)  # [positions, vocab]
-    total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    valid = labels != IGNORE
+    wide, flat = logits.to(_wide(logits)).flatten(0, -2), labels.flatten()  # [positions, vocab], [positions]
+    unknown, valid = is_unknown(flat, wide.shape[1]), labels != IGNORE
+    total = F.cross_entropy(wide, flat.masked_fill(unknown, IGNORE), ignore_index=IGNORE, reduction="sum")
+    total = total * torch.where(unknown.any(), torch.nan, 1.0).to(total.dtype)
     if z_loss:
         total = total + z_loss * torch.where(valid.flatten(), wide.logsumexp(-1), 0.0).square().sum()
     return total, valid.sum()
+
+
+def is_unknown(labels: Tensor, num_classes: int) -> Tensor:
+    """Which labels are neither a class nor IGNORE."""
+    return ((labels < 0) | (labels >= num_classes)) & (labels != IGNORE)
+
+
+def count_unknown(labels: Tensor, num_classes: int) -> str | None:
+    """What is wrong with labels, in words; None where each is a class or IGNORE. Waits for the device."""
+    wrong, num_labels = labels[is_unknown(labels, num_classes)], labels.numel()
+    if not len(wrong):
+        return None
+    return (
+        f"{len(wrong)} of {num_labels} labels are none of the model's {num_classes} classes, {int(wrong[0])} first; "
+        f"use 0 to {num_classes - 1}, or {IGNORE} for what does not count"
+    )
 
 
 @dataclass(frozen=True)
@@ -59,8 +79,9 @@ def rows_loss(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradien
     None, not 0, leaves the z-loss out: torch.compile makes an input of any number.
     """
     wide, valid = logits.to(_wide(logits)), labels != IGNORE
-    target = labels.clamp(min=0)  # whatever takes the place of one that does not count
-    scale = wide.logsumexp(-1)  # [rows]
+    unknown = is_unknown(labels, wide.shape[1])
+    target = labels.masked_fill(unknown | ~valid, 0)  # whatever takes the place of one that does not count
+    scale = wide.logsumexp(-1).masked_fill(unknown, torch.nan)  # [rows]
     chosen = wide.gather(1, target[:, None])[:, 0]
     losses = scale - chosen
     if z_loss is not None:

@@ -34,7 +34,8 @@ def _rows(
     label = tl.load(labels_ptr + row)
     valid = (label != IGNORED).to(tl.float32)
     # Before anything is written: the sums below let no thread pass before all have read it.
-    chosen = tl.load(start + tl.maximum(label, 0)).to(tl.float32)
+    is_class = (label >= 0) & (label < NUM_CLASSES)
+    chosen = tl.load(start + label, mask=is_class, other=0.0).to(tl.float32)
     largest, total = float("-inf"), 0.0
     for low in range(0, NUM_CLASSES, WIDTH):
         place = low + tl.arange(0, WIDTH)
@@ -43,6 +44,7 @@ def _rows(
         total = total * tl.exp(largest - highest) + tl.sum(tl.exp(values - highest), 0)
         largest = highest
     scale = largest + tl.log(total)
+    scale = tl.where(is_class | (label == IGNORED), scale, float("nan"))  # no class: neither loss nor gradient
     tl.store(losses_ptr + row, tl.where(valid > 0, scale - chosen + z_loss * scale * scale, 0.0))
     if WITH_GRADIENT:
         factor = valid * (1 + 2 * z_loss * scale)

@@ -4,8 +4,11 @@ Rounding to nearest loses every change that is smaller than half a step of the f
 optimizer are. Random rounding keeps them in the mean: a value goes up with the probability of its distance from below.
 The draws are a function of (seed, position), so that a resumed run repeats them.
 
-Codes. First moments have a sign: code = ±127 · sqrt(|m| / scale). Second moments are squares over a wide range:
-code = 255 · (v / scale)^(1/4), at least 1 where v is not 0, because it divides. The scale is the block's largest.
+Codes. First moments have a sign: m = ±(code / 127)² · scale. Second moments are squares over a wide range:
+v = (code / 255)⁴ · scale, with a code of at least 1 where v is not 0, because it divides. The scale is the block's
+largest. A value between those of two codes gets the upper one with the probability of its distance from the lower, as a
+value and not as a root: a sum over many steps then has the mean that it has without rounding. (Only second moments
+below 255⁻⁴ of their block's largest are raised, to that.)
 """
 
 from __future__ import annotations
@@ -55,8 +58,10 @@ def to_bf16(values: Tensor, draw: Tensor) -> Tensor:
 def signed_codes(values: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
     """First moments as int8 codes [numel] and scales [blocks]."""
     blocks, scales = _blocks(values)
-    roots = (blocks.abs() / scales.clamp(min=1e-38).unsqueeze(1)).sqrt() * SIGNED_LEVELS
-    codes = (roots + _fraction(draw, blocks.shape)).floor().clamp(max=SIGNED_LEVELS) * blocks.sign()
+    parts = blocks.abs() / scales.clamp(min=1e-38).unsqueeze(1)
+    low = (parts.sqrt() * SIGNED_LEVELS).floor().clamp(max=SIGNED_LEVELS - 1)
+    below, above = (low / SIGNED_LEVELS).square(), ((low + 1) / SIGNED_LEVELS).square()
+    codes = (low + _goes_up(parts, below, above, draw)) * blocks.sign()
     return codes.to(torch.int8).view(-1)[: values.numel()], scales
 
 
@@ -69,8 +74,10 @@ def from_signed_codes(codes: Tensor, scales: Tensor) -> Tensor:
 def square_codes(values: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
     """Second moments as uint8 codes [numel] and scales [blocks]."""
     blocks, scales = _blocks(values)
-    roots = (blocks / scales.clamp(min=1e-38).unsqueeze(1)).sqrt().sqrt() * SQUARE_LEVELS
-    codes = (roots + _fraction(draw, blocks.shape)).floor().clamp(max=SQUARE_LEVELS)
+    parts = blocks / scales.clamp(min=1e-38).unsqueeze(1)
+    low = (parts.sqrt().sqrt() * SQUARE_LEVELS).floor().clamp(max=SQUARE_LEVELS - 1)
+    below, above = (low / SQUARE_LEVELS).square().square(), ((low + 1) / SQUARE_LEVELS).square().square()
+    codes = low + _goes_up(parts, below, above, draw)
     codes = torch.where(blocks > 0, codes.clamp(min=1.0), codes)
     return codes.to(torch.uint8).view(-1)[: values.numel()], scales
 
@@ -87,9 +94,14 @@ def _blocks(values: Tensor) -> tuple[Tensor, Tensor]:
     return blocks, blocks.abs().amax(1)
 
 
-def _fraction(draw: Tensor, shape: torch.Size) -> Tensor:
+def _goes_up(values: Tensor, below: Tensor, above: Tensor, draw: Tensor) -> Tensor:
+    """1 where a value between two others is rounded up, else 0, by a draw for each [blocks, CODE_BLOCK].
+
+    A draw stands for the middle of its interval; so the mean over all draws is the value, but for 2⁻¹⁷ of the distance.
+    """
     missing = -draw.numel() % CODE_BLOCK
-    return torch.nn.functional.pad(draw, (0, missing)).view(shape).float() / (1 << _DRAW_BITS)
+    fraction = (torch.nn.functional.pad(draw, (0, missing)).view(values.shape).float() + 0.5) / (1 << _DRAW_BITS)
+    return ((values - below) / (above - below) + fraction).floor().clamp(0, 1)
 
 
 def _spread(scales: Tensor, numel: int) -> Tensor:

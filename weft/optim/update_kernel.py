@@ -19,6 +19,12 @@ _BLOCKS = 8  # a program's
 
 
 @triton.jit
+def _first(program, SIZE: tl.constexpr):
+    """The first of a program's rows, which may lie behind 2^31 elements."""
+    return program.to(tl.int64) * SIZE
+
+
+@triton.jit
 def _draws(seed_ptr, place):
     """As `rounding.draws`."""
     seed = tl.load(seed_ptr)
@@ -49,10 +55,18 @@ def _put_codes(ptr, scale_ptr, place, inside, row, last_row, values, draw, LEVEL
     """As `rounding.signed_codes` and, with the fourth ROOT, `rounding.square_codes`."""
     size = tl.abs(tl.where(inside, values, 0.0))
     scale = tl.max(size, 1)
-    root = tl.sqrt(size * (1.0 / tl.maximum(scale, 1e-38))[:, None])
+    part = size * (1.0 / tl.maximum(scale, 1e-38))[:, None]
+    root = tl.sqrt(part)
     if ROOT == 4:
         root = tl.sqrt(root)
-    code = tl.minimum(tl.floor(root * LEVELS + (draw & 0xFFFF).to(tl.float32) * (1 / 65536)), LEVELS)
+    low = tl.minimum(tl.floor(root * LEVELS), LEVELS - 1)
+    below, above = low * (1 / LEVELS), (low + 1) * (1 / LEVELS)
+    below, above = below * below, above * above
+    if ROOT == 4:
+        below, above = below * below, above * above
+    fraction = ((draw & 0xFFFF).to(tl.float32) + 0.5) * (1 / 65536)
+    up = tl.floor((part - below) / (above - below) + fraction)
+    code = low + tl.minimum(tl.maximum(up, 0.0), 1.0)
     if ROOT == 4:
         code = tl.where(size > 0, tl.maximum(code, 1.0), code)
         tl.store(ptr + place, code.to(tl.int32).to(tl.uint8), mask=inside)
@@ -79,10 +93,15 @@ def _update(
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    place = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [BLOCKS, WIDTH]
-    inside = place < numel
-    last_row = tl.cdiv(numel, WIDTH)
+    first_row = _first(tl.program_id(0), BLOCKS)
+    begin, last_row = first_row * WIDTH, tl.cdiv(numel, WIDTH) - first_row
+    row = tl.arange(0, BLOCKS)
+    place = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [BLOCKS, WIDTH], from `begin` on
+    inside = place < numel - begin
+    weight_ptr, gradient_ptr, whole_ptr = weight_ptr + begin, gradient_ptr + begin, whole_ptr + begin
+    first_ptr, second_ptr = first_ptr + begin, second_ptr + begin
+    if HAS_CODES:
+        first_scale_ptr, second_scale_ptr = first_scale_ptr + first_row, second_scale_ptr + first_row
     scale = tl.load(scale_ptr).to(tl.float32)
     weight = tl.load(weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if tl.abs(scale) < float("inf"):
@@ -101,7 +120,7 @@ def _update(
         first = first + new1 * (scaled - first)
         second = beta2 * second + new2 * scaled * scaled
         new = weight * keep - size * first / (tl.sqrt(second) * correction + epsilon)
-        draws = _draws(seed_ptr, place)  # left out by the compiler where nothing is rounded
+        draws = _draws(seed_ptr, begin + place)  # left out by the compiler where nothing is rounded
         if HAS_WHOLE:
             tl.store(whole_ptr + place, new.to(whole_ptr.dtype.element_ty), mask=inside)
         _put(weight_ptr, place, inside, new, draws)
@@ -124,7 +143,7 @@ def update_by_kernel(
     numbers: Tensor,
     seed: Tensor,
 ) -> None:
-    """`update`, of fewer than 2^31 elements."""
+    """`update`."""
     if weight.dtype == torch.float64:
         update(weight, gradient, state, whole, scale, numbers, seed)
         return

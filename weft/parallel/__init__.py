@@ -27,6 +27,7 @@ from weft.parallel.context import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.flat import Flat
 from weft.parallel.fp8 import Fp8Matmuls
+from weft.parallel.gradient_norm import norms
 from weft.parallel.layout import COMPUTE_DTYPE, Part
 from weft.parallel.shard import ShardAxis
 from weft.parallel.streamed import StreamedFlat
@@ -310,10 +311,9 @@ def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
     if sums:
         squared += torch.cat(sums).sum(dtype=squared.dtype)
     if gradients:  # a stage may be frozen
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)  # of the sum: bf16 has too few bits for it
         here = [gradient for gradient, norm in zip(gradients, known, strict=True) if norm is None]
-        norms = iter(torch._foreach_norm(here, 2, dtype=dtype) if here else ())
-        squares = torch.stack([next(norms) if norm is None else norm for norm in known]).double().square()
+        found = iter(norms(here))
+        squares = torch.stack([next(found) if norm is None else norm for norm in known]).double().square()
         if any(count > 1 for count in replicas):  # numbers from the host, which would wait for the device
             squares = squares / torch.tensor(replicas, dtype=squares.dtype).to(squares.device, non_blocking=True)
         squared += squares.sum()
@@ -337,7 +337,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: T
     norm before. Where that is infinite, finite gradients become 0, as with torch's own function.
     """
     if not all_units(model):
-        return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf") if max_norm is None else max_norm)
+        return _clip_parameters(model, max_norm)
     norm = grad_norm(model, mesh) if norm is None else norm
     gradients = [flat.slice_gradient for flat in all_flats(model) if flat.slice_gradient is not None]
     factor = _factor(norm, max_norm)
@@ -347,6 +347,18 @@ def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: T
             torch._foreach_mul_(there, factor.to(device, there[0].dtype))
         for flat in all_flats(model):
             flat.forget_norm(factor)
+    return norm
+
+
+def _clip_parameters(model: nn.Module, max_norm: float | None) -> Tensor:
+    """The same of a model that one rank holds plainly."""
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    norm = torch.stack(norms(gradients)).double().square().sum().sqrt()
+    factor = clip_factor(norm, max_norm)
+    if factor is not None:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return norm
 
 

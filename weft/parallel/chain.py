@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from weft.comm import Axis
 from weft.ends import Ends, hidden_of, with_hidden
 from weft.errors import PlanError
-from weft.parallel.draws import Draws
+from weft.parallel.draws import PART, WHOLE, Draws
 from weft.parallel.region import SEQUENCE_DIM, Stream
 from weft.parallel.tensor_ops import gather, scatter, scatter_sum
 
@@ -62,7 +62,7 @@ class Chain:
                 f"tensor.sequence = false"
             )
         if self.draws is not None:
-            self.draws.apart()
+            self.draws.enter(PART)
         if self.ends.embedding is None:
             return with_hidden(args, kwargs, scatter(hidden, self.axis, SEQUENCE_DIM))
         self.take(hidden, "the first block")
@@ -71,7 +71,7 @@ class Chain:
     def _after_last(self, _: nn.Module, __: Any, out: Any) -> Any:
         self._pass("last")
         if self.draws is not None:
-            self.draws.alike()
+            self.draws.enter(WHOLE)
         hidden = out[0] if isinstance(out, tuple) else out
         if self.ends.head is not None:
             self.given = hidden

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -28,6 +29,7 @@ from weft.parallel.context_attention import (
     ring_traffic,
     zigzag,
 )
+from weft.parallel.draws import Draws
 from weft.parallel.layout import COMPUTE_DTYPE, master_bytes, trained_layouts
 from weft.parallel.unit import units_of
 from weft.plan import BatchSplit, Plan
@@ -98,6 +100,9 @@ class ContextAxis(Strategy):
             if isinstance(module, CausalAttention):
                 setattr(module, "forward", partial(_attend, module, plan.context.kind, axis))  # noqa: B010 (to mypy)
         model.register_forward_pre_hook(partial(_add_positions, axis), with_kwargs=True)
+        draws = Draws({"context": [axis]}, mesh.device)  # all that a rank has in the model is of its own tokens
+        model.register_forward_pre_hook(partial(_draw_apart, draws))
+        model.register_forward_hook(lambda *_: draws.end())
         units = units_of(model)
         assert units is not None
         for flat in units.flats:
@@ -125,6 +130,7 @@ def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
     )
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and their count are no part of a compiled graph
 def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """What takes the place of a module's attention; `module.documents` are then those of the whole sequence."""
     attention = ring_attention if kind == "ring" else all_to_all_attention
@@ -132,6 +138,11 @@ def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: 
     # which are many and are changed in place, so it is kept from looking inside.
     with _disable_current_modes():
         return attention(query, key, value, axis, sliding_window=module.sliding_window, documents=module.documents)
+
+
+def _draw_apart(draws: Draws, *_: Any) -> None:
+    draws.begin()
+    draws.enter("context")
 
 
 def _add_positions(axis: Axis, model: nn.Module, args: Any, kwargs: Any) -> Any:

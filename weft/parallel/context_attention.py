@@ -151,6 +151,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         axis: Axis = ctx.axis
+        if grad_out.stride(-1) != 1 or 0 in grad_out.stride():  # as that of a sum, which kernels need not read
+            grad_out = grad_out.contiguous()
         result = Result(query, out, grad_out, logsumexp)
         grad_query = _zeros(query)
         home = _zeros(key), _zeros(value)

@@ -1,49 +1,104 @@
-"""Random draws over x: where ranks hold other features, heads or tokens they draw apart, elsewhere they draw alike.
+"""Random draws where ranks hold different elements: they draw apart there, and alike where they hold the same.
 
-All ranks of x have the same random state (it is keyed by what they have in common), so dropout of the residual stream,
-which each of them holds whole, is the same on all. Inside a region each has its own features or heads: there it draws
-from a state of its own, made from the common one, and behind the region the common one goes on.
+All ranks of one batch rank begin a forward with the same random state (it is keyed by what they have in common). A
+*scope* names a part of the model and the axes over which its elements are split. Ranks draw in a scope from a state of
+its own, which is keyed by the seed of the forward, the scope and their coordinates on its axes: dropout of the residual
+stream, which all ranks of x hold whole, is then the same on all of them, and that of heads, which they share out, is
+not. Behind the model the common state goes on.
+
+Recompute begins with the scopes that forward began with (`memory/carried.py`).
 """
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from weft.comm import Axis
 
+# Scopes of the tensor axes: the residual stream, a rank's part of its sequence, and between a column and its row.
+WHOLE, PART, INNER = "whole", "part", "inner"
+
+RandomState = tuple[Tensor, Tensor | None]  # of the host, and of the device
+
 
 class Draws:
-    """Switches one rank's random state between what is common over an axis and what is its own."""
+    """One rank's random states in a forward, one for each scope."""
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        self.axis, self.device = axis, device
-        self._common: tuple[Tensor, Tensor | None] | None = None
+    def __init__(self, scopes: Mapping[str, Sequence[Axis]], device: torch.device) -> None:
+        self.device = device
+        self._keys = {name: ":".join([name, *(str(axis.index) for axis in axes)]) for name, axes in scopes.items()}
+        self._seed: int | None = None  # of this forward
+        self._scope = ""  # outside of all
+        self._states: Mapping[str, RandomState] = {}  # of the scopes that it is not in
+
+    def begin(self) -> None:
+        """A new forward: whatever a forward that was cut short has left is not gone on with."""
+        self._seed, self._scope, self._states = None, "", {}
 
     @torch._disable_dynamo  # type: ignore[attr-defined]  # the random state is no part of a compiled graph
-    def apart(self) -> None:
-        """From here on draw for this rank alone."""
-        if self._common is not None:
+    def enter(self, scope: str) -> None:
+        """From here on draw in this scope, from where it was in this forward."""
+        if scope == self._scope:
             return
-        seed = int(torch.randint(0, 2**62, ()))  # the same on all ranks: they have drawn alike so far
-        on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        self._common = torch.get_rng_state(), on_device
-        seed_draws(seed + self.axis.index, self.device)
+        if self._seed is None:
+            self._seed = int(torch.randint(0, 2**62, ()))  # the same on all ranks: they have drawn alike so far
+        self._states = {**self._states, self._scope: random_state(self.device)}
+        self._scope = scope
+        if scope in self._states:
+            set_random_state(self._states[scope], self.device)
+        else:
+            seed_draws(keyed(self._seed, self._keys[scope]), self.device)
 
     @torch._disable_dynamo  # type: ignore[attr-defined]
-    def alike(self) -> None:
-        """Go on where all ranks of the axis drew alike."""
-        if self._common is None:
-            return
-        state, on_device = self._common
-        self._common = None
-        torch.set_rng_state(state)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, self.device)
+    def end(self) -> None:
+        """Go on where all ranks drew alike."""
+        if self._seed is not None:
+            self.enter("")
+            self.begin()
 
-    def forget(self) -> None:
-        """A new forward: whatever a forward that was cut short has left is not gone on with."""
-        self._common = None
+    def get(self) -> tuple[int | None, str, Mapping[str, RandomState]]:
+        """What recompute puts back; the state that is drawn from just now is put back by torch."""
+        return self._seed, self._scope, self._states
+
+    def set(self, value: tuple[int | None, str, Mapping[str, RandomState]]) -> None:
+        self._seed, self._scope, self._states = value
+
+
+class TileDraws:
+    """Draws of one operation on tiles: apart for its duration, from a state made of the common one."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._draws = Draws({"tile": (axis,)}, device)
+
+    def apart(self) -> None:
+        """From here on draw for this rank's tile alone."""
+        self._draws.enter("tile")
+
+    def alike(self) -> None:
+        """Go on where all ranks drew alike."""
+        self._draws.end()
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Of the host and, where it is another, of the device."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(state: RandomState, device: torch.device) -> None:
+    """Go on from a state."""
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def keyed(*parts: object) -> int:
+    """A seed made of all parts."""
+    key = ":".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest())
 
 
 def seed_draws(seed: int, device: torch.device) -> None:

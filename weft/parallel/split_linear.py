@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.errors import PlanError
 from weft.parallel.chain import Chain
-from weft.parallel.draws import Draws
+from weft.parallel.draws import INNER, PART, WHOLE, Draws
 from weft.parallel.region import SEQUENCE_DIM, Stream, into_region, out_of_region
 from weft.parallel.tensor_ops import gather, leave, own_part, scatter
 from weft.probe import linear_sizes
@@ -56,14 +56,14 @@ class SplitLinear:
                     f"which tensor.sequence = true does not split; use false"
                 )
             if self.draws is not None:
-                self.draws.apart()
+                self.draws.enter(INNER)
             product = self._enter(value)
         return self._add_bias(leave(product, self.y))
 
     def row(self, value: Tensor) -> Tensor:
         """By inputs; partial sums over x."""
-        if self.draws is not None and self.chain.stream is None:
-            self.draws.alike()
+        if self.draws is not None:
+            self.draws.enter(WHOLE if self.stream is None else PART)
         if self.stream is not None:
             out = out_of_region(value, self.module.weight, self.turned, self.x, self.y, self.stream)
         else:
@@ -116,7 +116,7 @@ class Entrance:
                 f"to one input (self-attention) only; use tensor.x = tensor.y = 1"
             )
         if first.draws is not None:
-            first.draws.apart()
+            first.draws.enter(INNER)
         value = given[inputs[0]]
         weights = [column.module.weight for column in self.columns]
         products = into_region(first.own(value), weights, first.turned, first.x, first.stream)

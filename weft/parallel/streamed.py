@@ -25,6 +25,7 @@ from weft.errors import PlanError
 from weft.memory.host import host_zeros
 from weft.memory.sending import Lane
 from weft.parallel.flat import Flat
+from weft.parallel.gradient_norm import norms
 from weft.parallel.layout import RoomKey, RoomSize
 
 
@@ -182,8 +183,7 @@ class StreamedFlat(Flat):
         self._filled.clear()
         gradient = self.whole_gradient
         assert gradient is not None
-        dtype = torch.promote_types(gradient.dtype, torch.float32)
-        self.gradient_norm = torch._foreach_norm([gradient], 2, dtype=dtype)[0]
+        (self.gradient_norm,) = norms([gradient])
         if self.slice_gradient is None or self.slice_gradient.dtype != gradient.dtype:
             if isinstance(self._sent, torch.cuda.Event):  # pages go back to the system: nothing may still read them
                 torch.cuda.synchronize(self.device)

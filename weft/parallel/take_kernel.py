@@ -11,17 +11,23 @@ _BLOCK = 8192
 
 
 @triton.jit
+def _first(program, BLOCK: tl.constexpr):
+    """The first element of a program, which may lie behind 2^31 others."""
+    return program.to(tl.int64) * BLOCK
+
+
+@triton.jit
 def _take(gradient_ptr, target_ptr, squares_ptr, numel, BLOCK: tl.constexpr):
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < numel
-    values = tl.load(gradient_ptr + place, mask=inside, other=0.0)
-    tl.store(target_ptr + place, values.to(target_ptr.dtype.element_ty), mask=inside)
+    first, place = _first(tl.program_id(0), BLOCK), tl.arange(0, BLOCK)
+    inside = place < numel - first
+    values = tl.load(gradient_ptr + first + place, mask=inside, other=0.0)
+    tl.store(target_ptr + first + place, values.to(target_ptr.dtype.element_ty), mask=inside)
     wide = values.to(tl.float32)
     tl.store(squares_ptr + tl.program_id(0), tl.sum(wide * wide, 0))
 
 
 def take_with_squares(gradient: Tensor, target: Tensor) -> Tensor:
-    """Copy a gradient, of fewer than 2^31 elements, and return sums of squares, one for each program [programs]."""
+    """Copy a gradient and return sums of squares, one for each program [programs]."""
     num_programs = triton.cdiv(gradient.numel(), _BLOCK)
     squares = torch.empty(num_programs, device=gradient.device)
     _take[(num_programs,)](gradient, target, squares, gradient.numel(), BLOCK=_BLOCK, num_warps=8)

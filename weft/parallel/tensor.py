@@ -28,13 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft.blocks import find_blocks
 from weft.cut import Cut, share
 from weft.errors import PlanError
+from weft.memory.carried import carry
 from weft.mesh import Mesh
 from weft.pairing import pair
 from weft.parallel import convolution
 from weft.parallel.chain import Chain
-from weft.parallel.draws import Draws, has_dropout
+from weft.parallel.draws import INNER, PART, WHOLE, Draws, has_dropout
 from weft.parallel.region import Stream
 from weft.parallel.split_linear import Entrance, SplitLinear
 from weft.parallel.tensor_cost import localise, traffic, transient_bytes
@@ -110,7 +112,7 @@ class _Applier:
     def __init__(self, model: nn.Module, pairing: Pairing, plan: Plan, mesh: Mesh) -> None:
         self.model, self.pairing = model, pairing
         self.x, self.y = mesh["x"], mesh["y"]
-        self.draws = Draws(self.x, mesh.device) if has_dropout(model) and self.x.degree > 1 else None
+        self.draws = _scopes_of(model, pairing, mesh) if has_dropout(model) else None
         is_split = plan.tensor.sequence and self.x.degree > 1
         self.stream = Stream(plan.tensor.chunks, plan.tensor.regather) if is_split else None
         self.chain = Chain(self.x, ends_of(pairing, plan), self.stream, self.draws)
@@ -131,8 +133,21 @@ class _Applier:
                 _replace_forward(norm, partial(split_norm, norm, self.y))
         if self.stream is not None and self.pairing.blocks:  # a stage of a pipeline may have no block
             self.chain.attach(self.model, self.pairing.blocks[0], self.pairing.blocks[-1])
+        if self.draws is not None:
+            self._scopes(self.draws)
         for name, scaled in self.pairing.scaled.items():
             scaled.apply(self.model.get_submodule(name), self.x.degree)
+
+    def _scopes(self, draws: Draws) -> None:
+        """Draw in the scope of the residual stream from each block on, and wherever a module outside of them drops."""
+        stream = WHOLE if self.stream is None else PART
+        for block in find_blocks(self.model).values():
+            block.register_forward_pre_hook(partial(_enter, draws, stream), prepend=True)
+            carry(block, draws)
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and self.pairing.block_of(name) is None:
+                module.register_forward_pre_hook(partial(_enter, draws, WHOLE))
+        self.model.register_forward_hook(lambda *_: draws.end())
 
     def _linears(self) -> None:
         entering: dict[str, list[SplitLinear]] = {}
@@ -156,15 +171,15 @@ class _Applier:
             _replace_forward(module, Entrance(parent, module.forward, columns).forward)
 
     def _convolution(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        if self.draws is not None and split.kind == "column":
-            self.draws.apart()
-        elif self.draws is not None and split.kind == "row":
-            self.draws.alike()
+        if self.draws is not None and split.kind in ("column", "row"):
+            self.draws.enter(INNER if split.kind == "column" else WHOLE)
         kinds = {"gathered": convolution.gathered, "column": convolution.column, "row": convolution.row}
         return kinds[split.kind](module, self.x, self.y, value)
 
     def _embedding(self, name: str, module: nn.Embedding, begin: int, tokens: Tensor) -> Tensor:
         rows = split_embedding(module, tokens, begin)
+        if self.draws is not None:
+            self.draws.enter(WHOLE)
         if name != self.chain.ends.embedding:
             return leave(rows, self.x)
         self.chain.given = rows
@@ -178,11 +193,28 @@ class _Applier:
             )
         self.chain.reset()
         if self.draws is not None:
-            self.draws.forget()
+            self.draws.begin()
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     setattr(module, "forward", forward)  # noqa: B010 (a method to mypy)
+
+
+def _scopes_of(model: nn.Module, pairing: Pairing, mesh: Mesh) -> Draws | None:
+    """The scopes of a model over x and y; None where no rank holds other elements than another.
+
+    The residual stream has its features over y, and with `tensor.sequence` its tokens over x; between a column and its
+    row features (heads) are over x, the same on all ranks of y.
+    """
+    x, y = mesh["x"], mesh["y"]
+    of_stream = [] if pairing.is_whole or y.degree == 1 else [y]
+    if x.degree == 1 and not of_stream:
+        return None
+    return Draws({WHOLE: of_stream, PART: [*of_stream, x], INNER: [x]}, mesh.device)
+
+
+def _enter(draws: Draws, scope: str, *_: Any) -> None:
+    draws.enter(scope)
 
 
 def _outer_norms(model: nn.Module, pairing: Pairing) -> list[str]:

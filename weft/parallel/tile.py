@@ -24,7 +24,7 @@ from weft.comm.ledger import Key
 from weft.cut import share
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.parallel.draws import Draws
+from weft.parallel.draws import TileDraws
 from weft.parallel.layout import master_bytes, trained_layouts
 from weft.parallel.tiling import tiling_of
 from weft.parallel.unit import units_of
@@ -93,7 +93,7 @@ class TileAxis(Strategy):
             mesh["rows"],
             mesh["columns"],
             mesh["tile"],
-            Draws(mesh["tile"], mesh.device),
+            TileDraws(mesh["tile"], mesh.device),
             samples=mesh["samples"] if is_over_batch else None,
             batch=mesh["batch"] if is_over_batch else None,
         )

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from weft.comm import Axis, all_reduce
 from weft.errors import PlanError
-from weft.models.loss import IGNORE, token_loss
+from weft.models.loss import IGNORE, is_unknown, token_loss
 
 _ATTRIBUTE = "_weft_vocabulary"
 
@@ -101,9 +101,7 @@ class _SplitCrossEntropy(Function):
         sums = torch.stack([exponentials.sum(-1), target])  # [2, targets]
         all_reduce(sums, vocabulary.axis).wait()
         valid = flat != IGNORE
-        # A label that no rank has would go unnoticed; one device raises, here the loss is not a number.
-        unknown = valid & ((flat < 0) | (flat >= vocabulary.num_classes))
-        sums[1].masked_fill_(unknown, float("nan"))
+        sums.masked_fill_(is_unknown(flat, vocabulary.num_classes), float("nan"))  # loss and gradient, as elsewhere
         probabilities = exponentials.div_(sums[0][:, None])
         ctx.save_for_backward(probabilities, own & valid, local, valid)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor
 
-from weft.parallel.draws import seed_draws
+from weft.parallel.draws import RandomState, random_state, seed_draws, set_random_state
 
 
 class Draws:
@@ -15,24 +14,24 @@ class Draws:
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage, self.device = stage, device
-        self._common: tuple[Tensor, Tensor | None] | None = None
-        self._own: tuple[Tensor, Tensor | None] | None = None
+        self._common: RandomState | None = None
+        self._own: RandomState | None = None
 
     def apart(self) -> None:
         """From here on draw for this stage alone, from where it was in this forward."""
         if self._own is None:
             seed = int(torch.randint(0, 2**62, ()))
-            self._common = self._get()
+            self._common = random_state(self.device)
             seed_draws(seed + self.stage, self.device)
         else:
-            self._common = self._get()
-            self._set(self._own)
+            self._common = random_state(self.device)
+            set_random_state(self._own, self.device)
 
     def alike(self) -> None:
         """Go on where all stages drew alike."""
         assert self._common is not None
-        self._own = self._get()
-        self._set(self._common)
+        self._own = random_state(self.device)
+        set_random_state(self._common, self.device)
         self._common = None
 
     def end(self) -> None:
@@ -40,15 +39,6 @@ class Draws:
         if self._common is not None:
             self.alike()
         self._own = None
-
-    def _get(self) -> tuple[Tensor, Tensor | None]:
-        on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
-        return torch.get_rng_state(), on_device
-
-    def _set(self, state: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], self.device)
 
 
 @cache

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.comm import Axis
 from weft.cut import Interval
-from weft.parallel.draws import Draws
+from weft.parallel.draws import TileDraws
 from weft.spatial.ownership import Line
 
 _ATTRIBUTE = "_weft_place"
@@ -38,7 +38,7 @@ class Grid:
     rows: Axis
     columns: Axis
     tile: Axis
-    draws: Draws | None = None
+    draws: TileDraws | None = None
     note: Callable[[list[Call]], None] | None = None
     layer: Callable[[Place, Place, tuple[Needs, Needs]], None] | None = None
     samples: Axis | None = None

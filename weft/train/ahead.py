@@ -6,11 +6,12 @@ On a CPU there is nothing to run ahead of, and both are done at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from weft.models.loss import count_unknown
 from weft.train.metrics import Moment
 from weft.train.step import Batch, StepResult
 
@@ -44,10 +45,15 @@ class Batches:
 
 
 class Late:
-    """Loss, gradient norm and verdict of a step on their way to the host, and when the step ended."""
+    """Loss, gradient norm and verdict of a step on their way to the host, and when the step ended; its labels are
+    looked at if they are bad.
+    """
 
-    def __init__(self, step: int, rate: float, result: StepResult, moment: Moment) -> None:
+    def __init__(
+        self, step: int, rate: float, result: StepResult, moment: Moment, batches: Sequence[Batch] = ()
+    ) -> None:
         self.step, self.rate, self.moment = step, rate, moment
+        self._labels = [batch[1] for batch in batches]
         assert result.verdict is not None, "the loop judges every step"
         values = torch.stack([value.double() for value in (result.loss, result.grad_norm, result.verdict)])
         self._event: torch.cuda.Event | None = None
@@ -64,3 +70,7 @@ class Late:
             self._event.synchronize()
         loss, norm, verdict = self._values.tolist()
         return loss, norm, int(verdict)
+
+    def wrong_labels(self, num_classes: int) -> str | None:
+        """What is wrong with this rank's labels, if anything."""
+        return count_unknown(torch.cat([labels.flatten() for labels in self._labels]), num_classes)

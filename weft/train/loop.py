@@ -6,7 +6,6 @@ or a function of the step, so ranks never part.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -25,8 +24,9 @@ from weft.layer_drop import Gates, drop_layers
 from weft.lock import locked
 from weft.memory.host import check_room
 from weft.mesh import Mesh
+from weft.models import LanguageConfig
 from weft.parallel import parallelize
-from weft.parallel.draws import seed_draws
+from weft.parallel.draws import keyed, seed_draws
 from weft.pipeline.runtime import Pipeline
 from weft.pipeline.sections import Sections
 from weft.predict import (
@@ -168,7 +168,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
             status.step_ends()
             stop.ask()
             done = [] if late is None else [late]  # the device has the next step to do
-            late = Late(step, rate, result, clock.moment())
+            late = Late(step, rate, result, clock.moment(), given)
             clock.done(step, late.moment)
             if _pauses(run, step) or stop.agreed or mesh.device.type == "cpu":
                 done, late = [*done, late], None
@@ -250,11 +250,12 @@ def _batches(run: Run, data: TrainingData, policy: Policy, mesh: Mesh, step: int
 
 
 def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, micro_batch: int) -> None:
-    """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them."""
+    """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them. Where ranks of one
+    batch hold different elements, `parallel/draws.py` makes them differ.
+    """
     if gates is not None:
         gates.begin(step, micro_batch)
-    key = f"{run.train.seed}:{step}:{micro_batch}:{mesh['batch'].index}"
-    seed_draws(int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()), mesh.device)
+    seed_draws(keyed(run.train.seed, step, micro_batch, mesh["batch"].index), mesh.device)
 
 
 def _report(
@@ -270,7 +271,8 @@ def _report(
         metrics = _measure(run, clock, mesh, done, loss, norm)
         log.step(metrics)
         reporter.step(metrics)
-    bad = policy.after(done.step, verdict, loss, norm)
+    num_classes = run.model.vocab_size if isinstance(run.model, LanguageConfig) else run.model.num_classes
+    bad = policy.after(done.step, verdict, loss, norm, partial(done.wrong_labels, num_classes))
     if bad is not None and log is not None and bad.follows == "skip":
         log.write("numbers", done.step, {"bad": bad.step, "what": str(bad), "num_bad": policy.num_bad})
         reporter.say(f"{bad}: its update was skipped on all ranks (bad steps so far: {policy.num_bad})")

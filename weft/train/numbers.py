@@ -11,7 +11,7 @@ roll back) is done by the loop, when it reads the verdict with the step's other 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -73,10 +73,12 @@ class Bad:
     loss: float
     grad_norm: float
     follows: Literal["skip", "repeat", "rollback"] = "skip"
+    cause: str | None = None  # where it is known
 
     def __str__(self) -> str:
         kind = "a spike of the loss" if self.verdict == SPIKE else "no finite number"
-        return f"{kind} in step {self.step} (loss {self.loss:g}, gradient norm {self.grad_norm:g})"
+        cause = "" if self.cause is None else f": {self.cause}"
+        return f"{kind} in step {self.step} (loss {self.loss:g}, gradient norm {self.grad_norm:g}){cause}"
 
 
 class Policy:
@@ -90,13 +92,18 @@ class Policy:
         self._repeated: set[int] = set()  # batches that were bad once; a restart forgets them, and tries once more
         self._last_bad = 0
 
-    def after(self, step: int, verdict: int, loss: float, grad_norm: float) -> Bad | None:
-        """Look at a finished step; raises where the run is to stop. What was bad about it, if anything."""
+    def after(
+        self, step: int, verdict: int, loss: float, grad_norm: float, cause: Callable[[], str | None] = lambda: None
+    ) -> Bad | None:
+        """Look at a finished step; raises where the run is to stop. What was bad about it, if anything; `cause`
+        looks for a reason why its loss is no number.
+        """
         if verdict == GOOD:
             if self.config.on_bad != "rollback" and step > self._last_bad:
                 self._num_in_a_row = 0
             return None
-        bad = Bad(step, verdict, loss, grad_norm, self._what_follows(step))
+        found = cause() if math.isnan(loss) else None
+        bad = Bad(step, verdict, loss, grad_norm, self._what_follows(step), found)
         self.num_bad += 1
         self._num_in_a_row += 1
         self._last_bad = step

@@ -22,6 +22,7 @@ from torch.utils._triton import has_triton
 
 TOGETHER = 8  # channels that a thread reads at once
 NONE = 255  # no place in a window
+MOST_PIXELS = 2**31 - 2**10  # that kernels number in 32 bits, those of the last program beside the image too
 COMPILED_PIXELS = 25  # of a window for which torch's compiler has a gradient of its own
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX: Any = F.max_pool2d
@@ -45,12 +46,13 @@ class Window(NamedTuple):
         if images.dim() != 4 or images.dtype not in DTYPES:
             return False
         batch, channels, height, width = images.shape
+        rows, columns = self.results(images)
         return (
             channels % TOGETHER == 0
-            and 0 < batch * height * width < 2**31
+            and 0 < batch * max(height * width, rows * columns) < MOST_PIXELS
             and self.size[0] * self.size[1] < NONE
             and all(2 * padding <= size for padding, size in zip(self.padding, self.size, strict=True))
-            and min(self.results(images)) > 0
+            and min(rows, columns) > 0
         )
 
     def results(self, images: Tensor) -> tuple[int, int]:
