@@ -319,7 +319,7 @@ def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: b
 
 
 def usual_precision(spec: str, on_cpu: bool) -> tuple[Literal["bf16", "fp32"], str]:
-    """The precision of a run that names none, on a cluster by its name: bf16 on GPUs that have it, else fp32; and why."""
+    """The precision of a run that names none, and why: bf16 on GPUs that have it, else fp32. `spec` names a cluster."""
     if spec.partition(":")[0] != "local":
         device = load(spec).node.device
         has_bf16, name = "bf16" in device.peak_flops, device.name
