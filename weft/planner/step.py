@@ -262,6 +262,7 @@ def _makespan(first: Seconds, share: Seconds, last: Seconds, pipe: Pipe, num_mic
     """Of equal stages with these ends, by 1f1b's waits and what other schedules take off them."""
     if pipe.degree == 1:
         return num_micro_batches * (sum(first) + sum(share) + sum(last))
-    chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" else 1
+    # Fewer micro-batches than stages leave no chunk to do meanwhile.
+    chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" and num_micro_batches >= pipe.degree else 1
     wait = sum(share) / chunks - (share.backward / 2 if pipe.schedule == "zero-bubble" else 0)
     return num_micro_batches * (sum(share) + max(sum(first), sum(last))) + (pipe.degree - 1) * wait
