@@ -58,7 +58,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     path: Path | None = config.getoption("--results", None)
-    if path is None or hasattr(config, "workerinput"):
+    if path is None or hasattr(config, "workerinput") or not torch.cuda.is_available():
         return
     stats = terminalreporter.stats
     rows = [
