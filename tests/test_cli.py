@@ -122,7 +122,7 @@ def test_the_local_cluster_is_this_machine_as_often_as_there_are_hosts(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two hosts of two GPUs each run four ranks; this machine alone would have too few."""
-    with described([Gpu("Some GPU", 8 << 30, 8 << 30, (8, 0))] * 2):
+    with described([Gpu("Some GPU", 8 << 30, (8, 0))] * 2):
         cluster = run_cluster(load_run(run_file, ["plan.data=4"]), num_hosts=2)
     assert (cluster.num_nodes, cluster.node.num_devices) == (2, 2)
 

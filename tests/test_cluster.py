@@ -386,7 +386,7 @@ def test_bad_collectives_are_refused() -> None:
 
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch, name: str, count: int = 2) -> None:
-    found = (Gpu(name, 150_000_000_000, 140_000_000_000, (9, 0)),) * count
+    found = (Gpu(name, 150_000_000_000, (9, 0)),) * count
     monkeypatch.setattr("weft.cluster.gpus", lambda: found)
 
 

@@ -14,13 +14,18 @@ from runs_for_tests import make_run, write_run_file
 from weft import backends, devices
 from weft.config import load_run
 from weft.devices import Gpu, described, gpus
+from weft.errors import LocalError
+from weft.mesh import Mesh
+from weft.nursery import Nursery
+from weft.plan import Plan
 from weft.predict import predict, run_cluster
 from weft.train import metrics
 from weft.train.metrics import Clock, Moment
 from weft.train.setup import device_type
+from weft.train.step import evaluate, train_step
 
-H200 = Gpu("NVIDIA H200", 150_000_000_000, 140_000_000_000, (9, 0))
-V100 = Gpu("Tesla V100-SXM2-32GB", 34_000_000_000, 33_000_000_000, (7, 0))
+H200 = Gpu("NVIDIA H200", 150_000_000_000, (9, 0))
+V100 = Gpu("Tesla V100-SXM2-32GB", 34_000_000_000, (7, 0))
 
 
 @pytest.fixture
@@ -154,6 +159,43 @@ def test_what_is_left_out_counts_for_no_step(time: Time) -> None:
     time.now += 100.0  # an evaluation
     clock.skip(1)
     assert clock.read(2, step(clock, time, 2, 3.0)).step_seconds == 3.0
+
+
+def test_a_first_step_that_is_done_again_is_no_start(time: Time) -> None:
+    clock = Clock(0, 100, 1, 1e12, None)
+    assert clock.read(1, step(clock, time, 1, 9.0)).is_start
+    clock.skip(0)
+    assert not clock.read(1, step(clock, time, 1, 1.0)).is_start
+
+
+def test_a_run_that_cannot_be_sampled_is_finished_all_the_same(
+    run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Nursery.call
+
+    def call(self: Nursery, job: str, **arguments: object) -> object:
+        if job == "sample":
+            raise LocalError("'sample' failed: OutOfMemoryError: CUDA out of memory\ntrace")
+        return whole(self, job, **arguments)
+
+    monkeypatch.setattr(Nursery, "call", call)
+    left = weft("train", run_file, f"folder={run_file.parent / 'run'}", "train.steps=3", "plan.data=1", "--no-verify")
+    assert left.status == 0
+    assert "no sample  'sample' failed: OutOfMemoryError: CUDA out of memory" in left.out
+    assert "what to try next" in left.out
+
+
+def test_evaluation_gives_a_sign_of_life_for_each_batch() -> None:
+    """A rank that is silent for long is taken for one that hangs, and no unit of a plain model speaks."""
+    mesh, phases = Mesh(Plan()), []
+    monitored = type("Status", (), {"phase": lambda self, doing: phases.append(doing)})()
+    mesh.ledger.status = monitored
+    model = torch.nn.Linear(3, 5)
+    batches = [(torch.randn(2, 3), torch.tensor([1, 4]))] * 3
+    evaluate(model, batches, mesh)
+    assert phases == ["evaluating"] * 3
+    train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), batches, mesh)
+    assert phases.count("forward and backward") == 3
 
 
 def test_one_rank_is_a_child_too(run_file: Path, weft: Weft) -> None:

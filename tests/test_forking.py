@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -175,3 +177,16 @@ def test_functions_have_names_that_find_them_again(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("def make():\n    return 5\nif __name__ == '__main__':\n    raise SystemExit(1)\n")
     assert find(f"{script}:make")() == 5
+
+
+def test_a_function_of_a_program_is_named_by_its_module_or_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = types.ModuleType("__main__")
+    program.__file__ = "/somewhere/prove"
+
+    def make() -> None: ...
+
+    make.__module__, make.__qualname__ = "__main__", "make"
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    assert name_of(make, "make") == "/somewhere/prove:make"
+    program.__spec__ = importlib.machinery.ModuleSpec("package.prove", None)  # python -m package.prove
+    assert name_of(make, "make") == "package.prove:make"

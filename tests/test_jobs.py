@@ -82,7 +82,7 @@ def test_ranks_see_the_gpus_that_the_command_hides_from_itself(
     if visible is not None:
         monkeypatch.setenv(VISIBLE_VARIABLE, visible)
     seen = tmp_path / "seen"
-    with make() as nursery, described([Gpu("NVIDIA H200", 1, 1, (9, 0))]):
+    with make() as nursery, described([Gpu("NVIDIA H200", 1, (9, 0))]):
         nursery.start(1, [str(seen)], {**os.environ, "OMP_NUM_THREADS": "1"})
         death = nursery.death(SECONDS)
     assert death is not None

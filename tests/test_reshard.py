@@ -192,7 +192,7 @@ def test_a_checkpoint_with_more_layers_than_the_model_is_refused(run_file: Path,
 def copy_run(run: Run, step: int, target: Run) -> None:
     """The folder of a run as it was when it had just saved `step`."""
     target.folder.mkdir()
-    for folder in (run.folder / "checkpoints").iterdir():
+    for folder in (run.folder / "checkpoints").glob("step-*"):
         if folder.name <= f"step-{step:08d}":
             shutil.copytree(folder, target.folder / "checkpoints" / folder.name)
     lines = (run.folder / "metrics.jsonl").read_text().splitlines(keepends=True)

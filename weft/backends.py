@@ -31,12 +31,11 @@ def choose_backend(device: DeviceType, num_local_ranks: int) -> str:
     return "gloo"
 
 
-def start_cuda(device: torch.device) -> None:
-    """Make a GPU this process's own. Streams that share one of CUDA's queues (8 by default) hold each other up, and a
-    pipeline has a stream for each peer (`pipeline/nccl_order.py`).
+def prepare_cuda() -> None:
+    """Before anything initialises CUDA in this process or its children: streams that share one of CUDA's queues (8 by
+    default) hold each other up, and a pipeline has a stream for each peer (`pipeline/nccl_order.py`).
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    torch.cuda.set_device(device)
 
 
 def nccl_shares_gpus() -> bool:

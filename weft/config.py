@@ -252,7 +252,8 @@ class Run:
         tables = {key: to_table(getattr(self, key)) for key in _TABLES}
         folder = str(self.model_folder) if self.model_folder is not None else None
         values = {"name": self.name, "folder": str(self.folder), "cluster": self.cluster}
-        return json.dumps({"tables": {**values, **tables}, "origins": dict(self.origins), "model_folder": folder})
+        found = {"tables": {**values, **tables}, "origins": dict(self.origins), "model_folder": folder}
+        return json.dumps({**found, "precision_reason": self.precision_reason})
 
 
 FROZEN_SUFFIX = ".frozen"  # of a file that holds a run as it was checked (`Run.to_json`)
@@ -289,7 +290,8 @@ def run_from_json(text: str, name: str = "run") -> Run:
     content = json.loads(text)
     folder = content["model_folder"]
     run = run_from_tables(content["tables"], content["origins"], name)
-    return replace(run, model_folder=Path(folder) if folder is not None else None)
+    own = Path(folder) if folder is not None else None
+    return replace(run, model_folder=own, precision_reason=content["precision_reason"])
 
 
 def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], default_name: str) -> Run:

@@ -23,13 +23,15 @@ _described: tuple[Gpu, ...] | None = None
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA device, as the driver reports it. `num_peers`: other devices whose memory it can reach directly."""
+    """One CUDA device, as the driver reports it. `num_peers`: other devices whose memory it can reach directly;
+    `free_bytes`, where they were asked for.
+    """
 
     name: str
     memory_bytes: int
-    free_bytes: int
     capability: tuple[int, int]
     num_peers: int = 0
+    free_bytes: int | None = None
 
     @property
     def has_bf16(self) -> bool:
@@ -41,8 +43,10 @@ def gpus() -> tuple[Gpu, ...]:
     return look() if _described is None else _described
 
 
-def look() -> tuple[Gpu, ...]:
-    """The GPUs that this process sees. Initialises CUDA where there are any."""
+def look(with_free_bytes: bool = False) -> tuple[Gpu, ...]:
+    """The GPUs that this process sees. Initialises CUDA where there are any; to ask for free bytes takes memory on each
+    of them, so a rank does not.
+    """
     if not torch.cuda.is_available():
         return ()
     indices = range(torch.cuda.device_count())
@@ -50,9 +54,9 @@ def look() -> tuple[Gpu, ...]:
     for index in indices:
         properties = torch.cuda.get_device_properties(index)
         peers = sum(torch.cuda.can_device_access_peer(index, other) for other in indices if other != index)
-        free_bytes, _ = torch.cuda.mem_get_info(index)
+        free_bytes = torch.cuda.mem_get_info(index)[0] if with_free_bytes else None
         capability = (properties.major, properties.minor)
-        found.append(Gpu(properties.name, properties.total_memory, free_bytes, capability, peers))
+        found.append(Gpu(properties.name, properties.total_memory, capability, peers, free_bytes))
     return tuple(found)
 
 

@@ -7,6 +7,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from weft.errors import LaunchError
@@ -17,7 +18,10 @@ SCRIPT = "__weft_script__"  # __name__ in a program that is read again for its f
 def name_of(function: Callable[..., Any], what: str) -> str:
     """The name of a function for `find` in another process; `what` says in an error which one it is."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    program = sys.modules.get("__main__")
+    file, spec = getattr(program, "__file__", None), getattr(program, "__spec__", None)
+    if module == "__main__" and spec is not None:  # started as `python -m module`
+        module = spec.name
     if module is None or not name or "<" in name or "." in name or (module == "__main__" and file is None):
         raise LaunchError(
             f"{what} = {function!r} cannot be imported by another process, which this one needs: it has used CUDA, or "
@@ -30,7 +34,7 @@ def name_of(function: Callable[..., Any], what: str) -> str:
 def find(name: str) -> Any:
     """The function, or other value, of that name."""
     place, _, attribute = name.rpartition(":")
-    if place.endswith(".py"):
+    if Path(place).is_file():
         return _script(place)[attribute]
     return getattr(importlib.import_module(place), attribute)
 

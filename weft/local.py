@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from weft.backends import DeviceType, choose_backend, start_cuda
+from weft.backends import DeviceType, choose_backend, prepare_cuda
 from weft.comm import meet
 from weft.devices import VISIBLE_VARIABLE
 from weft.errors import LocalError
@@ -162,8 +162,9 @@ def _answer(place: _Place, function: Callable[[], Any]) -> bytes:
 def _take_device(place: _Place) -> torch.device | None:
     """This rank's GPU; on a CPU, none is to be seen: libraries ask about them, and each rank would initialise CUDA."""
     if place.device == "cuda":
+        prepare_cuda()
         device = torch.device("cuda", place.rank % torch.cuda.device_count())
-        start_cuda(device)
+        torch.cuda.set_device(device)
         return device
     if torch.cuda._is_in_bad_fork():
         _hide_accelerators()

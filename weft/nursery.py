@@ -55,7 +55,7 @@ class Death:
 
 class Nursery:
     """This process's end. Ranks run `main(arguments)`; `jobs` are functions by name, for single children; `warm` is run
-    once, before the first child.
+    once, before the first rank, and behind the first job.
     """
 
     def __init__(
@@ -154,7 +154,6 @@ class _Server:
         self._ranks: dict[int, int] = {}  # process id -> rank, of those whose end was not told yet
         self._ended: list[int] = []  # told, but not reaped: until others start, their numbers belong to nobody else
         self._busy: set[int] = set()  # process ids of jobs
-        self._num_served = 0
         self._visible = os.environ.get(VISIBLE_VARIABLE)  # which the parent may hide from itself later
 
     def serve(self, warm: Callable[[], object]) -> None:
@@ -165,10 +164,10 @@ class _Server:
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wake)
-        is_warm = False
+        is_warm = has_served = False
         with suppress(EOFError, OSError):  # OSError: it died while this process wrote to it
             while True:
-                if not is_warm and self._num_served and not self._busy:  # a first job need not wait for it
+                if not is_warm and has_served and not self._busy:
                     warm()
                     is_warm = True
                 ready, _, _ = select.select([self._lines.link.fileno(), woken], [], [])
@@ -179,7 +178,10 @@ class _Server:
                 if self._lines.link.fileno() in ready:
                     request = self._lines.read(None)
                     assert request is not None
-                    self._num_served += 1
+                    if not is_warm and (has_served or "job" not in request):  # a first job need not wait for it
+                        warm()
+                        is_warm = True
+                    has_served = True
                     if "job" in request:
                         self._start_job(request)
                     else:

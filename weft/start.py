@@ -31,7 +31,7 @@ def start_ranks(nursery: Nursery, run: Run, arguments: Arguments, environ: Mappi
     """
     job = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     copies, held = None, None
-    if run.checkpoint.memory_every is not None:
+    if run.checkpoint.memory_every is not None and run.plan.num_ranks > 1:
         copies = copies_folder(job, run.folder, make_run_id(run.folder))
         with suppress(CheckpointError, OSError):  # said by the ranks, which go on without copies
             held = claim(copies)  # here too: nobody may remove copies while no rank holds them

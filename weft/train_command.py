@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from torch import OutOfMemoryError
 
 from weft.checkpoint import steps
 from weft.config import Run, load_run
 from weft.display import LiveReporter, QuietReporter, byte_progress, make_console, print_json, show_report, show_run
-from weft.errors import ConfigError
+from weft.errors import ConfigError, LocalError
 from weft.jobs import prove
 from weft.launch import Place, is_elastic, take_device
 from weft.lock import locked, refuse_if_used
@@ -198,10 +199,13 @@ def _last_event(run: Run) -> dict[str, Any]:
 
 def _show_sample(nursery: Nursery, run: Run, run_file: Path, console: Console) -> None:
     options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
-    with console.status("generating"):
-        text = nursery.call("sample", folder=str(run.folder), device=device_type(run), options=options)
-    console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
-    print(PROMPT + text)
+    try:
+        with console.status("generating"):
+            text = nursery.call("sample", folder=str(run.folder), device=device_type(run), options=options)
+        console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
+        print(PROMPT + text)
+    except LocalError as error:  # the run is finished all the same: the model may be too large for one GPU
+        console.print(f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}", highlight=False, soft_wrap=True)
     console.print(
         f"\n[bold]what to try next[/]\n"
         f"  weft train {run_file} train.steps={2 * run.train.steps}                 # train on, from the checkpoint\n"

@@ -13,6 +13,7 @@ from torch import nn
 from weft.checkpoint import Checkpoint, latest
 from weft.data.config import DataConfig
 from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.devices import BF16_CAPABILITY
 from weft.errors import CheckpointError, ConfigError
 from weft.models import GPT2, Decoder, LanguageConfig, build, config_from_table, read_config, read_weights
 from weft.models.hf import parameter_shapes
@@ -91,7 +92,8 @@ def _empty(config: LanguageConfig, device: torch.device) -> Decoder | GPT2:
 
 
 def _ready(model: nn.Module, device: torch.device) -> nn.Module:
-    return (model.to(torch.bfloat16) if device.type == "cuda" else model).eval()
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    return (model.to(torch.bfloat16) if has_bf16 else model).eval()
 
 
 def saved_model(checkpoint: Checkpoint) -> LanguageConfig:

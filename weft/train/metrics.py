@@ -97,6 +97,7 @@ class Clock:
         """`flops_per_step` and `peak` are one rank's; the peak may be unknown."""
         self._units, self._ranks, self._flops, self._peak = units_per_step, num_ranks, flops_per_step, peak
         self._device, self._first, self._warm = device, step + 1, Moment(device)
+        self._has_begun = False
         self.skip(step)
 
     def moment(self) -> Moment:
@@ -112,6 +113,12 @@ class Clock:
         if step == self._first:
             self._warm = moment
 
+    def _began(self, before: int, step: int) -> bool:
+        """Whether a reading is of the first step alone; once only, though steps may be done again."""
+        is_start = not self._has_begun and before < step == self._first
+        self._has_begun = True
+        return is_start
+
     def read(self, step: int, moment: Moment) -> Rates:
         """The rates of the steps since the last reading, up to one that ended at that moment."""
         since, before = self._since, self._step
@@ -126,7 +133,7 @@ class Clock:
             rate / 1e12,
             rate / self._peak if self._peak else None,
             seconds,
-            is_start=before < step == self._first,
+            is_start=self._began(before, step),
         )
 
 

@@ -160,9 +160,14 @@ def _run(
     graph: Graph | None,
 ) -> Tensor:
     """Forward and backward, outside of pipelines; the sum of this rank's losses."""
+
+    def begin(index: int) -> None:
+        mesh.ledger.phase("forward and backward")  # a sign of life, also of a model without units
+        before(index)
+
     if graph is None:
         do = None if checks is None else checks.micro_batch
-        return _run_in_turn(model, objective, mesh.plan, batches, scale, before, do)
+        return _run_in_turn(model, objective, mesh.plan, batches, scale, begin, do)
     before(0)
     return graph.run(batches, scale, partial(_run_in_turn, model, objective, mesh.plan))
 
@@ -265,12 +270,17 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
         if isinstance(model, Pipeline):
             total = _evaluate_pipeline(model, Work(batches, measure, shape=shape), mesh)
         else:
-            total = torch.stack([measure(model, batch).double() for batch in batches]).sum(0)
+            total = torch.stack([_measured(model, batch, measure, mesh) for batch in batches]).sum(0)
             all_reduce(total, mesh["losses"]).wait()
     model.train(was_training)
     count = torch.stack([objective.count(batch) for batch in batches]).sum().double()
     all_reduce(count, mesh["tokens"]).wait()
     return total / count
+
+
+def _measured(model: nn.Module, batch: Batch, measure: Callable[[nn.Module, Batch], Tensor], mesh: Mesh) -> Tensor:
+    mesh.ledger.phase("evaluating")  # a sign of life for each batch: whoever watches must not take it for a hang
+    return measure(model, batch).double()
 
 
 def _evaluate_pipeline(model: Pipeline, work: Work, mesh: Mesh) -> Tensor:
