@@ -403,8 +403,8 @@ def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, name: str, p
 def test_finds_results_that_recompute_is_thought_not_to_need(monkeypatch: Patch) -> None:
     original = profile
 
-    def last(*given: Any) -> Any:
-        found = original(*given)
+    def last(*given: Any, **options: Any) -> Any:
+        found = original(*given, **options)
         return replace(found, layers={name: replace(layer, is_last=True) for name, layer in found.layers.items()})
 
     monkeypatch.setattr(sys.modules[verify.__module__], "profile", last)

@@ -390,7 +390,7 @@ def test_a_rollback_with_nothing_to_go_back_to_is_an_error(run_file: Path) -> No
     run = make_run(run_file, "nothing", *ROLLBACK)
     with (
         bad_batches({1: math.nan}),
-        patch("weft.train.resume.found_checkpoints", lambda *_: []),
+        patch("weft.train.resume.steps", lambda *_: []),
         pytest.raises(LocalError, match=r"there is no checkpoint in .* to go back to"),
     ):
         train_on_ranks(run)

@@ -273,8 +273,8 @@ def test_finds_a_missing_mean(monkeypatch: Patch) -> None:
 def test_finds_a_forgotten_micro_batch(monkeypatch: Patch) -> None:
     train_step = weft.train.step.train_step
 
-    def forgetful(model: Any, optimizer: Any, micro_batches: Any, *others: Any) -> Any:
-        return train_step(model, optimizer, micro_batches[:-1], *others)
+    def forgetful(model: Any, optimizer: Any, micro_batches: Any, *others: Any, **options: Any) -> Any:
+        return train_step(model, optimizer, micro_batches[:-1], *others, **options)
 
     monkeypatch.setattr(ORACLE, "train_step", forgetful)
     assert broken("mlp", Plan(data=2, micro_batch=2))["loss"]
@@ -382,8 +382,8 @@ def test_finds_a_parameter_that_is_not_a_number(monkeypatch: Patch, where: str) 
 def test_finds_a_loss_that_is_not_a_number_in_a_later_step(monkeypatch: Patch) -> None:
     train_step, calls = weft.train.step.train_step, itertools.count()
 
-    def poison(*given: Any) -> Any:
-        result = train_step(*given)
+    def poison(*given: Any, **options: Any) -> Any:
+        result = train_step(*given, **options)
         if next(calls) == 2:
             result.loss.fill_(float("nan"))
         return result

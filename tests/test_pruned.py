@@ -66,7 +66,8 @@ def train_masked(pruned: float, count: int) -> dict[str, Tensor]:
             total = CROSS_ENTROPY.total(model, (own, label))
             (total * (1 / targets).to(total.dtype)).backward()
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
-        norm = torch.nn.utils.get_total_norm([g[kept[n]] for n, g in gradients.items() if g is not None])
+        own = [g[kept[n]].double() for n, g in gradients.items() if g is not None]  # summed as weft does on a CPU
+        norm = torch.nn.utils.get_total_norm(own)
         for name, gradient in gradients.items():
             assert gradient is not None
             gradient.mul_(kept[name]).mul_((0.5 / (norm + 1e-6)).clamp(max=1.0))

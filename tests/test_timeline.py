@@ -172,7 +172,14 @@ def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 
 # Large enough that an H100 takes longer to compute than to send.
-PIPE = ("plan.pipe=2", "plan.micro_batch=4", "cluster=h100:1x8", "model.hidden_size=4096", "data.sequence=1024")
+PIPE = (
+    "plan.pipe=2",
+    "plan.micro_batch=4",
+    "plan.precision=fp32",
+    "cluster=h100:1x8",
+    "model.hidden_size=4096",
+    "data.sequence=1024",
+)
 
 
 def texts(svg: str) -> list[str]:

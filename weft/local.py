@@ -71,13 +71,17 @@ def run_local(
     which CUDA is initialised or a backward has run on a machine with GPUs: see `run_spawned`.
     """
 
+    return _run(_forked(function), num_ranks, timeout_seconds, device)
+
+
+def _forked(function: Callable[[int], Any]) -> Start:
     def start(place: _Place, write: int) -> int:
         pid = fork()
         if not pid:
             _serve(place, write, lambda: function(place.rank))
         return pid
 
-    return _run(start, num_ranks, timeout_seconds, device)
+    return start
 
 
 def run_spawned(

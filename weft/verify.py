@@ -194,7 +194,7 @@ def inexact(plan: Plan) -> tuple[str, ...]:
     for key in ("master", "state", "delay"):
         if getattr(memory, key) != getattr(default, key):
             found.append(f"plan.memory.{key} = {str(getattr(memory, key)).lower()}")
-    return tuple(f"{one}: the proof is of exact updates" for one in found)
+    return tuple(f"{one}: the proof is of exact updates in float64" for one in found)
 
 
 def _exact(memory: Memory) -> Memory:

@@ -53,6 +53,11 @@ class Draws:
         else:
             seed_draws(keyed(self._seed, self._keys[scope]), self.device)
 
+    def enter_first(self, scope: str) -> None:
+        """Draw in this scope unless the forward is in one already."""
+        if not self._scope:
+            self.enter(scope)
+
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def end(self) -> None:
         """Go on where all ranks drew alike."""

@@ -139,14 +139,17 @@ class _Applier:
             scaled.apply(self.model.get_submodule(name), self.x.degree)
 
     def _scopes(self, draws: Draws) -> None:
-        """Draw in the scope of the residual stream from each block on, and wherever a module outside of them drops."""
+        """Draw in the scope of the residual stream from each block on, and where a module drops before any of them.
+
+        One between a column and its row, which may be blocks themselves, stays in their scope.
+        """
         stream = WHOLE if self.stream is None else PART
         for block in find_blocks(self.model).values():
             block.register_forward_pre_hook(partial(_enter, draws, stream), prepend=True)
             carry(block, draws)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and self.pairing.block_of(name) is None:
-                module.register_forward_pre_hook(partial(_enter, draws, WHOLE))
+                module.register_forward_pre_hook(lambda *_: draws.enter_first(WHOLE))
         self.model.register_forward_hook(lambda *_: draws.end())
 
     def _linears(self) -> None:
