@@ -19,6 +19,7 @@ from weft.mesh import Mesh
 from weft.nursery import Nursery
 from weft.plan import Plan
 from weft.predict import predict, run_cluster
+from weft.status import Status
 from weft.train import metrics
 from weft.train.metrics import Clock, Moment
 from weft.train.setup import device_type
@@ -187,9 +188,13 @@ def test_a_run_that_cannot_be_sampled_is_finished_all_the_same(
 
 def test_evaluation_gives_a_sign_of_life_for_each_batch() -> None:
     """A rank that is silent for long is taken for one that hangs, and no unit of a plain model speaks."""
-    mesh, phases = Mesh(Plan()), []
-    monitored = type("Status", (), {"phase": lambda self, doing: phases.append(doing)})()
-    mesh.ledger.status = monitored
+    mesh, phases = Mesh(Plan()), list[str]()
+
+    class Noted(Status):
+        def phase(self, doing: str) -> None:
+            phases.append(doing)
+
+    mesh.ledger.status = Noted({}, 0)
     model = torch.nn.Linear(3, 5)
     batches = [(torch.randn(2, 3), torch.tensor([1, 4]))] * 3
     evaluate(model, batches, mesh)
