@@ -102,6 +102,21 @@ def test_what_carries_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ.pop(backends.SHARING_VARIABLE) == "1"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "queues"), [(1, 1, "32"), (2, 1, "16"), (4, 1, "8"), (8, 1, "8"), (8, 8, "32")]
+)
+def test_ranks_that_share_a_gpu_share_its_queues(
+    ranks: int, gpus: int, queues: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv(backends.QUEUES_VARIABLE, "4")
+    backends.prepare_cuda(ranks)
+    assert os.environ[backends.QUEUES_VARIABLE] == "4", "the user's own number stays"
+    monkeypatch.delenv(backends.QUEUES_VARIABLE)
+    backends.prepare_cuda(ranks)
+    assert os.environ[backends.QUEUES_VARIABLE] == queues
+
+
 def test_a_delayed_update_is_timed_on_a_known_device(run_file: Path) -> None:
     """`weft train` crashed here on every GPU of the catalog."""
     options = ["plan.memory.offload=0.5", "plan.exact=false", "plan.micro_batch=4", "cluster=h200:1x1"]

@@ -16,6 +16,8 @@ import torch.distributed as dist
 SHARING_NCCL = (2, 30)
 NCCL_LIBRARY = "libnccl.so.2"
 SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
+QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+USUAL_QUEUES, MOST_QUEUES = 8, 32  # of a process
 DeviceType = Literal["cpu", "cuda"]
 
 
@@ -31,11 +33,14 @@ def choose_backend(device: DeviceType, num_local_ranks: int) -> str:
     return "gloo"
 
 
-def prepare_cuda() -> None:
-    """Before anything initialises CUDA in this process or its children: streams that share one of CUDA's queues (8 by
-    default) hold each other up, and a pipeline has a stream for each peer (`pipeline/nccl_order.py`).
+def prepare_cuda(num_local_ranks: int) -> None:
+    """Before anything initialises CUDA in a rank: streams that share one of CUDA's queues hold each other up, and a
+    pipeline has a stream for each peer (`pipeline/nccl_order.py`). A GPU has some 500 queues for all processes, who
+    asks for one more is told "out of memory", and a process takes longer to start the more it has: ranks that share a
+    GPU share the most that one may have, and have CUDA's usual number at least.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    sharing = -(-num_local_ranks // max(1, torch.cuda.device_count()))
+    os.environ.setdefault(QUEUES_VARIABLE, str(max(USUAL_QUEUES, MOST_QUEUES // sharing)))
 
 
 def nccl_shares_gpus() -> bool:

@@ -16,7 +16,6 @@ except ImportError:
 
 
 from weft import __version__
-from weft.backends import prepare_cuda
 from weft.chaos import KINDS, StruckNursery
 from weft.chaos_command import ChaosOptions, run_chaos
 from weft.config import load_run
@@ -63,7 +62,6 @@ def train_command(
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
     place = detect(os.environ)
     if place is not None:
-        prepare_cuda()
         with run_of_job(run_file, overrides or [], os.environ, place) as run:
             train_under_launcher(run, place, fresh, as_json)
         return

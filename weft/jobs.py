@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from weft.backends import DeviceType, prepare_cuda
+from weft.backends import DeviceType
 from weft.config import Run, run_from_json
 from weft.devices import Gpu, described, look
 from weft.gpu_check import check_gpu, describe
@@ -43,7 +43,6 @@ def command_nursery(main: Main, kind: type[Nursery] = Nursery, warms: bool = Tru
     them. One that will start ranks `warms` up: it imports what they need.
     """
     os.environ.setdefault(_ASKS_LIBRARY, "1")
-    prepare_cuda()
     with kind(main, import_for_ranks if warms else lambda: None, JOBS) as nursery:
         has_cuda = torch.version.cuda is not None or torch.version.hip is not None
         seen = nursery.call("gpus") if has_cuda else []

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # as documented
 
-from weft.backends import DeviceType, choose_backend
+from weft.backends import DeviceType, choose_backend, prepare_cuda
 from weft.errors import LaunchError, LostRankError
 from weft.nursery import LISTENER_VARIABLE, LOOPBACK
 
@@ -270,6 +270,7 @@ def take_device(place: Place, device: DeviceType, share_gpus: bool = False) -> t
     """
     if device == "cpu":
         return torch.device("cpu")
+    prepare_cuda(_num_sharing(place))
     own = torch.device("cuda", _cuda_index(place, share_gpus))
     torch.cuda.set_device(own)
     return own

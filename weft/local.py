@@ -166,7 +166,7 @@ def _answer(place: _Place, function: Callable[[], Any]) -> bytes:
 def _take_device(place: _Place) -> torch.device | None:
     """This rank's GPU; on a CPU, none is to be seen: libraries ask about them, and each rank would initialise CUDA."""
     if place.device == "cuda":
-        prepare_cuda()
+        prepare_cuda(place.num_ranks)
         device = torch.device("cuda", place.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device

@@ -184,7 +184,7 @@ def _report(answers: list[dict[str, Any]], trial: Trial, tolerance: float | None
     refused = next((answer["refused"] for answer in answers if "refused" in answer), None)
     if refused is not None:
         raise (error_class(refused[0]) or WeftError)(refused[1])
-    return report_of(answers, trial.plan, trial.not_proved, tolerance)
+    return report_of(answers, trial.plan, trial.not_proved, tolerance, trial.device)
 
 
 def inexact(plan: Plan) -> tuple[str, ...]:

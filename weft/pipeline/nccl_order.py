@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping
 
+from weft.backends import MOST_QUEUES, QUEUES_VARIABLE
 from weft.errors import PlanError
 from weft.pipeline.actions import Action, Message, Schedule, channel_of
 
@@ -28,8 +29,6 @@ GroupOf = Callable[[int, Message], Hashable]
 Key = tuple[int, int, int, str]  # of a message
 Place = tuple[int, int]  # a rank and an index into its list
 _MAX_NAMED = 8  # operations of a cycle that an error names
-QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-NUM_QUEUES = 32  # the most that CUDA allows
 _NUM_STREAMS = 32  # torch takes the streams of groups from a pool in turns; two groups with one stream share an order
 MAX_CHANNELS = 24  # of a rank; the other streams are for the other axes
 
@@ -71,7 +70,7 @@ def check_queues(schedule: Schedule, environ: Mapping[str, str]) -> None:
     if reason is not None:
         raise PlanError(
             f"{QUEUES_VARIABLE}=1 makes a GPU start all operations in one order, in which this pipeline can wait for "
-            f"ever: {reason}; export {QUEUES_VARIABLE}={NUM_QUEUES}"
+            f"ever: {reason}; export {QUEUES_VARIABLE}={MOST_QUEUES}"
         )
 
 
