@@ -42,10 +42,13 @@ def test_four_ranks_train_as_one(overrides: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize("kinds", ["kill", "hang", "nan"])
 def test_chaos_changes_nothing(kinds: str, tmp_path: Path) -> None:
     run = write_shared(tmp_path)
-    overrides = ["train.steps=40", "train.deterministic=true", "restart.hang_seconds=8", "train.evaluate_every=40"]
-    found = weft("chaos", run, *overrides, "--kinds", kinds, "--mtbf", "3s", "--faults", 1, "--seed", 1, "--json")
+    overrides = ["train.steps=40", "train.deterministic=true", "restart.hang_seconds=20", "train.evaluate_every=40"]
+    found = weft(
+        "chaos", run, *overrides, "--kinds", kinds, "--mtbf", "3s", "--faults", 1, "--seed", 1, "--json", seconds=420
+    )
     assert found.status == 0, found.out[-2000:] + found.err[-3000:]
-    assert found.json["passed"]
+    assert found.json["equal"]
+    assert found.json["faults"]
 
 
 def test_a_killed_run_resumes(tmp_path: Path) -> None:
