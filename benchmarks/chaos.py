@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from weft.chaos import Struck
-from weft.chaos_report import by_kind
+from weft.chaos.report import by_kind
+from weft.chaos.storm import Struck
 
 ROOT = Path(__file__).parents[1]
 RATES = {"4s": 100, "8s": 65, "16s": 40}  # mean time between faults: how many are to be survived

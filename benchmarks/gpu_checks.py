@@ -27,17 +27,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.config import TrainConfig
+from weft.checkpoint.model_state import make_optimizer
+from weft.compile.blocks import compile_blocks
 from weft.data.goldfish import Goldfish
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.models.loss import IGNORE
-from weft.parallel import all_flats, parallelize
+from weft.parallel.apply import all_flats, parallelize
 from weft.plan import Plan
+from weft.run_file import TrainConfig
 from weft.schema import build_dataclass
-from weft.train.compiling import compile_blocks
-from weft.train.state import make_optimizer
-from weft.train.step import train_step
+from weft.step.train_step import train_step
 
 ROUNDED = 2**-7  # of bf16
 RESULT = Path(__file__).parent / "results" / "gpu-checks.json"

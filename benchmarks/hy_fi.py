@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.cluster import load
+from weft.cluster.hardware import load
 from weft.data.formats import Shape
 from weft.models import VisionConfig
 from weft.models.catalog import load_model

@@ -34,15 +34,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.compile.blocks import compile_blocks
 from weft.mesh import Mesh
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.optim import AdamW
-from weft.parallel import parallelize
+from weft.parallel.apply import parallelize
 from weft.plan import Memory, Plan
-from weft.train.compiling import compile_blocks
-from weft.train.graph import Graph
-from weft.train.step import CLASSIFICATION, train_step
+from weft.step.cuda_graph import Graph
+from weft.step.train_step import CLASSIFICATION, train_step
 
 RESULT = Path(__file__).parent / "results" / "images-h200.json"
 MODELS = ("resnet50", "amoebanet-d-18-208")

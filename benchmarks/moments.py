@@ -22,9 +22,9 @@ import weft
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, initialise
 from weft.optim import AdamW, rounding, update
-from weft.parallel import all_units, parallelize
+from weft.parallel.apply import all_units, parallelize
 from weft.plan import Memory, Plan
-from weft.train.step import train_step
+from weft.step.train_step import train_step
 
 VOCABULARY, SEQUENCE, BATCH = 64, 32, 16
 EXACT = Plan(precision="fp32")

@@ -33,18 +33,18 @@ import torch
 from plain_llama import PlainLlama, chunk_loss, plain_step
 from torch import Tensor, nn
 
-from weft.cluster import load
+from weft.cluster.hardware import load
+from weft.compile.attention_kernel import Shape, fastest_attention
+from weft.compile.blocks import compile_blocks
 from weft.errors import WeftError
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.models.hf import parameter_shapes
-from weft.parallel import parallelize
+from weft.parallel.apply import parallelize
 from weft.plan import Plan
 from weft.planner.model import planned_model
 from weft.schema import build_dataclass
-from weft.train.attention_kernel import Shape, fastest_attention
-from weft.train.compiling import compile_blocks
-from weft.train.step import train_step
+from weft.step.train_step import train_step
 
 RESULTS = Path(__file__).parent / "results"
 PEAK_FLOPS = 989e12  # dense bf16 of an H200
@@ -150,7 +150,7 @@ Step = Callable[[Tensor, Tensor], Tensor]  # tokens and labels [batch, sequence]
 
 
 def weft_contender(name: str, case: Case, device: torch.device, stack: ExitStack, compiles: bool) -> Step:
-    from weft.train.state import make_optimizer
+    from weft.checkpoint.model_state import make_optimizer
 
     plan = build_dataclass(Plan, PLANS[name], "plan")
     model = case.model
@@ -168,7 +168,7 @@ def weft_contender(name: str, case: Case, device: torch.device, stack: ExitStack
     parallel = parallelize(whole, plan, mesh, value)
     if compiles:
         compile_blocks(parallel, lambda message: print(message, file=sys.stderr))
-    from weft.config import TrainConfig
+    from weft.run_file import TrainConfig
 
     optimizer = make_optimizer(parallel, TrainConfig(steps=1, batch=1, learning_rate=LEARNING_RATE))
     return lambda tokens, labels: train_step(parallel, optimizer, [(tokens, labels)], mesh, clip=CLIP).loss

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from weft.config import Run, run_from_tables
-from weft.launch import Place
+from weft.launch.environment import Place
 from weft.models import build, initialise
+from weft.run_file import Run, run_from_tables
 from weft.train.batches import prepare_data
 from weft.train.loop import train
 from weft.train.metrics import StepMetrics

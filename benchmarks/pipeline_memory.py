@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD
 
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, token_loss
-from weft.parallel import all_flats, cost, named_pieces, parallelize
+from weft.parallel.apply import all_flats, cost, named_pieces, parallelize
 from weft.plan import Pipe, Plan, split_batch
 from weft.profile import profile
-from weft.train.step import train_step
+from weft.step.train_step import train_step
 
 RANKS, MICRO_BATCHES = 4, 8
 CONVENTIONS = {

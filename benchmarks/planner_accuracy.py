@@ -25,7 +25,7 @@ from published_memory import predict_memory_bytes
 from published_models import Model
 from published_tables import Case, read
 
-from weft.cluster import load
+from weft.cluster.hardware import load
 from weft.errors import WeftError
 from weft.models import DecoderConfig, GPT2Config, build, token_loss
 from weft.plan import Plan

@@ -30,18 +30,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.cluster import Cluster, load
-from weft.config import TrainConfig
+from weft.checkpoint.model_state import make_optimizer
+from weft.cluster.hardware import Cluster, load
+from weft.compile.attention_kernel import Shape, fastest_attention
+from weft.compile.blocks import compile_blocks
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.models.hf import parameter_shapes
-from weft.parallel import parallelize
+from weft.parallel.apply import parallelize
 from weft.plan import Memory, Plan, Recompute
 from weft.planner.model import planned_model
-from weft.train.attention_kernel import Shape, fastest_attention
-from weft.train.compiling import compile_blocks
-from weft.train.state import make_optimizer
-from weft.train.step import train_step
+from weft.run_file import TrainConfig
+from weft.step.train_step import train_step
 
 RESULT = Path(__file__).parent / "results" / "planner-h200.json"
 WARM_STEPS, STEPS = 2, 5

@@ -27,7 +27,7 @@ from dataclasses import replace
 from published_tables import Case
 
 from weft.plan import Memory, Plan
-from weft.planner.memory import alive_at_once, num_chunks, sizes
+from weft.planner.closed_form_memory import alive_at_once, num_chunks, sizes
 from weft.profile import Profile
 
 MEGATRON_STATE_BYTES = 18

@@ -18,7 +18,7 @@ from pathlib import Path
 from published_models import Model, named
 from published_software import AXONN, CORE, FOUNDRY, MEGATRON, TITAN
 
-from weft.cluster import load
+from weft.cluster.hardware import load
 from weft.errors import WeftError
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tensor
 from weft.planner.kernels import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, Software

@@ -23,11 +23,11 @@ from unittest.mock import patch
 
 import torch
 
-from weft.config import Run, load_run
-from weft.launch import Place
-from weft.local import run_local
+from weft.launch.environment import Place
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.predict import micro_batch_profile
+from weft.planner.predict import micro_batch_profile
+from weft.run_file import Run, load_run
 from weft.train import loop
 from weft.train.metrics import StepMetrics
 from weft.train.saving import save_or_tell

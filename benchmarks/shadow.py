@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from side_by_side import environment
 
-from weft.local import run_local
-from weft.pipeline import simulate
+from weft.launch.local_ranks import run_local
 from weft.plan import Pipe
+from weft.schedule import simulate
 
 ROOT = Path(__file__).parents[1]
 AIM_POINTS = 5.0

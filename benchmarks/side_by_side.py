@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch_layouts import Totals
 
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.models import Decoder, DecoderConfig, initialise
-from weft.train.step import Batch
+from weft.step.train_step import Batch
 
 CLIP, LEARNING_RATE = 1.0, 1e-3
 TOLERANCE = 1e-4

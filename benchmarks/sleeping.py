@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.optim import SGD
 
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel import named_pieces, parallelize
-from weft.pipeline import Schedule, simulate
-from weft.pipeline.deferred import Deferred
+from weft.parallel.apply import named_pieces, parallelize
+from weft.pipeline.deferred_weight_grads import Deferred
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Pipe, Plan
-from weft.train.step import Objective, train_step
+from weft.schedule import Schedule, simulate
+from weft.step.train_step import Objective, train_step
 
 RANKS, MICRO_BATCHES, WIDTH = 4, 8, 8
 STEPS = 5

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weft.pipeline import Message, Schedule, Timeline, make_schedule, simulate, to_svg, with_messages
+from weft.schedule import Message, Schedule, Timeline, make_schedule, simulate, to_svg, with_messages
 
 NUM_RANKS, NUM_MICRO_BATCHES = 4, 8
 SHOWN: dict[str, tuple[str, dict[str, int]]] = {

@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 from torch import nn
 
 from weft.checkpoint import Checkpoint, latest
-from weft.config import Run, load_run
 from weft.data.config import SlidesConfig
 from weft.data.images import Images
 from weft.data.slides import Pixels, Slide, make_slide, render
 from weft.errors import ConfigError
 from weft.models import build
 from weft.plan import Plan
-from weft.predict import micro_batch_profile
-from weft.spatial.dry import _run, dry_run
+from weft.planner.predict import micro_batch_profile
+from weft.run_file import Run, load_run
+from weft.spatial.dry_run import _run, dry_run
 from weft.spatial.fuse import Layer
 from weft.spatial.windows import Extra
 from weft.train.batches import prepare_data

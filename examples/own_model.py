@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import weft
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 
 
 class Classifier(nn.Module):

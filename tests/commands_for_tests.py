@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from weft import cli
+from weft.commands import app as cli
 
 
 class Left(NamedTuple):

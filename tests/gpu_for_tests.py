@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.jobs import JOBS as OWN_JOBS
+from weft.commands.jobs import JOBS as OWN_JOBS
 from weft.plan import Plan
-from weft.report import Report, report_from_json, report_to_json
+from weft.proof.prove import Trial, prove_plan, proved
+from weft.proof.report import Report, report_from_json, report_to_json
 from weft.schema import build_dataclass, to_table
-from weft.train.step import CROSS_ENTROPY
-from weft.verify import Trial, prove_plan, proved
+from weft.step.train_step import CROSS_ENTROPY
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240.0  # for a command
@@ -180,7 +180,7 @@ SPOILERS = {"reductions": _skip_reductions, "messages": _shift_wrongly}
 
 
 def _about_gpus() -> dict[str, Any]:
-    from weft.backends import describe_backend
+    from weft.comm.backends import describe_backend
 
     return {"device": torch.cuda.get_device_name(), "collectives": describe_backend("cuda", 4)}
 

@@ -26,8 +26,8 @@ from weft.models.vision.pool_kernel import by_kernel
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
-from weft.parallel import take_kernel
-from weft.parallel.take_kernel import take_with_squares
+from weft.sharding import gradient_kernel as take_kernel
+from weft.sharding.gradient_kernel import take_with_squares
 
 NUMBERS = torch.tensor([1 - 1e-3, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5], dtype=torch.float64)
 FORMATS = {

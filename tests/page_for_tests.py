@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.pipeline import Action, make_schedule, simulate
+from weft.schedule import Action, make_schedule, simulate
 
 
 def make_timeline(name: str, num_ranks: int, num_micro_batches: int, seconds: float, **options: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.mesh import Mesh
 from weft.models import IGNORE, Decoder, DecoderConfig
-from weft.parallel import parallelize
+from weft.parallel.apply import parallelize
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Plan
 

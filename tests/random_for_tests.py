@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from weft.models import IGNORE, DecoderConfig, GPT2Config, ModelConfig, build
 from weft.models.decoder import DecoderArchitecture
-from weft.parallel.layout import MASTER_DTYPE
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard
 from weft.plan import Tensor as TensorPlan
+from weft.sharding.layout import MASTER_DTYPE
 
 CLASSES = 8
 NORMS: dict[str, Callable[[int], nn.Module]] = {"none": nn.Identity, "layer": nn.LayerNorm, "rms": nn.RMSNorm}

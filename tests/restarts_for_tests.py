@@ -20,12 +20,13 @@ from runs_for_tests import Silent
 
 from weft.checkpoint import Checkpoint
 from weft.comm import Ledger
-from weft.config import Run, load_run
-from weft.launch import detect
-from weft.nursery import Nursery
-from weft.start import start_ranks
-from weft.train import loop, shared_memory
+from weft.launch.environment import detect
+from weft.launch.fork_server import Nursery
+from weft.resilience import shared_memory
+from weft.run_file import Run, load_run
+from weft.train import loop
 from weft.train.batches import TrainingData
+from weft.train.local_job import start_ranks
 
 NUM_STEPS = 12
 OVERRIDES = [f"train.steps={NUM_STEPS}", "checkpoint.every=5", "checkpoint.memory_every=1"]

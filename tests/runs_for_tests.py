@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import pytest
 
-from weft.config import Run, load_run
-from weft.launch import Place
-from weft.local import run_local
+from weft.launch.environment import Place
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.predict import micro_batch_profile
+from weft.planner.predict import micro_batch_profile
+from weft.run_file import Run, load_run
 from weft.train import loop
 
 # What the issue of resuming and of equal curves is tried on: every axis, every stage, both together.
@@ -140,6 +140,6 @@ def losses(folder: Path) -> list[float]:
 def train_with_a_small_host(folder: Path, override: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train where the host has 2 GiB free; data is not to be looked at."""
     run = make_run(write_run_file(folder), "small", override)
-    monkeypatch.setattr("weft.memory.host.available_host_bytes", lambda: 2 << 30)
+    monkeypatch.setattr("weft.sharding.host_memory.available_host_bytes", lambda: 2 << 30)
     monkeypatch.setattr("weft.train.loop.prepare_data", lambda _: pytest.fail("too late"))
     loop.train(run, Place(), Silent())

@@ -20,25 +20,25 @@ import torch
 from pipeline_for_tests import CLASSES, WIDTH, Block, vectors
 from torch import Tensor, nn
 
-from weft import losses
-from weft.agent import Restarts, start_local
 from weft.checkpoint import Saver
+from weft.checkpoint.model_state import pieces_to_save
 from weft.comm import Ledger
-from weft.launch import detect, init_process_group
+from weft.health import lost_ranks as losses
+from weft.health.rank_status import Status
+from weft.launch.agent import Restarts, start_local
+from weft.launch.environment import detect, init_process_group
+from weft.launch.fork_server import Nursery
 from weft.mesh import Mesh
-from weft.nursery import Nursery
 from weft.optim import AdamW
-from weft.parallel import parallelize
-from weft.pipeline import run as run_module
-from weft.pipeline.actions import Action
+from weft.parallel.apply import parallelize
+from weft.pipeline import step_run as run_module
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Pipe, Plan
-from weft.status import Status
+from weft.resilience.takeover import take_over_losses
+from weft.schedule.actions import Action
+from weft.step.train_step import evaluate, train_step
 from weft.train.saving import save_or_tell
-from weft.train.state import pieces_to_save
-from weft.train.step import evaluate, train_step
 from weft.train.stop import Stop
-from weft.train.takeover import take_over_losses
 
 RANKS, MICRO_BATCHES, NUM_STEPS, EVALUATED, SAVED = 4, 4, 5, 3, (2, 4)
 TIMEOUT = timedelta(seconds=120)

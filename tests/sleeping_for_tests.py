@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.optim import SGD
 
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel import named_pieces, parallelize
+from weft.parallel.apply import named_pieces, parallelize
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Pipe, Plan
 from weft.profile import profile
-from weft.train.step import Batch, Objective, StepResult, evaluate, train_step
+from weft.step.train_step import Batch, Objective, StepResult, evaluate, train_step
 
 WIDTH = 6
 OBJECTIVE = Objective(

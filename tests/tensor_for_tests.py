@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 import weft.comm.collectives
 from weft.comm import Axis, Pending
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import IGNORE, DecoderConfig, GPT2Config, ModelConfig, build, initialise, token_loss
-from weft.parallel import cost, parallelize
-from weft.parallel.context import own_tokens
-from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
-from weft.parallel.unit import units_of
+from weft.parallel.apply import cost, parallelize
+from weft.parallel.context.axis import own_tokens
 from weft.plan import Plan, split_batch
 from weft.profile import profile
-from weft.train.step import CROSS_ENTROPY
-from weft.verify import Report, verify
+from weft.proof.prove import Report, verify
+from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
+from weft.sharding.units import units_of
+from weft.step.train_step import CROSS_ENTROPY
 
 VOCABULARY, SEQUENCE, BATCH, WIDTH = 61, 8, 8, 16
 

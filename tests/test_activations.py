@@ -20,33 +20,33 @@ from test_peak_memory import make_run, random_batch
 from torch import Tensor, nn
 
 import weft
-import weft.memory.sending
+import weft.memory.activation_copies
 import weft.train.loop
-from weft.advice import fitting_activations
-from weft.cluster import Cluster, load, local_cluster
-from weft.config import Run, load_run
+from weft.checkpoint.model_state import make_optimizer
+from weft.cluster.hardware import Cluster, load, local_cluster
+from weft.compile.blocks import compile_blocks
+from weft.compile.saved_bytes import compiled
 from weft.errors import PlanError
-from weft.layer_drop import LayerDrop, drop_layers
-from weft.live import LiveTensors
-from weft.local import run_local
-from weft.memory.activations import ActivationPolicy
-from weft.memory.compiled import compiled
-from weft.memory.sending import Group, Lane, Sender, Sent, sender_of
-from weft.memory.sent import LEAST_BYTES, sending_from, sent_blocks
+from weft.inspection.live_bytes import LiveTensors
+from weft.launch.local_ranks import run_local
+from weft.memory.activation_choice import LEAST_BYTES, sending_from, sent_blocks
+from weft.memory.activation_copies import Group, Lane, Sender, Sent, sender_of
+from weft.memory.offload_activations import ActivationPolicy
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, build, initialise
 from weft.models.loss import token_loss
 from weft.optim import AdamW
-from weft.parallel import Cost, cost, host_bytes, named_pieces, parallelize, state_tensors
+from weft.parallel.apply import Cost, cost, host_bytes, named_pieces, parallelize, state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
+from weft.planner.advice import fitting_activations
+from weft.planner.predict import example_inputs, predict
 from weft.planner.step import HOST_LINK_SHARE
-from weft.predict import example_inputs, predict
 from weft.profile import profile
-from weft.train.compiling import compile_blocks
-from weft.train.state import make_optimizer
-from weft.train.step import Batch, train_step
-from weft.verify import verify_run
+from weft.proof.prove import verify_run
+from weft.run_file import Run, load_run
+from weft.step.train_step import Batch, train_step
+from weft.train.layer_drop import LayerDrop, drop_layers
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 BF16 = Plan(precision="bf16")
@@ -234,7 +234,7 @@ class NeverWaits(Slow):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_every_copy_is_waited_for(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(gpt2, with_share(Plan(), 0.0, recompute))
-    monkeypatch.setattr(weft.memory.sending, "Lane", Slow)
+    monkeypatch.setattr(weft.memory.activation_copies, "Lane", Slow)
     for share in (0.3, 1.0):
         assert differing(train(gpt2, with_share(Plan(), share, recompute))[0], expected) == []
 
@@ -244,7 +244,7 @@ def test_every_copy_is_waited_for(recompute: Recompute, monkeypatch: pytest.Monk
 def test_a_copy_that_is_not_waited_for_is_seen(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(gpt2, Plan())
     lanes = iter([NeverWaits, Slow] if lane == "down" else [Slow, NeverWaits])  # in the order they are made
-    monkeypatch.setattr(weft.memory.sending, "Lane", lambda device: next(lanes)(device))
+    monkeypatch.setattr(weft.memory.activation_copies, "Lane", lambda device: next(lanes)(device))
     assert "loss 4" in differing(train(gpt2, with_share(Plan(), 1.0))[0], expected)
 
 
@@ -550,7 +550,7 @@ def test_a_model_of_one_block_and_a_share_over_1_are_refused() -> None:
 @pytest.mark.usefixtures("all_sizes")
 def test_a_host_without_room_is_told_and_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = parallelize(llama(), with_share(Plan(), 1.0))
-    monkeypatch.setattr(weft.memory.sending, "available_host_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(weft.memory.activation_copies, "available_host_bytes", lambda: 2 << 30)
     with pytest.raises(PlanError, match=r"keeps 0\.0 GiB of activations in host memory and needs .* lower it"):
         model(models.token_batch(0)[0])
 

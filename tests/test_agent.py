@@ -13,12 +13,12 @@ from unittest.mock import patch
 
 import pytest
 
-from weft import watchdog
-from weft.agent import Restarts, Source, start_local
 from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
-from weft.lock import locked, refuse_if_used
-from weft.nursery import Nursery
-from weft.status import Status
+from weft.health import watchdog
+from weft.health.rank_status import Status
+from weft.launch.agent import Restarts, Source, start_local
+from weft.launch.folder_lock import locked, refuse_if_used
+from weft.launch.fork_server import Nursery
 
 DEADLINE_SECONDS = 120
 LIMIT = Restarts(2, 600)

@@ -14,23 +14,24 @@ import torch
 from commands_for_tests import Weft, caller
 from runs_for_tests import write_run_file
 
-from weft import cli, plan_command
-from weft.cluster import load
-from weft.config import load_run
+from weft.cluster.hardware import load
+from weft.commands import app as cli
+from weft.commands import plan as plan_command
+from weft.commands.run_planning import has_layout
 from weft.errors import PlanError
 from weft.models import GPT2Config, build
 from weft.models.catalog import load_model
-from weft.parallel import refuse
+from weft.parallel.apply import refuse
 from weft.plan import split_batch
 from weft.planner import answer as answer_module
 from weft.planner.answer import Answer, ask, effective_seconds, with_more, with_scaling
 from weft.planner.explain import smaller, why_none
-from weft.planner.page import page
+from weft.planner.predict import predict
 from weft.planner.question import Objective, Question, parse_constraints
+from weft.planner.report.page import page
 from weft.planner.search import Found, Model
-from weft.planning import has_layout
-from weft.predict import predict
 from weft.profile import profile
+from weft.run_file import load_run
 
 SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=2048, n_layer=8, n_head=16)
 

@@ -23,16 +23,16 @@ import torch
 from commands_for_tests import caller
 from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 
-from weft import train_command
 from weft.checkpoint import Checkpoint, Piece, Region, Saver, steps
-from weft.cluster import load
-from weft.config import load_run
+from weft.cluster.hardware import load
+from weft.commands import train as train_command
+from weft.commands.out_of_memory import nearest_fitting, out_of_memory
 from weft.errors import CheckpointError, LaunchError
-from weft.local import LocalError, run_local
-from weft.lock import locked
-from weft.predict import predict
+from weft.launch.folder_lock import locked
+from weft.launch.local_ranks import LocalError, run_local
+from weft.planner.predict import predict
+from weft.run_file import load_run
 from weft.train.metrics import MetricsLog
-from weft.train.out_of_memory import nearest_fitting, out_of_memory
 
 NOBODY = 65534
 

@@ -24,17 +24,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 from runs_for_tests import make_run, train_on_ranks, write_run_file
 
-from weft import chaos_command
-from weft.chaos import KINDS, Fault, Storm, Struck, parse_kinds, schedule, settings
-from weft.chaos_report import Peace, Predicted, by_kind, differences
+from weft.chaos.report import Peace, Predicted, by_kind, differences
+from weft.chaos.storm import KINDS, Fault, Storm, Struck, parse_kinds, schedule, settings
 from weft.checkpoint import Piece, Region, Saver
-from weft.config import load_run
+from weft.commands import chaos as chaos_command
 from weft.errors import ConfigError
-from weft.nursery import Death
-from weft.parallel import all_flats
-from weft.status import FOLDER_VARIABLE, Status
+from weft.health.rank_status import FOLDER_VARIABLE, Status
+from weft.launch.fork_server import Death
+from weft.parallel.apply import all_flats
+from weft.resilience.faults import VARIABLE, Faults, ask, request_path
+from weft.run_file import load_run
 from weft.train import loop
-from weft.train.faults import VARIABLE, Faults, ask, request_path
 
 
 @pytest.fixture
@@ -97,8 +97,8 @@ class Ranks:
             page.step_begins(step)
             page.phase("forward and backward")
         with (
-            patch("weft.chaos.time.monotonic", lambda: self.now),
-            patch("weft.chaos.os.kill", lambda pid, number: self.signals.append((pid, number))),
+            patch("weft.chaos.storm.time.monotonic", lambda: self.now),
+            patch("weft.chaos.storm.os.kill", lambda pid, number: self.signals.append((pid, number))),
         ):
             self.storm.look()
 

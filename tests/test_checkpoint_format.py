@@ -25,7 +25,7 @@ from weft.checkpoint import Checkpoint, Piece, Region, Saver, covers, latest, lo
 from weft.checkpoint.manifest import MANIFEST, seal
 from weft.checkpoint.region import Intervals
 from weft.errors import CheckpointError, DamagedError, FormatError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 
 torch.set_num_threads(1)
 

@@ -29,11 +29,11 @@ from weft.checkpoint import Checkpoint, Piece, Region, Saver
 from weft.checkpoint.manifest import MANIFEST, parse_json, seal
 from weft.data.config import DataConfig
 from weft.errors import CheckpointError, WeftError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.models import DecoderConfig, build
 from weft.schema import to_table
+from weft.serve.generate import load_for_generation, saved_data, saved_model
 from weft.train import resume
-from weft.train.generate import load_for_generation, saved_data, saved_model
 
 SHARDS = ("rank-00000.safetensors", "rank-00001.safetensors")
 ROOM_BYTES = 256 * 2**20  # above what the process has; twenty thousand times the checkpoint

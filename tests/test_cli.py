@@ -15,15 +15,17 @@ from rich.console import Console
 from runs_for_tests import events, losses, write_run_file
 from typer.testing import CliRunner
 
-from weft import __version__, cli, train_command
+from weft import __version__
 from weft.checkpoint import steps
-from weft.config import load_run
-from weft.devices import Gpu, described
-from weft.display import LiveReporter, format_bytes, format_seconds, step_line
-from weft.jobs import prove
-from weft.predict import run_cluster
+from weft.cluster.local_gpus import Gpu, described
+from weft.commands import app as cli
+from weft.commands import train as train_command
+from weft.commands.console import LiveReporter, format_bytes, format_seconds, step_line
+from weft.commands.jobs import prove
+from weft.planner.predict import run_cluster
+from weft.proof.prove import Check
+from weft.run_file import load_run
 from weft.train.metrics import StepMetrics
-from weft.verify import Check
 
 COMMANDS = ("train", "plan", "verify", "chaos", "export", "generate", "doctor")
 
@@ -205,7 +207,7 @@ def test_verify_fails_with_status_1_when_the_plan_is_wrong(
     def keep_to_myself(self: Any) -> None:
         self._wait_reduce()
 
-    monkeypatch.setattr("weft.parallel.flat.Flat.continue_reduce", keep_to_myself)
+    monkeypatch.setattr("weft.sharding.flat_buffer.Flat.continue_reduce", keep_to_myself)
     left = weft("verify", run_file, "plan.data=2", "--json")
     assert left.status == 1
     assert left.json["passed"] is False
@@ -256,7 +258,7 @@ def test_doctor_in_json_and_in_words(weft: Weft) -> None:
 @pytest.mark.parametrize("seconds", [1.0, 300.0])
 def test_doctor_tells_of_slow_bf16(weft: Weft, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(
-        "weft.doctor.cpu_flops_per_second", lambda dtype: 3e10 if dtype == torch.float32 else 3e10 / seconds
+        "weft.commands.doctor.cpu_flops_per_second", lambda dtype: 3e10 if dtype == torch.float32 else 3e10 / seconds
     )
     warnings = weft("doctor", "--json").json["warnings"]
     told = [one for one in warnings if "a matmul of bf16" in one]

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft import cluster as clusters
-from weft.cluster import (
+from weft.cluster import hardware as clusters
+from weft.cluster.hardware import (
     CATALOG,
     Cluster,
     Device,
@@ -25,7 +25,7 @@ from weft.cluster import (
     read_entry,
     ring_seconds,
 )
-from weft.devices import Gpu
+from weft.cluster.local_gpus import Gpu
 from weft.errors import ConfigError, PlanError
 
 NODES = ["a100-40", "a100-80", "gh200", "h100", "h100-500w", "h200", "mi250x", "v100-16", "v100-32"]
@@ -387,7 +387,7 @@ def test_bad_collectives_are_refused() -> None:
 
 def pretend_cuda(monkeypatch: pytest.MonkeyPatch, name: str, count: int = 2) -> None:
     found = (Gpu(name, 150_000_000_000, (9, 0)),) * count
-    monkeypatch.setattr("weft.cluster.gpus", lambda: found)
+    monkeypatch.setattr("weft.cluster.hardware.gpus", lambda: found)
 
 
 def test_a_local_cpu_shares_its_memory_and_has_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:

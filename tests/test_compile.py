@@ -17,14 +17,14 @@ from sampled_for_tests import one_in
 from tensor_for_tests import SHIPPED, TRANSFORMERS
 from torch import nn
 
-from weft.blocks import find_blocks
-from weft.local import run_local
+from weft.inspection.blocks import find_blocks
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel import named_pieces, parallelize
-from weft.parallel.context import own_tokens
+from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.context.axis import own_tokens
 from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.train.step import CROSS_ENTROPY
+from weft.step.train_step import CROSS_ENTROPY
 
 Compile = Callable[[nn.Module], None]
 MODELS = {"shipped": SHIPPED["tied"], "transformers": TRANSFORMERS["Llama"]}

@@ -22,19 +22,19 @@ from runs_for_tests import write_run_file
 from tensor_for_tests import saved_bytes, saved_bytes_of_ranks
 from torch import Tensor, nn
 
-import weft.memory.compiled
-from weft.blocks import find_blocks
-from weft.cluster import Cluster, load, local_cluster
-from weft.config import load_run
-from weft.memory.compiled import compiled, under
-from weft.memory.partition import Partition
+import weft.compile.saved_bytes
+from weft.cluster.hardware import Cluster, load, local_cluster
+from weft.compile.saved_bytes import compiled, under
+from weft.compile.torch_partition import Partition
+from weft.inspection.blocks import find_blocks
 from weft.models import DecoderConfig, GPT2Config, build
 from weft.models.loss import token_loss
-from weft.parallel import cost
+from weft.parallel.apply import cost
 from weft.plan import Memory, Plan, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.predict import _profile_of, predict
+from weft.planner.predict import _profile_of, predict
 from weft.profile import Profile, profile
+from weft.run_file import load_run
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import one_gpu
@@ -181,8 +181,8 @@ def test_what_cannot_be_traced_counts_as_uncompiled(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("a bad day")
 
     eager = profiled(MODELS["llama"]())
-    monkeypatch.setattr(weft.memory.compiled, "partition", fail)
-    monkeypatch.setattr(weft.memory.compiled, "_found", {})
+    monkeypatch.setattr(weft.compile.saved_bytes, "partition", fail)
+    monkeypatch.setattr(weft.compile.saved_bytes, "_found", {})
     assert [block.saved_bytes for block in compiled(eager).blocks] == [block.saved_bytes for block in eager.blocks]
 
 
@@ -193,14 +193,14 @@ def test_a_block_that_cannot_be_traced_counts_as_uncompiled_and_says_so(
         raise RuntimeError("Cannot re-initialize CUDA\nin a forked process")
 
     run, gpu = load_run(write_run_file(tmp_path)), load("h200:1x1")
-    monkeypatch.setattr(weft.memory.compiled, "_found", {})
+    monkeypatch.setattr(weft.compile.saved_bytes, "_found", {})
     predict_again = _profile_of.cache_clear
     predict_again()
     whole = predict(run, gpu)
     assert not whole.assumptions
     assert "assumptions" not in whole.to_json()
-    monkeypatch.setattr(weft.memory.compiled, "partition", fail)
-    monkeypatch.setattr(weft.memory.compiled, "_found", {})
+    monkeypatch.setattr(weft.compile.saved_bytes, "partition", fail)
+    monkeypatch.setattr(weft.compile.saved_bytes, "_found", {})
     predict_again()
     found = predict(run, gpu)
     predict_again()

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs_for_tests import write_run_file
 
-from weft import cli
-from weft.config import TrainConfig, load_run, run_from_tables
+from weft.commands import app as cli
 from weft.errors import ConfigError
 from weft.plan import Context, Pipe, Tensor
+from weft.run_file import TrainConfig, load_run, run_from_tables
 from weft.schema import parse_toml
 
 ROOT = Path(__file__).parents[1]
@@ -37,8 +37,8 @@ def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         raise AssertionError("a process or a group was started for a run that cannot work")
 
     for name in (
-        "weft.train_command.prove",
-        "weft.train_command.start_ranks",
+        "weft.commands.train.prove",
+        "weft.commands.train.start_ranks",
         "weft.train.setup.init_process_group",
     ):
         monkeypatch.setattr(name, start)

@@ -14,23 +14,23 @@ from tensor_for_tests import SHIPPED, check, decoder, failures, made
 from torch import Tensor, nn
 
 import weft.comm
-import weft.parallel.context
-import weft.train.step
+import weft.parallel.context.axis
+import weft.step.train_step
 from weft.comm import Axis, Pending
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import GPT2Config
-from weft.parallel import cost, parallelize, refuse
-from weft.parallel.context import own_tokens
-from weft.parallel.context_attention import zigzag
-from weft.parallel.flat import Flat
-from weft.parallel.unit import units_of
+from weft.parallel.apply import cost, parallelize, refuse
+from weft.parallel.context.attention import zigzag
+from weft.parallel.context.axis import own_tokens
 from weft.plan import Context, Memory, Plan, Recompute, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.train.step import train_step
-from weft.verify import verify
+from weft.proof.prove import verify
+from weft.sharding.flat_buffer import Flat
+from weft.sharding.units import units_of
+from weft.step.train_step import train_step
 
 Patch = pytest.MonkeyPatch
 
@@ -85,7 +85,7 @@ def broken(name: str, plan: Plan) -> set[str]:
 
 
 def test_finds_gradients_that_are_not_summed(monkeypatch: Patch) -> None:
-    apply = weft.parallel.context.ContextAxis.apply
+    apply = weft.parallel.context.axis.ContextAxis.apply
 
     def forgetful(self: Any, model: nn.Module, plan: Plan, mesh: Mesh, values: Any) -> nn.Module:
         before = {id(flat): list(flat.sum_over) for flat in units_of(model).flats}  # type: ignore[union-attr]
@@ -94,12 +94,12 @@ def test_finds_gradients_that_are_not_summed(monkeypatch: Patch) -> None:
             flat.sum_over = before[id(flat)]
         return model
 
-    monkeypatch.setattr(weft.parallel.context.ContextAxis, "apply", forgetful)
+    monkeypatch.setattr(weft.parallel.context.axis.ContextAxis, "apply", forgetful)
     assert "worst gradient" in broken("tied", over(2))
 
 
 def test_finds_positions_that_are_not_dealt(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(weft.parallel.context, "_add_positions", lambda axis, model, args, kwargs: (args, kwargs))
+    monkeypatch.setattr(weft.parallel.context.axis, "_add_positions", lambda axis, model, args, kwargs: (args, kwargs))
     for name in ("tied", "gpt2"):
         found = broken(name, over(2))
         assert "loss" in found
@@ -112,12 +112,12 @@ def test_finds_labels_that_are_not_dealt(monkeypatch: Patch) -> None:
         half = labels.shape[1] // axis.degree
         return own_tokens((tokens,), axis)[0], labels[:, axis.index * half : (axis.index + 1) * half]
 
-    monkeypatch.setattr(weft.train.step, "own_tokens", forgetful)
+    monkeypatch.setattr(weft.step.train_step, "own_tokens", forgetful)
     assert "loss" in broken("tied", over(2))
 
 
 def test_finds_keys_that_do_not_travel(monkeypatch: Patch) -> None:
-    from weft.parallel import context_attention
+    from weft.parallel.context import attention as context_attention
 
     def still(received: Any, sent: Any, axis: Axis, by: int = 1) -> Pending:
         pending = weft.comm.shift(received, sent, axis, by)
@@ -133,7 +133,9 @@ def test_finds_keys_that_do_not_travel(monkeypatch: Patch) -> None:
 
 
 def test_finds_a_loss_that_is_not_summed(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(weft.train.step, "all_reduce", lambda tensor, axis: shared.counted(axis, "all_reduce", tensor))
+    monkeypatch.setattr(
+        weft.step.train_step, "all_reduce", lambda tensor, axis: shared.counted(axis, "all_reduce", tensor)
+    )
     assert "loss" in broken("tied", over(2))
 
 

@@ -20,10 +20,10 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.comm import Axis, Ledger, Pending, shift
-from weft.local import run_local
-from weft.parallel import block_attention, context_attention
-from weft.parallel.block_attention import Mask, Rows
-from weft.parallel.context_attention import (
+from weft.launch.local_ranks import run_local
+from weft.parallel.context import attention as context_attention
+from weft.parallel.context import block_attention
+from weft.parallel.context.attention import (
     Calls,
     all_to_all_attention,
     all_to_all_traffic,
@@ -33,6 +33,7 @@ from weft.parallel.context_attention import (
     visible_block,
     zigzag,
 )
+from weft.parallel.context.block_attention import Mask, Rows
 from weft.strategy import tally
 
 Attention = Callable[..., Tensor]

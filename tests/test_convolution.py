@@ -22,21 +22,24 @@ from tensor_for_tests import counted, failures, saved_bytes
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint, Saver
+from weft.checkpoint.model_state import pieces_to_save
 from weft.comm import Axis
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import token_loss
-from weft.parallel import convolution, cost, parallelize, refuse, tensor_cuts, tensor_ops
-from weft.parallel.convolution import column, gathered, row
-from weft.parallel.tensor_cost import traffic
-from weft.parallel.unit import units_of
+from weft.parallel.apply import cost, parallelize, refuse
+from weft.parallel.tensor import convolution
+from weft.parallel.tensor import cuts as tensor_cuts
+from weft.parallel.tensor import operations as tensor_ops
+from weft.parallel.tensor.convolution import column, gathered, row
+from weft.parallel.tensor.cost import traffic
 from weft.plan import Memory, Plan, Recompute, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.train.state import pieces_to_save
-from weft.train.step import CROSS_ENTROPY
-from weft.verify import Report, verify
+from weft.proof.prove import Report, verify
+from weft.sharding.units import units_of
+from weft.step.train_step import CROSS_ENTROPY
 
 Kind = Literal["gathered", "column", "row"]
 Patch = pytest.MonkeyPatch

@@ -17,13 +17,14 @@ from sampled_for_tests import one_in
 from torch import Tensor
 
 from weft.errors import CorruptionError
-from weft.local import LocalError
+from weft.health.rank_status import FOLDER_VARIABLE, failures, record_failure
+from weft.launch.local_ranks import LocalError
 from weft.mesh import Mesh
-from weft.parallel import all_flats, all_units
-from weft.status import FOLDER_VARIABLE, failures, record_failure
-from weft.train import corruption, loop
-from weft.train.corruption import describe, differing, digest, digest_all
-from weft.train.step import StepResult, train_step
+from weft.parallel.apply import all_flats, all_units
+from weft.resilience import corruption
+from weft.resilience.corruption import describe, differing, digest, digest_all
+from weft.step.train_step import StepResult, train_step
+from weft.train import loop
 
 Inject = Callable[[Any, Mesh, int], None]  # into a model, before a step
 STEP = 3  # in which a bit is flipped

@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from weft.config import load_run
 from weft.data import sources, tokens
 from weft.data.sources import documents
 from weft.data.tokenizer import ByteTokenizer, load_tokenizer
 from weft.data.tokens import Sequences, is_held_out, token_cache
 from weft.errors import DataError
+from weft.run_file import load_run
 
 TEXTS = ["alpha\nbeta\n", "γάμμα 🙂", "delta\r\nepsilon", "zeta" * 20]
 

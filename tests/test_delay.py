@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint, Saver
+from weft.checkpoint.model_state import load_state, pieces_to_save
 from weft.errors import CheckpointError, PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel import all_flats, cost, named_pieces, parallelize, state_bytes
+from weft.parallel.apply import all_flats, cost, named_pieces, parallelize, state_bytes
 from weft.plan import Memory, Plan, Shard, split_batch
 from weft.profile import profile
-from weft.train.state import load_state, pieces_to_save
-from weft.train.step import train_step
+from weft.step.train_step import train_step
 
 EXACT = Plan(precision="bf16", memory=Memory(offload=0.5), exact=False)
 DELAYED = replace(EXACT, memory=replace(EXACT.memory, delay=True))

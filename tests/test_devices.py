@@ -11,19 +11,20 @@ import torch
 from commands_for_tests import Weft, caller
 from runs_for_tests import make_run, write_run_file
 
-from weft import backends, devices
-from weft.config import load_run
-from weft.devices import Gpu, described, gpus
+from weft.cluster import local_gpus as devices
+from weft.cluster.local_gpus import Gpu, described, gpus
+from weft.comm import backends
 from weft.errors import LocalError
+from weft.health.rank_status import Status
+from weft.launch.fork_server import Nursery
 from weft.mesh import Mesh
-from weft.nursery import Nursery
 from weft.plan import Plan
-from weft.predict import predict, run_cluster
-from weft.status import Status
+from weft.planner.predict import predict, run_cluster
+from weft.run_file import load_run
+from weft.step.train_step import evaluate, train_step
 from weft.train import metrics
 from weft.train.metrics import Clock, Moment
 from weft.train.setup import device_type
-from weft.train.step import evaluate, train_step
 
 H200 = Gpu("NVIDIA H200", 150_000_000_000, (9, 0))
 V100 = Gpu("Tesla V100-SXM2-32GB", 34_000_000_000, (7, 0))

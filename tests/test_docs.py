@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from weft import cli
-from weft.config import load_run
+from weft.commands import app as cli
+from weft.run_file import load_run
 
 ROOT = Path(__file__).parent.parent
 # Added to `weft train` lines, so that the test is about the command and not about training.

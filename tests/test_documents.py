@@ -11,17 +11,17 @@ from runs_for_tests import write_run_file
 from torch import Tensor
 
 from weft.comm import Axis, Ledger
-from weft.config import load_run
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, ModelConfig, build, initialise
-from weft.parallel import named_pieces, parallelize
-from weft.parallel.context import own_tokens
+from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.context.axis import own_tokens
 from weft.plan import Context, Memory, Pipe, Plan
 from weft.plan import Tensor as TensorAxes
+from weft.run_file import load_run
+from weft.step.train_step import evaluate, train_step
 from weft.train.documents import document_traffic, number_documents, separate_documents
-from weft.train.step import evaluate, train_step
 
 END = 60
 ALONE = Axis("context", 1, 0, None, Ledger())

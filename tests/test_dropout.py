@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.local import run_local
+from weft.inspection.rng import seed_draws
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import GPT2Config, build, initialise
-from weft.parallel import named_pieces, parallelize
-from weft.parallel.context import own_tokens
-from weft.parallel.draws import seed_draws
+from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.context.axis import own_tokens
 from weft.parallel.tile import own_tiles
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tile
 from weft.plan import Tensor as TensorPlan
-from weft.train.step import train_step
+from weft.step.train_step import train_step
 
 SEQUENCE, VOCABULARY, NUM_BATCHES = 8, 61, 4
 KINDS: tuple[Recompute, ...] = ("none", "selective", "full")

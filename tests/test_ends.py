@@ -10,15 +10,15 @@ import torch
 from tensor_for_tests import SHIPPED, TRANSFORMERS, WIDTH
 from torch import Tensor, nn
 
-from weft.ends import Ends
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.inspection.chain_ends import Ends
+from weft.inspection.pairing import pair
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.pairing import pair
-from weft.parallel import parallelize
+from weft.parallel.apply import parallelize
 from weft.plan import Plan
 from weft.plan import Tensor as TensorPlan
-from weft.verify import verify
+from weft.proof.prove import verify
 
 PLAN = Plan(tensor=TensorPlan(2, sequence=True))
 DECODER = Ends("model.embed_tokens", "model.norm", "lm_head")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from runs_for_tests import DEEP, make_run, write_run_file
 
+from weft.commands.run_planning import _nearest, fit_to_ranks
 from weft.errors import PlanError
-from weft.launch import Place, is_elastic
+from weft.launch.environment import Place, is_elastic
 from weft.plan import Pipe, Plan
-from weft.planning import _nearest, fit_to_ranks
 
 
 def place(num_ranks: int) -> Place:

@@ -20,21 +20,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.comm import meet
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel import cost, parallelize
+from weft.parallel.apply import cost, parallelize
 from weft.parallel.tile import tile
 from weft.pipeline import stage as stage_module
 from weft.pipeline.build import stage
-from weft.pipeline.copies import Copies
 from weft.pipeline.cost import edge_bytes
+from weft.pipeline.shared_parameters import Copies
 from weft.plan import Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.profile import profile
-from weft.spatial.dry import dry_run
+from weft.proof.prove import Report, verify
+from weft.spatial.dry_run import dry_run
 from weft.spatial.halo import Side
-from weft.spatial.place import Place, Share
-from weft.train.step import evaluate, train_step
-from weft.verify import Report, verify
+from weft.spatial.tile_layout import Place, Share
+from weft.step.train_step import evaluate, train_step
 
 Patch = pytest.MonkeyPatch
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {

@@ -14,12 +14,12 @@ import torch
 from runs_for_tests import write_run_file
 
 import weft
-import weft.verify
-from weft import forking
+import weft.proof.prove
 from weft.errors import LaunchError, LocalError, PlanError
-from weft.importing import find, name_of
-from weft.local import run_local, run_spawned
-from weft.nursery import Nursery
+from weft.launch import fork as forking
+from weft.launch.fork_server import Nursery
+from weft.launch.function_names import find, name_of
+from weft.launch.local_ranks import run_local, run_spawned
 from weft.plan import Context, Plan, Shard
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,7 @@ torch._tensor.torch.autograd.graph._engine_run_backward = engine
 sys.addaudithook(audit)
 """
 COMMAND = """
-from weft.cli import main
+from weft.commands.app import main
 sys.argv = ["weft", *{arguments!r}]
 try:
     main()
@@ -89,7 +89,7 @@ def test_a_fork_behind_a_backward_is_noted(tmp_path: Path) -> None:
     """The control: what `weft train` did before the nursery proved plans."""
     code = """
 torch.ones(1, requires_grad=True).sum().backward()
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 assert run_local(lambda rank: rank, 2) == [0, 1]
 """
     assert "forked behind a backward" in audited(tmp_path, code)[1]

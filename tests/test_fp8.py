@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.parallel import parallelize, refuse
+from weft.parallel.apply import parallelize, refuse
 from weft.parallel.fp8 import LARGEST, multiply, quantise
 from weft.plan import Memory, Pipe, Plan
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.train.step import CROSS_ENTROPY
-from weft.verify import verify
+from weft.proof.prove import verify
+from weft.step.train_step import CROSS_ENTROPY
 
 PLAN = Plan(precision="bf16", exact=False, matmul="fp8")
 

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from weft.checkpoint import Checkpoint, Piece, Region, Saver
-from weft.config import load_run
+from weft.commands.export import export
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, ConfigError
 from weft.models import Decoder, DecoderConfig, build, initialise, read_config
+from weft.run_file import load_run
 from weft.schema import to_table
-from weft.train.export import export
-from weft.train.generate import generate, load_for_generation
+from weft.serve.generate import generate, load_for_generation
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs_for_tests import write_run_file
 
-from weft.cluster import load
-from weft.config import load_run
+from weft.cluster.hardware import load
 from weft.errors import ConfigError
 from weft.planner.goodput import cluster_mtbf, daly_interval, failures, goodput, parse_duration, young_interval
+from weft.run_file import load_run
 
 
 def simulated(interval: float, stall: float, restart: float, mtbf: float, write: float, num_failures: int) -> float:

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft.config import load_run
 from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.models import build
 from weft.models.vision.resnet import ResNetConfig
 from weft.optim import AdamW
-from weft.parallel import all_units, parallelize
+from weft.parallel.apply import all_units, parallelize
 from weft.plan import Plan
-from weft.train.graph import WARM_STEPS, Graph, Replay, wants_graph
-from weft.train.step import CLASSIFICATION, train_step
+from weft.run_file import load_run
+from weft.step.cuda_graph import WARM_STEPS, Graph, Replay, wants_graph
+from weft.step.train_step import CLASSIFICATION, train_step
 
 NUM_STEPS = WARM_STEPS + 4
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from tensor_for_tests import SHIPPED, TRANSFORMERS, token_batch
 from torch import Tensor, nn
 
-import weft.head
+import weft.models.loss_head
 from weft.errors import PlanError
-from weft.head import install_loss_head, is_loss_in_head, loss_head_of
-from weft.live import LiveTensors
+from weft.inspection.live_bytes import LiveTensors
 from weft.models import loss as losses
 from weft.models.loss import IGNORE, ExampleLoss, count_unknown, head_loss, parts, rows_loss, token_loss
+from weft.models.loss_head import install_loss_head, is_loss_in_head, loss_head_of
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.train.step import CROSS_ENTROPY, with_z_loss
+from weft.step.train_step import CROSS_ENTROPY, with_z_loss
 
 
 def example(dtype: torch.dtype = torch.float64, num_classes: int = 37, has_bias: bool = False) -> list[Any]:
@@ -178,7 +178,7 @@ def test_shipped_models_are_not_asked_unless_they_were_changed(make: Callable[[]
 
 @pytest.mark.parametrize("make", SHIPPED.values(), ids=SHIPPED.keys())
 def test_shipped_models_would_answer_the_same(make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weft.head, "_is_shipped", lambda *_: False)
+    monkeypatch.setattr(weft.models.loss_head, "_is_shipped", lambda *_: False)
     model: Any = make()
     install_loss_head(model)
     head = loss_head_of(model)

@@ -19,22 +19,24 @@ import torch.distributed as dist
 from restarts_for_tests import assert_same_end
 from runs_for_tests import Silent, events, losses, make_run, train_on_ranks, write_run_file
 
-from weft import cli, train_command
 from weft.checkpoint import Checkpoint, steps
 from weft.comm import Axis, Ledger
-from weft.config import Run, load_run
+from weft.commands import app as cli
+from weft.commands import train as train_command
+from weft.commands.run_planning import has_layout
 from weft.errors import CheckpointError, LaunchError
-from weft.launch import Place
-from weft.local import LocalError, run_local
+from weft.launch.environment import Place
+from weft.launch.fork_server import Nursery
+from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, save_folder
-from weft.nursery import Nursery
 from weft.plan import Plan
-from weft.planning import has_layout
-from weft.start import run_of_job
-from weft.train import agreement, loop, resume, setup, shared_memory
+from weft.resilience import shared_memory
+from weft.run_file import Run, load_run
+from weft.train import agreement, loop, resume, setup
 from weft.train.agreement import agree, first_says
-from weft.train.identity import known_run_id, make_run_id
+from weft.train.local_job import run_of_job
+from weft.train.run_identity import known_run_id, make_run_id
 
 NUM_STEPS = 12
 COPIES = ["plan.data=2", f"train.steps={NUM_STEPS}", "checkpoint.memory_every=1", "checkpoint.every=100"]

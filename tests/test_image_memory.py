@@ -12,19 +12,19 @@ import torch.nn.functional as F
 from sampled_for_tests import one_in
 from torch import Tensor, nn
 
-import weft.memory.compiled
-from weft.cluster import Cluster, load, local_cluster
+import weft.compile.saved_bytes
+from weft.cluster.hardware import Cluster, load, local_cluster
+from weft.commands.run_planning import image_run
+from weft.compile.peak_bytes import peaks
+from weft.compile.saved_bytes import compiled
 from weft.data.formats import Shape
-from weft.memory.compiled import compiled
-from weft.memory.peaks import peaks
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, VisionConfig
 from weft.plan import Memory, Plan, Tile
 from weft.planner.answer import planned
 from weft.planner.image_model import COMPILED, IN_PIECES, planned_images, software_for_images
 from weft.planner.kernels import Software
+from weft.planner.predict import predict
 from weft.planner.question import Question
-from weft.planning import image_run
-from weft.predict import predict
 from weft.profile import profile
 
 RESULTS = json.loads((Path(__file__).parent.parent / "benchmarks" / "results" / "images-h200.json").read_text())
@@ -85,7 +85,7 @@ def test_a_block_with_a_pool_is_traced() -> None:
 
 
 def test_in_pieces_a_pool_holds_what_its_kernels_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 1)
+    monkeypatch.setattr(weft.compile.saved_bytes, "MAX_LAYERS", 1)
     block = nn.Sequential(nn.Conv2d(8, 8, 1), nn.MaxPool2d(3, 1, 1))
     model = nn.Sequential(nn.Conv2d(3, 8, 1), block)
     found = profile(model, lambda: (torch.zeros(2, 3, 16, 16),), lambda out: out.sum())
@@ -117,7 +117,7 @@ class Summed(nn.Module):
 
 @pytest.mark.parametrize("inplace", [False, True])
 def test_in_pieces_masks_are_kept_of_relus_behind_no_norm(monkeypatch: pytest.MonkeyPatch, inplace: bool) -> None:
-    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 1)
+    monkeypatch.setattr(weft.compile.saved_bytes, "MAX_LAYERS", 1)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), Summed(inplace))
     found = profile(model, lambda: (torch.zeros(2, 3, 16, 16),), lambda out: out)
     eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled(found)))
@@ -129,7 +129,7 @@ def test_in_pieces_masks_are_kept_of_relus_behind_no_norm(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_in_pieces_a_run_with_recompute_is_predicted(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """Backward pools again as forward did. Nothing of a pool is kept till then, but it is there in its block's."""
-    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 10)
+    monkeypatch.setattr(weft.compile.saved_bytes, "MAX_LAYERS", 10)
     run, cluster = image_run("resnet50", "h200:1x1", 1, 64), load("h200:1x1")
     run = replace(run, model=AmoebaNetDConfig(layers=3, filters=32))
     run = replace(run, plan=replace(run.plan, memory=Memory(recompute)))  # type: ignore[arg-type]
@@ -168,7 +168,7 @@ def test_a_run_of_many_different_layers_is_predicted_as_in_pieces(monkeypatch: p
 
     resnet, amoebanet = ResNetConfig(depth=18, width=8), AmoebaNetDConfig(layers=3, filters=32)
     assert saved(resnet, None) == saved(resnet, True) != saved(resnet, False)
-    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 10)
+    monkeypatch.setattr(weft.compile.saved_bytes, "MAX_LAYERS", 10)
     assert saved(resnet, None) == saved(resnet, True) != saved(resnet, False)
     uncompiled = saved(amoebanet, False)
     assert saved(amoebanet, None) == saved(amoebanet, True)

@@ -13,12 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.cluster import load
+from weft.cluster.hardware import load
+from weft.commands.run_planning import image_run
 from weft.data.formats import Shape
 from weft.errors import ConfigError, PlanError
 from weft.models.catalog import load_model
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig
-from weft.parallel import cost
+from weft.parallel.apply import cost
 from weft.plan import Memory, Pipe, Plan, Tile, split_batch
 from weft.planner.image_chain import chain
 from weft.planner.image_model import ImageModel, planned_images
@@ -28,9 +29,8 @@ from weft.planner.question import Question, parse_constraints
 from weft.planner.search import search
 from weft.planner.step import on_rank
 from weft.planner.workload import Filter
-from weft.planning import image_run
 from weft.profile import Profile, profile
-from weft.spatial.dry import dry_run
+from weft.spatial.dry_run import dry_run
 
 SIZE = 512
 SMALL = ResNetConfig(depth=18, width=16)

@@ -39,11 +39,11 @@ def test_import_needs_no_extra() -> None:
     assert left.stderr == ""
     found = json.loads(left.stdout)
     assert found["ranks"] == 8
-    assert "weft.cli" not in found["modules"]
+    assert "weft.commands.app" not in found["modules"]
     assert "torch._dynamo" not in found["modules"]  # a second or two
 
 
 def test_the_command_line_names_the_extra_that_it_needs() -> None:
-    left = run(IMPORT.partition("import torch")[0] + "import weft.cli")
+    left = run(IMPORT.partition("import torch")[0] + "import weft.commands.app")
     assert left.returncode == 1
     assert left.stderr == "weft: the command line needs typer and rich; pip install 'weft[cli]'\n"

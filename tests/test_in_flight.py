@@ -17,14 +17,15 @@ from restarts_for_tests import assert_same_end
 from runs_for_tests import Silent, losses, make_run, train_on_ranks, write_run_file
 
 from weft.checkpoint import Saver
-from weft.config import load_run
-from weft.launch import detect
-from weft.nursery import Nursery
-from weft.start import start_ranks
-from weft.status import Status
-from weft.train import loop, setup, shared_memory
-from weft.train.memory import MemoryCopies
-from weft.watchdog import overdue_since
+from weft.health.rank_status import Status
+from weft.health.watchdog import overdue_since
+from weft.launch.environment import detect
+from weft.launch.fork_server import Nursery
+from weft.resilience import shared_memory
+from weft.resilience.memory_copies import MemoryCopies
+from weft.run_file import load_run
+from weft.train import loop, setup
+from weft.train.local_job import start_ranks
 
 NUM_STEPS = 12
 DEADLINE_SECONDS = 120.0

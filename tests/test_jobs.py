@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from runs_for_tests import make_run, write_run_file
 
-from weft.devices import VISIBLE_VARIABLE, Gpu, described
+from weft.cluster.local_gpus import VISIBLE_VARIABLE, Gpu, described
+from weft.commands.jobs import command_nursery, prove
 from weft.errors import LocalError, PlanError
-from weft.jobs import command_nursery, prove
-from weft.nursery import Nursery
+from weft.launch.fork_server import Nursery
 
 SECONDS = 60.0
 

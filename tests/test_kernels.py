@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from weft.cluster import Device, load, ring_seconds
-from weft.moved import Moved
-from weft.parallel.context_attention import all_to_all_traffic, ring_traffic
-from weft.pipeline.schedules import make_schedule
-from weft.pipeline.simulate import simulate
+from weft.cluster.hardware import Device, load, ring_seconds
+from weft.inspection.memory_traffic import Moved
+from weft.parallel.context.attention import all_to_all_traffic, ring_traffic
 from weft.plan import AXES, Context, Memory, Pipe, Plan, Precision, Shard, Tensor
+from weft.planner.closed_form_memory import spared_bytes
 from weft.planner.kernels import (
     CAST_BYTES,
     EAGER_LOSS_BYTES,
@@ -34,11 +33,12 @@ from weft.planner.kernels import (
     software_for_text,
     tile_share,
 )
-from weft.planner.lists import run
-from weft.planner.memory import spared_bytes
 from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, OVERLAP_LOSS, beside, place
+from weft.planner.schedule_time import run
 from weft.planner.step import FIXED_SECONDS, StepModel
 from weft.planner.workload import Call, Part, Product, Workload
+from weft.schedule.schedules import make_schedule
+from weft.schedule.simulate import simulate
 
 A100 = load("a100-80").node.device
 H100 = load("h100").node.device

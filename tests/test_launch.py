@@ -20,12 +20,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-import weft.agent as agent
-import weft.launch as launch
-from weft.agent import describe_failures, start_local
 from weft.errors import LaunchError
-from weft.launch import Place, check_world, detect, expand_hosts, rendezvous
-from weft.nursery import Nursery
+from weft.launch import agent
+from weft.launch import environment as launch
+from weft.launch.agent import describe_failures, start_local
+from weft.launch.environment import Place, check_world, detect, expand_hosts, rendezvous
+from weft.launch.fork_server import Nursery
 
 DEADLINE_SECONDS = 120
 FORK = multiprocessing.get_context("fork")
@@ -522,12 +522,13 @@ def test_local_ranks_join(start: Start) -> None:
 import os, sys
 from datetime import timedelta
 sys.path.insert(0, sys.argv[1])
-import torch, weft.launch
-place = weft.launch.detect(os.environ)
-weft.launch.init_process_group(place, "cpu", timedelta(seconds=120))
+import torch
+from weft.launch import environment as launch
+place = launch.detect(os.environ)
+launch.init_process_group(place, "cpu", timedelta(seconds=120))
 number = torch.tensor([place.rank + 1.0])
 torch.distributed.all_reduce(number)
-weft.launch.shutdown()
+launch.shutdown()
 open(f"{os.environ['FOLDER']}/sum{place.rank}", "w").write(str(number.item()))
 """
     parent = start.command(2, [sys.executable, "-c", script, str(Path(launch.__file__).parents[1])])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.parallel.layout import ALIGNMENT, FlatLayout, flat_layouts
 from weft.profile import Parameter
+from weft.sharding.layout import ALIGNMENT, FlatLayout, flat_layouts
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 parameters = st.lists(shapes, min_size=1, max_size=8).map(

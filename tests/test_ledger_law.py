@@ -22,29 +22,29 @@ from runs_for_tests import DEEP, Silent, make_run, write_run_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-import weft.parallel
+import weft.parallel.apply
 from weft.comm import add_traffic, expand
 from weft.comm.ledger import Key, Traffic
 from weft.data.order import local_indices
 from weft.errors import PlanError
-from weft.launch import Place
-from weft.local import run_local
+from weft.launch.environment import Place
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import DecoderConfig, build
 from weft.optim import AdamW
-from weft.parallel import all_units, cost, parallelize, refuse, state_bytes
+from weft.parallel.apply import all_units, cost, parallelize, refuse, state_bytes
 from weft.parallel.data import DataAxis
-from weft.parallel.layout import COMPUTE_DTYPE
 from weft.parallel.shard import ShardAxis
 from weft.pipeline.build import Staging, stage
 from weft.plan import BatchSplit, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.predict import example_inputs, micro_batch_profile
+from weft.planner.predict import example_inputs, micro_batch_profile
 from weft.profile import Profile, profile
+from weft.proof.prove import verify
+from weft.sharding.layout import COMPUTE_DTYPE
+from weft.step.train_step import step_traffic, train_step
 from weft.strategy import Cost
 from weft.train import loop
-from weft.train.step import step_traffic, train_step
-from weft.verify import verify
 
 LEAST_REAL = 0.6  # of the cases drawn; the others are refused
 
@@ -66,7 +66,7 @@ def on_rank(case: Case, found: Profile, split: BatchSplit) -> list[str]:
     """One step; what of it was not predicted, or predicted and not done."""
     plan = case.plan
     # What every rank finds again by itself was found once, before the fork: nothing else is left out.
-    setattr(weft.parallel, "profile", lambda *_: found)  # noqa: B010 (to mypy)
+    setattr(weft.parallel.apply, "profile", lambda *_: found)  # noqa: B010 (to mypy)
     mesh = Mesh(plan, ranks_per_node=case.ranks_per_node)
     model = parallelize(case.build(), plan, mesh, example=found.example)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -221,7 +221,7 @@ def test_a_run_is_cut_as_its_prediction_is(tmp_path: Path) -> None:
     def rank(index: int) -> Any:
         place = Place(index, run.plan.num_ranks, index, run.plan.num_ranks)
         world = patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan)))
-        with world, patch.object(weft.parallel, "build", stop), pytest.raises(CutError) as found:
+        with world, patch.object(weft.parallel.apply, "build", stop), pytest.raises(CutError) as found:
             loop.train(run, place, Silent())
         return found.value.args[0]
 

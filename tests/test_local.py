@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft import local
-from weft.local import LocalError, run_local
+from weft.launch import local_ranks as local
+from weft.launch.local_ranks import LocalError, run_local
 
 
 def children_of_this_process() -> set[str]:
@@ -181,7 +181,7 @@ def test_a_rank_that_ends_at_once_does_not_break_those_still_connecting() -> Non
 
 COMPUTES = """
 import torch
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 
 linear, inputs = torch.nn.Linear(256, 256), torch.randn(64, 256)
 

@@ -17,10 +17,10 @@ from restarts_for_tests import NUM_STEPS, RESTARTED_LAYOUTS, Kill, assert_same_e
 from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from sampled_for_tests import some_soak
 
-from weft.nursery import Nursery
-from weft.train import shared_memory
-from weft.train.lookout import HUNG
-from weft.watchdog import Deadline
+from weft.health.watchdog import Deadline
+from weft.launch.fork_server import Nursery
+from weft.resilience import shared_memory
+from weft.resilience.peer_watch import HUNG
 
 DEADLINE_SECONDS = 120
 OVERRIDES = [f"train.steps={NUM_STEPS}", "checkpoint.every=5", "restart.hang_seconds=2"]

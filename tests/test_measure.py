@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import weft.measure
-import weft.predict
-from weft.cluster import local_cluster
-from weft.config import load_run
-from weft.measure import LONG_SECONDS, SIDE, SMALL_SIDE, cpu_flops_per_second
-from weft.predict import predict
+import weft.cluster.cpu_rates
+import weft.planner.predict
+from weft.cluster.cpu_rates import LONG_SECONDS, SIDE, SMALL_SIDE, cpu_flops_per_second
+from weft.cluster.hardware import local_cluster
+from weft.planner.predict import predict
+from weft.run_file import load_run
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 
@@ -41,7 +41,7 @@ def test_where_a_matmul_takes_long_a_small_one_is_measured(
         asked.append(side)
         return rate + side
 
-    monkeypatch.setattr(weft.measure, "_matmul_rate", measured)
+    monkeypatch.setattr(weft.cluster.cpu_rates, "_matmul_rate", measured)
     torch.set_num_threads(2)
     assert cpu_flops_per_second(torch.bfloat16) == rate + sides[-1]
     assert asked == sides
@@ -50,7 +50,7 @@ def test_where_a_matmul_takes_long_a_small_one_is_measured(
 
 def test_a_run_is_predicted_by_the_rate_of_its_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {torch.float32: 4e9, torch.bfloat16: 1e9}
-    monkeypatch.setattr(weft.predict, "cpu_flops_per_second", rates.__getitem__)
+    monkeypatch.setattr(weft.planner.predict, "cpu_flops_per_second", rates.__getitem__)
     alone = ["plan.data=1", "plan.shard=1"]
     runs = [load_run(QUICKSTART, [*alone, f'plan.precision="{name}"']) for name in ("fp32", "bf16")]
     fast, slow = (predict(run, local_cluster(1, on_cpu=True)).step_seconds for run in runs)

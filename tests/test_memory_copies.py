@@ -15,13 +15,13 @@ import torch
 from weft.checkpoint import Checkpoint, Piece, Region
 from weft.comm import meet
 from weft.errors import DamagedError
-from weft.launch import Place
-from weft.local import run_local
+from weft.launch.environment import Place
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Plan
-from weft.train import memory as memory_module
-from weft.train.memory import MemoryCopies
-from weft.train.shared_memory import Listing, claim, complete_steps, listing, parts_name
+from weft.resilience import memory_copies as memory_module
+from weft.resilience.memory_copies import MemoryCopies
+from weft.resilience.shared_memory import Listing, claim, complete_steps, listing, parts_name
 
 SHAPE = (10, 7)
 

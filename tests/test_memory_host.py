@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weft.memory import host
+from weft.sharding import host_memory as host
 
 
 def test_a_kernel_that_refuses_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.comm import Axis, all_gather, meet
 from weft.errors import LaunchError
-from weft.local import LocalError, run_local
+from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import JOINT_AXES, Mesh, level_degrees, ranks_of, rectangle
 from weft.plan import AXES, Context, Plan, Shard, Tensor
 

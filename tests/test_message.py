@@ -10,10 +10,10 @@ import pytest
 import torch
 from sleeping_for_tests import OBJECTIVE, Chain, Trainer, micro_batches, run_ranks
 
-from weft.local import LocalError
-from weft.pipeline import Action
+from weft.launch.local_ranks import LocalError
 from weft.pipeline.stage import Pass
 from weft.plan import Pipe
+from weft.schedule import Action
 
 LATE_SECONDS = 0.02
 RANKS = 3

@@ -24,7 +24,7 @@ from weft.comm import (
     sends_from_host,
     shift,
 )
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 
 
 class HostCopies:

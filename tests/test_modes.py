@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Pipe, Plan
-from weft.train.step import CROSS_ENTROPY, evaluate, train_step
+from weft.step.train_step import CROSS_ENTROPY, evaluate, train_step
 
 BATCHES = [double(vectors(2, seed=seed)(0)) for seed in range(4)]
 

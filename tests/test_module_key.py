@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.pairing import pair
+from weft.inspection.pairing import pair
 
 WIDTH = 16
 

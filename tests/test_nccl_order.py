@@ -14,15 +14,15 @@ from test_pipeline_parts import staged
 
 from weft.comm import Axis, meet
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.pipeline.actions import Edge, Message, Schedule, chain, channel_of, with_messages
-from weft.pipeline.arrivals import AsTheyCome
-from weft.pipeline.check import check
-from weft.pipeline.nccl_order import GroupOf, check_nccl_order, check_queues
-from weft.pipeline.schedules import SCHEDULES, make_schedule
-from weft.pipeline.shadow import with_shadows
+from weft.pipeline.message_order import AsTheyCome
 from weft.plan import Pipe, Plan
+from weft.schedule.actions import Edge, Message, Schedule, chain, channel_of, with_messages
+from weft.schedule.check import check
+from weft.schedule.nccl_order import GroupOf, check_nccl_order, check_queues
+from weft.schedule.schedules import SCHEDULES, make_schedule
+from weft.schedule.shadow import with_shadows
 
 Key = tuple[int, int, int, str]
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}

@@ -22,16 +22,16 @@ from sampled_for_tests import one_in
 from weft.checkpoint import Checkpoint, Saver
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
-from weft.config import NumbersConfig, Run, load_run
 from weft.errors import ConfigError
-from weft.local import LocalError, run_local
+from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.optim.update import update
 from weft.plan import Plan
+from weft.resilience.bad_numbers import GOOD, NOT_FINITE, SPIKE, Guard, Policy, join
+from weft.run_file import NumbersConfig, Run, load_run
+from weft.step.train_step import Checks, Objective, StepResult, train_step
 from weft.train import loop, setup
 from weft.train.batches import TrainingData
-from weft.train.numbers import GOOD, NOT_FINITE, SPIKE, Guard, Policy, join
-from weft.train.step import Checks, Objective, StepResult, train_step
 
 Factors = dict[int, float]  # what the losses of a batch, by its number, are multiplied with on one rank
 

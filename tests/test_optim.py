@@ -13,15 +13,13 @@ from torch import Tensor, nn
 
 import weft
 import weft.optim.adamw
-import weft.parallel.layout
-from weft.advice import fitting_offload
-from weft.cluster import Cluster, load
-from weft.config import load_run
+import weft.sharding.layout
+from weft.cluster.hardware import Cluster, load
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel import (
+from weft.parallel.apply import (
     all_flats,
     clip_factor,
     clip_grad_norm,
@@ -32,11 +30,13 @@ from weft.parallel import (
     parallelize,
     state_bytes,
 )
-from weft.parallel.flat import Flat
 from weft.plan import BatchSplit, Memory, Plan, Shard, split_batch
-from weft.predict import predict
+from weft.planner.advice import fitting_offload
+from weft.planner.predict import predict
 from weft.profile import profile
-from weft.train.step import CROSS_ENTROPY, Batch, train_step
+from weft.run_file import load_run
+from weft.sharding.flat_buffer import Flat
+from weft.step.train_step import CROSS_ENTROPY, Batch, train_step
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 STEPS = 5
@@ -155,7 +155,9 @@ def test_plain_arithmetic_is_that_of_torch() -> None:
     plan = Plan(memory=Memory(offload=1e-9))
     expected = train(plan)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weft.optim.store.Store, "is_plain", property(lambda _: False, lambda *_: None), raising=False)
+        patch.setattr(
+            weft.optim.state_store.Store, "is_plain", property(lambda _: False, lambda *_: None), raising=False
+        )
         found = train(plan)
     assert differing(found, expected)
     for name, value in expected.items():
@@ -239,7 +241,7 @@ def test_plans_that_are_refused(given: dict[str, Any], words: str) -> None:
 
 
 def test_state_that_the_host_has_no_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.memory.host.available_host_bytes", lambda: 2 << 30)
+    monkeypatch.setattr("weft.sharding.host_memory.available_host_bytes", lambda: 2 << 30)
     with pytest.raises(PlanError, match=r"0.0 GiB in host memory .* 2.0 GiB are free, of which 2 stay free"):
         parallelize(make(), Plan(memory=Memory(offload=1.0)))
 

@@ -18,16 +18,16 @@ from sampled_for_tests import one_in
 from torch import Tensor, nn
 
 import weft.comm.collectives
-import weft.parallel
-import weft.parallel.flat
-import weft.train.step
+import weft.parallel.apply
+import weft.sharding.flat_buffer
+import weft.step.train_step
 from weft.comm import Axis, Ledger, Pending
 from weft.errors import PlanError, VerifyError
 from weft.models.loss import token_loss
-from weft.parallel.flat import Flat
 from weft.plan import Memory, Plan, Precision, Recompute, Shard
-from weft.train.step import CROSS_ENTROPY, Objective
-from weft.verify import Report, verify
+from weft.proof.prove import Report, verify
+from weft.sharding.flat_buffer import Flat
+from weft.step.train_step import CROSS_ENTROPY, Objective
 
 TOKEN_MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied decoder": models.tied_decoder,
@@ -184,7 +184,7 @@ def test_a_batch_that_does_not_divide_is_refused_before_any_process_starts() -> 
 # --- negative controls: what is broken must be found, and named
 
 Patch = pytest.MonkeyPatch
-ORACLE = importlib.import_module("weft.verify")  # the package also has a function of this name
+ORACLE = importlib.import_module("weft.proof.prove")  # the package also has a function of this name
 
 
 def broken(name: str, plan: Plan) -> dict[str, str]:
@@ -204,7 +204,9 @@ def counted(axis: Axis, operation: str, whole: Tensor) -> Pending:
 
 
 def test_finds_a_skipped_all_reduce_over_data(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(weft.parallel.flat, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor))
+    monkeypatch.setattr(
+        weft.sharding.flat_buffer, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor)
+    )
     found = broken("tied decoder", Plan(data=2, shard=Shard(2, 3)))
     assert {"gradient norm", "worst gradient", "worst parameter after the steps"} <= set(found)
     assert not [what for what in found if what.startswith(("traffic", "state"))]
@@ -215,7 +217,7 @@ def test_finds_a_skipped_reduce_scatter(monkeypatch: Patch) -> None:
         part.copy_(whole.chunk(axis.degree)[axis.index])
         return counted(axis, "reduce_scatter", whole)
 
-    monkeypatch.setattr(weft.parallel.flat, "reduce_scatter", own_part)
+    monkeypatch.setattr(weft.sharding.flat_buffer, "reduce_scatter", own_part)
     found = broken("gpt2", shard(2, 2))
     assert "worst gradient" in found
     assert not [what for what in found if what.startswith(("traffic", "state"))]
@@ -229,7 +231,7 @@ def test_finds_one_wrong_element_of_one_gather_on_one_rank(monkeypatch: Patch) -
             whole[0] += 1e-6
         return pending
 
-    monkeypatch.setattr(weft.parallel.flat, "all_gather", corrupt)
+    monkeypatch.setattr(weft.sharding.flat_buffer, "all_gather", corrupt)
     assert "loss" in broken("sequential", shard(2, 3))
 
 
@@ -271,7 +273,7 @@ def test_finds_a_missing_mean(monkeypatch: Patch) -> None:
 
 
 def test_finds_a_forgotten_micro_batch(monkeypatch: Patch) -> None:
-    train_step = weft.train.step.train_step
+    train_step = weft.step.train_step.train_step
 
     def forgetful(model: Any, optimizer: Any, micro_batches: Any, *others: Any, **options: Any) -> Any:
         return train_step(model, optimizer, micro_batches[:-1], *others, **options)
@@ -293,13 +295,13 @@ def test_finds_a_micro_batch_whose_gradient_is_lost(monkeypatch: Patch) -> None:
 
 
 def test_finds_a_norm_that_is_not_summed_over_shard(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(weft.parallel, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor))
+    monkeypatch.setattr(weft.parallel.apply, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor))
     assert "gradient norm" in broken("tied decoder", shard(2, 3))
 
 
 def test_finds_a_loss_that_each_rank_normalises_alone(monkeypatch: Patch) -> None:
     # The label masks are uneven, so the mean of the ranks' means is not the mean.
-    monkeypatch.setattr(weft.train.step, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor))
+    monkeypatch.setattr(weft.step.train_step, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor))
     assert "loss" in broken("tied decoder", Plan(data=2))
 
 
@@ -380,7 +382,7 @@ def test_finds_a_parameter_that_is_not_a_number(monkeypatch: Patch, where: str) 
 
 
 def test_finds_a_loss_that_is_not_a_number_in_a_later_step(monkeypatch: Patch) -> None:
-    train_step, calls = weft.train.step.train_step, itertools.count()
+    train_step, calls = weft.step.train_step.train_step, itertools.count()
 
     def poison(*given: Any, **options: Any) -> Any:
         result = train_step(*given, **options)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_for_tests import make_answer, make_plan, make_timeline
 
-from weft.planner.page import exposed_seconds, page
-from weft.planner.page_style import bytes_text, count_text, number, percent, seconds_text
-from weft.planner.page_timeline import MAX_RECTANGLES, column_shares, drawn_ranks
+from weft.planner.report.page import exposed_seconds, page
+from weft.planner.report.style import bytes_text, count_text, number, percent, seconds_text
+from weft.planner.report.timeline import MAX_RECTANGLES, column_shares, drawn_ranks
 
 VOID = {"meta", "br", "link", "img", "hr", "input"}
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from images_for_tests import Text, group_resnet
 from torch import Tensor, nn
 
-from weft.cut import Cut, share, share_units, stack
 from weft.errors import PlanError
+from weft.inspection.pairing import pair
+from weft.inspection.parameter_cut import Cut, share, share_units, stack
+from weft.inspection.split_probe import is_feature_wise
+from weft.inspection.tensor_splits import Pairing, Part, is_norm
 from weft.models import GPT2, Decoder, DecoderConfig, GPT2Config
-from weft.pairing import pair
-from weft.parallel.tensor_cuts import parameter_cuts
-from weft.parallel.tensor_norm import is_plain_norm
+from weft.parallel.tensor.cuts import parameter_cuts
+from weft.parallel.tensor.norm import is_plain_norm
 from weft.plan import Plan
 from weft.plan import Tensor as TensorPlan
-from weft.probe import is_feature_wise
-from weft.splits import Pairing, Part, is_norm
 
 WIDTH = 16
 

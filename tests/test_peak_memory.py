@@ -12,27 +12,27 @@ import tensor_for_tests as shared
 import torch
 from torch import Tensor, nn
 
-import weft.memory.peaks
+import weft.compile.peak_bytes
 import weft.memory.recompute
 import weft.parallel.shard
 import weft.pipeline.cost
-from weft.cluster import local_cluster
-from weft.config import Run, load_run
-from weft.live import LiveTensors
-from weft.local import run_local
+from weft.checkpoint.model_state import make_optimizer
+from weft.cluster.hardware import local_cluster
+from weft.inspection.live_bytes import LiveTensors
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, build, initialise, token_loss
-from weft.parallel import cost, parallelize, state_tensors
-from weft.pipeline.actions import Message, with_messages
-from weft.pipeline.held import answers
-from weft.pipeline.schedules import make_schedule
+from weft.parallel.apply import cost, parallelize, state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.predict import example_inputs, predict
+from weft.planner.predict import example_inputs, predict
 from weft.profile import profile
+from weft.run_file import Run, load_run
+from weft.schedule.actions import Message, with_messages
+from weft.schedule.activation_lifetimes import answers
+from weft.schedule.schedules import make_schedule
+from weft.step.train_step import Batch, train_step
 from weft.strategy import Transient
-from weft.train.state import make_optimizer
-from weft.train.step import Batch, train_step
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 SEQUENCE = 64  # half of the example's, for time

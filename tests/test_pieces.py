@@ -15,16 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-import weft.memory.compiled
-import weft.train.pieces
-from weft.blocks import find_blocks
-from weft.memory.pieces import as_in_pieces
+import weft.compile.pieces
+import weft.compile.saved_bytes
+from weft.compile.blocks import compile_blocks
+from weft.compile.pieces import Pieces, _kernels_at_once, cut, is_cut, keeps_order
+from weft.compile.pieces_saved_bytes import as_in_pieces
+from weft.inspection.blocks import find_blocks
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
 from weft.models.vision.pools import keeping, mend_averages
-from weft.train.compiling import compile_blocks
-from weft.train.pieces import Pieces, _kernels_at_once, cut, is_cut, keeps_order
 
 
 class Branches(nn.Module):
@@ -81,7 +81,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of what is compiled by the backend "counted_pieces", with backward; all blocks are compiled in pieces."""
     torch.compiler.reset()
     CODES.clear()
-    monkeypatch.setattr(weft.memory.compiled, "MAX_LAYERS", 5)
+    monkeypatch.setattr(weft.compile.saved_bytes, "MAX_LAYERS", 5)
     return CODES
 
 
@@ -103,7 +103,7 @@ def test_pieces_compute_the_same_and_alike_ones_are_compiled_once(codes: list[st
 def test_a_cell_keeps_what_is_foreseen(codes: list[str], has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of convolutions and of ReLUs; of a ReLU behind a sum the mask too. Parameters are there anyway."""
     if has_kernels:
-        monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: keeping())
+        monkeypatch.setattr(weft.compile.pieces, "by_kernel", lambda node: keeping())
     cell, kept = Cell("batch", 16, 16, 8, False, False), []
     for parameter in cell.parameters():
         parameter.data = parameter.to(torch.bfloat16)
@@ -264,7 +264,7 @@ def test_pools_are_those_of_weft_where_it_has_kernels(codes: list[str], monkeypa
         pooled.append(given.shape[1])
         return F.max_pool2d(given, *settings, **named)
 
-    monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: {F.max_pool2d: pool})
+    monkeypatch.setattr(weft.compile.pieces, "by_kernel", lambda node: {F.max_pool2d: pool})
     compile_blocks(model, pytest.fail, "counted_pieces")
     found, expected = trained(model), trained(plain)
     assert pooled == [4] * 3
@@ -279,7 +279,7 @@ def test_averages_of_parallel_models_are_those_of_weft_too(codes: list[str], mon
         pooled.append(given.shape[1])
         return F.avg_pool2d(given, *settings, **named)
 
-    monkeypatch.setattr(weft.train.pieces, "by_kernel", lambda node: {F.avg_pool2d: pool})
+    monkeypatch.setattr(weft.compile.pieces, "by_kernel", lambda node: {F.avg_pool2d: pool})
     given = [images(16).float(), images(16).float()]
     found = torch.compile(cell, dynamic=False, backend=Pieces("counted_pieces"))(*given)
     assert pooled == [8]

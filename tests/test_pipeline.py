@@ -1,8 +1,8 @@
 """The axis pipe: every schedule, cut and model computes what the unsplit model does, holds and says what was predicted.
 
-`weft.verify` compares loss, norm, gradients, parameters, traffic and state in float64. What it does not see is here
-too: activations alive at once, copies equal to the bit, draws, evaluation, and what is left when a rank dies. A sample
-that covers all runs always, the full product with `-m soak`. Negative controls break one thing each.
+`weft.proof.prove` compares loss, norm, gradients, parameters, traffic and state in float64. What it does not see is
+here too: activations alive at once, copies equal to the bit, draws, evaluation, and what is left when a rank dies. A
+sample that covers all runs always, the full product with `-m soak`. Negative controls break one thing each.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import weft.comm.collectives
-import weft.pipeline.copies
-from weft import local
-from weft.blocks import find_blocks
+import weft.pipeline.shared_parameters
 from weft.comm import Axis, Pending
 from weft.errors import PlanError
-from weft.local import LocalError, run_local
+from weft.inspection.blocks import find_blocks
+from weft.launch import local_ranks as local
+from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import token_loss
-from weft.parallel import all_flats, named_pieces, parallelize
-from weft.pipeline import Action, simulate
-from weft.pipeline.copies import Copies
-from weft.pipeline.run import Run
+from weft.parallel.apply import all_flats, named_pieces, parallelize
 from weft.pipeline.runtime import Pipeline, Stage
+from weft.pipeline.shared_parameters import Copies
+from weft.pipeline.step_run import Run
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.train.step import CROSS_ENTROPY, Objective, evaluate, train_step
-from weft.verify import Report, verify, verify_run
+from weft.proof.prove import Report, verify, verify_run
+from weft.schedule import Action, simulate
+from weft.step.train_step import CROSS_ENTROPY, Objective, evaluate, train_step
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional", "message")
 ModelFn = Callable[[], nn.Module]
@@ -366,7 +366,7 @@ def test_finds_a_consumer_whose_gradient_is_dropped(monkeypatch: Patch) -> None:
 
 
 def test_finds_a_tied_gradient_that_is_not_combined(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(weft.pipeline.copies, "all_reduce", silent)
+    monkeypatch.setattr(weft.pipeline.shared_parameters, "all_reduce", silent)
     found = broken(check(models.decoder, tokens(), Pipe(2), CROSS_ENTROPY))
     assert found["worst gradient"].endswith("model.embed_tokens.weight")
     assert not [what for what in found if what.startswith(("traffic", "state"))]

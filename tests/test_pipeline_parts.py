@@ -18,20 +18,20 @@ from pipeline_for_tests import WIDTH, Batch, chain, images, make, tokens, vector
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.parallel import parallelize, refuse
-from weft.pipeline import Edge, check, make_schedule, with_messages
+from weft.inspection.functional_call import call_with
+from weft.inspection.nested_tensors import map_tensors, same, tensors_in
+from weft.parallel.apply import parallelize, refuse
 from weft.pipeline.build import Staging, stage
-from weft.pipeline.copies import tied_stages
-from weft.pipeline.deferred import Deferred
-from weft.pipeline.draws import Draws, is_random
-from weft.pipeline.nested import map_tensors, same, tensors_in
+from weft.pipeline.deferred_weight_grads import Deferred
 from weft.pipeline.partition import Route, cut, partition, unit_order
+from weft.pipeline.shared_parameters import tied_stages
+from weft.pipeline.stage_rng import Draws, is_random
 from weft.pipeline.stand_in import Elsewhere, skeleton
 from weft.pipeline.trace import END, Event, Trace, Value, trace
 from weft.plan import Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.substitute import call_with
+from weft.schedule import Edge, check, make_schedule, with_messages
 
 CPU = torch.device("cpu")
 ModelFn = Callable[[], nn.Module]

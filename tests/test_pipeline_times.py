@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sleeping_for_tests import Chain, Trainer, micro_batches, run_ranks
 
-from weft.pipeline import Action, make_schedule
 from weft.plan import Pipe
+from weft.schedule import Action, make_schedule
 
 SECONDS = 0.002  # that every block sleeps at least, each way
 

@@ -20,7 +20,7 @@ import published_software
 from planner_accuracy import PUBLISHED, Result, chain, predict, regrets, summary
 from published_tables import Case, read
 
-from weft.cluster import AxisLink, Cluster, ring_seconds
+from weft.cluster.hardware import AxisLink, Cluster, ring_seconds
 from weft.plan import Memory, Plan, Shard, Tensor
 from weft.planner import micro_batch
 from weft.planner.workload import Workload

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from planner_h200 import CASES, MODELS, RESULT, Case, predict
 
-from weft.cluster import load
+from weft.cluster.hardware import load
 from weft.models.hf import parameter_shapes
 from weft.plan import Plan
 from weft.planner.kernels import ALONE_BYTES, MEMORY_SHARE, SUM_BYTES

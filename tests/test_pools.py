@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import weft.parallel
+import weft.parallel.apply
 from weft.mesh import Mesh
 from weft.models.vision import pools
 from weft.models.vision.pools import Window, avg_pool2d, has_wrong_gradient, mend_averages
-from weft.parallel import parallelize
+from weft.parallel.apply import parallelize
 from weft.plan import Plan, Tile
-from weft.spatial.place import Grid
+from weft.spatial.tile_layout import Grid
 from weft.spatial.view import View
 from weft.strategy import Strategy
 from weft.train.batches import as_on_gpus
@@ -135,7 +135,7 @@ def test_parallel_models_are_mended_when_all_else_is_done() -> None:
             return model
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(weft.parallel, "STRATEGIES", (*weft.parallel.STRATEGIES, Looks()))
+        patched.setattr(weft.parallel.apply, "STRATEGIES", (*weft.parallel.apply.STRATEGIES, Looks()))
         parallelize(model, plan, Mesh(plan, "cpu"))
     assert nn.AvgPool2d in seen  # by which couples of convolutions are found
     assert isinstance(model[1], pools._Average)

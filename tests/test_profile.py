@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.blocks import find_blocks
+from weft.inspection.blocks import find_blocks
 from weft.profile import Profile, find_parameters, profile
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.models import DecoderConfig, build, token_loss
 from weft.profile import Convolution, Experts, Matmul, Profile, profile
 

@@ -12,12 +12,12 @@ from commands_for_tests import Weft, caller
 from runs_for_tests import DEEP, make_run, write_run_file
 from torch import nn
 
-from weft import head
-from weft.config import Run
 from weft.errors import PlanError, VerifyError
-from weft.shrink import _module, _places, proofs_of
-from weft.train.step import evaluate
-from weft.verify import Report, verify_run
+from weft.models import loss_head as head
+from weft.proof.prove import Report, verify_run
+from weft.proof.small_run import _module, _places, proofs_of
+from weft.run_file import Run
+from weft.step.train_step import evaluate
 
 IMAGES = """
 [model]
@@ -122,7 +122,7 @@ def test_sequences_are_long_enough_for_context(text: Path) -> None:
 def test_a_plan_that_fits_no_small_copy_is_not_called_proved(
     text: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.shrink.MAX_NUMEL", 0)
+    monkeypatch.setattr("weft.proof.small_run.MAX_NUMEL", 0)
     sizes = ["model.hidden_size=48", "model.intermediate_size=54", "model.num_attention_heads=12"]
     options = [*sizes, "model.num_key_value_heads=12", "plan.tensor.x=3"]
     report = verify_run(make_run(text, "run", *options))
@@ -150,7 +150,7 @@ def test_options_that_ranks_would_refuse_are_refused_first(
     text: Path, weft: Weft, command: str, options: tuple[str, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ORACLE, "run_local", lambda *_: pytest.fail("ranks were started"))
-    monkeypatch.setattr("weft.train_command.start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr("weft.commands.train.start_ranks", lambda *_: pytest.fail("ranks were started"))
     left = weft(command, text, "folder=run", *options)
     assert left.status == 2
     assert reason in left.err

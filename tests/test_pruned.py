@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint, Saver
+from weft.checkpoint.model_state import load_state, pieces_to_save
 from weft.errors import PlanError
-from weft.head import install_loss_head
-from weft.local import run_local
-from weft.memory.pruned import prune
+from weft.launch.local_ranks import run_local
+from weft.memory.prune import prune
 from weft.mesh import Mesh
+from weft.models.loss_head import install_loss_head
 from weft.optim import AdamW
-from weft.parallel import named_pieces, parallelize, state_bytes
+from weft.parallel.apply import named_pieces, parallelize, state_bytes
 from weft.plan import Memory, Plan, Shard
-from weft.train.state import load_state, pieces_to_save
-from weft.train.step import CROSS_ENTROPY, train_step
+from weft.step.train_step import CROSS_ENTROPY, train_step
 
 STEPS = 20
 

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from weft.errors import PlanError
 from weft.memory import recompute
-from weft.parallel import cost, parallelize
+from weft.parallel.apply import cost, parallelize
 from weft.plan import Memory, Plan, Recompute, split_batch
 from weft.profile import profile
-from weft.profile.products import ATTENTION
+from weft.profile.flops import ATTENTION
 
 KINDS: tuple[Recompute, ...] = ("none", "selective", "full")
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.comm import Axis, Ledger, Pending
-from weft.parallel import region
-from weft.parallel.region import Stream, into_region, out_of_region
+from weft.parallel.tensor import overlapped_matmul as region
+from weft.parallel.tensor.overlapped_matmul import Stream, into_region, out_of_region
 
 CHUNKS, BATCH, TOKENS, WIDTH = 3, 2, 6, 4  # tokens of one rank
 

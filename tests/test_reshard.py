@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.checkpoint import Checkpoint, Entry, Piece, Region, Saver, latest, save, steps
-from weft.config import Run
+from weft.checkpoint import model_state as state
+from weft.checkpoint.model_state import load_state, make_optimizer, pieces_to_save
 from weft.errors import CheckpointError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import build, initial_value
-from weft.parallel import named_pieces, parallelize
-from weft.parallel.layout import Part
-from weft.predict import example_inputs
-from weft.train import state
+from weft.parallel.apply import named_pieces, parallelize
+from weft.planner.predict import example_inputs
+from weft.run_file import Run
+from weft.sharding.layout import Part
+from weft.step.train_step import train_step
 from weft.train.batches import prepare_data
-from weft.train.state import load_state, make_optimizer, pieces_to_save
-from weft.train.step import train_step
 
 TOLERANCE = 1e-4
 ALL_LAYOUTS = LAYOUTS | MODEL_LAYOUTS | PIPE_LAYOUTS

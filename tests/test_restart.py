@@ -26,7 +26,7 @@ from sampled_for_tests import some_soak
 
 from weft.checkpoint import load, steps
 from weft.checkpoint.manifest import MANIFEST, seal
-from weft.local import LocalError
+from weft.launch.local_ranks import LocalError
 
 SAMPLE = {"data 2 x shard 2": [(0, 1), (2, 5), (3, 12)], "pipe 4": [(1, 2), (0, 7)]}
 

@@ -22,10 +22,10 @@ from weft.optim.rounding import (
     square_codes,
     to_bf16,
 )
-from weft.parallel import parallelize
-from weft.parallel.layout import CODE_BLOCK
+from weft.parallel.apply import parallelize
 from weft.plan import Memory, Plan
-from weft.train.step import train_step
+from weft.sharding.layout import CODE_BLOCK
+from weft.step.train_step import train_step
 
 
 def random_values(seed: int, numel: int) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 
 from weft.checkpoint import Checkpoint
 from weft.errors import CheckpointError
-from weft.train.generate import load_for_generation
+from weft.serve.generate import load_for_generation
 
 PACKAGE = Path(__file__).parents[1] / "weft"
 SOURCES = sorted(PACKAGE.rglob("*.py"))

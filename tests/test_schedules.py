@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.pipeline import SCHEDULES, Action, Edge, Message, Schedule, check, make_schedule, with_messages
-from weft.pipeline.actions import Steps
+from weft.schedule import SCHEDULES, Action, Edge, Message, Schedule, check, make_schedule, with_messages
+from weft.schedule.actions import Steps
 
 Options = dict[str, object]
 quick = settings(max_examples=40)

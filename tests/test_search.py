@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from weft.cluster import Cluster, load
-from weft.head import install_loss_head, is_loss_in_head
-from weft.memory.compiled import compiled, under
+from weft.cluster.hardware import Cluster, load
+from weft.compile.saved_bytes import compiled, under
 from weft.models import DecoderConfig, GPT2Config, build
 from weft.models.loss import ExampleLoss
-from weft.parallel import cost
-from weft.pipeline.schedules import make_schedule
-from weft.pipeline.simulate import simulate
+from weft.models.loss_head import install_loss_head, is_loss_in_head
+from weft.parallel.apply import cost
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard, Tensor, split_batch
+from weft.planner.closed_form_memory import alive_at_once, memory, sizes, working
 from weft.planner.kernels import software_for_text
-from weft.planner.memory import alive_at_once, memory, sizes, working
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Candidate, Model, search
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profile import profile
+from weft.schedule.schedules import make_schedule
+from weft.schedule.simulate import simulate
 
 SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=1024, n_layer=8, n_head=16)
 

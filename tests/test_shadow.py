@@ -28,22 +28,22 @@ from shadow_for_tests import (
 )
 from torch import Tensor as TorchTensor
 
-from weft.agent import Restarts
 from weft.checkpoint import Checkpoint, Saver, steps
+from weft.checkpoint.model_state import load_state, pieces_to_save
 from weft.errors import ConfigError, LostRankError, PlanError
-from weft.local import LocalError, run_local
+from weft.launch.agent import Restarts
+from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
-from weft.parallel import cost, refuse
-from weft.pipeline.actions import Action
+from weft.parallel.apply import cost, refuse
 from weft.pipeline.build import stage as cut_into_stages
-from weft.pipeline.refresh import Refresh
 from weft.pipeline.sections import Sections
+from weft.pipeline.shadow_gradients import Refresh
 from weft.plan import BatchSplit, Memory, Pipe, Plan, Shard, Tensor
 from weft.profile import profile
-from weft.train.corruption import compare_replicas, digest_all
-from weft.train.state import load_state, pieces_to_save
-from weft.train.step import train_step
-from weft.verify import verify
+from weft.proof.prove import verify
+from weft.resilience.corruption import compare_replicas, digest_all
+from weft.schedule.actions import Action
+from weft.step.train_step import train_step
 
 PLAN = Plan(pipe=Pipe(RANKS, shadow=True), micro_batch=2)
 

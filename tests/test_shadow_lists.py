@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from weft.errors import PlanError
-from weft.pipeline import Action, Message, Schedule, check, make_schedule, simulate, with_messages
-from weft.pipeline.actions import SHADOW
-from weft.pipeline.check import run_order
-from weft.pipeline.shadow import SHADOWED_SCHEDULES, kept, take_over, with_shadows
+from weft.schedule import Action, Message, Schedule, check, make_schedule, simulate, with_messages
+from weft.schedule.actions import SHADOW
+from weft.schedule.check import run_order
+from weft.schedule.shadow import SHADOWED_SCHEDULES, kept, take_over, with_shadows
 
 SIZES = [(name, ranks, batches) for name in SHADOWED_SCHEDULES for ranks in range(2, 7) for batches in range(2, 9)]
 

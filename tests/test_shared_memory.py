@@ -20,13 +20,13 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from weft.comm import meet
 from weft.errors import CheckpointError
-from weft.launch import Place
-from weft.status import Status
-from weft.train import shared_memory
-from weft.train.lookout import Lookout
-from weft.train.memory import MemoryCopies
-from weft.train.shared_memory import claim, complete_steps, mapped
-from weft.watchdog import Deadline
+from weft.health.rank_status import Status
+from weft.health.watchdog import Deadline
+from weft.launch.environment import Place
+from weft.resilience import shared_memory
+from weft.resilience.memory_copies import MemoryCopies
+from weft.resilience.peer_watch import Lookout
+from weft.resilience.shared_memory import claim, complete_steps, mapped
 
 PREFIX = f"weft-copies-{os.getuid()}-"
 

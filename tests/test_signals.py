@@ -15,10 +15,10 @@ import pytest
 from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
 
 from weft.checkpoint import Checkpoint, Saver, latest, steps
-from weft.config import Run
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Plan
+from weft.run_file import Run
 from weft.train.stop import Stop
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.pipeline import Action, Schedule, Timeline, check, make_schedule, simulate, to_svg, to_text, with_messages
+from weft.schedule import Action, Schedule, Timeline, check, make_schedule, simulate, to_svg, to_text, with_messages
 
 quick = settings(max_examples=40)
 ranks_ = st.integers(1, 7)

@@ -13,20 +13,21 @@ import tensor_for_tests as shared
 import torch
 import torch._dynamo
 
-from weft.config import run_from_tables
+from weft.compile import attention_kernel
+from weft.compile import blocks as compiling
+from weft.compile.attention_kernel import Shape, attention_shape, choose
+from weft.compile.blocks import compile_blocks, wants_compile
 from weft.errors import ConfigError
-from weft.head import loss_head_of
 from weft.mesh import Mesh
 from weft.models import build
+from weft.models.loss_head import loss_head_of
 from weft.models.vision.resnet import ResNetConfig
-from weft.parallel import named_pieces, parallelize
+from weft.parallel.apply import named_pieces, parallelize
 from weft.plan import Plan, Tile
-from weft.train import attention_kernel, compiling
-from weft.train.ahead import Batches, Late
-from weft.train.attention_kernel import Shape, attention_shape, choose
-from weft.train.compiling import compile_blocks, wants_compile
+from weft.run_file import run_from_tables
+from weft.step.train_step import CROSS_ENTROPY, StepResult
 from weft.train.metrics import Moment
-from weft.train.step import CROSS_ENTROPY, StepResult
+from weft.train.prefetch import Batches, Late
 
 CUDA = torch.device("cuda", 0)
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from weft.comm import Axis
 from weft.comm.ledger import Traffic
 from weft.errors import PlanError
-from weft.parallel import cost, refuse
+from weft.parallel.apply import cost, refuse
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
+from weft.proof.prove import Report, verify
 from weft.spatial import norms
-from weft.verify import Report, verify
 
 Patch = pytest.MonkeyPatch
 

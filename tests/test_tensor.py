@@ -21,23 +21,29 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from weft import probe
 from weft.comm import Axis, Ledger
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.inspection import split_probe as probe
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import GPT2Config, ModelConfig
-from weft.parallel import cost, parallelize, refuse, region, tensor, tensor_cuts, tensor_norm, tensor_ops, vocabulary
-from weft.parallel.layout import flat_layouts
-from weft.parallel.split_linear import SplitLinear
-from weft.parallel.tensor import TensorAxes
-from weft.parallel.tensor_cost import localise, traffic
-from weft.parallel.vocabulary import Vocabulary, cross_entropy
+from weft.parallel.apply import cost, parallelize, refuse
+from weft.parallel.tensor import axis as tensor
+from weft.parallel.tensor import cuts as tensor_cuts
+from weft.parallel.tensor import norm as tensor_norm
+from weft.parallel.tensor import operations as tensor_ops
+from weft.parallel.tensor import overlapped_matmul as region
+from weft.parallel.tensor import vocabulary
+from weft.parallel.tensor.axis import TensorAxes
+from weft.parallel.tensor.cost import localise, traffic
+from weft.parallel.tensor.split_linear import SplitLinear
+from weft.parallel.tensor.vocabulary import Vocabulary, cross_entropy
 from weft.plan import Context, Memory, Plan, Recompute, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.train.step import CROSS_ENTROPY, Objective, logits_of, train_step
-from weft.verify import verify
+from weft.proof.prove import verify
+from weft.sharding.layout import flat_layouts
+from weft.step.train_step import CROSS_ENTROPY, Objective, logits_of, train_step
 
 Patch = pytest.MonkeyPatch
 

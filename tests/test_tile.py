@@ -18,24 +18,24 @@ from tiles_for_tests import Mixed, Streams, UNet, dry, images
 from torch import Tensor, nn
 
 import weft
+from weft.checkpoint.model_state import pieces_to_save
 from weft.comm import Axis, meet
 from weft.errors import PlanError
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel import cost, parallelize, refuse
-from weft.parallel.flat import Flat
+from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.tile import TileGradients, tile
-from weft.parallel.tiling import tiling_of
-from weft.parallel.unit import units_of
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
+from weft.proof.prove import Report, verify
+from weft.sharding.flat_buffer import Flat
+from weft.sharding.units import units_of
 from weft.spatial import halo, norms
 from weft.spatial.halo import Side
-from weft.spatial.place import Notes, Share, place_of, put
-from weft.train.state import pieces_to_save
-from weft.train.step import evaluate, train_step
-from weft.verify import Report, verify
+from weft.spatial.tile_layout import Notes, Share, place_of, put
+from weft.spatial.tiling import tiling_of
+from weft.step.train_step import evaluate, train_step
 
 Patch = pytest.MonkeyPatch
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
@@ -222,7 +222,9 @@ def test_finds_statistics_of_single_tiles(monkeypatch: Patch) -> None:
 
 
 def test_finds_a_loss_that_counts_a_sample_for_each_tile(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(sys.modules["weft.train.step"], "all_reduce", lambda tensor, axis: halo.exchange([], [], axis))
+    monkeypatch.setattr(
+        sys.modules["weft.step.train_step"], "all_reduce", lambda tensor, axis: halo.exchange([], [], axis)
+    )
     assert {"loss", "worst gradient"} <= failures(check("classic", over(1, 2)))
 
 

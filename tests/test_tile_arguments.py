@@ -13,7 +13,7 @@ from tiles_for_tests import Case, compare_all
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.parallel import refuse
+from weft.parallel.apply import refuse
 from weft.plan import Plan, Tile
 from weft.profile import profile
 from weft.spatial.arguments import PARAMETERS

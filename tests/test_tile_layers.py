@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiles_for_tests import GRIDS, Case, compare_all
 from torch import Tensor, nn
 
-from weft.cut import Interval, share
+from weft.inspection.parameter_cut import Interval, share
 from weft.spatial import overlap
 from weft.spatial.ownership import Line, Window, inside, length, meet, moves
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.live import LiveTensors
-from weft.local import run_local
+from weft.inspection.live_bytes import LiveTensors
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel import cost, parallelize, state_tensors
+from weft.parallel.apply import cost, parallelize, state_tensors
 from weft.plan import Memory, Plan, Tile, split_batch
 from weft.profile import Profile, profile
+from weft.step.train_step import CLASSIFICATION, train_step
 from weft.strategy import Cost
-from weft.train.step import CLASSIFICATION, train_step
 
 SIZE = 4096
 LIMIT_BYTES = 500_000_000  # of one rank, set for this test

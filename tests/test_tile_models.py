@@ -22,14 +22,14 @@ from sampled_for_tests import some_soak
 from tiles_for_tests import images
 from torch import Tensor, nn
 
-import weft.sequential
-from weft.local import run_local
+import weft.proof.sequential
+from weft.launch.local_ranks import run_local
 from weft.models import build, initialise
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig, VisionConfig
 from weft.plan import Plan, Tile
-from weft.sequential import make_model, run_sequential
-from weft.train.step import CROSS_ENTROPY, Batch, Objective
-from weft.verify import verify
+from weft.proof.prove import verify
+from weft.proof.sequential import make_model, run_sequential
+from weft.step.train_step import CROSS_ENTROPY, Batch, Objective
 
 DENSE = Objective(
     count=lambda batch: torch.tensor(batch[1].numel()),
@@ -104,7 +104,7 @@ def _worst(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weft.sequential, "make_optimizer", momentum)
+    monkeypatch.setattr(weft.proof.sequential, "make_optimizer", momentum)
     monkeypatch.setattr(sys.modules[verify.__module__], "_optimizer", momentum)
     config, batch_fn, objective = case
     (sizes,) = run_local(lambda _: noise(case), 1, 200)  # in a process of its own: no fork survives a backward

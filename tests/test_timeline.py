@@ -19,15 +19,15 @@ from models_for_tests import tied_decoder, token_batch
 from runs_for_tests import train_on_ranks, write_run_file
 from torch.optim import SGD
 
-from weft.cluster import Cluster, Device, Link, Node
-from weft.config import Run, load_run
-from weft.local import run_local
+from weft.cluster.hardware import Cluster, Device, Link, Node
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel import cost, parallelize
-from weft.pipeline import Action, Span, Timeline, make_schedule, simulate, simulate_like, timeline_of
+from weft.parallel.apply import cost, parallelize
 from weft.plan import Pipe, Plan
-from weft.predict import ASSUMED_EFFICIENCY, Prediction, micro_batch_profile, predict, run_cluster
-from weft.train.step import evaluate, train_step
+from weft.planner.predict import ASSUMED_EFFICIENCY, Prediction, micro_batch_profile, predict, run_cluster
+from weft.run_file import Run, load_run
+from weft.schedule import Action, Span, Timeline, make_schedule, simulate, simulate_like, timeline_of
+from weft.step.train_step import evaluate, train_step
 from weft.train.timeline import measured
 
 DOCS = Path(__file__).parent.parent / "docs"

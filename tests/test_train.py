@@ -16,18 +16,18 @@ from runs_for_tests import LAYOUTS, events, losses, make_run, train_on_ranks, wr
 
 from weft.checkpoint import Checkpoint, steps
 from weft.comm import Axis, Ledger
-from weft.config import Run, load_run
 from weft.data.order import batch_indices
 from weft.errors import ConfigError, DataError
-from weft.launch import Place
-from weft.local import LocalError, run_local
+from weft.launch.environment import Place
+from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import build, initialise, save_folder
-from weft.parallel import named_pieces, parallelize
-from weft.predict import example_inputs
+from weft.parallel.apply import named_pieces, parallelize
+from weft.planner.predict import example_inputs
+from weft.run_file import Run, load_run
+from weft.step.train_step import evaluate
 from weft.train import loop, setup
 from weft.train.batches import prepare_data
-from weft.train.step import evaluate
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 TOLERANCE = 1e-4

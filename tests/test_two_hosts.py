@@ -20,13 +20,14 @@ NUM_LOCAL_RANKS = 2
 SUM_OF_RANKS = """
 import os
 from datetime import timedelta
-import torch, weft.launch
+import torch
+from weft.launch import environment as launch
 torch.set_num_threads(1)
-place = weft.launch.detect(os.environ)
-weft.launch.init_process_group(place, "cpu", timedelta(seconds=60))
+place = launch.detect(os.environ)
+launch.init_process_group(place, "cpu", timedelta(seconds=60))
 number = torch.tensor([place.rank + 1.0])
 torch.distributed.all_reduce(number)
-weft.launch.shutdown()
+launch.shutdown()
 print(f"{place.launcher}: rank {place.rank} of {place.num_ranks}, local {place.local_rank} of "
       f"{place.num_local_ranks}, {place.num_hosts} hosts: {number.item()}\\n", end="", flush=True)
 """

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from runs_for_tests import make_run, write_run_file
 from torch import Tensor, nn
 
-from weft.cluster import Cluster, Link, local_cluster
+from weft.cluster.hardware import Cluster, Link, local_cluster
 from weft.comm import (
     Axis,
     Pending,
@@ -33,17 +33,17 @@ from weft.comm import (
     expand,
     meet,
     reduce_scatter,
-    two_level,
 )
-from weft.launch import Place
-from weft.local import run_local
+from weft.comm import hierarchical as two_level
+from weft.launch.environment import Place
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import Decoder, DecoderConfig
 from weft.plan import Context, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.predict import _communication_seconds, predict, run_cluster
+from weft.planner.predict import _communication_seconds, predict, run_cluster
+from weft.proof.prove import Report, verify, verify_run
 from weft.train import setup
-from weft.verify import Report, verify, verify_run
 
 NODES = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3)]  # (nodes, ranks in each)
 SIZES = [1, 3, 5, 8, 16, 17, 1000]

@@ -22,24 +22,16 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from weft.errors import PlanError
-from weft.local import LocalError, run_local
+from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models.init import initial_value
 from weft.optim import AdamW
-from weft.parallel import (
-    clip_grad_norm,
-    cost,
-    named_pieces,
-    parallelize,
-    refresh,
-    state_bytes,
-    sync_gradients,
-)
-from weft.parallel.flat import Flat
-from weft.parallel.unit import units_of
+from weft.parallel.apply import clip_grad_norm, cost, named_pieces, parallelize, refresh, state_bytes, sync_gradients
 from weft.plan import Plan, Precision, Shard, split_batch
 from weft.profile import profile
-from weft.train.step import train_step
+from weft.sharding.flat_buffer import Flat
+from weft.sharding.units import units_of
+from weft.step.train_step import train_step
 
 ModelFn = Callable[[], nn.Module]
 PLANS = {

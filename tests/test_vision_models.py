@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from weft.blocks import find_blocks
 from weft.errors import ConfigError
+from weft.inspection.blocks import find_blocks
 from weft.models import build, config_from_table, initial_value, initialise
 from weft.models.catalog import load_model
 from weft.models.vision import AmoebaNetDConfig, DeepResNetConfig, ResNetConfig, UNetConfig, VisionConfig

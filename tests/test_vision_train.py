@@ -15,23 +15,23 @@ import torch
 import torch.nn.functional as F
 from runs_for_tests import Silent, events, losses, make_run, train_on_ranks
 
-from weft import cli
 from weft.checkpoint import Checkpoint, latest
-from weft.config import Run, load_run
+from weft.commands import app as cli
 from weft.data.order import batch_indices
 from weft.data.slides import make_slide, write_slide
 from weft.errors import ConfigError, DataError, PlanError, WeftError
-from weft.launch import Place
-from weft.local import run_local
+from weft.launch.environment import Place
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import build, initialise
-from weft.parallel import parallelize
-from weft.predict import predict, run_cluster
+from weft.parallel.apply import parallelize
+from weft.planner.predict import predict, run_cluster
+from weft.proof.prove import verify_run
+from weft.run_file import Run, load_run
+from weft.step.task import ImageTask, LanguageTask, task_of
+from weft.step.train_step import CLASSIFICATION, evaluate
 from weft.train import loop, setup
 from weft.train.batches import prepare_data
-from weft.train.step import CLASSIFICATION, evaluate
-from weft.train.task import ImageTask, LanguageTask, task_of
-from weft.verify import verify_run
 
 RUN_FILE = """
 [model]

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store
 
-from weft import status, watchdog
-from weft.launch import Place
-from weft.status import FOLDER_VARIABLE, SAVING, WAITING, Seen, Status, last_seen, page_path
-from weft.train import lookout, shared_memory
-from weft.train.lookout import Lookout, _decode, _encode, _Mail
-from weft.watchdog import Deadline, Watchdog, describe_hang, overdue_seconds
+from weft.health import rank_status as status
+from weft.health import watchdog
+from weft.health.rank_status import FOLDER_VARIABLE, SAVING, WAITING, Seen, Status, last_seen, page_path
+from weft.health.watchdog import Deadline, Watchdog, describe_hang, overdue_seconds
+from weft.launch.environment import Place
+from weft.resilience import peer_watch as lookout
+from weft.resilience import shared_memory
+from weft.resilience.peer_watch import Lookout, _decode, _encode, _Mail
 
 NOW = 1000.0
 

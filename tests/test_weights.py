@@ -23,21 +23,20 @@ from torch import Tensor, nn
 
 import weft
 import weft.optim.adamw
-import weft.parallel.streamed
+import weft.sharding.streamed_buffer
 import weft.train.loop
-from weft.advice import fitting_offload, fitting_weights
 from weft.checkpoint import Checkpoint, Saver
-from weft.cluster import Cluster, load, local_cluster
-from weft.config import Run, load_run
+from weft.checkpoint.model_state import load_state, make_optimizer, pieces_to_save
+from weft.cluster.hardware import Cluster, load, local_cluster
+from weft.compile.blocks import compile_blocks
 from weft.errors import ConfigError, PlanError
-from weft.layer_drop import LayerDrop, drop_layers
-from weft.live import LiveTensors
-from weft.memory.pruned import prune
-from weft.memory.weights import WeightPolicy, home_bytes, trips
+from weft.inspection.live_bytes import LiveTensors
+from weft.memory.offload_weights import WeightPolicy, home_bytes, trips
+from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.optim import AdamW
-from weft.parallel import (
+from weft.parallel.apply import (
     Cost,
     all_flats,
     clip_grad_norm,
@@ -50,18 +49,19 @@ from weft.parallel import (
     state_bytes,
     state_tensors,
 )
-from weft.parallel.layout import streamed_blocks
-from weft.parallel.streamed import Link, Room, StreamedFlat
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.planner.memory import state, updated_bytes
-from weft.predict import example_inputs, predict
+from weft.planner.advice import fitting_offload, fitting_weights
+from weft.planner.closed_form_memory import state, updated_bytes
+from weft.planner.predict import example_inputs, predict
 from weft.profile import profile
-from weft.train.compiling import compile_blocks
-from weft.train.graph import wants_graph
-from weft.train.state import load_state, make_optimizer, pieces_to_save
-from weft.train.step import evaluate, train_step
-from weft.verify import verify_run
+from weft.proof.prove import verify_run
+from weft.run_file import Run, load_run
+from weft.sharding.layout import streamed_blocks
+from weft.sharding.streamed_buffer import Link, Room, StreamedFlat
+from weft.step.cuda_graph import wants_graph
+from weft.step.train_step import evaluate, train_step
+from weft.train.layer_drop import LayerDrop, drop_layers
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 FP32, BF16 = Plan(memory=Memory(offload=1e-9)), Plan(precision="bf16")  # both in flat buffers
@@ -332,7 +332,7 @@ def test_a_run_file_trains_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", [FP32, BF16], ids=["fp32", "bf16"])
 def test_every_copy_is_waited_for(plan: Plan, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(gpt2, plan, count)
-    monkeypatch.setattr(weft.parallel.streamed, "Lane", Slow)
+    monkeypatch.setattr(weft.sharding.streamed_buffer, "Lane", Slow)
     for share in (0.4, 1.0):
         assert differing(train(gpt2, streamed(plan, share), count), expected) == []
 
@@ -341,7 +341,7 @@ def test_every_copy_is_waited_for(plan: Plan, count: int, monkeypatch: pytest.Mo
 def test_a_copy_that_is_not_waited_for_is_seen(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(gpt2, BF16)
     lanes = iter([NeverWaits, Slow] if lane == "up" else [Slow, NeverWaits])  # in the order they are made
-    monkeypatch.setattr(weft.parallel.streamed, "Lane", lambda device: next(lanes)(device))
+    monkeypatch.setattr(weft.sharding.streamed_buffer, "Lane", lambda device: next(lanes)(device))
     assert "loss 1" in differing(train(gpt2, streamed(BF16, 1.0)), expected)
 
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.comm import Ledger, all_reduce
-from weft.local import run_local
+from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.parallel.tile import tile
 from weft.plan import Plan, Tile
-from weft.spatial.dry import Dry, dry_run
-from weft.spatial.place import Grid
-from weft.spatial.tiled import install
+from weft.spatial.dry_run import Dry, dry_run
+from weft.spatial.tile_layout import Grid
+from weft.spatial.tiled_model import install
 from weft.spatial.view import View
 
 NUM_CLASSES = 5

@@ -6,16 +6,16 @@ model = weft.parallelize(model, plan)             # the same module, its state s
 """
 
 from weft.errors import WeftError
-from weft.memory.pruned import prune
+from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel import clip_grad_norm, parallelize, sync_gradients
+from weft.parallel.apply import clip_grad_norm, parallelize, sync_gradients
+from weft.parallel.tensor.vocabulary import cross_entropy, vocabulary_of
 from weft.parallel.tile import tile
-from weft.parallel.vocabulary import cross_entropy, vocabulary_of
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor, Tile, load_plan
 from weft.profile import profile
-from weft.train.step import CROSS_ENTROPY, Objective, evaluate, train_step
-from weft.verify import verify
+from weft.proof.prove import verify
+from weft.step.train_step import CROSS_ENTROPY, Objective, evaluate, train_step
 
 __version__ = "0.1.0"
 

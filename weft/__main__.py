@@ -1,5 +1,5 @@
 """`python -m weft` is the command line."""
 
-from weft.cli import main
+from weft.commands.app import main
 
 main()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import ConfigError, PlanError
-from weft.pipeline.schedules import make_schedule
+from weft.schedule.schedules import make_schedule
 from weft.schema import convert, dump_toml, read_toml, to_table
 
 AXES = ("data", "pipe", "shard", "rows", "columns", "context", "x", "y")

@@ -21,8 +21,8 @@ import pytest
 import torch
 from gpu_for_tests import JOBS, ran
 
-from weft.jobs import import_for_ranks
-from weft.nursery import Nursery
+from weft.commands.jobs import import_for_ranks
+from weft.launch.fork_server import Nursery
 
 HERE = Path(__file__).parent
 BEGAN = time.time()

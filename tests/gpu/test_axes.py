@@ -8,7 +8,7 @@ import pytest
 from gpu_for_tests import Case, prove, succeeded, weft, write_run
 from tensor_for_tests import SHIPPED, token_batch
 
-from weft.nursery import Nursery
+from weft.launch.fork_server import Nursery
 from weft.plan import Context, Memory, Plan, Shard, Tensor
 
 TIED = SHIPPED["tied"]

@@ -8,7 +8,7 @@ from gpu_for_tests import Case, prove
 from pipeline_for_tests import UNet, chain, vectors
 from tensor_for_tests import SHIPPED, token_batch
 
-from weft.nursery import Nursery
+from weft.launch.fork_server import Nursery
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
 
 DEEP = SHIPPED["two key heads"]

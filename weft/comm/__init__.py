@@ -13,8 +13,8 @@ from weft.comm.collectives import (
     shift,
     uses_nccl,
 )
+from weft.comm.hierarchical import all_gather, all_reduce, expand, reduce_scatter
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
-from weft.comm.two_level import all_gather, all_reduce, expand, reduce_scatter
 
 __all__ = [
     "Axis",

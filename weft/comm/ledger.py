@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weft.status import Status
+from weft.health.rank_status import Status
 
 
 @dataclass(frozen=True)

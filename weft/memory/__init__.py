@@ -1,0 +1,1 @@
+"""Memory policies: recompute, activations and weights on the host, pruned state."""

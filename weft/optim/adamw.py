@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import CheckpointError, PlanError
-from weft.optim.held import Held
-from weft.optim.pending import KINDS as PENDING_KINDS
-from weft.optim.pending import is_pending, refuse_undelayed, stale_reason
-from weft.optim.stream import Streams
+from weft.optim.buffer_state import Held
+from weft.optim.delayed_update import KINDS as PENDING_KINDS
+from weft.optim.delayed_update import is_pending, refuse_undelayed, stale_reason
+from weft.optim.host_stream import Streams
 from weft.optim.update import change_by, change_by_torch, numbers, scaled, update_on
 from weft.optim.update import update as plain_update
-from weft.parallel import all_flats, all_units
-from weft.parallel.flat import Flat
-from weft.parallel.layout import STAGING, STAGING_NUMEL, Part, moment_dtype, passing_shapes, slot_shapes
+from weft.parallel.apply import all_flats, all_units
+from weft.sharding.flat_buffer import Flat
+from weft.sharding.layout import STAGING, STAGING_NUMEL, Part, moment_dtype, passing_shapes, slot_shapes
 
 CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
 KERNEL_NUMEL = 1 << 26  # of one that is

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.parallel.layout import CODE_BLOCK
+from weft.sharding.layout import CODE_BLOCK
 
 SIGNED_LEVELS, SQUARE_LEVELS = 127.0, 255.0
 _DRAW_BITS = 16

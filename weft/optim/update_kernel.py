@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.optim.update import update
-from weft.parallel.layout import CODE_BLOCK
+from weft.sharding.layout import CODE_BLOCK
 
 _BLOCKS = 8  # a program's
 

@@ -13,10 +13,10 @@ from torch import nn
 
 from weft.comm.ledger import Key
 from weft.mesh import Mesh
-from weft.parallel.layout import master_bytes, trained_layouts
-from weft.parallel.unit import units_of
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
+from weft.sharding.layout import master_bytes, trained_layouts
+from weft.sharding.units import units_of
 from weft.strategy import Cost, Strategy, Values, reductions_per_step, refuse_batch_mixers, tally
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from weft.blocks import find_blocks
 from weft.errors import PlanError
+from weft.inspection.blocks import find_blocks
 from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.profile import Profile

@@ -26,10 +26,12 @@ import torch
 from torch import nn
 
 from weft.comm.ledger import Key
-from weft.memory.host import check_room
 from weft.mesh import Mesh
-from weft.parallel.flat import Flat
-from weft.parallel.layout import (
+from weft.plan import BatchSplit, Plan
+from weft.profile import Block, Places, Profile, profile
+from weft.sharding.flat_buffer import Flat
+from weft.sharding.host_memory import check_room
+from weft.sharding.layout import (
     COMPUTE_DTYPE,
     MASTER_DTYPE,
     NUM_ROOMS,
@@ -53,10 +55,8 @@ from weft.parallel.layout import (
     streamed_blocks,
     trained_layouts,
 )
-from weft.parallel.streamed import Room, StreamedFlat, make_rooms
-from weft.parallel.unit import hold
-from weft.plan import BatchSplit, Plan
-from weft.profile import Block, Places, Profile, profile
+from weft.sharding.streamed_buffer import Room, StreamedFlat, make_rooms
+from weft.sharding.units import hold
 from weft.strategy import Cost, Strategy, Transient, Values, reductions_per_step, refuse_batch_mixers, tally
 
 _ONE = BatchSplit(1, 1, 1, 1, 1)  # one micro-batch

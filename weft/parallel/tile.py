@@ -21,18 +21,18 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from weft.comm.ledger import Key
-from weft.cut import share
 from weft.errors import PlanError
+from weft.inspection.parameter_cut import share
+from weft.inspection.rng import TileDraws
 from weft.mesh import Mesh
-from weft.parallel.draws import TileDraws
-from weft.parallel.layout import master_bytes, trained_layouts
-from weft.parallel.tiling import tiling_of
-from weft.parallel.unit import units_of
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
-from weft.spatial.dry import dry_run
-from weft.spatial.place import Grid
-from weft.spatial.tiled import install, install_stage
+from weft.sharding.layout import master_bytes, trained_layouts
+from weft.sharding.units import units_of
+from weft.spatial.dry_run import dry_run
+from weft.spatial.tile_layout import Grid
+from weft.spatial.tiled_model import install, install_stage
+from weft.spatial.tiling import tiling_of
 from weft.spatial.view import View
 from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
 

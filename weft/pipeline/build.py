@@ -12,25 +12,25 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
+from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.tensor_splits import WHOLE_ATTRIBUTE
 from weft.mesh import Mesh
-from weft.parallel.tiling import localise_tile, mark, tiling_for
-from weft.parallel.unit import units_of
-from weft.pipeline.actions import Schedule, with_messages
-from weft.pipeline.check import check
-from weft.pipeline.copies import Copies, Sharing, running_statistics, tied_stages
-from weft.pipeline.deferred import Deferred
+from weft.pipeline.deferred_weight_grads import Deferred
 from weft.pipeline.partition import Route, cut, partition, refuse_evaluation
 from weft.pipeline.runtime import Pipeline, Stage
-from weft.pipeline.schedules import make_schedule
-from weft.pipeline.shadow import refuse_shadows, refuse_stages, with_shadows
+from weft.pipeline.shared_parameters import Copies, Sharing, running_statistics, tied_stages
 from weft.pipeline.stage import Walk
 from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.tracer import FIRST, Tile, Tracer, tile_at
 from weft.plan import Plan
 from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
-from weft.splits import WHOLE_ATTRIBUTE
+from weft.schedule.actions import Schedule, with_messages
+from weft.schedule.check import check
+from weft.schedule.schedules import make_schedule
+from weft.schedule.shadow import refuse_shadows, refuse_stages, with_shadows
+from weft.sharding.units import units_of
+from weft.spatial.tiling import localise_tile, mark, tiling_for
 from weft.strategy import Values
 
 Example = Callable[[], Any]

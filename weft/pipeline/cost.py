@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from weft.comm.ledger import Key
-from weft.parallel.layout import COMPUTE_DTYPE, STAGING, master_bytes, trained_layouts
-from weft.pipeline.actions import Message, Schedule
 from weft.pipeline.build import Staging
-from weft.pipeline.copies import running_statistics
-from weft.pipeline.held import StageBytes, most_held
-from weft.pipeline.refresh import VERSION_BYTES
-from weft.pipeline.simulate import simulate
+from weft.pipeline.shadow_gradients import VERSION_BYTES
+from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
+from weft.schedule.actions import Message, Schedule
+from weft.schedule.activation_lifetimes import StageBytes, most_held
+from weft.schedule.simulate import simulate
+from weft.sharding.layout import COMPUTE_DTYPE, STAGING, master_bytes, trained_layouts
 from weft.strategy import Cost, Transient, tally
 
 Localise = Callable[[Profile], Profile]

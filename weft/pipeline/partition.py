@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from weft.errors import PlanError
-from weft.pipeline.actions import Edge
 from weft.pipeline.trace import Trace
 from weft.plan import Pipe
-from weft.spatial.said import Said
+from weft.schedule.actions import Edge
+from weft.spatial.recorded_calls import Said
 
 
 @dataclass(frozen=True)

@@ -25,16 +25,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
-from weft.elsewhere import Elsewhere
 from weft.errors import PlanError
-from weft.pipeline.draws import Draws, is_random
-from weft.pipeline.nested import map_tensors, same, tensors_in
+from weft.inspection.absent_module import Elsewhere
+from weft.inspection.nested_tensors import map_tensors, same, tensors_in
 from weft.pipeline.partition import Route
+from weft.pipeline.stage_rng import Draws, is_random
 from weft.pipeline.stand_in import ABSENT
 from weft.pipeline.trace import END, Event
-from weft.pipeline.watch import Watch, operation_name, outcome
-from weft.spatial.place import put
-from weft.spatial.tiled import tiled_of
+from weft.pipeline.trace_watch import Watch, operation_name, outcome
+from weft.spatial.tile_layout import put
+from weft.spatial.tiled_model import tiled_of
 
 Take = Callable[[int], Tensor]  # the real tensor of a number, from the stage that made it
 FindRoute = Callable[[Any, Mapping[str, Any], bool], Route]

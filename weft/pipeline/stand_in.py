@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.elsewhere import Elsewhere
 from weft.errors import PlanError
+from weft.inspection.absent_module import Elsewhere
 from weft.pipeline.partition import Route
 
 ABSENT = "_weft_absent"  # of a stage's model: parameters that only other stages use, as shapes

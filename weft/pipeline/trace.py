@@ -28,14 +28,14 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft.blocks import find_blocks, find_units
 from weft.errors import PlanError
-from weft.pipeline.nested import map_tensors, same, tensors_in
-from weft.pipeline.watch import Watch, operation_name, outcome
-from weft.spatial.place import Place, Share, place_of, put
-from weft.spatial.said import Recorder, Said
-from weft.spatial.tiled import TiledModel
-from weft.substitute import call_with
+from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.functional_call import call_with
+from weft.inspection.nested_tensors import map_tensors, same, tensors_in
+from weft.pipeline.trace_watch import Watch, operation_name, outcome
+from weft.spatial.recorded_calls import Recorder, Said
+from weft.spatial.tile_layout import Place, Share, place_of, put
+from weft.spatial.tiled_model import TiledModel
 
 END = "the end of the forward"
 

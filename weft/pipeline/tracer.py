@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.parallel.layout import COMPUTE_DTYPE
-from weft.parallel.tiling import Tiling
-from weft.pipeline.nested import map_tensors
+from weft.inspection.nested_tensors import map_tensors
 from weft.pipeline.trace import Trace, trace
 from weft.plan import Plan
-from weft.spatial.dry import cut_images, dry_stages
+from weft.sharding.layout import COMPUTE_DTYPE
+from weft.spatial.dry_run import cut_images, dry_stages
+from weft.spatial.tiling import Tiling
 
 Tile = tuple[int, int]  # its row and column
 FIRST: Tile = (0, 0)

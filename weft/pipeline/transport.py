@@ -17,8 +17,8 @@ from torch import Tensor
 from weft.comm import Axis, Ledger, Pending, receive, send, uses_nccl
 from weft.errors import LostRankError
 from weft.mesh import Mesh
-from weft.pipeline.actions import Channel, Message, Schedule, channel_of
 from weft.pipeline.trace import Value
+from weft.schedule.actions import Channel, Message, Schedule, channel_of
 
 Key = tuple[int, int, int, str]
 

@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weft.cluster import Cluster
+from weft.cluster.hardware import Cluster
 from weft.comm import Traffics
+from weft.compile.saved_bytes import assumptions
 from weft.errors import PlanError
-from weft.memory.compiled import assumptions
 from weft.models import LanguageConfig, ModelConfig
 from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
+from weft.planner.predict import link_of
 from weft.planner.question import Objective, Question
 from weft.planner.search import Candidate, Found, Model, search
-from weft.predict import link_of
 from weft.schema import to_table
 
 MAX_SPANS = 20_000  # of a timeline in the answer

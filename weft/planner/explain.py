@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.cluster import Cluster, Link
+from weft.cluster.hardware import Cluster, Link
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Plan
-from weft.planner.memory import Memory
+from weft.planner.closed_form_memory import Memory
 from weft.planner.question import Question
 from weft.planner.search import Candidate, Found, Model, search
 

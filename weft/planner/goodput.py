@@ -20,7 +20,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from weft.cluster import Cluster
+from weft.cluster.hardware import Cluster
 from weft.errors import ConfigError
 
 ASSUMED_STORAGE_BYTES_PER_SECOND = 1e9  # that a node reads and writes while all do

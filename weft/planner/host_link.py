@@ -4,9 +4,9 @@ and backward, and state in the update.
 
 from __future__ import annotations
 
-from weft.cluster import Cluster
-from weft.memory.activations import ACTIVATIONS
-from weft.memory.weights import WEIGHTS, Trips, home_bytes
+from weft.cluster.hardware import Cluster
+from weft.memory.offload_activations import ACTIVATIONS
+from weft.memory.offload_weights import WEIGHTS, Trips, home_bytes
 from weft.plan import Plan
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profile import Profile

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.moved import Moved
+from weft.inspection.memory_traffic import Moved
+from weft.inspection.split_probe import is_convolution
 from weft.planner.workload import Filter, Part, Product
-from weft.probe import is_convolution
 from weft.profile import Block, Convolution, Profile
 
 POLICIES = ("none", "selective", "full")

@@ -8,23 +8,23 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from weft.blocks import find_blocks
-from weft.cluster import Cluster
+from weft.cluster.cpu_rates import is_cpu
+from weft.cluster.hardware import Cluster
+from weft.compile.saved_bytes import in_pieces
 from weft.data.formats import Shape
-from weft.measure import is_cpu
-from weft.memory.compiled import in_pieces
+from weft.inspection.blocks import find_blocks
 from weft.models import VisionConfig, build
-from weft.parallel.layout import COMPUTE_DTYPE
 from weft.plan import Plan
+from weft.planner.closed_form_memory import Memory
 from weft.planner.image_search import ImageSearch
+from weft.planner.image_sections import Sections
 from weft.planner.image_step import ImageSteps
 from weft.planner.kernels import Software
-from weft.planner.memory import Memory
 from weft.planner.question import Question
 from weft.planner.search import Model, Search
-from weft.planner.sections import Sections
 from weft.planner.workload import Workload
 from weft.profile import profile
+from weft.sharding.layout import COMPUTE_DTYPE
 
 COMPILED = Software(fused=True, compiled=True)  # but for tiles
 IN_PIECES = Software(compiled=True)  # as long as uncompiled

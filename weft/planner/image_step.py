@@ -14,16 +14,16 @@ from itertools import pairwise
 from typing import Any
 
 from weft.errors import PlanError
-from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
-from weft.pipeline.schedules import make_schedule
-from weft.pipeline.simulate import simulate
 from weft.plan import Pipe, Plan
+from weft.planner.closed_form_memory import NUM_MESSAGES, Memory, alive_at_once, state
 from weft.planner.image_chain import Section
-from weft.planner.memory import NUM_MESSAGES, Memory, alive_at_once, state
+from weft.planner.image_sections import Sections
 from weft.planner.micro_batch import Seconds
-from weft.planner.sections import Sections
 from weft.planner.step import FIXED_SECONDS, Stage, StepModel, on_rank
 from weft.planner.workload import Part
+from weft.schedule.schedules import make_schedule
+from weft.schedule.simulate import simulate
+from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
 
 GRADIENTS_AT_ONCE = 2  # of a section's largest tensor, in its backward: of a result and of an operand
 STEADY_ROUNDS = 4  # micro-batches for each rank of pipe, beyond which no schedule keeps more alive

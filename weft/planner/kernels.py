@@ -5,10 +5,10 @@ one, in waves of as many tiles as the device has processors. *Depth*: each tile 
 speed, so a short inner dimension costs. *Tile size*: small tiles read more for each product. The library chooses the
 best tile, and so does `Kernels.product`. On top comes one number for each type of device, `calibration`, which says
 what the best matmul reaches of the printed peak under the power and clocks of a training run; it is fitted on a named
-table (see `clusters/*.toml`) and used everywhere. Where power is what limits a device, its clock is lower in training
-than alone: an H200 runs at 1,450 to 1,680 of 1,980 MHz, at its 700 W, in every step that its host can follow, and all
-large matmuls reach about 700 TFLOP/s, whatever their tiles. The losses are then those at the full clock (`burst`), and
-count only as far as they are larger than what power costs.
+table (see `cluster/catalog/*.toml`) and used everywhere. Where power is what limits a device, its clock is lower in
+training than alone: an H200 runs at 1,450 to 1,680 of 1,980 MHz, at its 700 W, in every step that its host can follow,
+and all large matmuls reach about 700 TFLOP/s, whatever their tiles. The losses are then those at the full clock
+(`burst`), and count only as far as they are larger than what power costs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from weft.cluster import Cluster, Device
-from weft.measure import is_cpu
-from weft.moved import Moved
+from weft.cluster.cpu_rates import is_cpu
+from weft.cluster.hardware import Cluster, Device
+from weft.inspection.memory_traffic import Moved
 from weft.planner.workload import Filter
 
 # (rows, columns) of tiles that matmul libraries have; the first two are the largest.

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from weft.cluster import DTYPES, Cluster, ring_seconds
-from weft.moved import Moved
+from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
+from weft.inspection.memory_traffic import Moved
 from weft.parallel.fp8 import MULTIPLE
 from weft.plan import Plan
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels, Software
@@ -31,8 +31,9 @@ OTHER_PRODUCTS = 0.6  # of the best matmul, for products of a block's own and co
 # Of forward's time, what the host takes for backward: twice as many kernels, but autograd issues them without Python.
 HOST_BACKWARD = 0.5
 LOSS_OPERATION_BYTES = 5  # moved for a logit by one operation of the loss
-# A ring sums attention in float32, part by part (`parallel/block_attention.py`). Bytes, plain or fused, for one element
-# of a query in forward (scale, weigh, add) and backward (add), and of a key in backward (clear, add, add what arrives).
+# A ring sums attention in float32, part by part (`parallel/context/block_attention.py`). Bytes, plain or fused, for one
+# element of a query in forward (scale, weigh, add) and backward (add), and of a key in backward (clear, add, add what
+# arrives).
 RING_BYTES = {False: (26, 10, 26), True: (10, 10, 10)}
 EXCHANGE_COPIES = 2  # of what is traded for other heads or tokens: before and behind
 
@@ -273,7 +274,7 @@ class MicroBatchModel:
                     yield Call(out_axis, "all_gather", num_bytes, "backward")
 
     def _context_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
-        """As `parallel/context_attention.py` makes them, in 16 bits; sums of gradients travel in 32."""
+        """As `parallel/context/attention.py` makes them, in 16 bits; sums of gradients travel in 32."""
         degree, keys = plan.context.degree, self._key_numel(part, plan) * scale
         queries = part.query_numel * scale / plan.tensor.x
         forward = [Call("context", "send", 2 * keys, "forward")] * (degree - 1)

@@ -11,14 +11,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from weft.cluster import Cluster
-from weft.head import install_loss_head
-from weft.memory.compiled import compiled
+from weft.cluster.hardware import Cluster
+from weft.compile.saved_bytes import compiled
 from weft.models import GPT2Config, LanguageConfig, build
 from weft.models.loss import ExampleLoss
+from weft.models.loss_head import install_loss_head
 from weft.plan import Plan
+from weft.planner.closed_form_memory import IN_HEAD, sizes
 from weft.planner.kernels import Software, software_for_text
-from weft.planner.memory import IN_HEAD, sizes
 from weft.planner.search import Model
 from weft.planner.step import StepModel
 from weft.planner.workload import workload

@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Self
 
-from weft.cluster import Cluster
-from weft.memory.host import KEPT_FREE_BYTES
-from weft.parallel import STRATEGIES
+from weft.cluster.hardware import Cluster
+from weft.parallel.apply import STRATEGIES
 from weft.plan import Context, Pipe, Plan, Shard, Tensor
 from weft.plan import Memory as MemoryPolicy
-from weft.planner.memory import Memory, Sizes, Working, memory, sizes, working
+from weft.planner.closed_form_memory import Memory, Sizes, Working, memory, sizes, working
 from weft.planner.question import Question
 from weft.planner.step import StepModel, StepTime
 from weft.profile import Profile
+from weft.sharding.host_memory import KEPT_FREE_BYTES
 
 MAX_MICRO_BATCH = 64
 LONG_SEQUENCE = 16384  # from here on context is tried

@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
-from weft.cluster import ring_seconds
-from weft.memory.sent import spread
-from weft.pipeline.schedules import make_schedule
-from weft.pipeline.shadow import with_shadows
-from weft.pipeline.simulate import Timeline, simulate
+from weft.cluster.hardware import ring_seconds
+from weft.memory.activation_choice import spread
 from weft.plan import Pipe, Plan
-from weft.planner.lists import Run, run
-from weft.planner.memory import spared_bytes, updated_bytes
+from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
+from weft.planner.schedule_time import Run, run
 from weft.planner.workload import Part
+from weft.schedule.schedules import make_schedule
+from weft.schedule.shadow import with_shadows
+from weft.schedule.simulate import Timeline, simulate
 
 FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
 # Parameters of a bucket of gradients, at least, and for each rank of data, where they grow: Megatron-Core's rule

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.errors import PlanError
-from weft.moved import Moved, Moves
+from weft.inspection.memory_traffic import Moved, Moves
+from weft.inspection.tensor_splits import Split
 from weft.profile import Block, Profile
-from weft.splits import Split
 
 NOTHING = Moved()
 

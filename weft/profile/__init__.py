@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from weft.profile.count import Tally, cast, count, fake
+from weft.profile.flops import KEPT_OPERATIONS
 from weft.profile.parts import (
     WHOLE,
     Block,
@@ -31,7 +33,6 @@ from weft.profile.parts import (
     Shares,
     Source,
 )
-from weft.profile.products import KEPT_OPERATIONS
 from weft.profile.structure import (
     CUTS_ATTRIBUTE,
     STAGES_ATTRIBUTE,
@@ -40,7 +41,6 @@ from weft.profile.structure import (
     stage_profile,
     structure,
 )
-from weft.profile.tally import Tally, cast, count, fake
 
 
 def profile(

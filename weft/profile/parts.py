@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.cut import Cut
-from weft.moved import Moved, Moves
-from weft.pairing import pair
-from weft.splits import Pairing
+from weft.inspection.memory_traffic import Moved, Moves
+from weft.inspection.pairing import pair
+from weft.inspection.parameter_cut import Cut
+from weft.inspection.tensor_splits import Pairing
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Block:
     for a block whose output needs no gradient: nothing of it is needed again.
 
     Of a compiled block `saved_bytes["none"]` is what torch.compile keeps, and `backward_bytes` the most that its
-    backward holds over it (`memory/partition.py`). `sendable` are, by `memory.recompute`, the storages that backward
-    needs and that no other block is given, with their bytes, whichever block is the first to save them.
+    backward holds over it (`compile/torch_partition.py`). `sendable` are, by `memory.recompute`, the storages that
+    backward needs and that no other block is given, with their bytes, whichever block is the first to save them.
     `compiled_moves` are the bytes that its fused kernels move (`Moves` there); None where it is not compiled.
 
     `matmuls` says how often each shape occurs (attention apart), `convolutions` are in the order of computation.

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from weft.blocks import find_blocks
 from weft.errors import PlanError
+from weft.inspection.blocks import find_blocks
 from weft.profile.parts import Block, Experts, Parameter, Profile
 
 CUTS_ATTRIBUTE = "_weft_cuts"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.spatial.ownership import Line
-from weft.spatial.place import Needs, Place
+from weft.spatial.tile_layout import Needs, Place
 from weft.spatial.windows import Extra
 
 

@@ -22,9 +22,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, Pending, exchange
-from weft.cut import Interval
+from weft.inspection.parameter_cut import Interval
 from weft.spatial.ownership import Line, Moves, inside, length, meet, moves
-from weft.spatial.place import Grid, Place
+from weft.spatial.tile_layout import Grid, Place
 
 Strips = list[Tensor]
 

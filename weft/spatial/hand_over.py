@@ -19,11 +19,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, all_reduce, exchange
-from weft.cut import Interval, share
 from weft.errors import PlanError
+from weft.inspection.parameter_cut import Interval, share
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.ownership import length
-from weft.spatial.place import Grid, Place, Share
+from weft.spatial.tile_layout import Grid, Place, Share
 
 
 def to_whole(grid: Grid, value: Tensor, place: Place) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, all_gather, all_reduce
 from weft.spatial.hand_over import own_part, to_tile
-from weft.spatial.place import Grid, Place, Share
+from weft.spatial.tile_layout import Grid, Place, Share
 
 aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from weft.spatial.arguments import is_in_place
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.hand_over import own_part, to_tile
 from weft.spatial.names import SHAPED_AS_FIRST, plain_name
-from weft.spatial.place import Grid, Place, Share, place_of, put, tensors_in
-from weft.spatial.wide import widest
+from weft.spatial.tile_layout import Grid, Place, Share, place_of, put, tensors_in
+from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import Extra, Unsupported
 
 Rule = Callable[..., Any]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.cut import Interval
+from weft.inspection.parameter_cut import Interval
 from weft.spatial.ownership import Window, length
 
 # Inner work that takes as long as a message on a device of some hundred TFLOP/s: less hides nothing.

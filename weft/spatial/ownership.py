@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from weft.cut import Interval, share
+from weft.inspection.parameter_cut import Interval, share
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from weft.cut import Interval
+from weft.inspection.parameter_cut import Interval
 from weft.spatial.halo import GiveBack, Halo, fetch
 from weft.spatial.ownership import Window
-from weft.spatial.place import Grid, Place
-from weft.spatial.wide import widen
+from weft.spatial.tile_layout import Grid, Place
+from weft.spatial.wide_tiles import widen
 from weft.spatial.windows import NO_EXTRA, Extra, Result, Slide, Unsupported, make_windows, pad_depth, per_dim
 
 aten = torch.ops.aten

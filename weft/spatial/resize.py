@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.cut import Interval
+from weft.inspection.parameter_cut import Interval
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.ownership import Line, Window
-from weft.spatial.place import Grid, Place
 from weft.spatial.pools import average_pool, max_pool
-from weft.spatial.wide import widen
+from weft.spatial.tile_layout import Grid, Place
+from weft.spatial.wide_tiles import widen
 from weft.spatial.windows import NO_EXTRA, Extra, Result, Slide, Unsupported, outputs, per_dim
 
 MODES = ("nearest", "nearest-exact", "linear", "bilinear", "trilinear", "area")

@@ -14,8 +14,8 @@ from torch import Tensor
 from weft.spatial import norms, pools, resize, shapes, windows
 from weft.spatial.names import DRAWS, POINTWISE, plain_name
 from weft.spatial.operands import Looks, Rule, common_place, draws, pointwise
-from weft.spatial.place import Place, place_of, put, tensors_in
-from weft.spatial.wide import widest
+from weft.spatial.tile_layout import Place, place_of, put, tensors_in
+from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 

@@ -14,8 +14,8 @@ from weft.spatial.arguments import PARAMETERS, Call, argument, is_in_place, numb
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.names import plain_name
 from weft.spatial.operands import Looks, Rule, bring, common_place, pointwise, put_all
-from weft.spatial.place import Place, place_of, put
-from weft.spatial.wide import widest
+from weft.spatial.tile_layout import Place, place_of, put
+from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 

@@ -31,10 +31,10 @@ from weft.spatial.arguments import normalise
 from weft.spatial.hand_over import from_share, own_samples, to_share, to_whole
 from weft.spatial.names import DRAWS, META, plain_name
 from weft.spatial.operands import draws, map_tensors
-from weft.spatial.place import Grid, Notes, Place, Share, place_of, put, tensors_in
 from weft.spatial.rules import RULES
 from weft.spatial.shapes import refuse_along_samples, shape_of
-from weft.spatial.wide import forget
+from weft.spatial.tile_layout import Grid, Notes, Place, Share, place_of, put, tensors_in
+from weft.spatial.wide_tiles import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
 _HANDED = "_weft_handed"

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from weft.cut import Interval
+from weft.inspection.parameter_cut import Interval
 from weft.spatial.halo import GiveBack, Halo, fetch
 from weft.spatial.overlap import Overlap, plan_overlap
 from weft.spatial.ownership import Line, Window, length
-from weft.spatial.place import Grid, Place
-from weft.spatial.wide import widen
+from weft.spatial.tile_layout import Grid, Place
+from weft.spatial.wide_tiles import widen
 
 aten = torch.ops.aten
 Extra = tuple[tuple[int, int], tuple[int, int]]  # pixels to compute beside the own ones: of rows, of columns

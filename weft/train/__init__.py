@@ -1,0 +1,1 @@
+"""The training loop and what accompanies it: data, metrics, saving, resuming, stopping."""

@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from weft.comm import Axis, Ledger, all_gather, all_reduce, broadcast
-from weft.config import Run
 from weft.errors import LaunchError
+from weft.health.watchdog import names
 from weft.mesh import Mesh
+from weft.run_file import Run
 from weft.schema import to_table
 from weft.train.batches import TrainingData
-from weft.train.identity import known_run_id, make_run_id
-from weft.watchdog import names
+from weft.train.run_identity import known_run_id, make_run_id
 
 SEEN_SECONDS = 60.0  # for a new file to show on every host
 _POLL_SECONDS = 0.1

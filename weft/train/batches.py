@@ -15,19 +15,19 @@ import torch
 from numpy.typing import NDArray
 
 from weft.comm import Axis
-from weft.config import Run
-from weft.cut import share
 from weft.data.config import DataConfig, SlidesConfig
 from weft.data.images import Images, Region, open_folder
 from weft.data.order import batch_indices, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
 from weft.data.tokens import Sequences, token_cache
+from weft.inspection.parameter_cut import share
 from weft.mesh import Mesh
 from weft.models import VisionConfig
 from weft.models.loss import IGNORE
-from weft.parallel.layout import COMPUTE_DTYPE
-from weft.train.step import Batch
+from weft.run_file import Run
+from weft.sharding.layout import COMPUTE_DTYPE
+from weft.step.train_step import Batch
 
 Progress = Callable[[int, int], None]
 

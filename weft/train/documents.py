@@ -15,17 +15,17 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weft.blocks import find_blocks
 from weft.comm import Axis, Traffic
 from weft.comm.ledger import Key
-from weft.config import Run
 from weft.data.config import DataConfig
-from weft.elsewhere import Elsewhere
 from weft.errors import PlanError
-from weft.memory.carried import carry
+from weft.inspection.absent_module import Elsewhere
+from weft.inspection.blocks import find_blocks
+from weft.memory.recompute_context import carry
 from weft.models.decoder import CausalAttention
-from weft.parallel.context_attention import gather_documents
+from weft.parallel.context.attention import gather_documents
 from weft.pipeline.runtime import Pipeline
+from weft.run_file import Run
 
 TOKEN_BYTES = 8
 

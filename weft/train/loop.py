@@ -18,38 +18,37 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from weft.config import Run
-from weft.launch import Place, check_world
-from weft.layer_drop import Gates, drop_layers
-from weft.lock import locked
-from weft.memory.host import check_room
+from weft.checkpoint.model_state import make_optimizer, pieces_to_save
+from weft.compile.blocks import compile_blocks, wants_compile
+from weft.health.rank_status import GOING_BACK, RESERVING, SAVING, Status
+from weft.inspection.rng import keyed, seed_draws
+from weft.launch.environment import Place, check_world
+from weft.launch.folder_lock import locked
 from weft.mesh import Mesh
 from weft.models import LanguageConfig
-from weft.parallel import parallelize
-from weft.parallel.draws import keyed, seed_draws
+from weft.parallel.apply import parallelize
 from weft.pipeline.runtime import Pipeline
 from weft.pipeline.sections import Sections
-from weft.predict import (
-    example_inputs,
-    example_loss,
-    predict,
-    run_cluster,
-)
+from weft.planner.predict import example_inputs, example_loss, predict, run_cluster
+from weft.resilience.bad_numbers import Bad, Guard, Policy
+from weft.resilience.corruption import checks_of
+from weft.resilience.faults import Faults
+from weft.resilience.takeover import take_over_losses
+from weft.run_file import Run
 from weft.schema import to_table
-from weft.status import GOING_BACK, RESERVING, SAVING, Status
+from weft.sharding.host_memory import check_room
+from weft.step.cuda_graph import Graph, own_stream
+from weft.step.task import task_of
+from weft.step.train_step import Batch, evaluate, train_step
 from weft.train.agreement import agree_on_run
-from weft.train.ahead import Batches, Late
 from weft.train.batches import TrainingData, prepare_data
-from weft.train.compiling import compile_blocks, wants_compile
-from weft.train.corruption import checks_of
 from weft.train.documents import has_separate_documents, separate_documents
-from weft.train.faults import Faults
-from weft.train.graph import Graph, own_stream
+from weft.train.layer_drop import Gates, drop_layers
+from weft.train.learning_rate import learning_rate
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
-from weft.train.numbers import Bad, Guard, Policy
+from weft.train.prefetch import Batches, Late
 from weft.train.resume import Trained, go_back, resume
 from weft.train.saving import finish_on_error, save_or_tell
-from weft.train.schedule import learning_rate
 from weft.train.setup import (
     attention,
     build_model,
@@ -63,11 +62,7 @@ from weft.train.setup import (
     show_status,
     world,
 )
-from weft.train.state import make_optimizer, pieces_to_save
-from weft.train.step import Batch, evaluate, train_step
 from weft.train.stop import Stop
-from weft.train.takeover import take_over_losses
-from weft.train.task import task_of
 from weft.train.timeline import draw_step, refuse_timeline
 
 MAX_NAMED = 100  # of what is left out
@@ -251,7 +246,7 @@ def _batches(run: Run, data: TrainingData, policy: Policy, mesh: Mesh, step: int
 
 def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, micro_batch: int) -> None:
     """Random draws are keyed by (seed, step, micro-batch, batch rank): a resumed run repeats them. Where ranks of one
-    batch hold different elements, `parallel/draws.py` makes them differ.
+    batch hold different elements, `inspection/rng.py` makes them differ.
     """
     if gates is not None:
         gates.begin(step, micro_batch)

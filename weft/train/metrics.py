@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from weft.config import Run
 from weft.errors import ConfigError
+from weft.run_file import Run
 
 logger = logging.getLogger("weft")
 

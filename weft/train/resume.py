@@ -22,16 +22,16 @@ from torch.optim import Optimizer
 from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
-from weft.config import Run
+from weft.checkpoint.model_state import load_state
 from weft.data.config import changed_keys
 from weft.errors import CheckpointError, DamagedError
 from weft.mesh import Mesh
+from weft.resilience.memory_copies import MemoryCopies, all_agree
+from weft.run_file import Run
 from weft.schema import parse_toml, to_table
 from weft.train.agreement import SEEN_SECONDS, first_says
 from weft.train.batches import TrainingData
-from weft.train.memory import MemoryCopies, all_agree
 from weft.train.saving import settle_or_tell
-from weft.train.state import load_state
 
 DAMAGED_PREFIX = "damaged-"
 _POLL_SECONDS = 0.1

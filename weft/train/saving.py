@@ -14,7 +14,7 @@ from typing import Any
 
 from weft.checkpoint import Piece, Saver
 from weft.errors import CheckpointError
-from weft.status import SAVING, Status
+from weft.health.rank_status import SAVING, Status
 
 logger = logging.getLogger("weft")
 _FINISH_SECONDS = 120.0  # for a save in flight, when a rank fails

@@ -13,31 +13,27 @@ import torch
 from torch import nn
 
 from weft.checkpoint import Saver
+from weft.cluster.local_gpus import gpus
 from weft.comm import Axis, Ledger, broadcast
-from weft.config import Run
-from weft.devices import gpus
+from weft.compile.attention_kernel import attention_shape, fastest_attention
 from weft.errors import CheckpointError, ConfigError
-from weft.launch import Place, init_process_group, shutdown, world_store
+from weft.health.rank_status import Status
+from weft.health.watchdog import Deadline
+from weft.launch.environment import Place, init_process_group, shutdown, world_store
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
-from weft.parallel import all_units
-from weft.parallel.layout import COMPUTE_DTYPE, MASTER_DTYPE
+from weft.parallel.apply import all_units
 from weft.pipeline.runtime import Pipeline
-from weft.predict import (
-    micro_batch_profile,
-    model_flops,
-    peak_flops,
-)
-from weft.status import Status
+from weft.planner.predict import micro_batch_profile, model_flops, peak_flops
+from weft.resilience.memory_copies import MemoryCopies
+from weft.resilience.peer_watch import Lookout
+from weft.resilience.shared_memory import claim, folder_of
+from weft.run_file import Run
+from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.strategy import Values
 from weft.train.agreement import agree, all_say, run_beliefs
-from weft.train.attention_kernel import attention_shape, fastest_attention
-from weft.train.lookout import Lookout
-from weft.train.memory import MemoryCopies
 from weft.train.metrics import Clock
-from weft.train.shared_memory import claim, folder_of
-from weft.watchdog import Deadline
 
 
 @contextmanager

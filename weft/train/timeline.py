@@ -15,11 +15,11 @@ import torch
 from weft.comm import Ledger, all_gather
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.pipeline.actions import Action
-from weft.pipeline.draw import heading, refuse_path, write
 from weft.pipeline.runtime import Pipeline
-from weft.pipeline.simulate import Span, Timeline, simulate_like, timeline_of
 from weft.plan import Plan
+from weft.schedule.actions import Action
+from weft.schedule.draw import heading, refuse_path, write
+from weft.schedule.simulate import Span, Timeline, simulate_like, timeline_of
 
 
 def refuse_timeline(plan: Plan, path: Path | None) -> None:

@@ -1,0 +1,1 @@
+"""Faults at random times and what a run does under them: `weft chaos`."""

@@ -1,0 +1,144 @@
+"""What a storm shows: goodput beside Daly's formula, recoveries, and whether two runs end with the same bits."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.chaos.storm import HARMLESS, KINDS, Storm, Struck
+from weft.checkpoint import Checkpoint
+from weft.planner.goodput import goodput
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What Young's and Daly's formula says of a storm, from the measured times of its faults."""
+
+    interval_seconds: float  # of training, between two copies
+    restart_seconds: float  # mean, from a fault to training
+    write_seconds: float  # from a copy's step to when it counts, by the finished steps that were done again
+    mtbf_seconds: float  # of what stops training
+    goodput: float
+
+    @staticmethod
+    def of(storm: Storm, step_seconds: float, mtbf_seconds: float) -> Predicted | None:
+        """None where nothing was recovered from. What a save stalls is part of the undisturbed steps as well."""
+        whole = [one for one in storm.struck if one.seconds is not None and not one.cut_short]
+        stopping = [kind for kind in storm.kinds if kind not in HARMLESS]
+        if not whole:
+            return None
+        # By kind, as many times as it came: long recoveries are cut short more often, and would be missed.
+        taken = {
+            kind: [(one.seconds or 0) - (one.redone + 1) * step_seconds for one in whole if one.kind == kind]
+            for kind in stopping
+        }
+        means = {kind: statistics.mean(seconds) for kind, seconds in taken.items() if seconds}
+        restart = statistics.mean(means[one.kind] for one in storm.struck if one.kind in means)
+        every = storm.run.checkpoint.memory_every or 1
+        interval = every * step_seconds
+        late = (statistics.mean(one.redone for one in whole) - (every - 1) / 2) * step_seconds
+        restart, write = max(0.0, restart), max(0.0, late)
+        mtbf = mtbf_seconds * len(storm.kinds) / len(stopping)
+        return Predicted(interval, restart, write, mtbf, goodput(interval, 0.0, restart, mtbf, write))
+
+
+def differences(ours: Path, theirs: Path) -> tuple[int, list[str]]:
+    """How many tensors two checkpoints have, and those that are not the same in both, bit for bit."""
+    one, other = Checkpoint(ours), Checkpoint(theirs)
+    keys = {(entry.kind, entry.name) for entry in one.entries()}
+    others = {(entry.kind, entry.name) for entry in other.entries()}
+    differ = [f"{kind} {name}" for kind, name in keys ^ others]
+    for kind, name in sorted(keys & others):
+        a, b = (checkpoint.read(name, kind).contiguous() for checkpoint in (one, other))
+        same = a.shape == b.shape and a.dtype == b.dtype
+        if not same or not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
+            differ.append(f"{kind} {name}")
+    return len(keys | others), sorted(differ)
+
+
+def by_kind(struck: Sequence[Struck]) -> dict[str, dict[str, Any]]:
+    """Of each kind: how many, how many of them the next one cut short, and the times of the other recoveries."""
+    table: dict[str, dict[str, Any]] = {}
+    for kind in (*KINDS, "all"):
+        ones = [one for one in struck if kind in ("all", one.kind)]
+        times = [one.seconds for one in ones if one.seconds is not None and not one.cut_short]
+        if ones:
+            ninth = statistics.quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else None
+            table[kind] = {
+                "faults": len(ones),
+                "cut_short": sum(one.cut_short for one in ones),
+                "recovered": len(times),
+                "median_seconds": statistics.median(times) if times else None,
+                "ninth_decile_seconds": ninth,
+                "longest_seconds": max(times, default=None),
+            }
+    return table
+
+
+@dataclass(frozen=True)
+class Peace:
+    """The undisturbed run: where it is, from its first step to its end, and one step (the median)."""
+
+    folder: str
+    seconds: float
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a storm did, and what it did not."""
+
+    peace: Peace
+    storm: Storm
+    mtbf_seconds: float
+    seed: int
+    predicted: Predicted | None
+    status: int
+    num_tensors: int
+    differ: list[str]
+    log: Path
+
+    @property
+    def goodput(self) -> float:
+        """The effective training time ratio."""
+        return self.peace.seconds / self.storm.seconds
+
+    @property
+    def training_share(self) -> float:
+        """Of the time under faults, what was not spent on recoveries: as goodput, if steps take as long as in peace."""
+        return 1 - self.storm.recovering_seconds / self.storm.seconds
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run ended, with the same bits."""
+        return self.status == 0 and self.num_tensors > 0 and not self.differ
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        run = self.storm.run
+        found = {"run": run.name, "folder": str(run.folder), "log": str(self.log), "plan": run.plan.degrees}
+        asked = {"mtbf_seconds": self.mtbf_seconds, "kinds": list(self.storm.kinds), "seed": self.seed}
+        steps = statistics.median(self.storm.step_seconds) if self.storm.step_seconds else None
+        measured = {"seconds": self.storm.seconds, "step_seconds": steps, "restarts": self.storm.restarts}
+        return {
+            **found,
+            **asked,
+            "steps": run.train.steps,
+            "undisturbed": asdict(self.peace),
+            **measured,
+            "goodput": self.goodput,
+            "training_share": self.training_share,
+            "recovering_seconds": self.storm.recovering_seconds,
+            "predicted": None if self.predicted is None else asdict(self.predicted),
+            "by_kind": by_kind(self.storm.struck),
+            "faults": [asdict(one) for one in self.storm.struck],
+            "status": self.status,
+            "equal": self.passed,
+            "num_tensors": self.num_tensors,
+            "differ": self.differ,
+        }

@@ -1,0 +1,382 @@
+"""Hardware: nodes x devices with memory, peak rates and links, and the time of a collective on them.
+
+A cluster comes from the catalog `weft/cluster/catalog/*.toml` (`load("h100:32x8")`), where every figure states its
+public source, or from this machine (`load("local")`). The planner asks it two pure questions:
+
+- `Cluster.axis_link`: which bandwidth and latency does one rank of an axis see, inside or across nodes;
+- `ring_seconds`: how long does a collective take on such a link (latency a, bandwidth B, degree p, n bytes):
+  all-reduce 2(p-1)a + 2(p-1)/p n/B; all-gather, reduce-scatter and all-to-all half of that; broadcast
+  (p-1)a + n/B; send a + n/B. See Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+  Operations in MPICH" (2005).
+
+All sizes are decimal bytes as datasheets print them (80 GB = 80e9), a few percent below what a driver reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from weft.cluster.local_gpus import gpus
+from weft.errors import ConfigError, PlanError
+from weft.schema import build_dataclass, nearest, read_toml
+
+CATALOG = Path(__file__).parent / "catalog"
+DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+
+# Assumed, to be replaced by measurement: what shared memory or loopback moves between processes of one machine.
+LOOPBACK_BYTES_PER_SECOND = 5e9
+LOOPBACK_LATENCY_SECONDS = 50e-6
+
+
+def _check_positive(value: Any) -> None:
+    """Refuse zero and negative figures; only what a message waits for may be zero."""
+    for item in dataclasses.fields(value):
+        figure = getattr(value, item.name)
+        if isinstance(figure, bool) or not isinstance(figure, (int, float)) or figure > 0:
+            continue
+        if item.name not in ("latency_seconds", "start_seconds") or figure < 0:
+            raise ConfigError(f"{item.name} = {figure} of '{value.name}' must be greater than 0")
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator as a process sees it (an MI250X is two). An empty `peak_flops` means unknown."""
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth_bytes_per_second: float | None  # None: unknown
+    peak_flops: Mapping[str, float] = field(hash=False)  # dense matmul FLOP/s by dtype; only dtypes that exist
+    num_processors: int | None = None  # multiprocessors, compute units; None: unknown
+    calibration: float = 0.8  # what the best matmul reaches of the peak in training; see planner/kernels.py
+    burst: float | None = None  # what it reaches before power lowers the clock; None: power is not what limits it
+    is_newer: bool = False  # than the matmul instructions that FlashAttention-2 was written for
+    reported_as: tuple[str, ...] = ()  # how the driver's device name ends, to recognise a local device
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        for dtype, flops in self.peak_flops.items():
+            if dtype not in DTYPES:
+                raise ConfigError(f"unknown dtype '{dtype}' in peak_flops{nearest(dtype, DTYPES)}")
+            if flops <= 0:
+                raise ConfigError(f"peak_flops.{dtype} = {flops} of '{self.name}' must be greater than 0")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bandwidth in one direction: per device for a link inside a node, per node (all NICs) for one between nodes."""
+
+    name: str
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    num_nics: int = 1
+    share: float | None = None  # of the bandwidth, what collectives were measured to reach; None: the usual one
+    start_seconds: float = 0.0  # that any collective was measured to take beside its hops and bytes
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+@dataclass(frozen=True)
+class Node:
+    name: str
+    device: Device
+    num_devices: int
+    intra: Link
+    inter: Link
+    host_memory_bytes: int
+    num_cpu_cores: int
+    host_link_bytes_per_second: float | None = None  # per device, one direction; None: the device is the host
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+
+class AxisLink(NamedTuple):
+    """What one rank of an axis sees while every group of that axis communicates."""
+
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+    crosses_nodes: bool
+
+
+@dataclass(frozen=True)
+class Cluster:
+    name: str
+    node: Node
+    num_nodes: int
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.node.num_devices
+
+    def axis_link(self, inner: int, degree: int) -> AxisLink:
+        """The link of an axis of `degree` ranks that lie `inner` ranks apart.
+
+        `inner` is the product of the degrees of the axes inside (varying faster than) this one. The axis stays in
+        a node, on the intra link, when blocks of inner x degree ranks tile the node. Otherwise some group crosses
+        nodes, and since a collective is as slow as its slowest group, all are taken to cross: `inner` groups leave
+        a node together (at most one per device) and share its NICs, so a rank gets inter / min(num_devices, inner).
+        A ring with several members in a node also runs over the intra link and is never faster than that.
+        """
+        if inner < 1 or degree < 1 or inner * degree > self.num_devices:
+            raise PlanError(
+                f"an axis of degree {degree} with {inner} ranks inside it needs {inner * degree} devices, "
+                f"but {self.name} has {self.num_devices}; both must be at least 1 and their product must fit"
+            )
+        node = self.node
+        if degree == 1 or self.num_nodes == 1 or node.num_devices % (inner * degree) == 0:
+            return AxisLink(node.intra.bandwidth_bytes_per_second, node.intra.latency_seconds, False)
+        bandwidth = node.inter.bandwidth_bytes_per_second / min(node.num_devices, inner)
+        if inner < node.num_devices:
+            bandwidth = min(bandwidth, node.intra.bandwidth_bytes_per_second)
+        return AxisLink(bandwidth, node.inter.latency_seconds, True)
+
+
+def ring_seconds(
+    op: str, num_bytes: float, degree: int, bandwidth_bytes_per_second: float, latency_seconds: float
+) -> float:
+    """Time of one collective over `degree` ranks; `num_bytes` is the whole tensor (for all_to_all: of one rank)."""
+    if op not in OPS:
+        raise ConfigError(f"unknown collective '{op}'{nearest(op, OPS)}")
+    if num_bytes < 0 or degree < 1 or bandwidth_bytes_per_second <= 0 or latency_seconds < 0:
+        raise ConfigError(
+            f"{op} of {num_bytes} bytes over degree {degree} at {bandwidth_bytes_per_second} bytes/s and "
+            f"{latency_seconds} s latency: bytes and latency must be >= 0, degree >= 1, bandwidth > 0"
+        )
+    if degree == 1:
+        return 0.0
+    whole = num_bytes / bandwidth_bytes_per_second
+    hops = (degree - 1) * latency_seconds
+    if op == "send":
+        return latency_seconds + whole
+    if op == "broadcast":
+        return hops + whole
+    one_pass = hops + whole * (degree - 1) / degree
+    return 2 * one_pass if op == "all_reduce" else one_pass
+
+
+# ---- the catalog -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One catalog file: a node, how many of them a machine has (None: as many as one buys), and the sources."""
+
+    title: str
+    node: Node
+    sources: Mapping[str, str] = field(hash=False)
+    max_nodes: int | None = None
+
+
+def names() -> list[str]:
+    """The names in the catalog, sorted."""
+    return sorted(path.stem for path in CATALOG.glob("*.toml"))
+
+
+def read_entry(path: Path) -> Entry:
+    """A catalog file, read strictly: no unknown or missing key, no figure without source, no source without figure.
+
+    `node = "mi250x"` and `node.device = "a100-40"` take the node or the device of another file of the same folder,
+    so that a figure and its source stand in one place.
+    """
+    table = read_toml(path)
+    try:
+        _check_sources(table)
+        node = table.get("node")
+        if isinstance(node, str):
+            table["node"] = read_entry(_sibling(path, node)).node
+        elif isinstance(node, dict) and isinstance(node.get("device"), str):
+            node["device"] = read_entry(_sibling(path, node["device"])).node.device
+        entry = build_dataclass(Entry, table)
+        if entry.max_nodes is not None and entry.max_nodes < 1:
+            raise ConfigError(f"max_nodes = {entry.max_nodes} must be greater than 0")
+    except ConfigError as error:
+        raise ConfigError(f"{path.name}: {error}") from None
+    return entry
+
+
+def load(spec: str) -> Cluster:
+    """`h100` (one node), `h100:32x8` (nodes x devices per node), `frontier:4096` (nodes), or `local`, `local:1x4`."""
+    match = re.fullmatch(r"([^:\s]+)(?::([0-9]{1,9})(?:x([0-9]{1,9}))?)?", spec)
+    if match is None:
+        raise ConfigError(
+            f"cluster '{spec}' is not of the form name, name:nodes or name:nodesxdevices; write e.g. h100:32x8"
+        )
+    name, num_nodes = match[1], int(match[2] or 1)
+    num_devices = int(match[3]) if match[3] else None
+    if num_nodes < 1 or num_devices == 0:
+        raise ConfigError(f"cluster '{spec}' asks for zero nodes or devices; write at least {name}:1x1")
+    if name == "local":
+        if num_nodes > 1:
+            raise ConfigError(f"cluster '{spec}' asks for {num_nodes} nodes; local is one machine, write local:1xN")
+        return local_cluster(num_devices)
+    if name not in names():
+        known = f"; known: {', '.join([*names(), 'local'])}"
+        close = nearest(name, [*names(), "local"])
+        raise ConfigError(f"unknown cluster '{name}'{close if 'did you mean' in close else ''}{known}")
+    entry = read_entry(CATALOG / f"{name}.toml")
+    if entry.max_nodes is not None and num_nodes > entry.max_nodes:
+        raise ConfigError(
+            f"cluster '{spec}' asks for {num_nodes} nodes but {entry.title} has {entry.max_nodes}; "
+            f"use at most {name}:{entry.max_nodes}"
+        )
+    return Cluster(name, _use_devices(entry.node, num_devices, spec), num_nodes)
+
+
+def _use_devices(node: Node, num_devices: int | None, spec: str) -> Node:
+    """The node with only `num_devices` in use. A device drives the NICs next to it, so NICs shrink in proportion."""
+    if num_devices is None or num_devices == node.num_devices:
+        return node
+    if num_devices > node.num_devices:
+        raise ConfigError(
+            f"cluster '{spec}' asks for {num_devices} devices per node but {node.name} has {node.num_devices}; "
+            f"use at most {node.num_devices} and more nodes"
+        )
+    num_nics = math.ceil(node.inter.num_nics * num_devices / node.num_devices)
+    bandwidth = node.inter.bandwidth_bytes_per_second * num_nics / node.inter.num_nics
+    inter = replace(node.inter, bandwidth_bytes_per_second=bandwidth, num_nics=num_nics)
+    return replace(node, num_devices=num_devices, inter=inter)
+
+
+def _sibling(path: Path, name: str) -> Path:
+    known = [other.stem for other in path.parent.glob("*.toml") if other.stem != path.stem]
+    if name not in known:
+        raise ConfigError(f"refers to unknown entry '{name}'{nearest(name, known)}")
+    return path.with_name(f"{name}.toml")
+
+
+def _figures(table: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """The dotted paths of all numbers in a table."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _figures(value, f"{path}{key}.")
+        elif isinstance(value, (int, float)):
+            yield f"{path}{key}"
+
+
+def _check_sources(table: Mapping[str, Any]) -> None:
+    """Each figure is named in [sources], by its own path or (rates that stand in one datasheet row) its table's."""
+    sources = table.get("sources")
+    if not isinstance(sources, Mapping):
+        raise ConfigError("missing table [sources]: name the public source of every figure")
+    figures = list(_figures({key: value for key, value in table.items() if key != "sources"}))
+    tables = {figure.rpartition(".")[0] for figure in figures}
+    for figure in figures:
+        text = sources.get(figure, sources.get(figure.rpartition(".")[0]))
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f'figure \'{figure}\' has no source; add "{figure}" = "title, URL" to [sources]')
+    for key in sources:
+        if key not in figures and key not in tables:
+            raise ConfigError(f"source '{key}' names no figure{nearest(key, figures)}")
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------
+
+
+def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: bool = False) -> Cluster:
+    """This machine as a cluster of one node: its CUDA devices, or `num_devices` (1) processes on its CPU.
+
+    Peak rates are known only for a CUDA device that the catalog recognises; a CPU has none, so no MFU is printed.
+    Processes on a CPU share its memory, so each gets an equal part. Where ranks `share` GPUs there may be more of them,
+    each with an equal part of a GPU's memory.
+    """
+    loopback = Link("loopback (assumed)", LOOPBACK_BYTES_PER_SECOND, LOOPBACK_LATENCY_SECONDS)
+    host_memory_bytes, num_cpu_cores = _host_memory_bytes(), _num_cpu_cores()
+    found = () if on_cpu else gpus()
+    if not found:
+        num_devices = num_devices or 1
+        device = Device("CPU", host_memory_bytes // num_devices, None, {})
+        node = Node("local", device, num_devices, loopback, loopback, host_memory_bytes, num_cpu_cores)
+        return Cluster("local", node, 1)
+    num_sharing = math.ceil((num_devices or 1) / len(found))
+    if num_sharing > 1 and not share:
+        raise ConfigError(
+            f"{num_devices} ranks need as many GPUs, and this machine has {len(found)}; use a plan for {len(found)}, "
+            f"train on the CPU (train.device=cpu), or let ranks share GPUs, for tests only (train.share_gpus=true)"
+        )
+    known = recognise(found[0].name)
+    device = Device(found[0].name, found[0].memory_bytes // num_sharing, None, {})
+    intra, host_link = loopback, LOOPBACK_BYTES_PER_SECOND
+    if known is not None:
+        # The memory stays what the driver reports; rates and links are the datasheet's.
+        device = replace(known.device, memory_bytes=device.memory_bytes)
+        intra, host_link = known.intra, known.host_link_bytes_per_second or LOOPBACK_BYTES_PER_SECOND
+    node = Node(
+        "local", device, num_devices or len(found), intra, loopback, host_memory_bytes, num_cpu_cores, host_link
+    )
+    return Cluster("local", node, 1)
+
+
+def usual_precision(spec: str, on_cpu: bool) -> tuple[Literal["bf16", "fp32"], str]:
+    """The precision of a run that names none, and why: bf16 on GPUs that have it, else fp32. `spec` names a cluster."""
+    if spec.partition(":")[0] != "local":
+        device = load(spec).node.device
+        has_bf16, name = "bf16" in device.peak_flops, device.name
+    else:
+        found = () if on_cpu else gpus()
+        without = [one for one in found if not one.has_bf16]
+        has_bf16, name = bool(found) and not without, (without or found)[0].name if found else "a CPU"
+    if has_bf16 or name == "a CPU":
+        return "bf16" if has_bf16 else "fp32", f"usual on {name}"
+    return "fp32", f"{name} has no bf16"
+
+
+def recognise(reported: str) -> Node | None:
+    """The catalog node whose device a driver reports under this name; None when it is not in the catalog.
+
+    The end of the name must match, since a longer name is another board of the same chip with other rates
+    ("NVIDIA H200" is in the catalog, "NVIDIA H200 NVL" is not).
+    """
+    for name in names():
+        entry = read_entry(CATALOG / f"{name}.toml")
+        # A machine (max_nodes) may hold the device behind other links; only the vendor's own node speaks for it.
+        if entry.max_nodes is None and reported.endswith(entry.node.device.reported_as):
+            return entry.node
+    return None
+
+
+def _host_memory_bytes() -> int:
+    """Physical memory, or the control group's limit (a container, a batch job) where that is smaller."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(limit).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) > 0:
+            total = min(total, int(text))
+    return total
+
+
+def _num_cpu_cores() -> int:
+    """The cores this process may use; macOS has no affinity, there it is all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def describe(cluster: Cluster) -> str:
+    """Two lines for people: what computes, and what connects."""
+    node, device = cluster.node, cluster.node.device
+    dtype = next((name for name in ("bf16", "fp16", "fp32") if name in device.peak_flops), None)
+    peak = f"{device.peak_flops[dtype] / 1e12:g} TFLOP/s {dtype}" if dtype else "peak unknown"
+    return (
+        f"{cluster.name}: {cluster.num_nodes} x {node.num_devices} {device.name} = {cluster.num_devices} devices, "
+        f"each {device.memory_bytes / 1e9:.4g} GB, {peak}\n"
+        f"  in a node {_describe_link(node.intra, 'device')}; between nodes {_describe_link(node.inter, 'node')}; "
+        f"host {node.host_memory_bytes / 1e9:.4g} GB, {node.num_cpu_cores} cores"
+    )
+
+
+def _describe_link(link: Link, per: str) -> str:
+    gigabytes = link.bandwidth_bytes_per_second / 1e9
+    return f"{gigabytes:g} GB/s per {per} ({link.name}, {link.latency_seconds * 1e6:g} us)"

@@ -1,0 +1,280 @@
+"""The commands. No logic here: each reads its arguments, calls the room that does the work, and shows the result."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+try:
+    import rich  # noqa: F401 (what shows results needs it)
+    import typer
+except ImportError:
+    sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
+
+
+from weft import __version__
+from weft.chaos.storm import KINDS, StruckNursery
+from weft.cluster.local_gpus import gpus
+from weft.commands.chaos import ChaosOptions, run_chaos
+from weft.commands.console import byte_progress, make_console, print_json, show_findings, show_report
+from weft.commands.doctor import examine
+from weft.commands.export import DTYPES, export
+from weft.commands.jobs import command_nursery, prove
+from weft.commands.plan import PlanOptions, named_run, predict_plan, search_plans, split_off_file
+from weft.commands.run_planning import has_layout
+from weft.commands.train import PROMPT, train_here, train_under_launcher
+from weft.errors import ConfigError, WeftError
+from weft.launch.environment import detect
+from weft.run_file import load_run
+from weft.serve.generate import generate, load_for_generation
+from weft.train.local_job import run_of_job
+
+app = typer.Typer(
+    name="weft",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Plans, proves and runs the training of networks too large for one device.",
+)
+
+RunFile = Annotated[Path, typer.Argument(help="the run file (TOML)", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="changes to it: section.key=value", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+
+
+@app.command("train", epilog="Example: weft train examples/quickstart.toml train.steps=50")
+def train_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    verify: Annotated[bool, typer.Option(help="prove the plan on local processes first")] = True,
+    fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside and start anew")] = False,
+    as_json: Json = False,
+) -> None:
+    """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
+    place = detect(os.environ)
+    if place is not None:
+        with run_of_job(run_file, overrides or [], os.environ, place) as run:
+            train_under_launcher(run, place, fresh, as_json)
+        return
+    with command_nursery(_run_as_rank) as nursery:
+        train_here(nursery, run_file, overrides or [], verify, fresh, as_json)
+
+
+@app.command(
+    "plan",
+    epilog="Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
+    "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json",
+)
+def plan_command(
+    run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
+    cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
+    tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M is 4 × 1024 × 1024")] = None,
+    sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,
+    images_per_step: Annotated[str | None, typer.Option(help="with a --model of images, and --size")] = None,
+    size: Annotated[int | None, typer.Option(help="with --images-per-step: rows and columns of an image")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
+    ] = None,
+    best: Annotated[str, typer.Option(help="what is to be least: time, cost (device-hours) or devices")] = "time",
+    search: Annotated[bool, typer.Option("--search", help="search, though the run file has a [plan]")] = False,
+    write: Annotated[Path | None, typer.Option(help="write the run with the best plan, for weft train")] = None,
+    report: Annotated[Path | None, typer.Option(help="write a page (HTML) about what was found")] = None,
+    mtbf: Annotated[str | None, typer.Option(help="time between failures of a device, e.g. 5y: adds goodput")] = None,
+    mtbf_cluster: Annotated[str | None, typer.Option(help="the same of the whole cluster, e.g. 3h")] = None,
+    timeline: Annotated[
+        bool,
+        typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
+    asks = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
+    if model is not None and run_file is not None:
+        raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
+    if model is None and run_file is None:
+        raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
+    if model is None and any(given is not None for given in (tokens_per_step, sequence, images_per_step, size)):
+        raise ConfigError(
+            "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
+            "[data]"
+        )
+    changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
+    if cluster is not None:
+        changes = [*changes, f"cluster={cluster}"]
+    with command_nursery(_run_as_rank, warms=False):
+        if model is not None:
+            run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
+        else:
+            assert run_file is not None
+            run = load_run(run_file, changes)
+        if model is not None or asks.is_search or search or not has_layout(run):
+            search_plans(run, asks, make_console(as_json), as_json)
+        else:
+            predict_plan(run, asks, timeline, path, make_console(as_json), as_json)
+
+
+@app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2 --device cuda")
+def verify_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: ranks share the GPUs of this machine")] = "cpu",
+    precision: Annotated[str, typer.Option(help="fp64, or bf16: within a tolerance of float64")] = "fp64",
+    compiles: Annotated[bool, typer.Option("--compile", help="with cuda: what the run compiles and records")] = False,
+    as_json: Json = False,
+) -> None:
+    """Prove that the plan equals the unsplit model, in float64 on local processes, on a shrunk copy of the model."""
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not one of cpu, cuda")
+    if precision not in ("fp64", "bf16"):
+        raise ConfigError(f"--precision {precision} is not one of fp64, bf16")
+    if compiles and device == "cpu":
+        raise ConfigError("--compile is for --device cuda, where a run compiles its blocks; leave it out on a CPU")
+    console = make_console(as_json)
+    with command_nursery(_run_as_rank) as nursery:
+        if device == "cuda" and not gpus():
+            raise ConfigError("--device cuda, but torch sees no GPU; use --device cpu")
+        name = gpus()[0].name if device == "cuda" else "CPUs"
+        run = load_run(run_file, overrides or [])
+        with console.status(f"verifying {run.plan.describe_axes()} on {run.plan.num_ranks} local processes"):
+            report = prove(nursery, run, device, precision, compiles)  # type: ignore[arg-type]
+    if as_json:
+        checks = [asdict(check) for check in report.checks]
+        found = {"passed": report.passed, "device": device, "precision": precision, "checks": checks}
+        print_json({**found, "not_proved": list(report.not_proved)})
+    else:
+        show_report(console, report, f"{run.plan.describe_axes()} on {name}")
+    report.require()
+
+
+@app.command("chaos", epilog="Example: weft chaos examples/quickstart.toml --mtbf 20s --kinds kill,hang,nan --seed 1")
+def chaos_command(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    mtbf: Annotated[str, typer.Option(help="mean time between faults, e.g. 20s")] = "20s",
+    kinds: Annotated[str, typer.Option(help="the kinds of faults, of which each is as likely")] = ",".join(KINDS),
+    seed: Annotated[int, typer.Option(help="of the times, kinds and victims")] = 0,
+    faults: Annotated[int | None, typer.Option(help="no more faults than this", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Train a run in peace and under random faults, and prove that both end with the same bits (else status 1)."""
+    with command_nursery(_run_as_rank, StruckNursery) as nursery:
+        asks = ChaosOptions(mtbf, kinds, seed, faults)
+        run_chaos(nursery, run_file, overrides or [], asks, make_console(as_json), as_json)
+
+
+@app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")
+def export_command(
+    source: Annotated[Path, typer.Argument(help="a run folder or a checkpoint")],
+    target: Annotated[Path, typer.Argument(help="the Hugging Face folder to write; must not exist")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as trained if not given")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder that transformers loads."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    with byte_progress(make_console(as_json), "exporting") as progress:
+        export(source, target, dtype, progress)
+    if as_json:
+        print_json({"folder": str(target)})
+    else:
+        make_console().print(f"wrote {target}; load it with AutoModelForCausalLM.from_pretrained('{target}')")
+
+
+@app.command("generate", epilog='Example: weft generate runs/quickstart --prompt "def main():" --tokens 100')
+def generate_command(
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    prompt: Annotated[str, typer.Option(help="the text to continue")] = PROMPT,
+    tokens: Annotated[int, typer.Option(help="how many tokens at most", min=1, max=100_000)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token", min=0.0, max=10.0)] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="choose among the k likeliest", min=1)] = 50,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
+    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt with a trained model, on one process."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not one of auto, cpu, cuda")
+    if device == "cuda" and not gpus():
+        raise ConfigError("--device cuda, but torch sees no GPU; use auto or cpu")
+    kind = "cuda" if device != "cpu" and gpus() else "cpu"
+    console = make_console(as_json)
+    with console.status("generating"):
+        model, tokens_of, context = load_for_generation(source, tokenizer, kind)
+        text = generate(
+            model,
+            tokens_of,
+            prompt,
+            num_tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            context=context,
+        )
+    if as_json:
+        print_json({"prompt": prompt, "text": text})
+    else:
+        print(prompt + text)
+
+
+@app.command("doctor", epilog="Example: weft doctor --json")
+def doctor_command(
+    ranks: Annotated[int, typer.Option(help="local ranks to measure the all-reduce with", min=2, max=64)] = 2,
+    check: Annotated[bool, typer.Option(help="where there are GPUs: prove a few plans on them, in a minute")] = True,
+    as_json: Json = False,
+) -> None:
+    """Report versions, devices, back-ends, memory, the launcher found, the measured all-reduce speed, and whether GPUs
+    give right results.
+    """
+    console = make_console(as_json)
+    with command_nursery(_run_as_rank, warms=False) as nursery, console.status("examining the machine") as status:
+        findings = examine(os.environ, ranks)
+        if check and gpus():
+            status.update("training a tiny model on the GPU under several plans: about a minute")
+            findings["gpu_check"] = nursery.call("check_gpu")
+    if as_json:
+        print_json(findings)
+    else:
+        show_findings(console, findings)
+    if not all(row["is_right"] for row in findings.get("gpu_check", {}).get("rows", ())):
+        raise SystemExit(1)
+
+
+def main() -> None:
+    """The entry point: errors that weft raises on purpose are one line, status 2 for what the user can change."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, 2)
+    except WeftError as error:
+        _fail(error, 1)
+
+
+def _run_as_rank(arguments: list[str]) -> None:
+    """`weft ARGUMENTS` in a rank that was forked; its errors are the agent's to show."""
+    app(arguments, standalone_mode=False)
+
+
+def _fail(error: WeftError, status: int) -> None:
+    print(f"weft: {error}", file=sys.stderr)
+    raise SystemExit(status)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and leave", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options of no command."""

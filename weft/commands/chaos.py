@@ -1,0 +1,166 @@
+"""The steps of `weft chaos`: a run in peace, the same run under faults, and a comparison of what they end with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from weft.chaos.report import Peace, Predicted, Report, by_kind, differences
+from weft.chaos.storm import Storm, StruckNursery, parse_kinds, schedule, settings
+from weft.checkpoint.folder import step_name
+from weft.commands.console import format_seconds, print_json
+from weft.commands.run_planning import has_layout
+from weft.errors import ConfigError
+from weft.launch.environment import detect
+from weft.planner.goodput import parse_duration
+from weft.resilience.faults import VARIABLE
+from weft.run_file import load_run
+from weft.train.batches import prepare_data
+from weft.train.local_job import start_ranks
+
+_MAX_NAMED = 10  # of tensors that differ
+_LAST_LINES = 5  # of what the agent said, where a job did not survive
+
+
+class ChaosOptions(NamedTuple):
+    """What is asked for."""
+
+    mtbf: str
+    kinds: str
+    seed: int
+    faults: int | None = None
+
+
+def run_chaos(
+    nursery: StruckNursery, run_file: Path, overrides: list[str], asks: ChaosOptions, console: Console, as_json: bool
+) -> None:
+    """Both runs, and what they show; status 1 where they end differently."""
+    if detect(os.environ) is not None:
+        raise ConfigError("weft chaos starts ranks by itself; run it without torchrun, srun or mpirun")
+    mtbf_seconds, kinds = parse_duration(asks.mtbf, "--mtbf"), parse_kinds(asks.kinds)
+    run = load_run(run_file, overrides)
+    if not has_layout(run):
+        raise ConfigError(f"{run_file} has no [plan]; write one with: weft plan {run_file} --write FILE")
+    overrides = [*overrides, *settings(run, kinds)]
+    base = run.folder.with_name(run.folder.name + ".chaos")
+    prepare_data(run)
+    peace = _in_peace(nursery, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)
+    with tempfile.TemporaryDirectory(prefix="weft-chaos-") as requests:
+        own = [*overrides, f"folder={_new_folder(base)}"]
+        run = load_run(run_file, own)
+        faults = schedule(kinds, mtbf_seconds, run.plan.num_ranks, asks.seed)
+        storm = Storm(run, faults, kinds, Path(requests), most=asks.faults)
+        status, log = _train(nursery, storm, console, "under faults")
+    last = Path("checkpoints") / step_name(run.train.steps)
+    num_tensors, differ = 0, list[str]()
+    if (run.folder / last).is_dir():
+        num_tensors, differ = differences(run.folder / last, Path(peace.folder) / last)
+    predicted = Predicted.of(storm, peace.step_seconds, mtbf_seconds)
+    report = Report(peace, storm, mtbf_seconds, asks.seed, predicted, status, num_tensors, differ, log)
+    if as_json:
+        print_json(report.to_json())
+    else:
+        show(console, report)
+    if not report.passed:
+        raise SystemExit(1)
+
+
+def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], console: Console) -> Peace:
+    """The undisturbed run, or what is known of it from an earlier call."""
+    run = load_run(run_file, overrides)
+    known = run.folder / "chaos.json"
+    if known.is_file():
+        found = json.loads(known.read_text())
+        if found.pop("run") == run.to_toml():
+            return Peace(**found)
+        raise ConfigError(f"{run.folder} is of another run file; remove it, or give another folder (folder = ...)")
+    shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was stopped: its time would be too short
+    storm = Storm(run, iter(()), (), Path())
+    status, log = _train(nursery, storm, console, "undisturbed")
+    if status or not (run.folder / "checkpoints" / step_name(run.train.steps)).is_dir():
+        raise ConfigError(f"the undisturbed run did not end as it should (status {status}); see {log}")
+    if not storm.step_seconds:
+        raise ConfigError("the undisturbed run was over before it was looked at; give it more steps (train.steps)")
+    peace = Peace(str(run.folder), storm.seconds, statistics.median(storm.step_seconds))
+    known.write_text(json.dumps({"run": run.to_toml(), **asdict(peace)}))
+    return peace
+
+
+def _train(nursery: StruckNursery, storm: Storm, console: Console, title: str) -> tuple[int, Path]:
+    """Train under the agent; its status, and the file with what it said."""
+    storm.run.folder.mkdir(parents=True, exist_ok=True)
+    log = storm.run.folder / "agent.log"
+    nursery.storm = storm
+    environ = {VARIABLE: str(storm.requests)} if storm.kinds else {}
+    with _bar(console, title, storm.run.train.steps) as storm.told, open(log, "w") as file, redirect_stderr(file):
+        return start_ranks(nursery, storm.run, lambda file: ["train", str(file), "--json"], environ), log
+
+
+@contextmanager
+def _bar(console: Console, title: str, num_steps: int) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} steps"))
+    with Progress(*columns, TextColumn("{task.fields[faults]}"), TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(title, total=num_steps, faults="")
+
+        def tell(step: int, num_faults: int) -> None:
+            bar.update(task, completed=max(0, step), faults=f"{num_faults} faults" if num_faults else "")
+
+        yield tell
+
+
+def _new_folder(base: Path) -> Path:
+    number = 1
+    while (base / f"faults-{number}").exists():
+        number += 1
+    return base / f"faults-{number}"
+
+
+def show(console: Console, report: Report) -> None:
+    """For people."""
+    table = Table(title="faults and recoveries", title_justify="left", box=None, pad_edge=False)
+    for name in ("kind", "faults", "cut short", "recovered", "median", "90 %", "longest"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    for kind, row in by_kind(report.storm.struck).items():
+        times = (row["median_seconds"], row["ninth_decile_seconds"], row["longest_seconds"])
+        words = ["" if seconds is None else format_seconds(seconds) for seconds in times]
+        counts = (str(row[name]) for name in ("faults", "cut_short", "recovered"))
+        table.add_row(kind, *counts, *words, style="bold" if kind == "all" else "")
+    console.print(table)
+    told = [
+        f"[bold]goodput[/]  {report.goodput:.1%}: {format_seconds(report.peace.seconds)} undisturbed, "
+        f"{format_seconds(report.storm.seconds)} under faults, {report.storm.restarts} restarts; "
+        f"{report.training_share:.1%} of the time was not spent on recoveries"
+    ]
+    if report.predicted is not None:
+        one = report.predicted
+        told.append(
+            f"[bold]predicted[/] {one.goodput:.1%} by Daly's formula: one stop in {format_seconds(one.mtbf_seconds)}, "
+            f"{format_seconds(one.restart_seconds)} to train again, a copy every "
+            f"{format_seconds(one.interval_seconds)} that counts {format_seconds(one.write_seconds)} later (measured)"
+        )
+    told.append(_verdict(report))
+    for line in told:
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _verdict(report: Report) -> str:
+    if report.passed:
+        return f"[bold green]equal[/]    all {report.num_tensors} tensors have the bits of the undisturbed run"
+    if report.differ:
+        more = f" and {len(report.differ) - _MAX_NAMED} more" if len(report.differ) > _MAX_NAMED else ""
+        names = ", ".join(report.differ[:_MAX_NAMED])
+        return f"[bold red]DIFFERS[/]  {len(report.differ)} of {report.num_tensors} tensors: {names}{more}"
+    words = "\n".join(report.log.read_text().splitlines()[-_LAST_LINES:])
+    return f"[bold red]LOST[/]     the run did not end (status {report.status}); the agent's last words:\n{words}"

@@ -1,0 +1,273 @@
+"""What people see: tables of the machine, the plan and the proof, and a live line for each step. Needs rich."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from weft.cluster.hardware import Cluster, describe
+from weft.errors import ConfigError
+from weft.planner.predict import Prediction
+from weft.profile import Profile
+from weft.proof.report import Report
+from weft.run_file import Run
+from weft.schedule.draw import heading, to_text, write
+from weft.train.metrics import StepMetrics
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def make_console(to_stderr: bool = False) -> Console:
+    """Where people read; beside JSON that is stderr."""
+    return Console(stderr=to_stderr)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    unit = 0
+    while num_bytes >= 1024 and unit < len(UNITS) - 1:
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{num_bytes:.0f} {UNITS[unit]}" if unit == 0 else f"{num_bytes:.1f} {UNITS[unit]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """`90` as `1 min 30 s`, `0.002` as `2.0 ms`."""
+    if seconds >= 3600:
+        return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+    if seconds >= 60:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
+def print_json(value: Any) -> None:
+    """For machines, on stdout."""
+    print(json.dumps(value, indent=2))
+
+
+def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, prediction: Prediction) -> None:
+    """The machine, the plan with its predicted memory, traffic and time, and the batch identity."""
+    console.print(f"[bold]machine[/]  {describe(cluster)}", highlight=False)
+    model = run.model.architecture
+    console.print(f"[bold]model[/]    {model}, {profile.numel:,} parameters in {len(profile.blocks)} blocks")
+    memory = run.plan.memory
+    console.print(
+        f"[bold]plan[/]     {run.plan.describe_axes()}, {run.plan.precision}"
+        f"{f' ({run.precision_reason})' if run.precision_reason else ''}, recompute {memory.recompute}"
+        f"{replace(memory, recompute='none').words}"
+    )
+    console.print(f"[bold]batch[/]    {run.split.identity(run.plan)}", highlight=False)
+    console.print(_memory_table(prediction))
+    if prediction.traffic:
+        console.print(_traffic_table(prediction))
+    for text in prediction.assumptions:
+        console.print(f"[yellow]assumed[/]  {text}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]time[/]     {_time_text(prediction)}", highlight=False)
+
+
+def _memory_table(prediction: Prediction) -> Table:
+    table = Table(title="predicted memory per device", title_justify="left", box=None, pad_edge=False)
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    rows = {**prediction.cost.state_bytes}
+    rows["activations"] = prediction.cost.saved_bytes
+    rows["comes and goes"] = prediction.cost.transient_bytes
+    for name, num_bytes in rows.items():
+        if num_bytes:
+            table.add_row(name, format_bytes(num_bytes))
+    total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
+    style = "bold red" if total > limit else "bold"
+    which = f" (pipe rank {prediction.pipe_rank}, the fullest)" if prediction.pipe_rank is not None else ""
+    table.add_row(f"total{which}", f"{format_bytes(total)} of {format_bytes(limit)}", style=style)
+    if prediction.cost.host_bytes:
+        hosted, most = sum(prediction.cost.host_bytes.values()), prediction.host_limit_bytes
+        style = "bold red" if hosted > most else "bold"
+        table.add_row("in host memory", f"{format_bytes(hosted)} of {format_bytes(most)}", style=style)
+    return table
+
+
+def _traffic_table(prediction: Prediction) -> Table:
+    table = Table(title="predicted traffic per step and device", title_justify="left", box=None, pad_edge=False)
+    for name in ("axis", "operation"):
+        table.add_column(name)
+    for name in ("calls", "bytes"):
+        table.add_column(name, justify="right")
+    for (axis, operation), value in prediction.traffic.items():
+        table.add_row(axis, operation, str(value.calls), f"{value.num_bytes:,}")
+    return table
+
+
+def _time_text(prediction: Prediction) -> str:
+    told = sum(prediction.communication_seconds.values())
+    if prediction.step_seconds is None or prediction.compute_seconds is None:
+        return f"unknown: this device's peak is not known; communication {format_seconds(told)}"
+    timeline = prediction.timeline
+    bubble = f", bubble {timeline.bubble_share:.1%} of {timeline.schedule.name}" if timeline is not None else ""
+    rough = "" if prediction.is_modelled else " (rough)"
+    return (
+        f"about {format_seconds(prediction.step_seconds)} a step{rough}: compute "
+        f"{format_seconds(prediction.compute_seconds)}, communication {format_seconds(told)}{bubble}"
+    )
+
+
+def show_timeline(console: Console, prediction: Prediction, path: Path | None) -> None:
+    """The schedule of a pipeline as predicted, in a file or as text."""
+    if prediction.timeline is None:
+        raise ConfigError("a timeline needs times, and this device's peak is not known; use another cluster")
+    if path is not None:
+        write(path, {heading(prediction.timeline): prediction.timeline})
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    else:
+        console.print(to_text(prediction.timeline, max(40, console.width - 24)), highlight=False, soft_wrap=True)
+
+
+def show_report(console: Console, report: Report, what: str) -> None:
+    """The proof as a table."""
+    precision = "bf16, within a tolerance," if report.plan.precision == "bf16" else "float64"
+    table = Table(
+        title=f"verified in {precision} against the sequential model: {what}",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
+    for name in ("check", "expected", "found", "where", ""):
+        table.add_column(name)
+    for check in report.checks:
+        mark = "[green]equal[/]" if check.passed else "[bold red]DIFFERS[/]"
+        table.add_row(check.what, check.expected, check.found, check.where, mark)
+    if report.checks:
+        console.print(table)
+    for one in report.not_proved:
+        console.print(f"[bold]not proved[/]  {escape(one)}", highlight=False, soft_wrap=True)
+
+
+def show_table(console: Console, rows: Mapping[str, Any]) -> None:
+    """Names and values, one below the other."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, escape(str(value)))
+    console.print(table)
+
+
+def show_findings(console: Console, findings: Mapping[str, Any]) -> None:
+    """What `weft doctor` found."""
+    rows = {
+        key: value
+        for key, value in findings.items()
+        if key not in ("versions", "all_reduce", "warnings", "devices", "gpu_check")
+    }
+    for key in ("memory_free_bytes", "shared_memory_bytes"):
+        rows[key] = "unknown" if rows[key] is None else format_bytes(rows[key])
+    rates = findings["core_flops_per_second"]
+    rows["core_flops_per_second"] = ", ".join(f"{name} {rate / 1e9:,.1f} G" for name, rate in rates.items())
+    rows["backends"] = ", ".join(findings["backends"])
+    rows |= {f"device {i}": ", ".join(f"{k} {v}" for k, v in d.items()) for i, d in enumerate(findings["devices"])}
+    rows["versions"] = ", ".join(f"{name} {found or 'missing'}" for name, found in findings["versions"].items())
+    for row in findings["all_reduce"]:
+        rows[f"all-reduce of {format_bytes(row['bytes'])}"] = (
+            f"{format_seconds(row['seconds'])} between {row['ranks']} local ranks, "
+            f"{format_bytes(row['bus_bytes_per_second'])}/s"
+        )
+    checked = findings.get("gpu_check")
+    if checked is not None:
+        rows["GPU check"] = checked["backend"]
+        for row in checked["rows"]:
+            word = "right" if row["is_right"] else "WRONG"
+            rows[f"  {row['what']}"] = f"{word}: {row['found']} ({format_seconds(row['seconds'])})"
+    show_table(console, rows)
+    for warning in findings["warnings"]:
+        console.print(f"[yellow]warning[/] {warning}")
+
+
+@contextmanager
+def byte_progress(console: Console, title: str) -> Iterator[Any]:
+    """A bar for work measured in bytes or items; yields the callback `(done, total)`."""
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), console=console
+    )
+    with bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _StepColumn(ProgressColumn):
+    """The numbers of the last step."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("line", ""))
+
+
+class LiveReporter:
+    """Shows a run: a live bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, num_steps: int) -> None:
+        self._console, self._num_steps = console, num_steps
+        self._bar: Progress | None = None
+        self._task: Any = None
+        self._lines = 0
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Show one step."""
+        line = step_line(metrics, self._num_steps)
+        if self._console.is_terminal:
+            if self._bar is None:
+                self._bar = Progress(BarColumn(20), _StepColumn(), TimeElapsedColumn(), console=self._console)
+                self._bar.start()
+                self._task = self._bar.add_task("", total=self._num_steps)
+            self._bar.update(self._task, completed=metrics.step, line=line)
+        every = max(1, self._num_steps // 20)
+        if metrics.step == 1 or metrics.step // every > self._lines or metrics.step == self._num_steps:
+            self._lines = metrics.step // every
+            self.say(line)
+
+    def say(self, message: str) -> None:
+        """Print a line, above the bar where there is one."""
+        (self._bar.console if self._bar is not None else self._console).print(message, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """End the live display."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+class QuietReporter:
+    """Says nothing; the metrics file has it all."""
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Nothing."""
+
+    def say(self, message: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+def step_line(metrics: StepMetrics, num_steps: int) -> str:
+    """One step in one line."""
+    mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1%}"
+    begin = f"step {metrics.step}/{num_steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
+    if metrics.start_seconds is not None:
+        return f"{begin}{format_seconds(metrics.start_seconds)} to start  {format_bytes(metrics.memory_bytes)}"
+    return (
+        f"{begin}"
+        f"{_rate(metrics.units_per_second)} {metrics.unit}/s ({_rate(metrics.units_per_second_per_device)}/device)  "
+        f"{metrics.tflops_per_second_per_device:.3f} TFLOP/s/device{mfu}  "
+        f"{format_bytes(metrics.memory_bytes)}  {format_seconds(metrics.seconds_left)} left"
+    )
+
+
+def _rate(number: float) -> str:
+    """A rate, with a digit behind the point where it is small."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:,.1f}"

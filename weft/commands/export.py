@@ -1,0 +1,50 @@
+"""A checkpoint as a Hugging Face folder that transformers loads, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from weft.checkpoint import Checkpoint
+from weft.errors import ConfigError
+from weft.models import write_weights
+from weft.serve.generate import open_checkpoint, saved_data, saved_model, saved_tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TOKENIZER = "tokenizer.json"
+
+
+def export(
+    source: Path, target: Path, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
+) -> None:
+    """Write the newest checkpoint under `source` to `target`, in the dtype it was trained in or in the one given, with
+    the run's tokenizer. The folder appears when it is complete.
+    """
+    checkpoint = open_checkpoint(source)
+    entries = checkpoint.entries("parameter")
+    config = saved_model(checkpoint)  # refuses one of images, which has no tokenizer
+    files = _tokenizer_file(checkpoint)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for done, entry in enumerate(entries, 1):
+            tensor = checkpoint.read(entry.name, "parameter")
+            yield entry.name, tensor if dtype is None else tensor.to(DTYPES[dtype])
+            if progress is not None:
+                progress(done, len(entries))
+
+    write_weights(target, config, tensors(), files=files)
+
+
+def _tokenizer_file(checkpoint: Checkpoint) -> dict[str, Path]:
+    """The tokenizer's file by its name in a Hugging Face folder; "bytes" has none."""
+    spec = saved_tokenizer(checkpoint)
+    if spec == "bytes":
+        return {}
+    path = Path(spec) / TOKENIZER if Path(spec).is_dir() else Path(spec)
+    if not path.is_file():
+        stated = saved_data(checkpoint).tokenizer
+        raise ConfigError(f"the tokenizer '{stated}' of the run is not there ({path.absolute()}); put it there")
+    return {TOKENIZER: path}

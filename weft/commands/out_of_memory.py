@@ -1,0 +1,96 @@
+"""What to say when a device runs out of memory: what the plan was to hold there, and the nearest plan that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from weft.cluster.hardware import Cluster
+from weft.errors import ConfigError, PlanError
+from weft.plan import Plan
+from weft.planner.advice import fitting_activations, fitting_offload, fitting_weights
+from weft.planner.predict import Prediction, predict
+from weft.run_file import Run
+
+KEPT_FREE = 0.9  # of what did not fit: a plan that needs hardly less would not fit either
+
+
+def out_of_memory(run: Run, cluster: Cluster, error: BaseException) -> PlanError:
+    """The error that a person can use, in place of the allocator's."""
+    prediction = predict(run, cluster)
+    total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
+    parts = {**prediction.cost.state_bytes, "activations": prediction.cost.saved_bytes}
+    parts["what comes and goes"] = prediction.cost.transient_bytes
+    held = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
+    first_line = (str(error).splitlines() or [""])[0]
+    return PlanError(
+        f"a device is out of memory ({first_line}). Of {run.plan.describe_axes()}, micro-batch "
+        f"{run.split.micro_batch}, the prediction is {_size(total)} of {_size(limit)}: {held}. "
+        f"{_advice(run, cluster, prediction)}"
+    )
+
+
+def _advice(run: Run, cluster: Cluster, prediction: Prediction) -> str:
+    total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
+    why = "" if total > limit else "By that it fits: other programs may use the device. "
+    most = min(limit, int(total * KEPT_FREE))
+    found = nearest_fitting(run, cluster, most)
+    if found is None:
+        return f"{why}No plan near it needs less than {_size(most)}; ask weft plan --search, or take more devices"
+    change, size = found
+    return f"{why}The nearest plan that needs less: {change} ({_size(size)})"
+
+
+def nearest_fitting(run: Run, cluster: Cluster, most_bytes: int) -> tuple[str, int] | None:
+    """The least change of the plan after which a device is predicted to hold no more, in words, and what it holds."""
+    for change, plan in _changes(run):
+        try:
+            size = predict(replace(run, plan=plan), cluster).cost.memory_bytes
+        except ConfigError:
+            continue
+        if size <= most_bytes:
+            return change, size
+    sent = fitting_activations(run, cluster)
+    if sent is not None:
+        return f"plan.memory.activations = {sent.activations:g}", sent.cost.memory_bytes
+    offloaded = fitting_offload(run, cluster)
+    if offloaded is not None:
+        return f"plan.memory.offload = {offloaded.offload:g}", offloaded.cost.memory_bytes
+    streamed = fitting_weights(run, cluster)
+    if streamed is not None:
+        return f"plan.memory.weights = {streamed.weights:g}", streamed.cost.memory_bytes
+    return None
+
+
+def _changes(run: Run) -> Iterator[tuple[str, Plan]]:
+    """Plans for the same ranks, the cheapest change in time first."""
+    plan = run.plan
+    recomputes = [plan.memory.recompute, *(["selective", "full"] if plan.memory.recompute == "none" else ["full"])]
+    degrees = [plan.shard.degree * times for times in (1, 2, 4, 8, 16) if plan.data % times == 0]
+    for degree in degrees:
+        for recompute in dict.fromkeys(recomputes):
+            size = run.split.micro_batch
+            while size >= 1:
+                words = {
+                    f"plan.micro_batch = {size}": size != run.split.micro_batch,
+                    f"plan.memory.recompute = '{recompute}'": recompute != plan.memory.recompute,
+                    f"plan.shard = {degree} with plan.data = {plan.data * plan.shard.degree // degree}": (
+                        degree != plan.shard.degree
+                    ),
+                }
+                if any(words.values()):
+                    yield (
+                        " and ".join(word for word, changed in words.items() if changed),
+                        replace(
+                            plan,
+                            data=plan.data * plan.shard.degree // degree,
+                            shard=replace(plan.shard, degree=degree),
+                            micro_batch=size,
+                            memory=replace(plan.memory, recompute=recompute),  # type: ignore[arg-type]
+                        ),
+                    )
+                size = size // 2 if size % 2 == 0 else 0
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.4g} MiB" if num_bytes < 2**30 else f"{num_bytes / 2**30:.4g} GiB"

@@ -1,0 +1,181 @@
+"""The steps of `weft plan`: search, or predict the plan that is given; show and write what is found."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from weft.cluster.hardware import Cluster
+from weft.commands.console import format_bytes, print_json, show_run, show_timeline
+from weft.commands.plan_tables import show_answer
+from weft.commands.run_planning import (
+    ask_for,
+    catalog_run,
+    image_run,
+    planning_cluster,
+    with_plan,
+    with_saves,
+    with_traffic,
+)
+from weft.errors import ConfigError
+from weft.planner.advice import better_form, fitting_activations, fitting_offload, fitting_weights
+from weft.planner.answer import Answer, with_more, with_scaling
+from weft.planner.goodput import Failures, cluster_mtbf, failures
+from weft.planner.predict import micro_batch_profile, predict, run_cluster
+from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
+from weft.planner.report.page import page
+from weft.run_file import Run
+from weft.train.timeline import refuse_timeline
+
+
+class PlanOptions(NamedTuple):
+    """What is asked of a search."""
+
+    where: list[str]
+    best: str
+    write: Path | None
+    report: Path | None
+    mtbf: str | None = None
+    mtbf_cluster: str | None = None
+
+    @property
+    def is_search(self) -> bool:
+        return bool(self.where or self.best != "time" or self.write or self.report)
+
+    def device_mtbf(self, cluster: Cluster) -> float | None:
+        """The seconds between failures of a device, where they are given for it or for this cluster."""
+        mtbf_seconds = cluster_mtbf(self.mtbf, self.mtbf_cluster, cluster.num_devices)
+        return None if mtbf_seconds is None else mtbf_seconds * cluster.num_devices
+
+
+def named_run(
+    model: str,
+    cluster: str | None,
+    tokens_per_step: str | None,
+    sequence: int | None,
+    images_per_step: str | None,
+    size: int | None,
+) -> Run:
+    """A run of a model of the catalog, from options."""
+    if cluster is None or (tokens_per_step is None) == (images_per_step is None or size is None):
+        raise ConfigError(
+            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
+            "--cluster, --images-per-step and --size"
+        )
+    if tokens_per_step is not None:
+        return catalog_run(model, cluster, parse_count(tokens_per_step, "--tokens-per-step"), sequence)
+    assert images_per_step is not None
+    assert size is not None
+    return image_run(model, cluster, parse_count(images_per_step, "--images-per-step"), size)
+
+
+def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -> None:
+    """Search, show, write."""
+    if asks.best not in OBJECTIVES:
+        raise ConfigError(f"--best {asks.best} is not one of {', '.join(OBJECTIVES)}")
+    constraints = parse_constraints(asks.where)
+    cluster = planning_cluster(run)
+    mtbf_seconds = asks.device_mtbf(cluster)
+    for path in (asks.write, asks.report):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: its folder {path.parent} does not exist")
+    with console.status("planning") as status:
+        answer = ask_for(run, cluster, constraints, asks.best, status.update, mtbf_seconds)  # type: ignore[arg-type]
+        answer = with_more(answer, status.update)
+        if answer.found.best and (as_json or asks.report is not None):
+            status.update("traffic of the first plan")
+            answer = with_traffic(answer, run)
+        if asks.report is not None:
+            answer = with_scaling(answer, status.update)
+    found = answer.to_json()
+    offload = answer.found.best[0].plan.memory.offload if answer.found.best else 0.0
+    cost = _failures(mtbf_seconds, answer.model.numel, answer.question.precision, answer.model.cluster, offload)
+    planned = _planned(run, answer, cost) if answer.found.best else None
+    if asks.report is not None:  # files first: whoever reads what is printed may stop early
+        asks.report.write_text(page(found), encoding="utf-8")
+    if asks.write is not None and planned is not None:
+        asks.write.write_text(planned.to_toml(), encoding="utf-8")
+    if as_json:
+        print_json(found if cost is None else {**found, "failures": cost.to_json()})
+    else:
+        show_answer(console, answer)
+        _show_failures(console, cost)
+    if asks.report is not None:
+        console.print(f"wrote {asks.report}", highlight=False, soft_wrap=True)
+    if planned is None:
+        _planned(run, answer, cost)  # says why there is none
+    if asks.write is not None:
+        console.print(f"wrote {asks.write}; run it with: weft train {asks.write}", highlight=False, soft_wrap=True)
+
+
+def _planned(run: Run, answer: Answer, cost: Failures | None) -> Run:
+    """The run with the best plan, and the intervals between saves that failures ask for."""
+    planned = with_plan(run, answer)
+    return planned if cost is None else with_saves(planned, cost, answer.best.seconds)
+
+
+def _failures(
+    mtbf_seconds: float | None, num_parameters: int, precision: str, cluster: Cluster, offload: float
+) -> Failures | None:
+    """What failures cost on a cluster, where it is known how often a device fails."""
+    if mtbf_seconds is None:
+        return None
+    return failures(num_parameters, precision, cluster, mtbf_seconds / cluster.num_devices, offload)
+
+
+def _show_failures(console: Console, cost: Failures | None) -> None:
+    for line in [] if cost is None else cost.lines():
+        console.print(f"[bold]failures[/] {line}", highlight=False, soft_wrap=True)
+
+
+def predict_plan(
+    run: Run, asks: PlanOptions, timeline: bool, path: Path | None, console: Console, as_json: bool
+) -> None:
+    """What the run's own plan costs."""
+    if timeline:
+        refuse_timeline(run.plan, path)
+    cluster = run_cluster(run)
+    profile = micro_batch_profile(run)
+    offload, mtbf_seconds = max(run.plan.memory.offload, run.plan.memory.weights), asks.device_mtbf(cluster)
+    failing = _failures(mtbf_seconds, profile.numel, run.plan.precision, cluster, offload)
+    prediction, form = predict(run, cluster), better_form(run, cluster)
+    fitting = {
+        "offload": fitting_offload(run, cluster),
+        "activations": fitting_activations(run, cluster),
+        "weights": fitting_weights(run, cluster),
+    }
+    if as_json:
+        found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
+        better: dict[str, Any] = {} if form is None else {"better_form": asdict(form)}
+        better |= {f"fitting_{name}": getattr(one, name) for name, one in fitting.items() if one is not None}
+        if failing is not None:
+            better["failures"] = failing.to_json()
+        print_json({**found, **prediction.to_json(), **better})
+    else:
+        show_run(console, run, cluster, profile, prediction)
+        _show_failures(console, failing)
+        if form is not None:
+            console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
+        for name, one in fitting.items():
+            if one is None:
+                continue
+            hosted = format_bytes(sum(one.cost.host_bytes.values()))
+            console.print(
+                f"It does not fit; with plan.memory.{name} = {getattr(one, name):g} it would: "
+                f"{format_bytes(one.cost.memory_bytes)} on the device, {hosted} in host memory.",
+                highlight=False,
+                soft_wrap=True,
+            )
+    if timeline and (path is not None or not as_json):
+        show_timeline(console, prediction, path)
+
+
+def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """The overrides (`a.b=c`), and the file to draw to where one stands among them."""
+    files = [text for text in arguments if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")
+    return [text for text in arguments if "=" in text], Path(files[0]) if files else None

@@ -1,0 +1,79 @@
+"""The planner's answer for people: the best plans in a table, why, what was rejected, what more would change."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.cluster.hardware import describe
+from weft.commands.console import format_seconds
+from weft.planner.answer import Answer
+from weft.planner.explain import GB
+from weft.planner.report.page import exposed_seconds
+from weft.planner.report.style import number
+
+MAX_REFUSED = 2
+
+
+def show_answer(console: Console, answer: Answer) -> None:
+    """All of it."""
+    question, model = answer.question, answer.model
+    console.print(f"[bold]machine[/]  {describe(model.cluster)}", highlight=False)
+    console.print(
+        f"[bold]model[/]    {answer.name}, {model.numel / 1e9:,.4g} billion parameters in {model.num_blocks} blocks; "
+        f"{question.describe()} a step in {question.precision}",
+        highlight=False,
+    )
+    told = f"; {', '.join(one.text for one in question.constraints)}" if question.constraints else ""
+    console.print(
+        f"[bold]search[/]   {answer.found.num_considered:,} plans in {format_seconds(answer.search_seconds)}{told}",
+        highlight=False,
+    )
+    if answer.found.best:
+        console.print(_plans(answer))
+    console.print(f"[bold]why[/]      {answer.why}", highlight=False, soft_wrap=True)
+    for text in answer.assumptions:
+        console.print(f"[yellow]assumed[/]  {text}", highlight=False, soft_wrap=True)
+    for one in answer.rejected:
+        remedy = f"; {one.remedy}" if one.remedy else ""
+        axes = f"{one.candidate.plan.describe_axes()}, micro-batch {one.candidate.plan.micro_batch}"
+        faster = f" ({format_seconds(one.candidate.seconds)} a step)"
+        console.print(f"[bold]rejected[/] {axes}{faster}: {one.reason}{remedy}", highlight=False, soft_wrap=True)
+    for what, reason in answer.found.refused[:MAX_REFUSED]:
+        console.print(f"[bold]refused[/]  {what}: {reason}", highlight=False, soft_wrap=True)
+    if answer.sensitivities:
+        console.print(_sensitivities(answer))
+
+
+def _plans(answer: Answer) -> Table:
+    table = Table(title="the best plan of each layout", title_justify="left", box=None, pad_edge=False)
+    table.add_column("plan", overflow="fold", min_width=20)
+    unit = answer.question.unit
+    for name in ("step", f"{unit}/s", "MFU", "memory", "exposed", "bubble"):
+        table.add_column(name, justify="right", no_wrap=True)
+    limit = answer.model.cluster.node.device.memory_bytes
+    for index, one in enumerate(answer.layouts()):
+        rates, step = answer.rates(one), one.step
+        assert step is not None
+        table.add_row(
+            f"{one.plan.describe_axes()}, micro-batch {one.plan.micro_batch} × {one.num_micro_batches}"
+            f"{one.plan.memory.words}",
+            format_seconds(one.seconds),
+            number(rates[f"{unit}_per_second"]),
+            "" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
+            f"{one.memory.total_bytes / GB:.1f}/{limit / GB:.4g} GB",
+            f"{exposed_seconds(step.where) / one.seconds:.1%}",
+            f"{step.bubble_share:.1%}",
+            style="bold" if index == 0 else "",
+        )
+    return table
+
+
+def _sensitivities(answer: Answer) -> Table:
+    table = Table(title="what more would change", title_justify="left", box=None, pad_edge=False)
+    for name in ("change", "step", "saved", "best plan then"):
+        table.add_column(name, overflow="fold")
+    for one in answer.sensitivities:
+        saved = one.saved_seconds / (one.seconds + one.saved_seconds)
+        table.add_row(one.change, format_seconds(one.seconds), f"{saved:.2%}", one.axes)
+    return table

@@ -1,0 +1,189 @@
+"""From a run, or a model of the catalog, to a question for the planner; and from its answer back to a run.
+
+A run file whose `[plan]` says nothing of the layout (no table, or only `precision`, `exact`, `hierarchical`) leaves it
+to the planner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from weft.cluster.cpu_rates import is_cpu, with_assumed_rates
+from weft.cluster.hardware import Cluster, load, local_cluster
+from weft.data.config import Data, DataConfig, ImagesConfig
+from weft.errors import ConfigError, PlanError
+from weft.launch.environment import Place
+from weft.models import GPT2Config, LanguageConfig, ModelConfig
+from weft.models.catalog import load_model
+from weft.parallel.apply import cost
+from weft.plan import Pipe, Plan, Precision
+from weft.planner.answer import Answer, Progress, ask
+from weft.planner.goodput import DISK, MEMORY, Failures
+from weft.planner.predict import micro_batch_profile, predict, run_cluster
+from weft.planner.question import Constraint, Objective, Question
+from weft.run_file import Run, TrainConfig
+from weft.train.setup import device_type
+
+NOT_LAYOUT = ("plan.precision", "plan.matmul", "plan.exact", "plan.hierarchical")
+MAX_SEQUENCE = 1 << 24
+
+
+def has_layout(run: Run) -> bool:
+    """Whether the run file, or an override, says how the work is split."""
+    return any(key.startswith("plan.") and key not in NOT_LAYOUT for key in run.origins)
+
+
+def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> Run:
+    """A run of a model of language of the catalog: what to train on is for the user to fill in."""
+    config = load_model(name)
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(f"--model {name} is of images; give --images-per-step and --size")
+    own = config.n_positions if isinstance(config, GPT2Config) else config.max_position_embeddings
+    sequence = sequence or own
+    if not 0 < sequence <= MAX_SEQUENCE:
+        raise ConfigError(f"--sequence {sequence} is not between 1 and {MAX_SEQUENCE}")
+    if isinstance(config, GPT2Config):
+        config = replace(config, n_positions=max(sequence, own))
+    if tokens % sequence:
+        raise ConfigError(
+            f"--tokens-per-step {tokens} is not a multiple of the sequence of {sequence} tokens; use "
+            f"{max(1, tokens // sequence) * sequence} or another --sequence"
+        )
+    data = DataConfig(source="stdlib", sequence=sequence)
+    return _catalog_run(name, config, data, tokens // sequence, cluster)
+
+
+def image_run(name: str, cluster: str, images: int, size: int) -> Run:
+    """A run of a model of images of the catalog, for square ones."""
+    config = load_model(name)
+    if isinstance(config, LanguageConfig):
+        raise ConfigError(f"--model {name} is of language; give --tokens-per-step (and --sequence)")
+    step = config.size_multiple
+    if size % step or size < step:
+        raise ConfigError(f"--size {size} is no multiple of {step}, by which {name} makes images smaller; use one")
+    data = ImagesConfig(kind="images", source="images", height=size, width=size)
+    return _catalog_run(name, config, data, images, cluster)
+
+
+def _catalog_run(name: str, config: ModelConfig, data: Data, batch: int, cluster: str) -> Run:
+    train = TrainConfig(steps=1000, batch=batch)
+    return Run(
+        name=name, folder=Path("runs") / name, model=config, model_folder=None, data=data, train=train, plan=Plan(),
+        cluster=cluster,
+    )  # fmt: skip
+
+
+def planning_cluster(run: Run, place: Place | None = None) -> Cluster:
+    """All devices to plan for: of the cluster that the run names, of this machine, or those that a launcher started."""
+    if run.cluster != "local":
+        cluster = load(run.cluster)
+        if place is not None and cluster.num_devices != place.num_ranks:
+            raise ConfigError(
+                f"the launcher started {place.num_ranks} ranks, but cluster {run.cluster} has {cluster.num_devices} "
+                f"devices; name the cluster that you run on, or write a [plan]"
+            )
+        return with_assumed_rates(cluster)
+    hosts = 1 if place is None else place.num_hosts
+    ranks = None if place is None else place.num_ranks // hosts
+    return with_assumed_rates(replace(local_cluster(ranks, on_cpu=device_type(run) == "cpu"), num_nodes=hosts))
+
+
+def ask_for(
+    run: Run,
+    cluster: Cluster,
+    constraints: tuple[Constraint, ...] = (),
+    objective: Objective = "time",
+    say: Progress = lambda what: None,
+    mtbf_seconds: float | None = None,
+) -> Answer:
+    """The planner's answer for a run's model and batch; `mtbf_seconds` is that of a device."""
+    precision: Precision = run.plan.precision
+    if "plan.precision" not in run.origins:
+        precision = "fp32" if is_cpu(cluster) else "bf16"
+        asked = [one.value for one in constraints if one.name == "precision" and one.comparison in ("=", "==")]
+        precision = asked[0] if asked else precision  # type: ignore[assignment]
+    alone, shape, exact = replace(run, plan=Plan(precision=precision)), None, run.plan.exact
+    if not isinstance(run.data, DataConfig):
+        assert not isinstance(run.model, LanguageConfig), "the run file was checked"
+        shape = run.data.shape(run.model.in_channels)
+        exact &= not any(one.name == "exact" and one.value is False for one in constraints)
+    compiles = run.train.compile
+    question = Question(alone.split.batch, alone.split.sequence, precision, constraints, shape, exact, compiles)
+    return ask(run.name, run.model, cluster, question, objective, say, mtbf_seconds)
+
+
+def fit_to_ranks(run: Run, place: Place) -> Run:
+    """The run under the plan nearest to its own for the ranks that are there; the batch stays, and micro-batches do
+    where they divide it.
+
+    Degrees of `data` change first, which leaves a rank's memory as it is; then those of `shard`; then those of `pipe`.
+    """
+    old, refusals = run.plan, list[str]()
+    if old.num_ranks == place.num_ranks:
+        return run
+    for plan in _nearest(old, place.num_ranks):
+        per_rank = run.split.batch // plan.num_batch_ranks
+        near = replace(run, plan=replace(plan, micro_batch=math.gcd(per_rank, run.split.micro_batch) or None))
+        try:
+            prediction = predict(near, run_cluster(near, place.num_hosts))
+        except ConfigError as error:
+            refusals.append(f"{plan.describe_axes()}: {error}")
+            continue
+        if prediction.cost.memory_bytes <= prediction.memory_limit_bytes:
+            return near
+        refusals.append(f"{plan.describe_axes()}: it needs {prediction.cost.memory_bytes:,} bytes a device")
+    raise PlanError(
+        f"the plan needs {old.num_ranks} ranks ({old.describe_axes()}), {place.num_ranks} are there, and no plan near "
+        f"it suits them ({refusals[0] if refusals else 'the degrees of the model do not divide them'}); start a number "
+        f"of ranks that divides the batch, or change the plan"
+    )
+
+
+def _nearest(plan: Plan, num_ranks: int) -> Iterator[Plan]:
+    """Plans for another number of ranks, the least changed first."""
+    model_ranks = plan.num_ranks // (plan.data * plan.shard.degree * plan.pipe.degree)
+    for pipe in _divisors_near(plan.pipe.degree, num_ranks):
+        for shard in _divisors_near(plan.shard.degree, num_ranks):
+            data, rest = divmod(num_ranks, model_ranks * pipe * shard)
+            if rest == 0:
+                yield replace(
+                    plan,
+                    data=data,
+                    shard=replace(plan.shard, degree=shard),
+                    pipe=replace(plan.pipe, degree=pipe) if pipe > 1 else Pipe(),
+                )
+
+
+def _divisors_near(degree: int, number: int) -> list[int]:
+    """The divisors of a number, those nearest to a degree (as a ratio) first."""
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return sorted(divisors, key=lambda divisor: (max(divisor / degree, degree / divisor), -divisor))
+
+
+def with_plan(run: Run, answer: Answer) -> Run:
+    """The run under the answer's first plan."""
+    given = run.plan
+    exact = given.exact and answer.question.exact
+    plan = replace(answer.best.plan, matmul=given.matmul, exact=exact, hierarchical=given.hierarchical)
+    return replace(run, plan=plan, origins={**run.origins, "plan.data": "planner"})
+
+
+def with_saves(run: Run, cost: Failures, step_seconds: float) -> Run:
+    """The run with the intervals between saves that lose the least, in steps, where its file does not say."""
+    every = {way.name: max(1, round(way.interval_seconds / step_seconds)) for way in cost.ways}
+    if DISK in every and "checkpoint.every" not in run.origins:
+        saves = replace(run.checkpoint, every=every[DISK])
+        run = replace(run, checkpoint=saves, origins={**run.origins, "checkpoint.every": "planner"})
+    if MEMORY in every and "checkpoint.memory_every" not in run.origins:
+        saves = replace(run.checkpoint, memory_every=every[MEMORY])
+        run = replace(run, checkpoint=saves, origins={**run.origins, "checkpoint.memory_every": "planner"})
+    return run
+
+
+def with_traffic(answer: Answer, run: Run) -> Answer:
+    """The answer with what the first plan's fullest rank says in a step, as its strategies state it, to the byte."""
+    planned = with_plan(run, answer)
+    return replace(answer, traffic=cost(micro_batch_profile(planned), planned.plan, planned.split).traffic)

@@ -1,0 +1,244 @@
+"""What `weft train` does before, around and after training: plan, proof, data, ranks, and what is shown of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from torch import OutOfMemoryError
+
+from weft.checkpoint import steps
+from weft.commands.console import (
+    LiveReporter,
+    QuietReporter,
+    byte_progress,
+    make_console,
+    print_json,
+    show_report,
+    show_run,
+)
+from weft.commands.jobs import prove
+from weft.commands.out_of_memory import out_of_memory
+from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
+from weft.errors import ConfigError, LocalError
+from weft.launch.environment import Place, is_elastic, take_device
+from weft.launch.folder_lock import locked, refuse_if_used
+from weft.launch.fork_server import Nursery
+from weft.models import LanguageConfig, VisionConfig
+from weft.planner.predict import micro_batch_profile, predict, run_cluster
+from weft.run_file import Run, load_run
+from weft.step.task import task_of
+from weft.train.batches import prepare_data
+from weft.train.local_job import start_ranks
+from weft.train.loop import train
+from weft.train.setup import device_type
+from weft.train.timeline import refuse_timeline
+
+MAX_VERIFIED_RANKS = 8
+PROMPT = "def "
+SAMPLE_SECONDS = 5.0  # at most, once the model is loaded
+UNFINISHED = 75  # the exit status for "try again later" (EX_TEMPFAIL)
+
+
+def train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> None:
+    """One rank of a launcher's."""
+    take_device(place, device_type(run), run.train.share_gpus)  # first: predicting initialises CUDA
+    if fresh:
+        raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
+    if not has_layout(run):
+        run = _plan_first(run, place, make_console(as_json))
+    elif is_elastic(os.environ, place):
+        run = _fit(run, place, as_json)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    _train_rank(run, place, as_json)
+
+
+def _fit(run: Run, place: Place, as_json: bool) -> Run:
+    """The run for the ranks that a launcher found, which may be others after a restart."""
+    fitted = fit_to_ranks(run, place)
+    if fitted is not run and place.rank == 0:
+        make_console(as_json).print(
+            f"the plan needs {run.plan.num_ranks} ranks ({run.plan.describe_axes()}) and {place.num_ranks} are there: "
+            f"it goes on as {fitted.plan.describe_axes()}, {fitted.split.identity(fitted.plan)}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return fitted
+
+
+def train_here(
+    nursery: Nursery, run_file: Path, overrides: list[str], verify: bool, fresh: bool, as_json: bool
+) -> None:
+    """The whole of it on this machine, with ranks from the nursery."""
+    run = load_run(run_file, overrides)
+    device_type(run)  # refuses one that is not there
+    console = make_console(as_json)
+    if not has_layout(run):
+        run = _plan_first(run, None, console)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    if fresh:
+        _move_aside(run, console)
+    _show(run, console)
+    done = steps(run.folder / "checkpoints")
+    if done and done[-1] >= run.train.steps:
+        console.print(
+            f"\nThis run is finished: step {done[-1]} of {run.train.steps} is in {run.folder}. "
+            f"To start anew: weft train {run_file} --fresh. To go on: weft train {run_file} "
+            f"train.steps={done[-1] + run.train.steps}",
+            highlight=False,
+            soft_wrap=True,
+        )
+    else:
+        refuse_if_used(run.folder)  # told now, not after the proof
+        _prepare(run, console)
+        if verify:
+            _verify(nursery, run, console)
+        _run_ranks(nursery, run, as_json)
+    if as_json:
+        print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
+    elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
+        if isinstance(run.model, LanguageConfig):
+            _show_sample(nursery, run, run_file, console)
+        else:
+            _show_accuracy(run, run_file, console)
+
+
+def _plan_first(run: Run, place: Place | None, console: Console) -> Run:
+    """The run under the best plan for the devices that are there."""
+    speaks = place is None or place.rank == 0
+    with console.status("planning") if speaks else nullcontext():
+        answer = ask_for(run, planning_cluster(run, place))
+        planned = with_plan(run, answer)
+    if speaks:
+        console.print(f"[bold]planned[/]  no \\[plan] is given. {answer.why}", highlight=False, soft_wrap=True)
+    return planned
+
+
+def _train_rank(run: Run, place: Place, as_json: bool) -> None:
+    """One rank under a launcher; rank 0 speaks."""
+    console = make_console(as_json)
+    speaks = place.rank == 0 and not as_json
+    step_seconds: float | None = None
+    if place.launcher not in ("none", "weft"):  # under those two, all this was said before
+        cluster = run_cluster(run, place.num_hosts)
+        prediction = predict(run, cluster)
+        step_seconds = prediction.step_seconds
+        if speaks:
+            show_run(console, run, cluster, micro_batch_profile(run), prediction)
+            console.print("Prove this plan with: weft verify (not done under a launcher)")
+    reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
+    try:
+        outcome = train(run, place, reporter, step_seconds)
+    except OutOfMemoryError as error:
+        raise out_of_memory(run, run_cluster(run, place.num_hosts), error) from error
+    finally:
+        reporter.close()
+    if place.rank == 0 and not outcome.finished:
+        make_console(True).print(
+            f"stopped at step {outcome.step} and saved; run the same command to go on", highlight=False
+        )
+    if not outcome.finished and is_elastic(os.environ, place):
+        raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts come: they must not look as if all were done
+
+
+def _run_ranks(nursery: Nursery, run: Run, as_json: bool) -> None:
+    # Not from the user's file, which may be edited while they train: they may have to start again.
+    status = start_ranks(nursery, run, lambda file: ["train", str(file), *(["--json"] if as_json else [])])
+    if status:
+        raise SystemExit(status)
+
+
+def _show(run: Run, console: Console) -> None:
+    cluster = run_cluster(run)
+    show_run(console, run, cluster, micro_batch_profile(run), predict(run, cluster))
+
+
+def _verify(nursery: Nursery, run: Run, console: Console) -> None:
+    if run.plan.num_ranks > MAX_VERIFIED_RANKS:
+        console.print(
+            f"not verified here: {run.plan.num_ranks} ranks are more than {MAX_VERIFIED_RANKS} local processes"
+        )
+        return
+    start = time.perf_counter()
+    with console.status("verifying the plan"):
+        report = prove(nursery, run)
+    show_report(console, report, f"{run.plan.describe_axes()}, {time.perf_counter() - start:.0f} s")
+    if report.checks:  # none: the plan fits the run, and no copy that is small enough to be proved
+        report.require()
+
+
+def _prepare(run: Run, console: Console) -> None:
+    with byte_progress(console, task_of(run).unit) as progress:
+        data = prepare_data(run, progress)
+    held_out = 0 if data.held_out is None else len(data.held_out)
+    console.print(
+        f"[bold]data[/]     {data.description}: {len(data.train):,} {run.split.samples}, {held_out:,} held out",
+        highlight=False,
+    )
+
+
+def _move_aside(run: Run, console: Console) -> None:
+    if not run.folder.exists():
+        return
+    number = 1
+    while (aside := run.folder.with_name(f"{run.folder.name}.old-{number}")).exists():
+        number += 1
+    with locked(run.folder):  # not under a job that runs
+        run.folder.rename(aside)
+    console.print(f"moved the earlier run to {aside}")
+
+
+def _last_event(run: Run) -> dict[str, Any]:
+    path = run.folder / "metrics.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    last: dict[str, Any] = {}
+    for event in events:
+        last[event["kind"]] = {key: value for key, value in event.items() if key != "kind"}
+    return {"step": last.get("step"), "evaluation": last.get("evaluation")}
+
+
+def _show_sample(nursery: Nursery, run: Run, run_file: Path, console: Console) -> None:
+    options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
+    try:
+        with console.status("generating"):
+            text = nursery.call("sample", folder=str(run.folder), device=device_type(run), options=options)
+        console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
+        print(PROMPT + text)
+    except LocalError as error:  # the run is finished all the same: the model may be too large for one GPU
+        console.print(f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}", highlight=False, soft_wrap=True)
+    console.print(
+        f"\n[bold]what to try next[/]\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps}                 # train on, from the checkpoint\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps} plan.tensor.x=2 plan.data=1  # under another plan\n"
+        f"  weft plan {run_file} plan.shard.stage=2           # what another plan would cost\n"
+        f'  weft generate {run.folder} --prompt "import "     # more text\n'
+        f"  weft export {run.folder} my-model                 # a folder that transformers loads",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _show_accuracy(run: Run, run_file: Path, console: Console) -> None:
+    assert isinstance(run.model, VisionConfig)
+    found = _last_event(run)["evaluation"]
+    if found is not None:
+        console.print(
+            f"\n[bold]held out[/]  {found['accuracy']:.1%} right (chance is {1 / run.model.num_classes:.1%}), loss "
+            f"{found['loss']:.4f}",
+            highlight=False,
+        )
+    console.print(
+        f"\n[bold]what to try next[/]\n"
+        f"  weft train {run_file} train.steps={2 * run.train.steps}              # train on, from the checkpoint\n"
+        f"  weft plan {run_file} plan.memory.recompute=full  # what another plan would cost",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,1 @@
+"""torch.compile: which blocks are compiled, and what compiled blocks keep for backward."""

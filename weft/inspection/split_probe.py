@@ -1,0 +1,276 @@
+"""Proves that a module can be split before anyone trusts its names: it is computed whole, and as parts that add up.
+
+Of a pair (linears that are split by outputs, "columns", and the one behind them that is split by inputs, the "row"),
+each part gets its share of the columns' outputs and of the row's inputs, and the row's partial results are added. If
+that gives the whole result, the split is right whatever happens in between. The same run shows which other parameters
+work on a part only (their gradients are partial sums), and whether the input goes anywhere but into the columns.
+
+The linears themselves are replaced by small random ones of low rank: what lies between them does not care, and the
+largest model is probed in milliseconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.inspection.parameter_cut import Interval
+
+RANK = 4  # of the stand-ins
+TOLERANCE = 1e-4  # some modules compute in float32 whatever they are given; a wrong split is wrong by far more
+Intervals = Sequence[Interval]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What a successful probe found.
+
+    `inner` are parameters that each part uses for itself; `only_input` is whether the columns take the module's own
+    input and nothing else does.
+    """
+
+    inner: frozenset[str]
+    only_input: bool
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How to make part `index` of `degree`: intervals of each column's outputs and of the row's inputs, attributes."""
+
+    degree: int
+    columns: Mapping[str, Callable[[int], Intervals]]
+    row: str
+    row_inputs: Callable[[int], Intervals]
+    scale: Callable[[nn.Module, int], None] = lambda module, degree: None
+
+
+def prove_pair(module: nn.Module, shares: Shares) -> Proof | str:
+    """The proof that `module` may be split so, or the reason why not."""
+    generator = torch.Generator().manual_seed(0)
+    width = linear_sizes(module.get_submodule(next(iter(shares.columns))))[0]
+    value = torch.randn(2, 4, width, dtype=torch.float64, generator=generator).requires_grad_()
+    try:
+        whole = random_copy(module, generator)
+        expected = _first_tensor(whole(value))
+        return _judge(whole, shares, value, expected.detach())
+    except Exception as error:  # anything that the user's code may raise
+        text = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {text[0] if text else 'no message'}"
+
+
+def is_feature_wise(module: nn.Module) -> bool:
+    """Whether halves of the features can be computed apart from each other."""
+    generator = torch.Generator().manual_seed(0)
+    widths = {parameter.shape[-1] for parameter in module.parameters() if parameter.dim()}
+    if len(widths) != 1 or (width := widths.pop()) % 2:
+        return False
+    value = torch.randn(2, 4, width, dtype=torch.float64, generator=generator)
+    halves = []
+    try:
+        whole = random_copy(module, generator)
+        with torch.no_grad():
+            for index in range(2):
+                half = copy.deepcopy(whole)
+                for owner in half.modules():
+                    for leaf, parameter in owner._parameters.items():
+                        if parameter is not None and parameter.dim():
+                            owner._parameters[leaf] = nn.Parameter(parameter.chunk(2, -1)[index])
+                halves.append(half(value.chunk(2, -1)[index]))
+            return _equal(torch.cat(halves, -1), whole(value))
+    except Exception:  # anything that the user's code may raise
+        return False
+
+
+def is_token_wise(module: nn.Module) -> bool:
+    """Whether a module with parameters treats each token [batch, token, features] alone."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        whole = random_copy(module, generator)
+        value = torch.randn(2, 4, next(whole.parameters()).shape[-1], dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            return _equal(torch.cat([whole(half) for half in value.chunk(2, 1)], 1), whole(value))
+    except Exception:  # anything that the user's code may raise
+        return False
+
+
+def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A float64 copy on the CPU with random parameters, and stand-ins for its linears; from any device."""
+    stand_ins: dict[int, Any] = {
+        id(inner): _StandIn(*linear_sizes(inner), getattr(inner, "bias", None) is not None)
+        for inner in module.modules()
+        if is_linear(inner)
+    }
+    made: nn.Module = copy.deepcopy(module, stand_ins)
+    for owner in made.modules():
+        for leaf, parameter in owner._parameters.items():
+            if parameter is not None:
+                value = torch.rand(parameter.shape, dtype=torch.float64, generator=generator)
+                is_matrix = isinstance(owner, _StandIn)
+                value = (value - 0.5) * 4 * parameter.shape[0] ** -0.5 if is_matrix else value + 0.1
+                owner._parameters[leaf] = nn.Parameter(value)
+        for leaf, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[leaf] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.cpu()
+    return made.double().eval()
+
+
+def is_linear(module: nn.Module) -> bool:
+    """nn.Linear itself, or transformers' Conv1D."""
+    return type(module) is nn.Linear or is_turned(module)
+
+
+def is_turned(module: nn.Module) -> bool:
+    """Whether a linear's weight is [in, out], as in transformers' Conv1D."""
+    return type(module).__name__ == "Conv1D"
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether channels can be split: a plain convolution with a weight of its own, whose outputs see every input."""
+    is_plain = type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and "weight" in module._parameters
+    return is_plain and getattr(module, "groups", None) == 1
+
+
+def num_spatial_dims(module: Any) -> int:
+    """Dims behind the channels (or features): 1 to 3 in what a convolution takes, none in what a linear does."""
+    return len(module.kernel_size) if is_convolution(module) else 0
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear, or channels of a convolution."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return (weight.shape[0], weight.shape[1]) if is_turned(module) else (weight.shape[1], weight.shape[0])
+
+
+class _StandIn(nn.Module):
+    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.down = nn.Parameter(torch.empty(in_features, RANK))
+        self.up = nn.Parameter(torch.empty(RANK, out_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, value: Tensor) -> Tensor:
+        out = value @ self.down @ self.up
+        return out if self.bias is None else out + self.bias
+
+    def keep_outputs(self, intervals: Intervals) -> None:
+        self.up = nn.Parameter(_take(self.up, intervals))
+        self.bias = None if self.bias is None else nn.Parameter(_take(self.bias, intervals))
+        self.out_features = self.up.shape[1]
+
+    def keep_inputs(self, intervals: Intervals, with_bias: bool) -> None:
+        self.down = nn.Parameter(_take(self.down.t(), intervals).t())
+        if self.bias is not None and not with_bias:
+            self.bias = nn.Parameter(torch.zeros_like(self.bias))
+        self.in_features = self.down.shape[0]
+
+
+class _Part:
+    """One part of a module, run with its columns cut off from what is before them and its row from what follows."""
+
+    def __init__(self, whole: nn.Module, shares: Shares, index: int) -> None:
+        self.module = copy.deepcopy(whole)
+        self.column_inputs: list[Tensor] = []
+        self.row_outputs: list[Tensor] = []
+        self.others = torch.zeros(())  # what the rows of other parts add
+        for name, intervals in shares.columns.items():
+            column = self.module.get_submodule(name)
+            assert isinstance(column, _StandIn)
+            column.keep_outputs(intervals(index))
+            column.register_forward_pre_hook(self._before_column)
+        row = self.module.get_submodule(shares.row)
+        assert isinstance(row, _StandIn)
+        row.keep_inputs(shares.row_inputs(index), with_bias=index == 0)
+        row.register_forward_hook(self._after_row)
+        shares.scale(self.module, shares.degree)
+        inside = (*shares.columns, shares.row)
+        self.parameters = {n: p for n, p in self.module.named_parameters() if _owner(n) not in inside}
+
+    def _before_column(self, _: nn.Module, args: Any) -> Any:
+        self.column_inputs.append(args[0])
+        return (args[0].detach(),)
+
+    def _after_row(self, _: nn.Module, __: Any, output: Tensor) -> Tensor:
+        self.row_outputs.append(output)
+        return (output + self.others).detach()
+
+    def reached_from(self, tensors: Sequence[Tensor]) -> set[str]:
+        """The parameters (and "" for the input) that a gradient of these tensors reaches.
+
+        The graph is walked, not run: a process that has run a backward cannot fork ranks where torch knows GPUs.
+        """
+        names = {id(self.value): "", **{id(parameter): name for name, parameter in self.parameters.items()}}
+        found = {names[id(tensor)] for tensor in tensors if tensor.grad_fn is None and id(tensor) in names}
+        waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) in names:
+                found.add(names[id(leaf)])
+            following = {node for node, _ in node.next_functions if node is not None} - seen
+            seen |= following
+            waiting += following
+        return found
+
+    def run(self, value: Tensor) -> Tensor:
+        self.value = value
+        return _first_tensor(self.module(value))
+
+
+def _judge(whole: nn.Module, shares: Shares, value: Tensor, expected: Tensor) -> Proof | str:
+    parts = [_Part(whole, shares, index) for index in range(shares.degree)]
+    first, *others = parts
+    for part in others:
+        part.run(value)
+    first.others = sum((output.detach() for part in others for output in part.row_outputs), torch.zeros(()))
+    found = first.run(value)
+    if any(len(part.row_outputs) != 1 or len(part.column_inputs) != len(shares.columns) for part in parts):
+        return f"its forward does not call {', '.join(shares.columns)} and {shares.row} once each"
+    if not _equal(found, expected):
+        return f"the parts of {', '.join(shares.columns)} and {shares.row} do not add up to the whole result"
+    inside, outside = first.reached_from(first.row_outputs), first.reached_from([found])
+    before = first.reached_from(first.column_inputs)
+    if "" in inside:
+        return f"its input is used between {', '.join(shares.columns)} and {shares.row}, beside going into them"
+    if linears := [name for name in map(_owner, inside) if isinstance(first.module.get_submodule(name), _StandIn)]:
+        return f"'{linears[0]}' works between {', '.join(shares.columns)} and {shares.row}"
+    if both := sorted(inside & (outside | before)):
+        return f"its parameter '{both[0]}' is used both inside the split and outside"
+    only_input = "" not in outside and all(column_input is value for column_input in first.column_inputs)
+    return Proof(frozenset(inside), only_input)
+
+
+def _equal(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    return float((found - expected).detach().abs().max()) <= TOLERANCE * float(expected.abs().max())
+
+
+def _owner(parameter_name: str) -> str:
+    return parameter_name.rpartition(".")[0]
+
+
+def _take(value: Tensor, intervals: Intervals) -> Tensor:
+    return torch.cat([value[..., begin:end] for begin, end in intervals], -1).detach()
+
+
+def _first_tensor(output: Any) -> Tensor:
+    found = next(_tensors(output), None)
+    if found is None:
+        raise TypeError(f"it returned {type(output).__name__} and no tensor")
+    return found
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list)):
+        for item in output:
+            yield from _tensors(item)

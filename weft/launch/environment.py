@@ -1,0 +1,396 @@
+"""Starting processes: who started this one, and where the ranks meet.
+
+The same command runs under torchrun, SLURM's srun and MPI's mpirun, told apart by the variables that each of them
+sets, and on one machine without any of them: then `weft` starts the local ranks (agent.py). All that weft knows about
+launchers is in this file.
+
+    detect(environ)               -> Place, or None when nobody has started ranks yet
+    rendezvous(environ, place)    -> the address and port at which rank 0's store answers
+    init_process_group(place, ..) -> the world group, and this rank's device
+
+A job on one host listens on loopback only: its store takes orders from whoever can reach it.
+"""
+
+import itertools
+import math
+import os
+import re
+import socket
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # as documented
+
+from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
+from weft.errors import LaunchError, LostRankError
+from weft.launch.fork_server import LISTENER_VARIABLE, LOOPBACK
+
+Launcher = Literal["none", "weft", "torchrun", "slurm", "mpi"]
+
+_COMMANDS: dict[Launcher, str] = {
+    "none": "python",
+    "weft": "weft",
+    "torchrun": "torchrun",
+    "slurm": "srun",
+    "mpi": "mpirun",
+}
+# The elastic run id of ranks that weft's own agent started, which is how they know it was not torchrun.
+LOCAL_RUN_ID_PREFIX = "weft-local-"
+_MEETING_POLL_SECONDS = 0.01
+# SLURM numbers what is not an srun (batch scripts, interactive shells) above this.
+_SLURM_MAX_STEP_ID = 0xFFFFFFF0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in the job. The defaults are a job of one process that nobody launched."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    num_local_ranks: int = 1
+    num_hosts: int = 1
+    launcher: Launcher = "none"
+
+    def __post_init__(self) -> None:
+        command = _COMMANDS[self.launcher]
+        if not 0 <= self.rank < self.num_ranks:
+            raise LaunchError(f"{command} gave rank {self.rank}, which is not below {self.num_ranks} ranks")
+        if not 0 <= self.local_rank < self.num_local_ranks:
+            raise LaunchError(
+                f"{command} gave local rank {self.local_rank}, "
+                f"which is not below {self.num_local_ranks} ranks on this host"
+            )
+        if not (self.num_local_ranks <= self.num_ranks and 1 <= self.num_hosts <= self.num_ranks):
+            raise LaunchError(
+                f"{command} gave {self.num_local_ranks} ranks on this host and {self.num_hosts} hosts, "
+                f"which do not fit {self.num_ranks} ranks in all"
+            )
+
+
+# --- who started this process -------------------------------------------------------------------------------------
+
+
+def detect(environ: Mapping[str, str]) -> Place | None:
+    """Read this process's place from its launcher's variables; None when no launcher started ranks.
+
+    The innermost launcher wins: torchrun may run under srun, and mpirun's and hydra's daemons are often started by
+    srun, so SLURM's variables come last. `srun --mpi=pmi2` sets PMI_RANK, but only hydra sets MPI_LOCALRANKID.
+    """
+    if any(name in environ for name in ("TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        return _from_torchrun(environ)
+    if any(name in environ for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")):
+        prefix = "OMPI_COMM_WORLD_"
+        return _from_mpi(environ, [prefix + name for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")])
+    in_step = _in_slurm_step(environ)
+    if "MPI_LOCALRANKID" in environ or ("PMI_RANK" in environ and not in_step):
+        return _from_mpi(environ, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"])
+    return _from_slurm(environ) if in_step else None
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> Place:
+    rank, num_ranks = _integers(environ, ["RANK", "WORLD_SIZE"], "torchrun")
+    _require(environ, ["MASTER_ADDR", "MASTER_PORT"], "torchrun")
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    local_names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    if run_id is None and not any(name in environ for name in local_names):
+        # Set by hand. Which ranks share a host decides which device each takes: only loopback tells.
+        if environ["MASTER_ADDR"] in ("localhost", LOOPBACK, "::1"):
+            return Place(rank, num_ranks, rank, num_ranks, 1, "torchrun")
+        raise LaunchError(
+            "RANK and WORLD_SIZE are set but LOCAL_RANK is not; "
+            "export LOCAL_RANK and LOCAL_WORLD_SIZE too, or start the ranks with torchrun"
+        )
+    local_rank, num_local_ranks = _integers(environ, local_names, "torchrun")
+    if "GROUP_WORLD_SIZE" in environ:
+        (num_hosts,) = _integers(environ, ["GROUP_WORLD_SIZE"], "torchrun")
+    else:
+        num_hosts = math.ceil(num_ranks / max(1, num_local_ranks))
+    launcher: Launcher = "weft" if (run_id or "").startswith(LOCAL_RUN_ID_PREFIX) else "torchrun"
+    return Place(rank, num_ranks, local_rank, num_local_ranks, num_hosts, launcher)
+
+
+def _from_mpi(environ: Mapping[str, str], names: list[str]) -> Place:
+    rank, num_ranks, local_rank, num_local_ranks = _integers(environ, names, "mpirun")
+    # MPI does not tell the number of hosts: exact when all of them run the same number of ranks.
+    num_hosts = math.ceil(num_ranks / max(1, num_local_ranks))
+    return Place(rank, num_ranks, local_rank, num_local_ranks, num_hosts, "mpi")
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of several.
+
+    A batch script has SLURM_PROCID and the job's SLURM_NTASKS but no step; an interactive shell has a reserved step
+    number. A step of one task is a shell (`srun --pty bash`) or a script, inside which weft starts its own ranks.
+    """
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return False
+    (step,) = _integers(environ, ["SLURM_STEP_ID"], "srun")
+    return step <= _SLURM_MAX_STEP_ID and _slurm_num_tasks(environ) > 1
+
+
+def _slurm_num_tasks(environ: Mapping[str, str]) -> int:
+    return _integers(environ, [_step_or_job(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")], "srun")[0]
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Place:
+    rank, local_rank, host_index = _integers(environ, ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "srun")
+    hosts_name = _step_or_job(environ, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES")
+    (num_hosts,) = _integers(environ, [hosts_name], "srun")
+    # Not SLURM_NTASKS_PER_NODE: it repeats an option of the batch script, whatever the step was given.
+    tasks_name = _step_or_job(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    _require(environ, [tasks_name], "srun")
+    tasks = _tasks_per_host(tasks_name, environ[tasks_name])
+    if not 0 <= host_index < len(tasks):
+        raise LaunchError(f"SLURM_NODEID = {host_index} is outside {tasks_name} = {environ[tasks_name]!r}")
+    return Place(rank, _slurm_num_tasks(environ), local_rank, tasks[host_index], num_hosts, "slurm")
+
+
+def _step_or_job(environ: Mapping[str, str], step_name: str, job_name: str) -> str:
+    """The step's own variable where SLURM sets it: the job's may be that of a larger allocation."""
+    return step_name if step_name in environ else job_name
+
+
+def _tasks_per_host(name: str, text: str) -> list[int]:
+    """Expand SLURM's short form: "4(x2),3" is [4, 4, 3]."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise LaunchError(f"{name} = {text!r} does not read like 4(x2),3")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _require(environ: Mapping[str, str], names: Sequence[str], command: str) -> None:
+    missing = [name for name in names if not environ.get(name)]
+    if missing:
+        raise LaunchError(
+            f"{command}'s variables are half set: {', '.join(missing)} missing; "
+            f"start with {command}, or unset its other variables"
+        )
+
+
+def _integers(environ: Mapping[str, str], names: Sequence[str], command: str) -> list[int]:
+    _require(environ, names, command)
+    for name in names:
+        if not re.fullmatch(r"[0-9]+", environ[name]):
+            raise LaunchError(f"{name} = {environ[name]!r} is not a whole number; {command} sets it")
+    return [int(environ[name]) for name in names]
+
+
+def is_elastic(environ: Mapping[str, str], place: Place) -> bool:
+    """Whether torchrun may start the ranks again, and then perhaps others: with --max-restarts above 0."""
+    return place.launcher == "torchrun" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def check_world(place: Place, num_ranks: int, degrees: Mapping[str, int]) -> None:
+    """Refuse a job whose launcher started more or fewer processes than the plan's degrees need."""
+    if place.num_ranks == num_ranks:
+        return
+    product = " × ".join(f"{axis} = {degree}" for axis, degree in degrees.items() if degree > 1)
+    needs = f"{num_ranks} process{'es' if num_ranks > 1 else ''}" + (f" ({product})" if product else "")
+    raise LaunchError(
+        f"the plan needs {needs} but {_COMMANDS[place.launcher]} started {place.num_ranks}; "
+        f"start {num_ranks} or change the plan"
+    )
+
+
+# --- where the ranks meet -----------------------------------------------------------------------------------------
+
+
+def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
+    """The address and port of rank 0's store, the same on every rank without any exchange of messages."""
+    if "MASTER_ADDR" in environ or "MASTER_PORT" in environ:
+        _require(environ, ["MASTER_ADDR", "MASTER_PORT"], _COMMANDS[place.launcher])
+        (port,) = _integers(environ, ["MASTER_PORT"], _COMMANDS[place.launcher])
+        if not 1 <= port <= 65535:
+            raise LaunchError(f"MASTER_PORT = {port} is not a port; use 1 to 65535")
+        return environ["MASTER_ADDR"], port
+    if place.num_ranks == 1:
+        return LOOPBACK, 0  # nobody else has to find it: any free port
+    if place.launcher == "slurm":
+        _require(environ, ["SLURM_JOB_ID", "SLURM_STEP_ID"], "srun")
+        port = _port(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
+        if place.num_hosts == 1:
+            return LOOPBACK, port
+        # Task 0 runs on the first host of the step in every distribution but `arbitrary`.
+        name = _step_or_job(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+        _require(environ, [name], "srun")
+        return expand_hosts(environ[name])[0], port
+    if place.num_hosts > 1:
+        raise LaunchError(
+            f"{_COMMANDS[place.launcher]} runs {place.num_ranks} ranks on {place.num_hosts} hosts "
+            "but does not tell where rank 0 is; export MASTER_ADDR and MASTER_PORT, "
+            "e.g. mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500"
+        )
+    # Hydra has no job name: two such jobs on one host need a MASTER_PORT each, as the error on the taken port says.
+    return LOOPBACK, _port(environ.get("PMIX_NAMESPACE", "mpi"))
+
+
+def _port(job: str) -> int:
+    return 20000 + zlib.crc32(job.encode()) % 40000
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """Expand SLURM's short form of host names: "gpu[003-004,9],login1" is gpu003, gpu004, gpu9, login1."""
+    element = r"(?:[^\s,\[\]]|\[[0-9,-]+\])+"
+    if not re.fullmatch(rf"{element}(?:,{element})*", nodelist):
+        raise LaunchError(f"node list {nodelist!r} does not read like gpu[003-005,9],login1")
+    hosts: list[str] = []
+    for name in re.findall(element, nodelist):
+        # re.split with one group: text and bracket contents take turns.
+        parts = re.split(r"\[([0-9,-]+)\]", name)
+        choices = [_numbers(part, nodelist) if index % 2 else [part] for index, part in enumerate(parts)]
+        hosts += ["".join(choice) for choice in itertools.product(*choices)]
+    return hosts
+
+
+def _numbers(ranges: str, nodelist: str) -> list[str]:
+    """Expand "003-005,9", keeping leading zeros."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise LaunchError(f"node list {nodelist!r} has a range {part!r} that does not read like 003-005")
+        first, last = match[1], match[2] or match[1]
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers
+
+
+def take_device(place: Place, device: DeviceType, share_gpus: bool = False) -> torch.device:
+    """This rank's device, which is the current one from here on. Before anything initialises CUDA: every rank of a host
+    would hold memory on its first GPU.
+    """
+    if device == "cpu":
+        return torch.device("cpu")
+    prepare_cuda(_num_sharing(place))
+    own = torch.device("cuda", _cuda_index(place, share_gpus))
+    torch.cuda.set_device(own)
+    return own
+
+
+def init_process_group(place: Place, device: DeviceType, timeout: timedelta, share_gpus: bool = False) -> torch.device:
+    """Join the world group and return this rank's device. `timeout` bounds the meeting and every collective."""
+    rank_device = take_device(place, device, share_gpus)
+    if place.num_hosts == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    address, port = rendezvous(os.environ, place)
+    try:
+        store = _open_store(address, port, place, timeout)
+        meeting = _agree_on_meeting(store, place, timeout)
+    except (OSError, dist.DistError) as error:
+        raise LaunchError(
+            f"rank {place.rank} of {place.num_ranks} did not meet the others at {address}:{port} ({error}); "
+            "start every rank, or export another MASTER_ADDR and MASTER_PORT"
+        ) from error
+    backend = choose_backend(device, _num_sharing(place) if device == "cuda" else 1)
+    dist.init_process_group(
+        backend,
+        store=PrefixStore(f"weft/{meeting}", store),
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=timeout,
+        device_id=rank_device if "nccl" in backend else None,
+    )
+    return rank_device
+
+
+def world_store() -> Store:
+    """A connection of its own to the store at which the ranks of the world met: who waits in it keeps nobody else."""
+    store = dist.distributed_c10d._get_default_store()
+    return PrefixStore("weft/lookout", store.clone())  # type: ignore[attr-defined]
+
+
+def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
+    """A random name for this start of these ranks, under which their keys are.
+
+    After a restart torchrun's store still holds the addresses of dead ranks, which must not be read; and its count of
+    restarts differs between agents of which one came later. Each rank says a random word and waits for rank 0's answer
+    to that word; rank 0 goes on answering until as many ranks as there should be have heard it.
+    """
+    own = os.urandom(8).hex()
+    if place.rank > 0:
+        store.set(f"weft/word/{place.rank}", own)
+        store.wait([f"weft/answer/{own}"], timeout)
+        meeting = store.get(f"weft/answer/{own}").decode()
+        store.add(f"weft/{meeting}/heard", 1)
+        return meeting
+    answered = dict.fromkeys(range(1, place.num_ranks), "")
+    deadline = time.monotonic() + timeout.total_seconds()
+    while store.add(f"weft/{own}/heard", 0) < len(answered):
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks are missing after {timeout.total_seconds():.0f} s")
+        for rank, word in answered.items():
+            if store.check([f"weft/word/{rank}"]) and (said := store.get(f"weft/word/{rank}").decode()) != word:
+                answered[rank] = said
+                store.set(f"weft/answer/{said}", own)
+        time.sleep(_MEETING_POLL_SECONDS)
+    return own
+
+
+def current_store() -> Store:
+    """The store at which the ranks of the world have met."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]  # kept by torch, for no public name
+
+
+def meet_again(store: Store, name: str, rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """Form the world anew, on CPUs, after `shutdown`: with other ranks, under a name that was not used before. The
+    store for what they have to say.
+    """
+    named = PrefixStore(name, store)
+    try:
+        dist.init_process_group("gloo", store=named, rank=rank, world_size=num_ranks, timeout=timeout)
+    except (RuntimeError, dist.DistError) as error:
+        raise LostRankError(f"{num_ranks} ranks did not meet again: {str(error).splitlines()[0]}") from error
+    return named
+
+
+def shutdown() -> None:
+    """Leave the world group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _num_sharing(place: Place) -> int:
+    """The ranks of this host that use the GPUs which this rank sees."""
+    return 1 if _sees_own_gpu_only(place) else place.num_local_ranks
+
+
+def _sees_own_gpu_only(place: Place) -> bool:
+    """srun --gpus-per-task=1 and its like show each rank its own device only."""
+    return place.launcher in ("slurm", "mpi") and torch.cuda.device_count() == 1
+
+
+def _cuda_index(place: Place, share_gpus: bool = False) -> int:
+    num_devices = torch.cuda.device_count()
+    if _sees_own_gpu_only(place):
+        return 0
+    if place.local_rank >= num_devices and not share_gpus:
+        raise LaunchError(
+            f"local rank {place.local_rank} has no GPU: this host shows {num_devices}; start no more ranks per host "
+            f"than it has, train on the CPU, or let ranks share GPUs, for tests only (train.share_gpus=true)"
+        )
+    return place.local_rank % num_devices
+
+
+def _open_store(address: str, port: int, place: Place, timeout: timedelta) -> Store:
+    """Connect to the elastic agent's store, or to the one that rank 0 serves where there is none."""
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if serves and address == LOOPBACK:
+        return _serve_loopback(port, place.num_ranks, timeout)
+    return TCPStore(address, port, place.num_ranks, serves, timeout)
+
+
+def _serve_loopback(port: int, num_ranks: int | None, timeout: timedelta) -> TCPStore:
+    """A store that only this host can reach; TCPStore by itself listens on every interface."""
+    given = os.environ.pop(LISTENER_VARIABLE, None)  # bound before the ranks were forked
+    listener = socket.socket(fileno=int(given)) if given is not None else socket.create_server((LOOPBACK, port))
+    port = listener.getsockname()[1]
+    return TCPStore(LOOPBACK, port, num_ranks, True, timeout, master_listen_fd=listener.detach())

@@ -1,0 +1,317 @@
+"""A process that forks ranks: made before this one computes anything, so that a rank starts in milliseconds.
+
+Importing torch takes seconds, on every rank and at every restart. The nursery is forked from a process that has
+imported everything but has used neither threads nor a GPU, and stays that way: it waits, forks ranks, tells who died.
+
+    nursery = Nursery(main, jobs={"gpus": look})  early
+    nursery.call("gpus")                          -> what look() returns in a child of the nursery, as JSON
+    pids = nursery.start(4, arguments, environ)   main(arguments) on four ranks, each in a session of its own
+    nursery.death(timeout_seconds)                -> Death(rank, status), or None
+
+Both talk in lines of JSON over a pair of sockets that nobody else can reach. When this process dies, the nursery asks
+its ranks to save and stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from weft.cluster.local_gpus import VISIBLE_VARIABLE
+from weft.errors import LaunchError, LocalError, WeftError, error_class
+from weft.health.rank_status import record_failure
+from weft.launch.fork import fork
+
+Main = Callable[[list[str]], object]
+Job = Callable[..., Any]  # keyword arguments and a result that JSON can hold
+
+LOOPBACK = "127.0.0.1"
+LISTENER_VARIABLE = "WEFT_LISTENER"  # the descriptor of the socket at which rank 0's store is to answer
+SAVE_SECONDS = 600.0  # how long ranks that were asked to stop may take to save
+
+
+@dataclass(frozen=True)
+class Death:
+    """A rank that has ended: with this status, or -n for signal n."""
+
+    rank: int
+    status: int
+
+
+class Nursery:
+    """This process's end. Ranks run `main(arguments)`; `jobs` are functions by name, for single children; `warm` is run
+    once, before the first rank, and behind the first job.
+    """
+
+    def __init__(
+        self, main: Main, warm: Callable[[], object] = lambda: None, jobs: Mapping[str, Job] | None = None
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        self._pid = fork()
+        if self._pid == 0:
+            ours.close()
+            try:
+                _Server(theirs, main, jobs or {}).serve(warm)
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._lines = _Lines(ours)
+        self._deaths: deque[dict[str, Any]] = deque()  # that came while a job's end was waited for
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        os.waitpid(self._pid, 0)
+
+    def start(self, num_ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[int]:
+        """Start all ranks with this environment and their places in it; their process ids, in order."""
+        self._lines.write({"num_ranks": num_ranks, "arguments": list(arguments), "environ": dict(environ)})
+        answer = self._read(None)
+        assert answer is not None
+        return list(answer["pids"])
+
+    def death(self, timeout_seconds: float) -> Death | None:
+        """The next rank that has ended, if one does in this time."""
+        answer = self._deaths.popleft() if self._deaths else self._read(timeout_seconds)
+        return None if answer is None else Death(answer["rank"], answer["status"])
+
+    def call(self, job: str, **arguments: Any) -> Any:
+        """What a job returns, computed in a child of the nursery. Errors of weft's own are raised here again; a child
+        that failed otherwise, or died, is a LocalError.
+        """
+        with tempfile.TemporaryDirectory(prefix="weft-job-") as folder:
+            path = Path(folder) / "answer"
+            self._lines.write({"job": job, "arguments": arguments, "path": str(path)})
+            while (ended := self._read(None)) is None or "job" not in ended:
+                if ended is not None:
+                    self._deaths.append(ended)
+            if not path.exists():
+                raise LocalError(f"the process of '{job}' died with status {ended['status']} and left no answer")
+            answer = json.loads(path.read_text())
+        if "error" not in answer:
+            return answer["result"]
+        kind = error_class(answer["error"]) if answer["is_expected"] else None
+        if kind is None:
+            raise LocalError(f"'{job}' failed: {answer['error']}: {answer['message']}\n{answer['trace']}")
+        raise kind(answer["message"])
+
+    def _read(self, timeout_seconds: float | None) -> dict[str, Any] | None:
+        try:
+            return self._lines.read(timeout_seconds)
+        except (EOFError, OSError):
+            raise LaunchError("the process that starts the ranks was killed; run the same command to go on") from None
+
+
+class _Lines:
+    """JSON values over a socket, one a line."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self.link = link
+        self._text = b""
+
+    def write(self, value: Mapping[str, Any]) -> None:
+        self.link.sendall(json.dumps(value).encode() + b"\n")
+
+    def read(self, timeout_seconds: float | None) -> dict[str, Any] | None:
+        """The next value; None if none came in time. EOFError when the other end is gone."""
+        while b"\n" not in self._text:
+            if not select.select([self.link], [], [], timeout_seconds)[0]:
+                return None
+            chunk = self.link.recv(1 << 16)
+            if not chunk:
+                raise EOFError
+            self._text += chunk
+        line, _, self._text = self._text.partition(b"\n")
+        value: dict[str, Any] = json.loads(line)
+        return value
+
+    def close(self) -> None:
+        self.link.close()
+
+
+class _Server:
+    """The nursery's own end."""
+
+    def __init__(self, link: socket.socket, main: Main, jobs: Mapping[str, Job]) -> None:
+        self._lines, self._main, self._jobs = _Lines(link), main, jobs
+        self._ranks: dict[int, int] = {}  # process id -> rank, of those whose end was not told yet
+        self._ended: list[int] = []  # told, but not reaped: until others start, their numbers belong to nobody else
+        self._busy: set[int] = set()  # process ids of jobs
+        self._visible = os.environ.get(VISIBLE_VARIABLE)  # which the parent may hide from itself later
+
+    def serve(self, warm: Callable[[], object]) -> None:
+        os.setsid()  # signals of the terminal are for the process that asks
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        woken, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(wake)
+        is_warm = has_served = False
+        with suppress(EOFError, OSError):  # OSError: it died while this process wrote to it
+            while True:
+                if not is_warm and has_served and not self._busy:
+                    warm()
+                    is_warm = True
+                ready, _, _ = select.select([self._lines.link.fileno(), woken], [], [])
+                if woken in ready:
+                    os.read(woken, 4096)
+                    self._tell_deaths()
+                    self._tell_jobs()
+                if self._lines.link.fileno() in ready:
+                    request = self._lines.read(None)
+                    assert request is not None
+                    if not is_warm and (has_served or "job" not in request):  # a first job need not wait for it
+                        warm()
+                        is_warm = True
+                    has_served = True
+                    if "job" in request:
+                        self._start_job(request)
+                    else:
+                        self._lines.write({"pids": self._start(**request)})
+        self._end()
+
+    def _tell_deaths(self) -> None:
+        """Tell of all that have died by now. They are not reaped yet: whoever is told may still signal them, and a
+        number that was reaped may be another's process by then.
+        """
+        for pid in list(self._ranks):
+            if hasattr(os, "waitid"):
+                found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is None:
+                    continue
+                status = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+                self._ended.append(pid)
+            else:  # macOS
+                reaped, code = os.waitpid(pid, os.WNOHANG)
+                if not reaped:
+                    continue
+                status = os.waitstatus_to_exitcode(code)
+            self._lines.write({"rank": self._ranks.pop(pid), "status": status})
+
+    def _reap(self) -> None:
+        while self._ended:
+            os.waitpid(self._ended.pop(), 0)
+
+    def _start_job(self, request: Mapping[str, Any]) -> None:
+        pid = fork()
+        if pid == 0:
+            self._lines.close()
+            _become_child()
+            _run_job(self._jobs[request["job"]], request["arguments"], Path(request["path"]))
+        self._busy.add(pid)
+
+    def _tell_jobs(self) -> None:
+        """Tell of all jobs that have ended by now."""
+        for pid in list(self._busy):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._busy.remove(pid)
+                self._lines.write({"job": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _start(self, num_ranks: int, arguments: list[str], environ: dict[str, str]) -> list[int]:
+        self._reap()
+        # Bound here, so that the port is known to all ranks and nobody else can take it before rank 0 answers.
+        pids = []
+        environ.pop(VISIBLE_VARIABLE, None)
+        environ |= {VISIBLE_VARIABLE: self._visible} if self._visible is not None else {}
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            port = listener.getsockname()[1]
+            for rank in range(num_ranks):
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+                place |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_PORT": port}
+                if rank == 0:
+                    place[LISTENER_VARIABLE] = listener.fileno()
+                pid = fork()
+                if pid == 0:
+                    if rank == 0:
+                        listener.set_inheritable(True)  # for programs that it becomes
+                    else:
+                        listener.close()
+                    self._lines.close()
+                    own = {"MASTER_ADDR": LOOPBACK, **{name: str(value) for name, value in place.items()}}
+                    _run(self._main, arguments, environ | own)
+                pids.append(pid)
+                self._ranks[pid] = rank
+        return pids
+
+    def _end(self) -> None:
+        """Nobody asks any more: let the ranks save, then see them end. Jobs have nothing to save."""
+        self._reap()
+        for pid in self._busy:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        for pid in self._ranks:
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + SAVE_SECONDS
+        while self._ranks and time.monotonic() < deadline:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+            self._ranks.pop(pid, None)
+            time.sleep(0.05)
+        for pid in self._ranks:
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _run(main: Main, arguments: list[str], environ: dict[str, str]) -> None:
+    """A rank, from its first moment to its last."""
+    status = 1
+    try:
+        _become_child()
+        os.environ.clear()
+        os.environ.update(environ)
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # OpenMP was loaded before that was set
+        main(arguments)
+        status = 0
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException as error:
+        status = record_failure(environ, int(environ["RANK"]), error)
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _become_child() -> None:
+    """Leave the nursery's session and signals."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def _run_job(job: Job, arguments: Mapping[str, Any], path: Path) -> None:
+    """A job, from its first moment to its last; its answer is a file that is there whole or not at all."""
+    status = 1
+    try:
+        try:
+            answer: dict[str, Any] = {"result": job(**arguments)}
+            status = 0
+        except BaseException as error:
+            answer = {"error": type(error).__name__, "message": str(error), "trace": traceback.format_exc()}
+            answer["is_expected"] = isinstance(error, WeftError)
+        written = path.with_suffix(".part")
+        written.write_text(json.dumps(answer))
+        written.rename(path)
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)

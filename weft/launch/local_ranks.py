@@ -1,0 +1,264 @@
+"""Runs a function on local ranks: processes joined by Gloo or NCCL through a file, without ports or pickles.
+
+Forking after torch is imported starts eight ranks in a fraction of a second, so the verifier, the tests and
+`weft doctor` all use it. A process that cannot have working children any more (`weft/launch/fork.py`) starts fresh ones
+instead, which import the function (`run_spawned`). Results come back as JSON. Nothing hangs: after `timeout_seconds`
+all ranks are ended and the error says for each rank that still ran what it waited for, with its stack.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from weft.cluster.local_gpus import VISIBLE_VARIABLE
+from weft.comm import meet
+from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
+from weft.errors import LocalError
+from weft.health.rank_status import wait_for_stacks
+from weft.launch.fork import fork
+from weft.launch.function_names import find
+
+__all__ = ["LocalError", "run_local", "run_spawned"]
+
+_STACK_SECONDS = 10.0  # at most, for ranks that hang to say where
+Start = Callable[["_Place", int], int]  # starts a rank that writes its answer to a descriptor; its process id
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank is: its number, how many there are, the folder where they meet, and what they compute on."""
+
+    rank: int
+    num_ranks: int
+    folder: Path
+    timeout_seconds: float
+    device: DeviceType
+
+
+@dataclass
+class _Child:
+    rank: int
+    pid: int
+    pipe: int
+    text: bytes = b""
+    done: bool = False
+    status: int | None = None
+
+
+def run_local(
+    function: Callable[[int], Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
+) -> list[Any]:
+    """`function(rank)` on `num_ranks` forked processes; what each returns (as JSON) in the order of ranks.
+
+    With device "cuda", ranks share this machine's GPUs, and each one's current device is set. Not for a process in
+    which CUDA is initialised or a backward has run on a machine with GPUs: see `run_spawned`.
+    """
+
+    return _run(_forked(function), num_ranks, timeout_seconds, device)
+
+
+def _forked(function: Callable[[int], Any]) -> Start:
+    def start(place: _Place, write: int) -> int:
+        pid = fork()
+        if not pid:
+            _serve(place, write, lambda: function(place.rank))
+        return pid
+
+    return start
+
+
+def run_spawned(
+    entry: str, arguments: Mapping[str, Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
+) -> list[Any]:
+    """`function(rank, **arguments)` on fresh processes; `entry` is 'module:function', arguments are JSON's.
+
+    Slower than `run_local` by the time that importing torch takes, and possible in any process.
+    """
+    order = {"entry": entry, "arguments": dict(arguments)}
+
+    def start(place: _Place, write: int) -> int:
+        path = place.folder / f"order-{place.rank}.json"
+        where = {"rank": place.rank, "num_ranks": place.num_ranks, "folder": str(place.folder)}
+        where |= {"timeout_seconds": place.timeout_seconds, "device": place.device}
+        path.write_text(json.dumps({**order, "place": where, "write": write}))
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        os.set_inheritable(write, True)
+        return os.posix_spawn(sys.executable, [sys.executable, "-m", "weft.launch.local_ranks", str(path)], environ)
+
+    return _run(start, num_ranks, timeout_seconds, device)
+
+
+def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType) -> list[Any]:
+    with tempfile.TemporaryDirectory(prefix="weft-local-") as name:
+        children = [
+            _start(start, _Place(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
+        ]
+        try:
+            _collect(children, time.monotonic() + timeout_seconds)
+            if not all(child.done for child in children):
+                raise LocalError(_describe_hang(children, Path(name), timeout_seconds))
+            return [_result(child) for child in children]
+        finally:
+            for child in children:
+                if not child.done:
+                    os.kill(child.pid, signal.SIGKILL)
+                    os.waitpid(child.pid, 0)
+                os.close(child.pipe)
+
+
+def _start(start: Start, place: _Place) -> _Child:
+    read, write = os.pipe()
+    pid = start(place, write)
+    os.close(write)
+    return _Child(place.rank, pid, read)
+
+
+# --- in a rank
+
+
+def _serve(place: _Place, write: int, function: Callable[[], Any]) -> None:
+    """A rank, from its first moment to its last: writes its answer and leaves."""
+    status = 1
+    try:
+        answer = _answer(place, function)
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(answer)
+        status = 0 if answer.startswith(b'{"result"') else 1
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _answer(place: _Place, function: Callable[[], Any]) -> bytes:
+    """The answer as JSON: the function's result, or the error that it ended with and when."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with open(place.folder / f"stack-{place.rank}", "w") as stack:
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+        try:
+            torch.set_num_threads(1)
+            if torch.backends.mkldnn.is_acl_available():  # on ARM: it would wait for threads that are not forked
+                torch.backends.mkldnn.set_flags(_enabled=False)
+            _join(place, _take_device(place))
+            return json.dumps({"result": function()}).encode()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+            return json.dumps({"error": text, "trace": traceback.format_exc(), "at": time.monotonic()}).encode()
+
+
+def _take_device(place: _Place) -> torch.device | None:
+    """This rank's GPU; on a CPU, none is to be seen: libraries ask about them, and each rank would initialise CUDA."""
+    if place.device == "cuda":
+        prepare_cuda(place.num_ranks)
+        device = torch.device("cuda", place.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    if torch.cuda._is_in_bad_fork():
+        _hide_accelerators()
+    else:
+        os.environ[VISIBLE_VARIABLE] = ""
+    return None
+
+
+def _hide_accelerators() -> None:
+    """A forked process cannot use CUDA that its parent has touched, and optimizers ask about it even on a CPU."""
+    torch.cuda.is_available = lambda: False
+    torch.accelerator.current_accelerator = lambda check_available=False: None
+
+
+def _join(place: _Place, device: torch.device | None) -> None:
+    if place.num_ranks == 1:
+        return
+    backend = choose_backend(place.device, place.num_ranks)
+    dist.init_process_group(
+        backend,
+        store=FileStore(str(place.folder / "store"), place.num_ranks),
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=timedelta(seconds=place.timeout_seconds + 30),
+        device_id=device if "nccl" in backend else None,
+    )
+    meet()  # a rank that ends at once would break off others that are still connecting to it
+
+
+# --- in the process that asks
+
+
+def _collect(children: list[_Child], deadline: float) -> None:
+    """Read answers until all ranks ended, one failed (the others would wait for it in vain), or time is up."""
+    failed: list[_Child] = []
+    while not all(child.done for child in children):
+        open_pipes = {child.pipe: child for child in children if not child.done}
+        patience = 0.0 if failed else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select(list(open_pipes), [], [], patience)
+        if not ready:
+            break
+        for pipe in ready:
+            child = open_pipes[pipe]
+            chunk = os.read(pipe, 1 << 20)
+            child.text += chunk
+            if not chunk:
+                child.status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+                child.done = True
+                if child.status != 0:
+                    failed.append(child)
+    if failed:  # the first to fail is the cause; others may have failed because they lost it
+        _result(min(failed, key=_failed_at))
+
+
+def _has_answered(child: _Child) -> bool:
+    return child.status in (0, 1) and bool(child.text)  # a killed rank may have left half an answer
+
+
+def _failed_at(child: _Child) -> float:
+    return float(json.loads(child.text)["at"]) if _has_answered(child) else 0.0
+
+
+def _result(child: _Child) -> Any:
+    if not _has_answered(child):
+        raise LocalError(f"rank {child.rank} died with status {child.status} and left no answer")
+    answer = json.loads(child.text)
+    if "error" in answer:
+        raise LocalError(f"rank {child.rank} failed: {answer['error']}\n{answer['trace']}")
+    return answer["result"]
+
+
+def _describe_hang(children: list[_Child], folder: Path, timeout_seconds: float) -> str:
+    waiting = [child for child in children if not child.done]
+    for child in waiting:
+        os.kill(child.pid, signal.SIGUSR1)
+    paths = [folder / f"stack-{child.rank}" for child in waiting]
+    wait_for_stacks(paths, _STACK_SECONDS)
+    said = [path.read_text() if path.exists() else "" for path in paths]  # none of one that has not come to register
+    stacks = [f"rank {child.rank}:\n{text}" for child, text in zip(waiting, said, strict=True)]
+    names = ", ".join(str(child.rank) for child in waiting)
+    return f"no answer from rank(s) {names} of {len(children)} after {timeout_seconds:g} s\n" + "\n".join(stacks)
+
+
+def _main() -> None:
+    """A fresh rank: `python -m weft.launch.local_ranks ORDER.json`."""
+    order = json.loads(Path(sys.argv[1]).read_text())
+    where = order["place"]
+    place = _Place(**{**where, "folder": Path(where["folder"])})
+    _serve(place, order["write"], lambda: find(order["entry"])(place.rank, **order["arguments"]))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,167 @@
+"""The model's head as the place where its loss is computed, so that logits never exist whole (`models/loss.py`).
+
+A model is not edited: the forward of its last linear gives the loss while labels are set, and logits otherwise. That
+needs a model that returns the linear's result as it is. weft's own do; of another it is asked by running it on fake
+tensors (shapes only) with made-up tokens, and watching every operation on that result: one that is not foreseen, and
+the loss is computed from whole logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.errors import PlanError
+from weft.inspection.blocks import find_blocks
+from weft.inspection.chain_ends import HARMLESS, NUM_TOKENS
+from weft.inspection.functional_call import call_with
+from weft.models.decoder import Decoder
+from weft.models.gpt2 import GPT2
+from weft.models.loss import RowsLoss, head_loss, rows_loss
+from weft.plan import Plan
+
+_ATTRIBUTE = "_weft_loss_head"
+
+
+class LossHead:
+    """Stands in for the forward of a linear; its labels are set for as long as a loss is asked for."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module, self.inner = module, module.forward
+        self.labels: Tensor | None = None
+        self.z_loss = 0.0
+        self.rows: RowsLoss = rows_loss
+        self.rows_of_shapes: RowsLoss = rows_loss  # of fake tensors
+
+    def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's, which may be used
+        """Logits, or the summed loss."""
+        if self.labels is None:
+            return self.inner(input)
+        if input.shape[:-1] != self.labels.shape:
+            raise PlanError(
+                f"the model's last linear is given {list(input.shape[:-1])} positions, and there are labels for "
+                f"{list(self.labels.shape)}; give a label for each position (-100 where none counts)"
+            )
+        rows = self.rows_of_shapes if isinstance(input, FakeTensor) else self.rows
+        return head_loss(input, self.module.weight, self.module.bias, self.labels, self.z_loss, rows)
+
+    @contextmanager
+    def giving(self, labels: Tensor, z_loss: float = 0.0) -> Iterator[None]:
+        """The loss of these labels, for as long as the context lasts."""
+        self.labels, self.z_loss = labels, z_loss
+        try:
+            yield
+        finally:
+            self.labels, self.z_loss = None, 0.0
+
+
+def loss_head_of(model: nn.Module) -> LossHead | None:
+    """What gives a model's loss; None where it is computed from logits."""
+    return model.__dict__.get(_ATTRIBUTE)
+
+
+def is_loss_in_head(plan: Plan) -> bool:
+    """Whether a plan leaves the loss to the head: over x and y, logits are split and have a loss of their own
+    (`parallel/tensor/vocabulary.py`).
+    """
+    return plan.tensor.x * plan.tensor.y == 1
+
+
+def install_loss_head(model: nn.Module) -> None:
+    """Let a model's head give its loss, if it returns what its head gives."""
+    module = _find_head(model) if loss_head_of(model) is None else None
+    if module is not None:
+        head = model.__dict__[_ATTRIBUTE] = LossHead(module)
+        setattr(module, "forward", head.forward)  # noqa: B010 (a method to mypy)
+
+
+def is_loss_head(module: nn.Module) -> bool:
+    """Whether a module is a head that can give the loss."""
+    return isinstance(getattr(module.__dict__.get("forward"), "__self__", None), LossHead)
+
+
+def is_giving_loss(module: nn.Module) -> bool:
+    """Whether a module's result is a loss just now."""
+    return is_loss_head(module) and module.__dict__["forward"].__self__.labels is not None
+
+
+@contextmanager
+def example_labels(model: nn.Module, finish: Any) -> Iterator[None]:
+    """While an example runs whose loss is `finish`: a model that gives its loss is told the labels."""
+    head, labels = loss_head_of(model), getattr(finish, "labels", None)
+    if head is None or labels is None:
+        yield
+    else:
+        with head.giving(labels()):
+            yield
+
+
+def logits_of(output: Any) -> Tensor:
+    """The logits in a model's output: the output itself, its `.logits`, or its first element."""
+    if isinstance(output, Tensor):
+        return output
+    found = getattr(output, "logits", None)
+    return found if isinstance(found, Tensor) else logits_of(output[0])
+
+
+def _find_head(model: nn.Module) -> nn.Linear | None:
+    """The last linear outside of blocks, if all that happens to its result is that the model returns it."""
+    blocks = tuple(f"{name}." for name in find_blocks(model))
+    outside = [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(blocks)]
+    linears = [module for _, module in outside if type(module) is nn.Linear]
+    if not blocks or not linears or not any(isinstance(module, nn.Embedding) for _, module in outside):
+        return None
+    head = linears[-1]
+    if _is_shipped(model, head):
+        return head
+    watch = _Watch()
+    handle = head.register_forward_hook(watch.take, prepend=True)  # hooks of others may use the result, too
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = True
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            tensors = [*model.named_parameters(), *model.named_buffers()]
+            state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
+            tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
+            with watch:
+                output = call_with(model, state, (tokens,))
+            is_returned = watch.num_calls == 1 and not watch.is_used and logits_of(output) is watch.result
+    except Exception:  # anything that the user's code may raise
+        return None
+    finally:
+        handle.remove()
+        for module, was_training in modes:
+            module.training = was_training
+    return head if is_returned else None
+
+
+def _is_shipped(model: nn.Module, head: nn.Linear) -> bool:
+    """Whether a model is one of weft's own, as it was made: they return what their last linear gives."""
+    has_hooks = bool(model._forward_hooks or head._forward_hooks)
+    return type(model) in (Decoder, GPT2) and "forward" not in model.__dict__ and not has_hooks
+
+
+class _Watch(TorchDispatchMode):
+    """Sees whether anything is done with a module's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.result: Any = None
+        self.num_calls, self.is_used = 0, False
+
+    def take(self, _: nn.Module, __: Any, result: Any) -> None:
+        """The module has its result."""
+        self.result, self.num_calls = result, self.num_calls + 1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.result is not None and func not in HARMLESS and func.namespace != "prim":
+            self.is_used |= any(leaf is self.result for leaf in tree_leaves((args, kwargs)))
+        return func(*args, **(kwargs or {}))

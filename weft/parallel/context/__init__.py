@@ -1,0 +1,1 @@
+"""The `context` axis: one sequence over several ranks."""

@@ -1,0 +1,155 @@
+"""Axis `context`: the sequence over ranks, for sequences that one device cannot hold. Weights are whole on each.
+
+Everything but attention works on each token alone, so a rank computes its own tokens; attention sees the others by a
+ring of keys and values (Liu et al. 2023) or by exchanging heads for tokens (Ulysses, Jacobs et al. 2023); see
+`context_attention.py` for both and their bytes. Tokens are dealt zig-zag: of 2·context equal parts rank i takes parts i
+and 2·context - 1 - i, so that causal attention is equal work for all. Labels are dealt with their tokens, positions
+follow the deal, and gradients are summed over the axis: one all-reduce of each trained slice a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from weft.comm import Axis
+from weft.comm.ledger import Key
+from weft.errors import PlanError
+from weft.inspection.rng import Draws
+from weft.mesh import Mesh
+from weft.models.decoder import CausalAttention
+from weft.parallel.context.attention import (
+    all_to_all_attention,
+    all_to_all_traffic,
+    ring_attention,
+    ring_traffic,
+    zigzag,
+)
+from weft.plan import BatchSplit, Plan
+from weft.profile import Profile
+from weft.sharding.layout import COMPUTE_DTYPE, master_bytes, trained_layouts
+from weft.sharding.units import units_of
+from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
+
+SEQUENCE_DIM = 1  # of tokens, labels and whatever else a batch holds: [batch, sequence, ...]
+
+
+class ContextAxis(Strategy):
+    """Sequences over `context`."""
+
+    name = "context"
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        degree = plan.context.degree
+        if degree == 1:
+            return None
+        assert profile.model is not None
+        attentions = {n: m for n, m in profile.model.named_modules() if isinstance(m, CausalAttention)}
+        if not attentions:
+            return (
+                f"context = {degree}, but no attention of {type(profile.model).__name__} is one that weft can split "
+                f"along the sequence (weft.models' CausalAttention); use weft's own models, or context = 1"
+            )
+        dropping = next((name for name, module in attentions.items() if module.dropout > 0), None)
+        if dropping is not None:
+            return f"context = {degree}, but '{dropping}' drops attention weights; set its dropout (attn_pdrop) to 0"
+        return self._refuse_heads(profile, plan)
+
+    def _refuse_heads(self, profile: Profile, plan: Plan) -> str | None:
+        for name, heads in profile.attentions.items():
+            local = heads.num_heads // plan.tensor.x
+            if plan.context.kind == "all-to-all" and local % plan.context.degree:
+                return (
+                    f"context = {plan.context.degree} with kind = 'all-to-all' does not divide the {local} heads that "
+                    f"'{name}' has on each rank; use kind = 'ring' or a divisor"
+                )
+        return None
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        if plan.context.degree == 1:
+            return Cost()
+        pairs: list[tuple[Key, int]] = []
+        for layout in trained_layouts(profile, plan):
+            one = (("context", "all_reduce"), layout.slice_numel * master_bytes(plan))
+            pairs += [one] * reductions_per_step(plan, split)
+        size = COMPUTE_DTYPE[plan.precision].itemsize
+        for name, heads in profile.attentions.items():
+            local, keys = heads.num_heads // plan.tensor.x, max(1, heads.num_key_heads // plan.tensor.x)
+            tokens = heads.sequence // plan.context.degree
+            if plan.context.kind == "ring":
+                forward, backward = ring_traffic(heads.batch, keys, tokens, heads.head_dim, size, plan.context.degree)
+            else:
+                forward, backward = all_to_all_traffic(
+                    heads.batch, local, keys, tokens, heads.head_dim, size, plan.context.degree
+                )
+            times, has_backward = _forwards(profile, plan, name)
+            calls = [*(forward * times), *(backward * has_backward)] * split.accumulation
+            pairs += [(("context", operation), num_bytes) for operation, num_bytes in calls]
+        return Cost(tally(pairs))
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        axis = mesh["context"]
+        if axis.degree == 1:
+            return model
+        for module in model.modules():
+            if isinstance(module, CausalAttention):
+                setattr(module, "forward", partial(_attend, module, plan.context.kind, axis))  # noqa: B010 (to mypy)
+        model.register_forward_pre_hook(partial(_add_positions, axis), with_kwargs=True)
+        draws = Draws({"context": [axis]}, mesh.device)  # all that a rank has in the model is of its own tokens
+        model.register_forward_pre_hook(partial(_draw_apart, draws))
+        model.register_forward_hook(lambda *_: draws.end())
+        units = units_of(model)
+        assert units is not None
+        for flat in units.flats:
+            flat.sum_over.append(axis)
+        return model
+
+
+def _forwards(profile: Profile, plan: Plan, name: str) -> tuple[int, bool]:
+    """How often an attention computes forward in a micro-batch, and whether its result needs a gradient."""
+    block = next((block for block in profile.blocks if name.startswith(f"{block.name}.")), None)
+    is_again = block is not None and block.in_backward and plan.memory.recompute != "none"
+    around = f"{name.rpartition('.')[0]}."
+    inside = [layer for path, layer in profile.layers.items() if path.startswith(around)]
+    # The last layer there is the projection that takes the attention's result.
+    return (2 if is_again else 1), not inside or inside[-1].needs_gradient
+
+
+def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+    """This rank's tokens of whole sequences, and what goes with them."""
+    if axis.degree == 1:
+        return batch
+    return tuple(
+        tensor.index_select(SEQUENCE_DIM, zigzag(tensor.shape[SEQUENCE_DIM], axis.degree, axis.index).to(tensor.device))
+        for tensor in batch
+    )
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and their count are no part of a compiled graph
+def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What takes the place of a module's attention; `module.documents` are then those of the whole sequence."""
+    attention = ring_attention if kind == "ring" else all_to_all_attention
+    # Selective recompute watches operations by a mode and keeps what matmuls give; inside attention these are scores,
+    # which are many and are changed in place, so it is kept from looking inside.
+    with _disable_current_modes():
+        return attention(query, key, value, axis, sliding_window=module.sliding_window, documents=module.documents)
+
+
+def _draw_apart(draws: Draws, *_: Any) -> None:
+    draws.begin()
+    draws.enter("context")
+
+
+def _add_positions(axis: Axis, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Tell the model where in the sequence its tokens stand."""
+    tokens = args[0] if args else next(iter(kwargs.values()))
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise PlanError(f"{type(model).__name__} got no tokens [batch, sequence] to split over context = {axis.degree}")
+    sequence = tokens.shape[SEQUENCE_DIM] * axis.degree
+    positions = zigzag(sequence, axis.degree, axis.index).to(tokens.device)
+    return args, {**kwargs, "positions": positions}

@@ -1,0 +1,1 @@
+"""The tensor axes `x` and `y`: layers split over ranks."""

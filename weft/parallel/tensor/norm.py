@@ -1,0 +1,53 @@
+"""Norms over features that are split over y: their moments are summed over the axis, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis, Ledger
+from weft.inspection.split_probe import TOLERANCE, random_copy
+from weft.parallel.tensor.operations import enter, leave
+
+ALONE = Axis("y", 1, 0, None, Ledger())
+
+
+_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # norms that were tried
+
+
+def split_norm(module: Any, axis: Axis, hidden: Tensor) -> Tensor:
+    """LayerNorm or RMSNorm of this rank's features, in float32 at least."""
+    wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    size = hidden.shape[-1] * axis.degree
+    if isinstance(module, nn.LayerNorm):
+        wide = wide - _sum_over(wide.sum(-1, keepdim=True), axis) / size
+    variance = _sum_over(wide.square().sum(-1, keepdim=True), axis) / size
+    eps = getattr(module, "eps", None) or getattr(module, "variance_epsilon", None) or torch.finfo(hidden.dtype).eps
+    normed = (wide * torch.rsqrt(variance + eps)).to(hidden.dtype)
+    out = normed if module.weight is None else normed * module.weight
+    return out if getattr(module, "bias", None) is None else out + module.bias
+
+
+def is_plain_norm(module: nn.Module) -> bool:
+    """Whether a norm with parameters computes what `split_norm` does: some add one to the weight, or norm more dims."""
+    if module not in _PLAIN:
+        _PLAIN[module] = _try(module)
+    return _PLAIN[module]
+
+
+def _try(module: nn.Module) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    try:
+        copy = random_copy(module, generator)
+        value = torch.randn(2, 4, next(copy.parameters()).shape[-1], dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            return torch.allclose(copy(value), split_norm(copy, ALONE, value), rtol=TOLERANCE, atol=TOLERANCE)
+    except Exception:  # anything that the user's code may raise
+        return False
+
+
+def _sum_over(value: Tensor, axis: Axis) -> Tensor:
+    return enter(leave(value, axis), axis)

@@ -1,0 +1,143 @@
+"""Why x and y do not fit a model: sizes that they do not divide, and layers that want what they would split whole.
+
+Each reason says what was given, which rule failed and what to change.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.inspection.split_probe import is_feature_wise, linear_sizes
+from weft.inspection.tensor_splits import Pairing, Split, is_norm
+from weft.parallel.tensor.norm import is_plain_norm
+from weft.plan import Plan
+from weft.profile import Profile
+
+
+def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
+    """The first reason why x and y do not divide the layers of a pairing, or what lies between them."""
+    assert profile.model is not None
+    for split in pairing.splits.values():
+        in_and_out = linear_sizes(profile.model.get_submodule(split.module))
+        reason = _refuse_over_x(split, plan.tensor.x)
+        if reason is None and plan.tensor.y > 1:
+            reason = _refuse_split_over_y(split, in_and_out, plan.tensor.y, pairing.is_whole)
+        if reason is not None:
+            return reason
+    if plan.tensor.y > 1 and (reason := _refuse_over_y(profile.model, pairing, plan.tensor.y)):
+        return reason
+    return _refuse_sequence(profile, pairing, plan) if plan.tensor.sequence else None
+
+
+def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
+    """Over y the residual stream has a part of its features, so all that works on it must take parts."""
+    if pairing.is_whole:
+        return next((reason for name in pairing.embeddings if (reason := _refuse_embedding(model, name, y))), None)
+    for name, parameter in model.named_parameters():
+        owner, _, _ = name.rpartition(".")
+        if owner in pairing.splits or name in pairing.inner or not parameter.dim():
+            continue
+        if parameter.shape[-1] % y:
+            return f"tensor.y = {y} does not divide the {parameter.shape[-1]} features of '{name}'; use a divisor"
+        module = model.get_submodule(owner)
+        is_leaf = next(module.children(), None) is None and owner not in pairing.embeddings
+        if is_leaf and not (is_plain_norm(module) if is_norm(module) else is_feature_wise(module)):
+            return (
+                f"tensor.y = {y} splits the features that '{owner}' ({type(module).__name__}) works on, and it is "
+                f"neither a LayerNorm or RMSNorm as weft knows them nor does it treat each feature alone; use y = 1"
+            )
+    if not pairing.embeddings:
+        return (
+            f"tensor.y = {y} splits the features of what goes from layer to layer, which begins with an nn.Embedding, "
+            f"and the model has none: what it is given is whole; use y = 1"
+        )
+    return None
+
+
+def _refuse_embedding(model: nn.Module, name: str, y: int) -> str | None:
+    width = model.get_parameter(f"{name}.weight").shape[1]
+    if width % y:
+        return f"tensor.y = {y} does not divide the {width} features of '{name}'; use {_divisors(width)}"
+    return None
+
+
+def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
+    chains = sorted({name.rpartition(".")[0] for name in pairing.blocks})
+    if not chains:
+        return "tensor.sequence = true works between blocks, and the model has none; use false"
+    if len(chains) > 1:
+        return (
+            f"tensor.sequence = true splits the sequence along one chain of blocks, and the model has {len(chains)} "
+            f"({', '.join(chains)}); use false"
+        )
+    within = next((s for s in pairing.splits.values() if s.num_spatial and pairing.block_of(s.module)), None)
+    if within is not None:
+        return (
+            f"tensor.sequence = true splits [batch, sequence, features] between blocks, but '{within.module}' is a "
+            f"convolution in a block, where dim 1 is not a sequence; use false"
+        )
+    alone = next((name for name in pairing.blocks if name in pairing.splits), None)
+    if alone is not None:
+        return f"tensor.sequence = true works inside blocks, but '{alone}' is a block and a single linear; use false"
+    return _refuse_tokens(profile.stream_shape, plan) if profile.counted else None
+
+
+def _refuse_tokens(stream: tuple[int, ...], plan: Plan) -> str | None:
+    if len(stream) != 3:
+        return (
+            f"tensor.sequence = true splits [batch, sequence, features] between blocks, but the first is given "
+            f"{list(stream)}; use false"
+        )
+    local = stream[1] // plan.context.degree
+    if local % plan.tensor.x:
+        return (
+            f"tensor.sequence = true splits the {local} tokens that a rank has of each sequence over x = "
+            f"{plan.tensor.x}; use a sequence that it divides, or tensor.sequence = false"
+        )
+    if local // plan.tensor.x % plan.tensor.chunks:
+        return (
+            f"tensor.chunks = {plan.tensor.chunks} does not divide the {local // plan.tensor.x} tokens that a rank "
+            f"of x = {plan.tensor.x} has of each sequence; use {_divisors(local // plan.tensor.x)}"
+        )
+    return None
+
+
+def _refuse_over_x(split: Split, x: int) -> str | None:
+    for part in split.parts:
+        what = "heads" if part.unit > 1 else _features(split, is_output=split.kind != "row")
+        if part.is_key and part.num_units < x and x % part.num_units:
+            return (
+                f"tensor.x = {x} and the {part.num_units} key-value heads of '{split.module}' do not divide each "
+                f"other; use {_divisors(part.num_units)} or a multiple of {part.num_units}"
+            )
+        even = split.kind in ("column", "row", "gathered")
+        if even and not (part.is_key and part.num_units < x) and part.num_units % x:
+            return (
+                f"tensor.x = {x} does not divide the {part.num_units} {what} of '{split.module}'; "
+                f"use {_divisors(part.num_units)}"
+            )
+        if split.kind == "head" and part.num_units < x:
+            return f"tensor.x = {x} is more than the {part.num_units} outputs of '{split.module}'"
+    return None
+
+
+def _refuse_split_over_y(split: Split, in_and_out: tuple[int, int], y: int, is_whole: bool) -> str | None:
+    is_output = split.kind == "row"
+    over_y, what = in_and_out[is_output], _features(split, is_output)
+    if is_whole and not is_output:  # our part of a whole input, which need not be even
+        few = f"tensor.y = {y} is more than the {over_y} {what} of '{split.module}'; use at most {over_y}"
+        return few if over_y < y else None
+    if split.kind == "gathered":
+        return f"tensor.y = {y}, but '{split.module}' has no partner to be paired with, and y needs pairs; use y = 1"
+    if over_y % y:
+        return f"tensor.y = {y} does not divide the {over_y} {what} of '{split.module}'; use {_divisors(over_y)}"
+    return None
+
+
+def _features(split: Split, is_output: bool) -> str:
+    return ("output channels" if is_output else "input channels") if split.num_spatial else "features"
+
+
+def _divisors(number: int) -> str:
+    found = [str(value) for value in range(1, min(number, 64) + 1) if number % value == 0]
+    return ", ".join(found[:-1]) + " or " + found[-1] if len(found) > 1 else found[0]

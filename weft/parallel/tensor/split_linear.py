@@ -1,0 +1,132 @@
+"""What stands in for the forward of a linear that is split over x and y, and of a module whose columns share one input.
+
+Each is an object of its own with a method that takes the place of `module.forward`, and decides nothing by names when
+it runs: torch.compile then uses what it made of one block for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from weft.comm import Axis
+from weft.errors import PlanError
+from weft.inspection.rng import INNER, PART, WHOLE, Draws
+from weft.inspection.split_probe import linear_sizes
+from weft.inspection.tensor_splits import Split
+from weft.parallel.tensor.operations import gather, leave, own_part, scatter
+from weft.parallel.tensor.overlapped_matmul import SEQUENCE_DIM, Stream, into_region, out_of_region
+from weft.parallel.tensor.sequence_stream import Chain
+
+
+class SplitLinear:
+    """A linear; its methods are named by the kinds of `Split`."""
+
+    def __init__(
+        self,
+        module: Any,
+        split: Split,
+        x: Axis,
+        y: Axis,
+        stream: Stream | None,
+        chain: Chain,
+        draws: Draws | None,
+        is_whole: bool,
+    ) -> None:
+        """`stream`, where the linear's input (or a row's result) is split along the sequence; `is_whole`, where the
+        residual stream has all its features on every rank of y.
+        """
+        self.module, self.split, self.turned, self.has_parent = module, split, split.turned, split.parent is not None
+        self.x, self.y, self.stream, self.chain, self.draws = x, y, stream, chain, draws
+        self.is_whole = is_whole and y.degree > 1
+        self.width = linear_sizes(module)[0] // (1 if self.is_whole else y.degree)  # of what columns are given
+        self.given: Tensor | None = None
+        self.product: Tensor | None = None  # of what is given, once it is there
+
+    def column(self, value: Tensor) -> Tensor:
+        """By outputs; a row follows."""
+        given, product = self.given, self.product
+        self.given = self.product = None
+        if product is None or given is not value:
+            if self.has_parent and self.stream is not None:
+                raise PlanError(
+                    f"'{self.split.module}' was called twice, or given something else than '{self.split.parent}' was, "
+                    f"which tensor.sequence = true does not split; use false"
+                )
+            if self.draws is not None:
+                self.draws.enter(INNER)
+            product = self._enter(value)
+        return self._add_bias(leave(product, self.y))
+
+    def row(self, value: Tensor) -> Tensor:
+        """By inputs; partial sums over x."""
+        if self.draws is not None:
+            self.draws.enter(WHOLE if self.stream is None else PART)
+        if self.stream is not None:
+            out = out_of_region(value, self.module.weight, self.turned, self.x, self.y, self.stream)
+        else:
+            out = leave(into_region(value, [self.module.weight], self.turned, self.y)[0], self.x)
+        out = self._add_bias(out)
+        return gather(out, self.y, -1) if self.is_whole else out
+
+    def gathered(self, value: Tensor) -> Tensor:
+        """By outputs, which are put together."""
+        out = gather(self._add_bias(leave(self._enter(value), self.y)), self.x, -1)
+        return out if self.stream is None else scatter(out, self.x, SEQUENCE_DIM)
+
+    def head(self, value: Tensor) -> Tensor:
+        """By outputs, the classes, which stay split."""
+        if self.stream is not None:
+            self.chain.take(value, f"'{self.split.module}'")
+        return self._add_bias(leave(self._enter(value), self.y))
+
+    def _enter(self, value: Tensor) -> Tensor:
+        return into_region(self.own(value), [self.module.weight], self.turned, self.x, self.stream)[0]
+
+    def own(self, value: Tensor) -> Tensor:
+        """Our features of a stream that is whole over y; elsewhere we have only ours."""
+        return own_part(value, self.y, -1) if self.is_whole else value
+
+    def _add_bias(self, value: Tensor) -> Tensor:
+        out: Tensor = value if self.module.bias is None else value + self.module.bias
+        return out
+
+
+class Entrance:
+    """A module whose columns share its input: it enters their region once, and its gradient is summed once.
+
+    All columns are multiplied before the module's own forward runs, which hands its input to each of them and gets its
+    product. Where the input is a part of the sequence, something else stands in for the whole.
+    """
+
+    def __init__(self, name: str, forward: Callable[..., Any], columns: Sequence[SplitLinear]) -> None:
+        self.name, self.inner, self.columns = name, forward, columns
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the module's."""
+        first = self.columns[0]
+        width = first.width
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        inputs = [key for key, value in given.items() if _is_hidden(value, width)]
+        if not inputs or any(given[key].requires_grad for key in inputs[1:]):
+            raise PlanError(
+                f"'{self.name}' got {len(inputs)} tensors with {width} features, but the tensor axes split attention "
+                f"to one input (self-attention) only; use tensor.x = tensor.y = 1"
+            )
+        if first.draws is not None:
+            first.draws.enter(INNER)
+        value = given[inputs[0]]
+        weights = [column.module.weight for column in self.columns]
+        products = into_region(first.own(value), weights, first.turned, first.x, first.stream)
+        if first.stream is not None:
+            value = given[inputs[0]] = value.new_full((), float("nan")).expand(*products[0].shape[:-1], width)
+        for column, product in zip(self.columns, products, strict=True):
+            column.given, column.product = value, product
+        del products  # from here on each is its column's alone
+        return self.inner(*(given[number] for number in range(len(args))), **{key: given[key] for key in kwargs})
+
+
+def _is_hidden(value: Any, width: int) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape[-1] == width

@@ -1,0 +1,139 @@
+"""AxoNN's message-driven order (Singh and Bhatele 2022): a rank runs whichever forward or backward has arrived first.
+
+Each stage takes its micro-batches in order, forwards as well as backwards; what is free is which of the two comes next.
+Where both could run, the kind that did not run last does: backwards that have piled up behind a late rank would starve
+the stages after this one. At most `in_flight` micro-batches are between a stage's forward and backward. So gradients
+add up in one order whatever arrives when, and a run equals its replay to the bit.
+
+NCCL can be asked whether a message has come. Gloo cannot, so there a thread for each channel waits, and tells.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from queue import SimpleQueue
+
+from weft.comm import Pending
+from weft.errors import PlanError
+from weft.pipeline.transport import Key, Transport
+from weft.schedule.actions import Action, Message, Schedule
+
+AHEAD = 2  # micro-batches in each direction whose receives are posted before they are used
+POLL_SECONDS = 20e-6
+
+
+class Arrivals:
+    """Which posted messages have come."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.is_polled = transport.can_poll
+        self._come: set[Key] = set()
+        self._under_way: dict[Key, Pending] = {}
+        self._lines: dict[tuple[int, str], SimpleQueue[tuple[Key, Pending] | None]] = {}
+        self._news = threading.Condition()
+
+    def expect(self, message: Message) -> None:
+        """A message has been posted."""
+        pending = self.transport.pending(message.key)
+        if self.is_polled:
+            self._under_way[message.key] = pending
+            return
+        channel = (message.peer, message.direction)
+        if channel not in self._lines:
+            self._lines[channel] = SimpleQueue()
+            threading.Thread(target=self._watch, args=(self._lines[channel],), daemon=True).start()
+        self._lines[channel].put((message.key, pending))
+
+    def have(self, keys: Collection[Key]) -> bool:
+        """Whether all of these have come."""
+        for key in [key for key in keys if key in self._under_way and self._under_way[key].is_done()]:
+            self._come.add(key)
+            del self._under_way[key]
+        return self._come.issuperset(keys)
+
+    def wait_for_one(self, sets: Sequence[Collection[Key]]) -> None:
+        """Return when all of one of these have come (or failed: whoever takes them is told)."""
+        with self.transport.waiting(key for keys in sets for key in keys if key not in self._come):
+            if self.is_polled:
+                while not any(map(self.have, sets)):
+                    time.sleep(POLL_SECONDS)
+                return
+            with self._news:
+                self._news.wait_for(lambda: any(map(self._come.issuperset, sets)))
+
+    def close(self) -> None:
+        """End the threads."""
+        for line in self._lines.values():
+            line.put(None)
+
+    def _watch(self, line: SimpleQueue[tuple[Key, Pending] | None]) -> None:
+        while (item := line.get()) is not None:
+            key, pending = item
+            pending.block()
+            with self._news:
+                self._come.add(key)
+                self._news.notify_all()
+
+
+class AsTheyCome:
+    """The order of one rank's only stage, decided as messages come; or, with `replay`, as it was decided before."""
+
+    def __init__(self, schedule: Schedule, stage: int, arrivals: Arrivals, post: Callable[[Message], None]) -> None:
+        self.schedule, self.stage, self.arrivals, self._post = schedule, stage, arrivals, post
+        caps = schedule.options["in_flight"]
+        assert isinstance(caps, Sequence)
+        self.in_flight = int(caps[stage])
+        self._done = {"forward": 0, "backward": 0}
+        self._last = "forward"
+        self._posted = {"forward": 0, "backward": 0}
+
+    def next(self, replay: Action | None = None) -> Action | None:
+        """What to run now; waits until something can. None at the end."""
+        while self._done["backward"] < self.schedule.num_micro_batches:
+            self._post_ahead()
+            may_run = self._may_run()
+            if replay is not None:
+                may_run = [action for action in may_run if action == replay]
+                if not may_run:
+                    raise PlanError(f"the replayed order comes to the {replay}, which cannot run yet; replay another")
+            needs = [self._needs(action) for action in may_run]
+            for action, keys in zip(may_run, needs, strict=True):
+                if self.arrivals.have(keys):
+                    self._done[action.kind] += 1
+                    self._last = action.kind
+                    self._post_ahead()  # the next is under way while this one is used
+                    return action
+            self.arrivals.wait_for_one(needs)
+        return None
+
+    def _may_run(self) -> list[Action]:
+        """The next backward and the next forward, as far as the stage itself allows; by turns."""
+        forward, backward = self._done["forward"], self._done["backward"]
+        found = []
+        if backward < forward:
+            found.append(Action("backward", self.stage, backward))
+        if forward < self.schedule.num_micro_batches and forward - backward < self.in_flight:
+            found.append(Action("forward", self.stage, forward))
+        return found if self._last == "forward" else found[::-1]
+
+    def _post_ahead(self) -> None:
+        """Post the receives of a micro-batch once those of the one before have come.
+
+        A receive behind another of its NCCL stream has not started, and an operation that has not started holds up all
+        streams that share its hardware queue.
+        """
+        for kind, done in self._done.items():
+            while self._posted[kind] < min(done + AHEAD, self.schedule.num_micro_batches):
+                micro_batch = self._posted[kind]
+                if micro_batch > 0 and not self.arrivals.have(self._needs(Action(kind, self.stage, micro_batch - 1))):
+                    break
+                for message in self.schedule.messages(Action(kind, self.stage, micro_batch))[0]:
+                    self._post(message)
+                    self.arrivals.expect(message)
+                self._posted[kind] += 1
+
+    def _needs(self, action: Action) -> list[Key]:
+        return [message.key for message in self.schedule.messages(action)[0]]

@@ -1,0 +1,67 @@
+"""Parameters that several ranks of a pipeline hold: mirrored replicas of a stage, and parameters tied across stages.
+
+Each copy has the gradient of what passed through it. Their sum over all copies is the gradient, and since every copy
+takes the same update, copies stay equal to the bit. BatchNorm's running statistics of mirrored replicas are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis, all_reduce
+from weft.sharding.flat_buffer import Flat
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """An axis of copies with this rank's buffers on it; where a rank has several copies of one, all are listed."""
+
+    axis: Axis
+    flats: tuple[tuple[Flat, ...], ...]
+    buffers: tuple[Tensor, ...] = ()
+
+
+class Copies:
+    """What this rank shares, in an order that all ranks have."""
+
+    def __init__(self, sharings: Sequence[Sharing]) -> None:
+        self.sharings = tuple(sharings)
+
+    def combine(self) -> None:
+        """Every copy's gradient becomes the sum over all."""
+        for sharing in self.sharings:
+            under_way = []
+            for own in sharing.flats:
+                gradients = [flat.slice_gradient for flat in own if flat.slice_gradient is not None]
+                for other in gradients[1:]:
+                    gradients[0].add_(other)
+                under_way.append((all_reduce(gradients[0], sharing.axis), gradients))
+            for pending, gradients in under_way:
+                pending.wait()
+                for other in gradients[1:]:
+                    other.copy_(gradients[0])
+            for buffer in sharing.buffers:
+                all_reduce(buffer, sharing.axis).wait()
+                buffer.div_(sharing.axis.degree, rounding_mode=None if buffer.is_floating_point() else "floor")
+
+
+def running_statistics(model: nn.Module) -> tuple[Tensor, ...]:
+    """What BatchNorms have gathered."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            found += [module.running_mean, module.running_var, module.num_batches_tracked]
+    return tuple(tensor for tensor in found if isinstance(tensor, torch.Tensor))
+
+
+def tied_stages(uses: Sequence[Mapping[str, str]]) -> dict[str, tuple[int, ...]]:
+    """The parameters that several stages hold, and which; from each stage's names of parameters in the whole model."""
+    holders: dict[str, list[int]] = {}
+    for stage, names in enumerate(uses):
+        for name in dict.fromkeys(names.values()):
+            holders.setdefault(name, []).append(stage)
+    return {name: tuple(stages) for name, stages in sorted(holders.items()) if len(stages) > 1}

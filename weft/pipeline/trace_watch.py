@@ -1,0 +1,95 @@
+"""Sees the code of a model between its units: tensors made so far have numbers, and operations on them have names."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from weft.inspection.nested_tensors import tensors_in
+
+
+class Numbers:
+    """The numbers of tensors by identity. A tensor that nobody holds has none: another may take its place."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __setitem__(self, tensor: Tensor, number: int) -> None:
+        self._found[id(tensor)] = weakref.ref(tensor), number
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        reference, _ = self._found.get(id(tensor), (None, 0))
+        return reference is not None and reference() is tensor
+
+    def __getitem__(self, tensor: Tensor) -> int:
+        assert tensor in self
+        return self._found[id(tensor)][1]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        alive = [reference() for reference, _ in self._found.values()]
+        return iter([tensor for tensor in alive if tensor is not None])
+
+    def clear(self) -> None:
+        self._found.clear()
+
+
+class Watch(TorchFunctionMode):
+    """Sees every operation of the code between units; subclasses say what becomes of it. Inside a unit it is off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = Numbers()
+        self._is_on = False
+
+    @contextmanager
+    def watching(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+        """While a model's own code runs with these parameters."""
+        self.numbers.clear()
+        self.begin(parameters)
+        self.switch(True)
+        try:
+            yield
+        finally:
+            self.switch(False)
+
+    def switch(self, on: bool) -> None:
+        """On in the code between units, off inside them."""
+        if on and not self._is_on:
+            _push_mode(self)
+        elif self._is_on and not on:
+            _pop_mode()
+        self._is_on = on
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensors_in(args) + tensors_in(kwargs) if kwargs else tensors_in(args)
+        numbered = [tensor for tensor in tensors if tensor in self.numbers]
+        if not numbered:
+            return self.without_results(func, args, kwargs)
+        return self.operation(func, args, kwargs, numbered)  # torch has switched this mode off meanwhile
+
+    def begin(self, parameters: Mapping[str, Tensor]) -> None:
+        raise NotImplementedError
+
+    def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
+        raise NotImplementedError
+
+    def without_results(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation on the model's inputs, or on nothing."""
+        return func(*args, **kwargs)
+
+
+def operation_name(func: Any) -> str:
+    """What an operation is called, the same in every process; an attribute by its own name."""
+    name = str(getattr(func, "__name__", type(func).__name__))
+    return str(func.__self__.__name__) if name == "__get__" else name
+
+
+def outcome(name: str, args: Any, result: Any) -> Any:
+    """What an operation gives: an assignment to a part of a tensor gives that tensor."""
+    return args[0] if name == "__setitem__" else result

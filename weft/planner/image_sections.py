@@ -1,0 +1,319 @@
+"""A model of images as a chain of sections, as one rank of a plan computes, keeps and says them for one image.
+
+A section is a block, or an end of the model. Whole ones come from the profile. Tiles are not formulas of their own:
+the model runs dry (`spatial/dry_run.py`) as an inner tile of one grid, for each number of fused layers, and every other
+grid follows from that by its geometry. Pixels are shared; strips along an axis are as long as the tile beside them and
+go to no, one or two neighbours; what is computed or kept twice grows with the tile's edge over its area. Behind the
+hand-over sections are whole, for all images (gather) or for a share of them (batch). A test holds this to dry runs of
+other grids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from weft.compile.saved_bytes import compiled
+from weft.inspection.memory_traffic import Moved, tensors_of
+from weft.plan import Plan, Tile
+from weft.planner.image_chain import (
+    POLICIES,
+    Section,
+    chain,
+    filters_of,
+    item_bytes_of,
+    moved_of,
+    products_of,
+    section_of,
+    smallest_images,
+)
+from weft.planner.workload import Call, Filter, Part, Product
+from weft.profile import Block, Profile, profile
+from weft.spatial.dry_run import Dry, dry_run, image_sizes
+from weft.spatial.recorded_calls import Said
+
+LARGEST_REFERENCE = 4  # tiles along each dim of the grid that runs dry
+Sizes = tuple[int, int]
+
+
+class _Extra(NamedTuple):
+    """What a tile of the reference does over its share of the whole: as a part of that share."""
+
+    flops: float
+    moved: float
+    saved: Mapping[str, float]
+
+
+class _Reference(NamedTuple):
+    """One section of the grid that ran dry."""
+
+    extra: _Extra
+    moved: tuple[float, float]  # eager and fused, times its share, whatever the grid: tiles have norms of their own
+    num_kernels: int
+    splits_products: bool  # whether linears see pixels, of which each tile has its own
+    calls: tuple[Call, ...]
+
+
+class Sections:
+    """The sections of one model, under any tiling."""
+
+    def __init__(self, profile: Profile) -> None:
+        assert profile.example is not None
+        self.profile = profile
+        self._blocks = chain(profile)
+        self.whole = tuple(
+            section_of(block, index == 0, item_bytes_of(profile)) for index, block in enumerate(self._blocks)
+        )
+        with FakeTensorMode():  # images may be larger than this machine
+            self.sizes: Sizes = image_sizes(profile.example())
+        self._found: dict[Tile, tuple[Section, ...]] = {}
+        self._ran: dict[int, Dry] = {}
+        self._references: dict[int, list[_Reference]] = {}
+        self._tiled: dict[Tile, tuple[Section, ...]] = {}
+        self._ends = {id(section.part) for section in (self.whole[0], self.whole[-1])}
+
+    def is_end(self, part: Part) -> bool:
+        """Whether a part lies outside of blocks."""
+        return id(part) in self._ends
+
+    @cached_property
+    def compiled(self) -> tuple[Section, ...]:
+        """The whole ones with what compiled blocks keep. What lies around blocks counts as uncompiled, as it is cheap
+        to know and not less.
+        """
+        model, example = self.profile.model, self.profile.example
+        assert model is not None
+        blocks = compiled(profile(model, example, _any_loss, self.profile.dtype)).blocks
+        kept = {block.name: (block.saved_bytes or {})["none"] for block in blocks}
+        return tuple(
+            replace(one, saved_bytes={**one.saved_bytes, "none": kept.get(one.name, one.saved_bytes["none"])})
+            for one in self.whole
+        )
+
+    def under(self, tile: Tile) -> tuple[Section, ...]:
+        """The sections of an inner tile's rank."""
+        if tile.degree == 1:
+            return self.whole
+        if tile not in self._found:
+            self._found[tile] = self._under(tile)
+        return self._found[tile]
+
+    @cached_property
+    def _smaller(self) -> tuple[str, ...]:
+        """Where a hand-over may pay: before blocks that see smaller images than those before them."""
+        found, before = [], math.inf
+        for block in self._blocks[1:-1]:
+            size = min(smallest_images(block))
+            if size < before < math.inf:
+                found.append(block.name)
+            before = min(size, before)
+        return tuple(found)
+
+    @cached_property
+    def points(self) -> tuple[str, ...]:
+        """Those of them at which the model can be handed over."""
+        return () if self.no_point else self._smaller
+
+    @cached_property
+    def no_point(self) -> str:
+        """Why it cannot, in words: a skip around the hand-over, of larger images, brings tiles back."""
+        if not self._smaller:
+            return ""
+        name = self._smaller[0]
+        dry = dry_run(self.profile, Plan(tile=Tile(self._side, self._side, name)), {"rows": 1, "columns": 1})
+        names = [block.name for block in self._blocks]
+        later = set(names[names.index(name) + 1 : -1])
+        back = next((one.block for one in dry.said if one.block in later and one.call[0] in ("rows", "columns")), None)
+        if back is None:
+            return ""
+        return (
+            f"behind a hand-over before '{name}', block '{back}' takes larger images from before it, which are in "
+            f"tiles, so all that follows is in tiles again; use until = '' (tiles to the end)"
+        )
+
+    def handed_over_at(self, tile: Tile) -> int:
+        """The first section with whole images; as many as there are, if none has."""
+        for index, block in enumerate(self._blocks):
+            is_named = bool(tile.until) and (block.name == tile.until or block.name.startswith(f"{tile.until}."))
+            rows, columns = smallest_images(block)
+            if is_named or rows < tile.rows or columns < tile.columns:
+                return index
+        return len(self._blocks)
+
+    def _under(self, tile: Tile) -> tuple[Section, ...]:
+        at = self.handed_over_at(tile)
+        found = list(self._in_tiles(replace(tile, until="", hand_over="gather"))[:at])
+        if at == len(self.whole):
+            return tuple(found)
+        is_batch = tile.hand_over == "batch"
+        for index in range(at, len(self.whole)):
+            section = self.whole[index]
+            calls: list[Call] = []
+            if index == at and at > 0:
+                taken = self._dry(1).taken.get(section.name) or (self.whole[at - 1].boundary_bytes,)
+                calls += (call for num_bytes in taken for call in _hand_over(num_bytes, tile))
+            if is_batch and self.profile.batch_mixers:
+                calls += (one for one in self._reference(1)[index].calls if one.operation != "send")
+            part = replace(section.part, told=tuple(calls)) if calls else section.part
+            self._mark(index, part)
+            found.append(replace(section, part=part, images=1 / tile.degree if is_batch else 1.0))
+        return tuple(found)
+
+    def _in_tiles(self, tile: Tile) -> tuple[Section, ...]:
+        if tile not in self._tiled:
+            references = self._reference(tile.fused)
+            pairs = zip(self.whole, references, strict=True)
+            self._tiled[tile] = tuple(self._tile(section, one, tile) for section, one in pairs)
+            for index in (0, -1):
+                self._mark(index % len(self.whole), self._tiled[tile][index].part)
+        return self._tiled[tile]
+
+    def _mark(self, index: int, part: Part) -> None:
+        if index in (0, len(self.whole) - 1):
+            self._ends.add(id(part))  # which lives as long as this does
+
+    def _tile(self, section: Section, reference: _Reference, tile: Tile) -> Section:
+        """A section on an inner tile of a grid."""
+        edge, extra, part = self._edge(tile.rows, tile.columns), reference.extra, section.part
+        share, linear = 1 / tile.degree, 1 / tile.degree if reference.splits_products else 1.0
+        outer = part.outer
+        eager, fused = (share * times * (1 + extra.moved * edge) for times in reference.moved)
+        tiled = replace(
+            part,
+            products=tuple(replace(one, rows=max(1, math.ceil(one.rows * linear))) for one in part.products),
+            filters=tuple(one.shared(share * (1 + extra.flops * edge)) for one in part.filters),
+            outer=Moved(
+                int(outer.num_bytes * eager),
+                reference.num_kernels,
+                int(outer.fused_bytes * fused),
+                outer.fused_kernels,
+            ),
+            told=tuple(self._call(call, tile) for call in reference.calls if _is_said(call, tile)),
+        )
+        saved = {kind: size * share * (1 + extra.saved[kind] * edge) for kind, size in section.saved_bytes.items()}
+        return replace(
+            section,
+            part=tiled,
+            saved_bytes=saved,
+            boundary_bytes=section.boundary_bytes * (share if section is not self.whole[-1] else 1),
+            largest_bytes=section.largest_bytes * share * (1 + max(0.0, extra.flops) * edge),
+        )
+
+    def _call(self, call: Call, tile: Tile) -> Call:
+        """A call of the reference on another grid."""
+        side = self._side
+        if call.axis == "tile":
+            grown = tile.degree / side**2 if call.operation == "all_gather" else 1
+            return call._replace(num_bytes=call.num_bytes * grown)
+        along, across = (tile.columns, tile.rows) if call.axis == "columns" else (tile.rows, tile.columns)
+        times = call.times * _neighbours(along) / _neighbours(side)
+        return call._replace(num_bytes=call.num_bytes * side / across, times=times)
+
+    def _edge(self, rows: int, columns: int) -> float:
+        """The edge of an inner tile over its area, to that of the reference."""
+        height, width = self.sizes
+
+        def one(down: int, right: int) -> float:
+            return _neighbours(down) * down / height + _neighbours(right) * right / width
+
+        return one(rows, columns) / one(self._side, self._side)
+
+    # --- the grid that runs dry
+
+    @cached_property
+    def _side(self) -> int:
+        """Of the square reference: so large that an inner tile has neighbours all around, if the images allow it."""
+        smallest = min(min(smallest_images(block)) for block in self._blocks)
+        return int(max(2, min(LARGEST_REFERENCE, smallest)))
+
+    def _reference(self, fused: int) -> list[_Reference]:
+        if fused not in self._references:
+            plain = self._dry(1)
+            self._references[fused] = _compare(self._blocks, self._dry(fused), plain, self._side**2)
+        return self._references[fused]
+
+    def _dry(self, fused: int) -> Dry:
+        if fused not in self._ran:
+            plan = Plan(tile=Tile(self._side, self._side, fused=fused))
+            self._ran[fused] = dry_run(self.profile, plan, {"rows": 1, "columns": 1})
+        return self._ran[fused]
+
+
+def _any_loss(output: Any) -> Tensor:
+    """What is kept inside of blocks does not depend on it."""
+    return torch.stack([one.float().sum() for one in tensors_of(output)]).sum()
+
+
+def _compare(whole: Sequence[Block], dry: Dry, plain: Dry, degree: int) -> list[_Reference]:
+    """Each section of a dry run to its share of the whole."""
+    names = [block.name for block in whole]
+    calls = _bysection_of(dry.said, len(whole), {name: index for index, name in enumerate(names) if name})
+    found = []
+    for block, mine, base, said in zip(whole, chain(dry.profile), chain(plain.profile), calls, strict=True):
+        filters = [_sum(filters_of(one)) for one in (block, mine)]
+        matmuls = [_sum(products_of(one)) for one in (block, mine)]
+        moved = [moved_of(one) for one in (block, mine, base)]
+        saved = {
+            kind: _over((mine.saved_bytes or {})[kind] * degree, (block.saved_bytes or {})[kind]) for kind in POLICIES
+        }
+        extra = _Extra(_over(filters[1] * degree, filters[0]), _over(moved[1].num_bytes, moved[2].num_bytes), saved)
+        splits = matmuls[1] * degree < 1.5 * matmuls[0]
+        times = [moved[2][place] * degree / (moved[0][place] or 1) for place in (0, 2)]
+        found.append(_Reference(extra, (times[0], times[1]), moved[1].num_kernels, splits, said))
+    return found
+
+
+def _sum(products: Iterable[Filter | Product]) -> float:
+    return sum(one.flops for one in products)
+
+
+def _over(mine: float, share: float) -> float:
+    return mine / share - 1 if share else 0.0
+
+
+def _bysection_of(said: Iterable[Said], count: int, index_of: Mapping[str, int]) -> list[tuple[Call, ...]]:
+    """What a dry run says, added up: equal calls of a section are one, of their mean bytes. The phase of those of
+    forward that recompute makes once more is "again".
+    """
+    numbers: list[Counter[tuple[str, str, str]]] = [Counter() for _ in range(count)]
+    sizes: list[Counter[tuple[str, str, str]]] = [Counter() for _ in range(count)]
+    index = 0
+    for one in said:
+        index = index_of.get(one.block, 0 if index == 0 else count - 1)
+        axis, operation, num_bytes = one.call
+        phase = "backward" if one.is_backward else "again" if one.again else "forward"
+        numbers[index][axis, operation, phase] += 1
+        sizes[index][axis, operation, phase] += num_bytes
+    return [
+        tuple(
+            Call(axis, op, size[axis, op, phase] / times, phase, times) for (axis, op, phase), times in number.items()
+        )
+        for number, size in zip(numbers, sizes, strict=True)
+    ]
+
+
+def _hand_over(num_bytes: float, tile: Tile) -> list[Call]:
+    """From tiles of an image of so many bytes to whole ones, and back."""
+    own = num_bytes / tile.degree
+    if tile.hand_over == "batch":
+        sent = [("tile", own / tile.degree, tile.degree - 1)]
+    else:
+        sent = [("columns", own, tile.columns - 1), ("rows", own * tile.columns, tile.rows - 1)]
+    phases = ("forward", "backward")
+    return [Call(axis, "send", size, phase, times) for axis, size, times in sent if times for phase in phases]
+
+
+def _neighbours(degree: int) -> int:
+    return min(2, degree - 1)
+
+
+def _is_said(call: Call, tile: Tile) -> bool:
+    return {"rows": tile.rows, "columns": tile.columns, "tile": tile.degree}[call.axis] > 1

@@ -1,0 +1,384 @@
+"""What a plan will cost, before it runs: memory per device, traffic per axis, and the time of a step.
+
+Memory and traffic are the sum of what the strategies state; traffic is exact. Time is the planner's, where the catalog
+knows the device. Elsewhere (a CPU) it is rough: FLOPs over a measured rate, plus collectives by the ring formulas on
+the cluster's links; that of a pipeline is its schedule's own lists, simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.cluster.cpu_rates import cpu_flops_per_second, is_cpu
+from weft.cluster.hardware import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
+from weft.comm import Traffics, add_traffic, expand
+from weft.compile.blocks import wants_compile
+from weft.compile.saved_bytes import assumptions, compiled, in_pieces, under
+from weft.data.config import DataConfig
+from weft.inspection.blocks import find_blocks
+from weft.memory.offload_activations import ACTIVATIONS
+from weft.memory.offload_weights import trips
+from weft.mesh import JOINT_AXES, level_degrees
+from weft.models import LanguageConfig, ModelConfig, build
+from weft.models.loss import ExampleLoss
+from weft.models.loss_head import install_loss_head, is_loss_in_head
+from weft.parallel.apply import Cost, cost, local_cost, refuse
+from weft.parallel.tensor.axis import localise
+from weft.pipeline.build import Staging, stage
+from weft.pipeline.cost import edge_bytes
+from weft.plan import Plan
+from weft.planner.host_link import copied_seconds, update_seconds
+from weft.planner.image_model import planned_images, software_for_images
+from weft.planner.kernels import software_for_text
+from weft.planner.model import planned_model
+from weft.planner.step import StepModel
+from weft.profile import Profile, profile
+from weft.run_file import Run
+from weft.schedule import Timeline, simulate
+from weft.sharding.layout import COMPUTE_DTYPE
+from weft.step.options import refuse_options
+from weft.step.task import Task, task_of
+from weft.step.train_step import step_traffic
+from weft.train.documents import document_traffic
+
+# The fraction of a GPU's dense peak that a training step reaches; an assumption that measurements are to replace.
+ASSUMED_EFFICIENCY = 0.45
+PEAK_OF = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16"}
+
+
+# Axes of pairs somewhere along another: mirrored replicas of a stage, and stages that share a parameter (mostly two),
+# and a stage with its shadow.
+PAIRS_ALONG = {"mirror": "pipe", "tied": "pipe", "shadow": "pipe"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan's cost on a cluster; with `pipe`, that of the rank `pipe_rank` along it, which holds most.
+
+    `communication_seconds` is by axis; `compute_seconds` is of the rank that computes most; `step_seconds` counts what
+    is not hidden, and the waits of a pipeline, which `timeline` has.
+    """
+
+    cost: Cost
+    traffic: Traffics
+    memory_limit_bytes: int
+    compute_seconds: float | None
+    communication_seconds: dict[str, float]
+    step_seconds: float | None
+    pipe_rank: int | None = None
+    timeline: Timeline | None = None
+    is_modelled: bool = False  # by the planner's kernels, which are held to published measurements
+    host_limit_bytes: int = 0  # each rank's part of its host's memory
+    offload: float = 0.0
+    activations: float = 0.0
+    weights: float = 0.0
+    assumptions: tuple[str, ...] = ()  # made where something could not be found out, in words
+
+    def to_json(self) -> dict[str, Any]:
+        """The prediction as plain values."""
+        found = {
+            "memory": {
+                "state_bytes": dict(self.cost.state_bytes),
+                "saved_bytes": self.cost.saved_bytes,
+                "transient_bytes": self.cost.transient_bytes,
+                "total_bytes": self.cost.memory_bytes,
+                "limit_bytes": self.memory_limit_bytes,
+                "pipe_rank": self.pipe_rank,
+                "host_bytes": dict(self.cost.host_bytes),
+                "host_limit_bytes": self.host_limit_bytes,
+            },
+            "traffic": [
+                {"axis": axis, "operation": operation, "calls": value.calls, "bytes": value.num_bytes}
+                for (axis, operation), value in self.traffic.items()
+            ],
+            "seconds": {
+                "compute": self.compute_seconds,
+                "communication": self.communication_seconds,
+                "step": self.step_seconds,
+            },
+        }
+        if self.assumptions:
+            found["assumptions"] = list(self.assumptions)
+        if self.timeline is not None:
+            found["pipeline"] = {
+                "schedule": self.timeline.schedule.name,
+                "bubble_share": self.timeline.bubble_share,
+                "makespan_seconds": self.timeline.makespan_seconds,
+                "peak_activations": list(self.timeline.peak_activations),
+            }
+        return found
+
+
+def predict(run: Run, cluster: Cluster) -> Prediction:
+    """What one step of the run costs each rank; the run's plan must fit the model."""
+    whole, plan = micro_batch_profile(run), run.plan
+    refuse_options(run)
+    refuse(whole, plan)
+    staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # cut as the run cuts, which has no compiled profile
+    if _compiles(run, cluster, whole):
+        whole = under(compiled(whole), plan)
+    ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
+    costs = [cost(whole, plan, run.split, coordinates, staging) for coordinates in ranks]
+    worst = max(range(len(costs)), key=lambda index: costs[index].memory_bytes)
+    beside = add_traffic(step_traffic(plan), document_traffic(run))
+    levels = level_degrees(plan, cluster.node.num_devices)
+    traffic = [expand(add_traffic(one.traffic, beside), levels) for one in costs]
+    told = [_communication_seconds(one, plan, cluster) for one in traffic]
+    rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
+    modelled = is_known(cluster, plan.precision)
+    if modelled:
+        steps = _step_model(run, cluster, _compiles(run, cluster, whole))
+        timed = steps.step(replace(plan, micro_batch=run.split.micro_batch), run.split.accumulation)
+        timeline, compute, step = timed.timeline, timed.where["compute"], timed.seconds
+    elif rate is not None:
+        compute = max(one.flops for one in costs) / rate
+        if staging is None:
+            step = compute + _not_hidden(sum(told[0].values()), compute, cluster)
+        else:
+            times = _stage_seconds(run, whole, staging, cluster, rate)
+            timeline = _run_schedule(run, staging, times, cluster)
+            step = _last_end(timeline, times, told, cluster)
+    sent = costs[worst].host_bytes.get(ACTIVATIONS, 0)
+    if sent or plan.memory.weights:
+        moved = trips(whole, plan, run.split.accumulation)
+        copied, exposed = copied_seconds(sent * run.split.accumulation, moved, plan, compute or 0.0, cluster)
+        told[worst] |= copied
+        step = step if step is None else step + exposed
+    if sum(costs[worst].host_bytes.values()) > sent:
+        told[worst]["host"] = update_seconds(costs[worst], whole, plan, cluster)
+        if step is not None and not modelled:  # the step model has it in the update
+            hidden = compute or 0.0 if plan.memory.delay else 0.0
+            step += max(0.0, told[worst]["host"] - hidden)
+    limit = cluster.node.device.memory_bytes
+    host_limit = cluster.node.host_memory_bytes // min(cluster.node.num_devices, plan.num_ranks)
+    pipe_rank = None if staging is None else worst
+    return Prediction(
+        costs[worst],
+        traffic[worst],
+        limit,
+        compute,
+        told[worst],
+        step,
+        pipe_rank,
+        timeline,
+        modelled,
+        host_limit,
+        plan.memory.offload,
+        plan.memory.activations,
+        plan.memory.weights,
+        assumptions(whole),
+    )
+
+
+def refuse_run(run: Run) -> None:
+    """Raise the first reason why the run cannot work as it is: its options, its plan, what its ranks cost."""
+    whole, plan = micro_batch_profile(run), run.plan
+    refuse_options(run)
+    refuse(whole, plan)
+    staging = stage(whole, plan) if plan.pipe.degree > 1 else None
+    for index in range(plan.pipe.degree):
+        cost(whole, plan, run.split, {**dict.fromkeys(plan.degrees, 0), "pipe": index}, staging)
+
+
+def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
+    """Whether the run compiles on the cluster's devices. On a CPU, blocks in pieces keep what they keep uncompiled."""
+    device = torch.device("cpu" if is_cpu(cluster) else "cuda")
+    if whole.model is not None and is_cpu(cluster) and in_pieces(find_blocks(whole.model).values()):
+        return False
+    return wants_compile(run, device)
+
+
+def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
+    """The planner's times for the run's model."""
+    if isinstance(run.model, LanguageConfig):
+        software = software_for_text(cluster, run.train.compile)
+        return planned_model(run.model, run.split.sequence, cluster, software).steps
+    assert not isinstance(run.data, DataConfig), "the run file was checked"
+    shape, software = run.data.shape(run.model.in_channels), software_for_images(run.model, cluster, compiles)
+    return planned_images(run.model, shape, run.plan.precision, cluster, software).steps
+
+
+# --- the time of a pipeline
+
+
+class StageSeconds(NamedTuple):
+    """What one micro-batch takes in a stage; `inside` is what the stage's ranks say to each other meanwhile."""
+
+    forward: float
+    backward: float
+    weight: float
+    inside: float
+
+
+def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster, rate: float) -> list[StageSeconds]:
+    """Forward by the stage's FLOPs; the gradients of inputs and those of weights take as long, each.
+
+    Half of what is said belongs to forward. Recompute does the blocks' forward again.
+    """
+    plan, first = run.plan, dict.fromkeys(run.plan.degrees, 0)
+    levels = level_degrees(plan, cluster.node.num_devices)
+    found = []
+    for index in range(staging.num_stages):
+        part = localise(staging.profile(whole, index), plan=plan, coordinates=first)
+        costs = [local_cost(part, replace(run.split, accumulation=n), plan, first) for n in (1, 2)]
+        once, twice = (sum(_communication_seconds(expand(c.traffic, levels), plan, cluster).values()) for c in costs)
+        inside = twice - once  # what grows with the micro-batches; the rest is said once a step
+        one = part.flops / rate
+        whole_backward = (costs[1].flops - costs[0].flops) / rate - one
+        found.append(
+            StageSeconds(
+                one + _not_hidden(inside / 2, one, cluster),
+                whole_backward - one + _not_hidden(inside / 2, whole_backward, cluster),
+                one,
+                inside,
+            )
+        )
+    return found
+
+
+def _run_schedule(run: Run, staging: Staging, times: Sequence[StageSeconds], cluster: Cluster) -> Timeline:
+    link = link_of("pipe", run.plan, cluster)
+    return simulate(
+        staging.schedule(run.split.accumulation),
+        [one.forward for one in times],
+        [one.backward for one in times],
+        [one.weight for one in times],
+        [link.latency_seconds + size / link.bandwidth_bytes_per_second for size in edge_bytes(staging)],
+    )
+
+
+def _last_end(
+    timeline: Timeline, times: Sequence[StageSeconds], told: Sequence[Mapping[str, float]], cluster: Cluster
+) -> float:
+    """When the last rank has reduced its gradients, which starts behind its last backward."""
+    ends = []
+    for rank, spans in enumerate(timeline.spans):
+        done = [(span.start_seconds, span.end_seconds, span.action) for span in spans if span.action != "wait"]
+        inside = sum(times[action.stage].inside for _, _, action in done if action.kind == "forward")
+        once = sum(seconds for axis, seconds in told[rank].items() if axis != "pipe") - inside
+        start, end, last = done[-1]
+        behind = end - start if last.kind == "backward" else 0.0
+        ends.append(end + _not_hidden(max(0.0, once), behind, cluster))
+    return max(ends)
+
+
+def _not_hidden(told: float, compute: float, cluster: Cluster) -> float:
+    """What communication adds to compute beside it; a CPU computes and talks with the same cores."""
+    return told if is_cpu(cluster) else max(0.0, told - compute)
+
+
+# --- what predictions are made of
+
+
+@lru_cache(maxsize=8)
+def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch: int, in_head: bool) -> Profile:
+    with torch.device("meta"):
+        module = build(model)
+    if in_head:
+        install_loss_head(module)
+
+    def example() -> tuple[Tensor]:
+        return (task.example(micro_batch, dtype)[0],)
+
+    def labels() -> Tensor:
+        return task.example(micro_batch, dtype)[1]
+
+    return profile(module, example, ExampleLoss(labels), dtype)
+
+
+def micro_batch_profile(run: Run) -> Profile:
+    """The profile of the run's model and loss for one micro-batch, in the dtype that computes."""
+    dtype, in_head = COMPUTE_DTYPE[run.plan.precision], is_loss_in_head(run.plan)
+    return _profile_of(run.model, task_of(run), dtype, run.split.micro_batch, in_head)
+
+
+def example_inputs(run: Run) -> tuple[Tensor]:
+    """The arguments of one forward of the run's model, of whole sequences."""
+    return (_example(run)[0],)
+
+
+def example_loss(run: Run) -> ExampleLoss:
+    """The loss of that forward. A run is cut into stages by what its prediction was cut by."""
+    return ExampleLoss(lambda: _example(run)[1])
+
+
+def _example(run: Run) -> tuple[Tensor, ...]:
+    return task_of(run).example(run.split.micro_batch, COMPUTE_DTYPE[run.plan.precision])
+
+
+def model_flops(model_profile: Profile) -> float:
+    """FLOPs that one micro-batch's forward and backward need: causal attention counted half, recompute not at all."""
+    attention = sum(block.attention_flops for block in model_profile.all)
+    return 3 * (model_profile.flops - attention / 2)
+
+
+def peak_flops(run: Run, device: torch.device) -> float | None:
+    """The peak of this rank's device in the run's precision, where it is known."""
+    if device.type != "cuda":
+        return None
+    node = recognise(torch.cuda.get_device_name(device))
+    return None if node is None else node.device.peak_flops.get(PEAK_OF[run.plan.precision])
+
+
+def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
+    """The cluster that the run names; "local" is this machine with its part of the ranks, once for each host."""
+    if run.cluster != "local":
+        return load(run.cluster)
+    num_ranks = math.ceil(run.plan.num_ranks / num_hosts)
+    machine = local_cluster(num_ranks, on_cpu=run.train.device == "cpu", share=run.train.share_gpus)
+    return replace(machine, num_nodes=num_hosts)
+
+
+def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
+    seconds: dict[str, float] = {}
+    for (axis, operation), value in traffic.items():
+        link = link_of(axis, plan, cluster)
+        one = ring_seconds(
+            operation,
+            value.num_bytes / max(1, value.calls),
+            2 if axis in PAIRS_ALONG else _span(axis, plan, cluster.node.num_devices)[1],
+            link.bandwidth_bytes_per_second,
+            link.latency_seconds,
+        )
+        seconds[axis] = seconds.get(axis, 0.0) + one * value.calls
+    return seconds
+
+
+def link_of(axis: str, plan: Plan, cluster: Cluster) -> AxisLink:
+    """The link that an axis talks over; a pair may lie as far apart as the ends of the axis that it is along."""
+    return cluster.axis_link(*_span(PAIRS_ALONG.get(axis, axis), plan, cluster.node.num_devices))
+
+
+def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:
+    """How far apart neighbours on an axis (or a level of it) are, and its degree; joint axes span all their members."""
+    axis, _, level = axis.partition("/")
+    if level:
+        num_nodes, num_local = level_degrees(plan, ranks_per_node)[axis]
+        return (ranks_per_node, num_nodes) if level == "node" else (_span(axis, plan, ranks_per_node)[0], num_local)
+    if axis in JOINT_AXES:
+        return 1, math.prod(plan.degree(member) for member in JOINT_AXES[axis])
+    axis, _, neighbours = axis.partition(":")
+    return plan.inner(axis), int(neighbours) if neighbours else plan.degree(axis)
+
+
+def is_known(cluster: Cluster, precision: str) -> bool:
+    """Whether the planner can time kernels on the cluster's devices."""
+    device = cluster.node.device
+    return device.memory_bandwidth_bytes_per_second is not None and precision in device.peak_flops
+
+
+def _flops_per_second(run: Run, cluster: Cluster) -> float | None:
+    peak = cluster.node.device.peak_flops.get(PEAK_OF[run.plan.precision])
+    if peak is not None:
+        return peak * ASSUMED_EFFICIENCY
+    if not is_cpu(cluster) or run.cluster != "local":
+        return None
+    rate = cpu_flops_per_second(COMPUTE_DTYPE[run.plan.precision])
+    return rate * cluster.node.num_cpu_cores / max(cluster.node.num_cpu_cores, run.plan.num_ranks)

@@ -1,0 +1,284 @@
+"""One forward on fake tensors (shapes only), counted: what each block multiplies, moves, saves and hands on.
+
+Nothing is computed and no backward runs, so a model of any size takes seconds and no memory, and ranks may be forked
+behind it (torch's backward starts threads that no fork survives). What backward costs follows from which operands
+have gradients; operations inside an autograd.Function of the model's own count for forward only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.functional_call import call_with
+from weft.inspection.memory_traffic import MovedTally, bytes_of, is_view, tensors_of
+from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
+from weft.inspection.tensor_splits import is_norm
+from weft.models.decoder import CausalAttention
+from weft.models.loss import is_gradient_work
+from weft.models.loss_head import example_labels, is_giving_loss
+from weft.profile.branches import Flow
+from weft.profile.flops import GROUPED, KEPT_OPERATIONS, fake_grouped, product
+from weft.profile.parts import Block, Convolution, Flops, Given, Heads, Layer, Matmul, Profile
+from weft.profile.saved_bytes import POLICIES, SavedTally
+
+NO_FLOPS = Flops()
+aten = torch.ops.aten
+LOOKUPS = (aten.embedding, aten.index, aten.index_select, aten.gather)
+ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
+WHOLE_NORMS = (aten.native_batch_norm, aten.native_group_norm)  # of which each statistic is of a whole image
+
+
+def count(
+    model: nn.Module,
+    example: Callable[[], Any],
+    finish: Callable[[Any], Any] | None,
+    dtype: torch.dtype | None,
+    structure: Profile,
+    tally: Tally | None = None,
+) -> Profile:
+    """A model's structure with the counts of one forward."""
+    tally = tally or Tally()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
+        state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
+        tally.saved.ignore(state.values())
+        given = tree_map(partial(cast, dtype=dtype), example())  # which is there before the forward
+        with tally.watching(model):
+            with example_labels(model, finish):
+                output = call_with(model, state, given)
+            if finish is not None:
+                finish(output)
+    tally.blocks[""].boundary_bytes = sum(map(bytes_of, tensors_of(output)))
+    root, *blocks = (tally.counted(block) for block in structure.all)
+    units = [name for name in find_units(model) if name in tally.units]
+    return replace(
+        structure,
+        root=replace(root, branches=tally.flow.branches(units)),
+        blocks=tuple(blocks),
+        counted=True,
+        layers=tally.layers,
+        attentions=tally.attentions,
+        stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
+        stream_shape=tally.stream_shape,
+        units=tally.units,
+    )
+
+
+@dataclass
+class _Counts:
+    """Of one block, as they grow."""
+
+    calls: int = 0
+    in_backward: bool = False
+    flops: Flops = NO_FLOPS
+    read_bytes: int = 0
+    written_bytes: int = 0
+    boundary_bytes: int = 0
+    matmuls: Counter[Matmul] = field(default_factory=Counter)
+    convolutions: list[Convolution] = field(default_factory=list)
+
+
+class Tally(TorchDispatchMode):
+    """Counts each operation for the block that is running ("" is the root)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = ""
+        self.unit = ""  # the unit that runs, or ran last
+        self.units: dict[str, Flops] = {}
+        self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
+        self.layers: dict[str, Layer] = {}
+        self.attentions: dict[str, Heads] = {}
+        self.given: dict[str, Any] = {}  # by block, its arguments
+        self.stream_shape: tuple[int, ...] = ()
+        self.saved, self.moved, self.flow = SavedTally(), MovedTally(), Flow()
+        self._behind = ""
+        self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
+
+    def counted(self, block: Block) -> Block:
+        """The block with its counts."""
+        found, saved = self.blocks.get(block.name, _Counts()), self.saved.by_place
+        inside = [name for name in self.layers if name == block.name or name.startswith(f"{block.name}.")]
+        return replace(
+            block,
+            calls=found.calls,
+            in_backward=found.in_backward,
+            flops=found.flops.all,
+            attention_flops=found.flops.attention,
+            backward_flops=found.flops.backward,
+            read_bytes=found.read_bytes,
+            written_bytes=found.written_bytes,
+            boundary_bytes=found.boundary_bytes,
+            saved_bytes={policy: sum(saved[policy].get(block.name, {}).values()) for policy in POLICIES},
+            saved_behind={policy: saved[policy].get(block.name, {}) for policy in POLICIES},
+            moved_behind={layer: one for (name, layer), one in self.moved.by_place.items() if name == block.name},
+            matmuls=dict(found.matmuls),
+            convolutions=tuple(found.convolutions),
+            branches=self.flow.branches(inside),
+            sendable=self.saved.sendable.get(block.name, {}),
+        )
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Count while the model runs forward."""
+        handles = []
+        for name, module in find_units(model).items():
+            handles.append(module.register_forward_pre_hook(partial(self._enter_unit, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._leave_node, name)))
+        for name, module in model.named_modules():  # before those of blocks, which may be such layers themselves
+            if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
+                handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
+                handles.append(module.register_forward_hook(partial(self._measure, name)))
+            if isinstance(module, CausalAttention):
+                handles.append(module.register_forward_pre_hook(partial(self._measure_heads, name)))
+        for name, module in find_blocks(model).items():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            handles.append(module.register_forward_hook(partial(self._leave, name)))
+        try:
+            with self, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # --- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_grouped = func._overloadpacket is GROUPED and args[1].dim() == 3
+        result = fake_grouped(*args[:2]) if is_grouped else func(*args, **kwargs)
+        inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
+        self.flow.operation(inputs, outputs)
+        here, found = self.blocks[self.running], product(func, args, kwargs, result)
+        if found is not None and is_gradient_work():
+            later = Flops(backward=found.flops.all)
+            here.flops = here.flops.plus(later)
+            self.units[self.unit] = self.units.get(self.unit, NO_FLOPS).plus(later)
+            return result
+        if found is not None:
+            here.flops = here.flops.plus(found.flops)
+            self.units[self.unit] = self.units.get(self.unit, NO_FLOPS).plus(found.flops)
+            here.matmuls.update([found.matmul] if found.matmul is not None else [])
+            here.convolutions += [found.convolution] if found.convolution is not None else []
+            self.moved.product(inputs, outputs)
+        elif func._overloadpacket in ALLOCATIONS:
+            return result
+        elif not is_view(func, inputs, outputs):
+            reads_twice = func._overloadpacket in WHOLE_NORMS
+            self.moved.operation(inputs, outputs, (self.running, self._behind), reads_twice)
+        else:
+            return result
+        here.read_bytes += sum(map(bytes_of, inputs))
+        if func._overloadpacket in LOOKUPS:  # of the table it reads as much as it gives
+            here.read_bytes -= max(0, bytes_of(inputs[0]) - sum(map(bytes_of, outputs)))
+        here.written_bytes += sum(map(bytes_of, outputs))
+        if func in KEPT_OPERATIONS and self.running:  # the root keeps what it saves, and nothing else
+            for tensor in outputs:
+                self._save(tensor, "selective")
+        return result
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self._unsaved.clear()
+        self.moved.saved(tensor)
+        self._save(tensor, *(["none"] if self.running else POLICIES))
+        return tensor
+
+    def _save(self, tensor: Tensor, *policies: str) -> None:
+        self.saved.add(policies, tensor, self.running, self._behind)
+
+    # --- units and blocks
+
+    def _enter_unit(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.unit = name
+        self.units.setdefault(name, NO_FLOPS)
+        self.flow.enter(name, tensors_of((args, kwargs)))
+
+    def _leave_node(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        self.flow.leave(name, tensors_of(output))
+
+    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self.running = name
+        self._unsaved.clear()
+        self.blocks.setdefault(name, _Counts()).calls += 1
+        self.given.setdefault(name, tree_map(_form, (args, kwargs)))
+        given = tensors_of((args, kwargs))
+        self.saved.stay(given[1:])  # tables, masks: given to every block
+        for tensor in given:
+            self.stream_shape = self.stream_shape or tuple(tensor.shape)
+            self._save(tensor, "selective", "full")
+
+    def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        self.running = ""
+        for last in self._unsaved:
+            self.layers[last] = replace(self.layers[last], is_last=True)
+        tensors = tensors_of(output)
+        self.blocks[name].in_backward |= any(tensor.requires_grad for tensor in tensors)
+        self.blocks[name].boundary_bytes = sum(map(bytes_of, tensors))
+
+    # --- layers
+
+    def _begin(self, name: str, module: nn.Module, args: Any) -> None:
+        self.saved.since = 0
+        if _is_product(module):
+            self.flow.enter(name, tensors_of(args))
+        if is_giving_loss(module):
+            self._behind = name
+
+    def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        value = args[0]
+        dim = -1 - num_spatial_dims(module)
+        width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
+        in_rows = value.numel() // width
+        weight: Any = module.weight
+        out = output.shape[dim] if output.dim() else len(weight)  # a head that gives a loss
+        rows = output.numel() // out if output.dim() else in_rows
+        self.layers[name] = Layer(
+            rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module)
+        )
+        self._unsaved.append(name)
+        if _is_product(module):
+            self._behind = name
+            self.flow.leave(name, [output])
+
+    def _measure_heads(self, name: str, _: nn.Module, args: Any) -> None:
+        query, key = args[0], args[1]
+        batch, num_heads, sequence, head_dim = query.shape
+        self.attentions[name] = Heads(batch, num_heads, key.shape[1], sequence, head_dim)
+
+
+def _is_product(module: nn.Module) -> bool:
+    return is_linear(module) or is_convolution(module)
+
+
+def _form(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage()
+    form = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+    return Given(*form, storage._cdata, storage.nbytes())
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    """A floating-point tensor in another dtype, as a leaf; anything else as it is."""
+    if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(dtype).requires_grad_(value.requires_grad)
+
+
+def fake(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, inside a FakeTensorMode."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return made.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,1 @@
+"""Proves that a plan equals the unsplit model: `weft.verify` and `weft verify`."""

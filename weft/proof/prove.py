@@ -1,0 +1,452 @@
+"""The oracle: runs a plan on local processes in float64 against the unsplit model, and compares everything.
+
+Ranks compute on CPUs, or share this machine's GPUs: then the sequential model runs on the same GPU, blocks may be
+compiled and a step recorded as a CUDA graph, and bf16 may be compared with float64, within a stated tolerance.
+
+Every rank also trains the sequential model by itself, with torch's own functions and none of weft's, and compares its
+own pieces: loss of each step, every gradient of the first step, every parameter after the last, the bytes it sent
+against the bytes predicted, and the bytes its state occupies against the bytes predicted. Both are then evaluated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import weft.optim
+from weft.cluster.hardware import load
+from weft.comm import Traffic, add_traffic, expand
+from weft.comm.backends import DeviceType
+from weft.comm.ledger import Key
+from weft.compile.blocks import compile_blocks, wants_compile
+from weft.data.order import local_indices
+from weft.errors import PlanError, WeftError, error_class
+from weft.launch.fork import why_not
+from weft.launch.function_names import find, name_of
+from weft.launch.local_ranks import run_local, run_spawned
+from weft.memory.activation_choice import sending_from
+from weft.mesh import Mesh, level_degrees
+from weft.parallel.apply import (
+    all_units,
+    cost,
+    host_bytes,
+    named_buffers,
+    named_pieces,
+    parallelize,
+    refuse,
+    state_bytes,
+)
+from weft.parallel.tile import own_tiles
+from weft.plan import BatchSplit, Memory, Plan, split_batch
+from weft.planner.predict import refuse_run
+from weft.profile import Profile, profile
+from weft.proof.report import TOLERANCE, Check, Report, badness, report_of
+from weft.proof.sequential import (
+    EPSILON,
+    LEARNING_RATE,
+    BatchFn,
+    ModelFn,
+    double_of,
+    make_model,
+    make_optimizer,
+    run_sequential,
+    to_double,
+)
+from weft.proof.small_run import proofs_of
+from weft.run_file import Run
+from weft.schedule.schedules import make_schedule
+from weft.schema import build_dataclass, to_table
+from weft.sharding.layout import COMPUTE_DTYPE, Part
+from weft.step.cuda_graph import WARM_STEPS, Graph, recording_stream, wants_graph
+from weft.step.train_step import CROSS_ENTROPY, Batch, Objective, evaluate, step_traffic, train_step
+
+__all__ = ["TOLERANCE", "Check", "Report", "verify", "verify_run"]
+
+logger = logging.getLogger("weft")
+
+STEPS = 3
+SECONDS, SLOW_SECONDS = 120.0, 400.0  # for all ranks; where they compile
+# Tensors much smaller than the largest one are compared with this fraction of it: the gradient of an attention key's
+# bias, for one, is zero in mathematics and noise in any floating point.
+FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a plan is tried: what the ranks compute on and in, and for how many steps."""
+
+    plan: Plan
+    steps: int = STEPS
+    clip: float | None = 1.0
+    ranks_per_node: int | None = None
+    device: DeviceType = "cpu"
+    compiles: bool = False
+    records: bool = False  # a CUDA graph
+    not_proved: tuple[str, ...] = ()  # of the run, in words
+
+
+def verify(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    plan: Plan,
+    *,
+    objective: Objective = CROSS_ENTROPY,
+    steps: int = STEPS,
+    clip: float | None = 1.0,
+    tolerance: float | None = None,
+    timeout_seconds: float = 120.0,
+    ranks_per_node: int | None = None,
+    device: DeviceType = "cpu",
+    precision: Literal["fp64", "bf16"] = "fp64",
+    compiles: bool = False,
+) -> Report:
+    """Prove that `plan` computes what the unsplit model does.
+
+    `model_fn()` makes the model (the same on every call after torch.manual_seed(0)); `batch_fn(step)` makes the tensors
+    of a whole global batch, samples first. Its state and the plan's precision become float64, that of its matmuls too,
+    and no update is delayed. `ranks_per_node` lays the ranks out as if so many shared a node, for a hierarchical plan.
+
+    With `device="cuda"` ranks share this machine's GPUs, in fresh processes that import the functions: define them at
+    the top level of a file. `precision="bf16"` computes as a bf16 run does and compares with float64, within
+    `BF16_TOLERANCES`. `compiles`: with torch.compile, block by block.
+    """
+    trial = Trial(proved(plan, precision), steps, clip, ranks_per_node, device, compiles, not_proved=inexact(plan))
+    if device == "cpu" and why_not() is None:
+        return prove_plan(model_fn, batch_fn, objective, trial, tolerance, timeout_seconds)
+    arguments = {
+        "model": name_of(model_fn, "model_fn"),
+        "batch": name_of(batch_fn, "batch_fn"),
+        "objective": _objective_names(objective),
+        "trial": {**asdict(trial), "plan": to_table(trial.plan)},
+    }
+    answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device)
+    return _report(answers, trial, tolerance)
+
+
+def proved(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:
+    """The plan that is run for a proof."""
+    return replace(plan, precision=precision, matmul="compute", memory=_exact(plan.memory))
+
+
+def prove_plan(
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    objective: Objective,
+    trial: Trial,
+    tolerance: float | None,
+    timeout_seconds: float,
+) -> Report:
+    """On forked ranks. Nothing here runs a backward, behind which torch's processes cannot fork on machines with GPUs:
+    what a plan costs, which does, each rank computes for itself.
+    """
+    split, counted = _counted(model_fn, batch_fn, trial.plan)
+
+    def rank(index: int) -> dict[str, Any]:
+        return _try_rank(counted, model_fn, batch_fn, objective, trial, split)
+
+    answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
+    return _report(answers, trial, tolerance)
+
+
+def spawned_rank(
+    rank: int, model: str, batch: str, objective: Mapping[str, Any], trial: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A rank in a fresh process, which imports what it needs by name."""
+    values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan"), "not_proved": tuple(trial["not_proved"])}
+    own, model_fn, batch_fn = Trial(**values), find(model), find(batch)
+    try:
+        split, counted = _counted(model_fn, batch_fn, own.plan)
+    except WeftError as error:
+        return _refused(error)
+    return _try_rank(counted, model_fn, batch_fn, _objective(objective), own, split)
+
+
+def _objective_names(objective: Objective) -> dict[str, Any]:
+    """An objective by the names of its functions."""
+    functions = {"count": objective.count, "total": objective.total, "measure": objective.measure}
+    names = {key: None if one is None else name_of(one, f"objective.{key}") for key, one in functions.items()}
+    return {**names, "measures": list(objective.measures)}
+
+
+def _objective(names: Mapping[str, Any]) -> Objective:
+    measure = None if names["measure"] is None else find(names["measure"])
+    return Objective(find(names["count"]), find(names["total"]), tuple(names["measures"]), measure)
+
+
+def _counted(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSplit, Profile]:
+    """How the batch is split, and the profile of the model; what the plan cannot split is refused."""
+    example = batch_fn(0)
+    split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
+    counted = _profile(model_fn, example, split, plan)
+    refuse(counted, plan)
+    return split, counted
+
+
+def _report(answers: list[dict[str, Any]], trial: Trial, tolerance: float | None) -> Report:
+    refused = next((answer["refused"] for answer in answers if "refused" in answer), None)
+    if refused is not None:
+        raise (error_class(refused[0]) or WeftError)(refused[1])
+    return report_of(answers, trial.plan, trial.not_proved, tolerance, trial.device)
+
+
+def inexact(plan: Plan) -> tuple[str, ...]:
+    """The options that a proof is without, in words."""
+    found = [f"plan.matmul = '{plan.matmul}'"] if plan.matmul != "compute" else []
+    memory, default = plan.memory, Memory()
+    for key in ("master", "state", "delay"):
+        if getattr(memory, key) != getattr(default, key):
+            found.append(f"plan.memory.{key} = {str(getattr(memory, key)).lower()}")
+    return tuple(f"{one}: the proof is of exact updates in float64" for one in found)
+
+
+def _exact(memory: Memory) -> Memory:
+    return replace(memory, master=True, state="master", delay=False)
+
+
+def verify_run(
+    run: Run, device: DeviceType = "cpu", precision: Literal["fp64", "bf16"] = "fp64", compiles: bool = False
+) -> Report:
+    """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked.
+
+    What cannot work as it is, is refused before. A report without checks says that the plan fits no copy that is small.
+    """
+    refuse_run(run)
+    return prove_run(run, device, precision, compiles)
+
+
+def prove_run(
+    run: Run, device: DeviceType = "cpu", precision: Literal["fp64", "bf16"] = "fp64", compiles: bool = False
+) -> Report:
+    """`verify_run` of a run that has been checked. Runs no backward and forks ranks: for a child of the nursery. With
+    `compiles`, on a GPU, what the run compiles is compiled, and what it records is recorded.
+    """
+    ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
+    kind, refused = torch.device(device), None
+    records = compiles and wants_graph(run, kind)
+    for proof in proofs_of(run):
+        trial = Trial(
+            proved(proof.plan, precision),
+            STEPS + (WARM_STEPS if records else 0),
+            run.train.clip,
+            ranks_per_node,
+            device,
+            compiles and wants_compile(run, kind),
+            records,
+            (*proof.not_proved, *inexact(proof.plan)),
+        )
+        seconds = SLOW_SECONDS if compiles else SECONDS
+        try:
+            return prove_plan(proof.model, proof.batch, proof.objective, trial, None, seconds)
+        except PlanError as error:  # the run itself was not refused
+            refused = refused or error
+    return Report(run.plan, (), (f"the plan fits the run and no small copy of its model: {refused}",))
+
+
+# --- on each rank
+
+
+def _try_rank(
+    counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
+) -> dict[str, Any]:
+    """A rank's answer, or why the plan is refused: all ranks come to the same before they talk."""
+    try:
+        cost(counted, trial.plan, split)
+    except WeftError as error:
+        return _refused(error)
+    with ExitStack() as inside:
+        inside.enter_context(sending_from(1))  # tensors of any size, for memory.activations
+        if trial.records:
+            inside.enter_context(recording_stream(_device(trial)))
+        return _run_rank(counted, model_fn, batch_fn, objective, trial, split)
+
+
+def _refused(error: WeftError) -> dict[str, Any]:
+    """A rank's answer where the plan does not suit the model."""
+    return {"refused": [type(error).__name__, str(error)]}
+
+
+def _device(trial: Trial) -> torch.device:
+    """This rank's device: the current GPU, which was set when the rank started, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
+
+
+def _run_rank(
+    counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
+) -> dict[str, Any]:
+    plan, steps, device = trial.plan, trial.steps, _device(trial)
+    part = split.batch
+    if counted.batch_mixers:
+        part = split.micro_batch * (split.num_batch_ranks if plan.statistics == "batch" else 1)
+    replicas = _replicas(plan, split) if _has_alike_buffers(plan) else []
+    whole = make_model(model_fn).to(device)
+    expected = run_sequential(whole, _on(device, batch_fn), objective, steps, trial.clip, part, replicas)
+    mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
+    model = parallelize(make_model(model_fn).to(device), plan, mesh, example=counted.example)
+    if trial.compiles:
+        compile_blocks(model, logger.warning)
+    graph = Graph(model, logger.warning) if trial.records else None
+    optimizer = _optimizer(model)
+    watch = _Watch(model, optimizer)
+    mesh.ledger.clear()
+    losses, norms = [], []
+    for step in range(steps):
+        batches = _own_batches(_on(device, batch_fn)(step), split, mesh["batch"].index)
+        batches = [own_tiles(batch, model, mesh) for batch in batches]
+        result = train_step(model, optimizer, batches, mesh, objective, trial.clip, graph=graph)
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    pieces, sent = _pieces(model), _plain(mesh.ledger.entries())
+    measured = None
+    if _can_evaluate(counted, plan):
+        batches = _own_batches(_on(device, batch_fn)(0), split, mesh["batch"].index)
+        batches = [own_tiles(batch, model, mesh) for batch in batches]
+        measured = evaluate(model, batches, mesh, objective).flatten().tolist()
+    predicted = cost(counted, plan, split, mesh.coordinates)
+    flat = add_traffic(predicted.traffic, step_traffic(plan))
+    traffic = expand(flat, level_degrees(plan, trial.ranks_per_node))
+    return {
+        "loss": _worst_number(losses, expected.losses),
+        "grad_norm": _worst_number(norms, expected.norms),
+        "gradient": _worst_tensor(watch.gradients, expected.gradients),
+        "parameter": _worst_tensor(pieces, expected.parameters),
+        "buffer": _worst_buffer(model, expected.buffers) if _has_alike_buffers(plan) else None,
+        "evaluation": None if measured is None else _worst_measure(measured, expected.measured, objective),
+        "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
+        "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
+        "predicted": _plain({key: value * steps for key, value in traffic.items()}),
+        "counted": sent,
+        "predicted_state": dict(predicted.state_bytes),
+        "counted_state": watch.state,
+        "predicted_host": dict(predicted.host_bytes),
+        "counted_host": watch.host,
+    }
+
+
+def _on(device: torch.device, batch_fn: BatchFn) -> BatchFn:
+    """The same batches, on a device."""
+    return lambda step: tuple(tensor.to(device) for tensor in batch_fn(step))
+
+
+def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
+    """The replica of each micro-batch, where a pipeline has mirrored ones."""
+    pipe = plan.pipe
+    if pipe.degree == 1:
+        return []
+    schedule = make_schedule(pipe.schedule, pipe.degree, split.accumulation, **pipe.options)
+    steps = [step for rank in range(pipe.degree) for step in schedule.compute(rank)]
+    found = {step.micro_batch: step.replica for step in steps}
+    return [found[number] for number in sorted(found)] if len(schedule.placement) > 1 else []
+
+
+def _has_alike_buffers(plan: Plan) -> bool:
+    """Whether running statistics are to be those of the sequential model: of views, with the samples of all ranks."""
+    return plan.is_viewed and (plan.num_batch_ranks == 1 or plan.statistics == "batch")
+
+
+def _can_evaluate(counted: Profile, plan: Plan) -> bool:
+    """Whether what a model computes in evaluation is to be the sequential one's: running statistics are alike."""
+    return not counted.batch_mixers or _has_alike_buffers(plan)
+
+
+class _Watch:
+    """Keeps the gradients that the first update sees, and the size of the state at the last one."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model = model
+        self.gradients: list[tuple[Part, Tensor]] = []
+        self.state: dict[str, int] = {}
+        self.host: dict[str, int] = {}
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
+        if not self.gradients:
+            scale = options.get("scale")  # of clipping, where the optimizer does it
+            self.gradients = [
+                (part, piece.grad.flatten() * (1.0 if scale is None else scale))
+                for part, piece in named_pieces(self.model)
+                if piece.grad is not None
+            ]
+        self.state = state_bytes(self.model, optimizer)
+        self.host = host_bytes(self.model, optimizer)
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    return weft.optim.AdamW(model, lr=LEARNING_RATE, eps=EPSILON) if all_units(model) else make_optimizer(model)
+
+
+def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit, plan: Plan) -> Profile:
+    inputs = batch[0][: split.micro_batch]
+
+    def example() -> tuple[Tensor]:
+        return (inputs.to("cpu", double_of(inputs.dtype), copy=True),)
+
+    return profile(make_model(model_fn), example, dtype=COMPUTE_DTYPE[plan.precision])
+
+
+def _own_batches(batch: Batch, split: BatchSplit, index: int) -> list[Batch]:
+    rows = local_indices(torch.arange(split.batch).numpy(), split.micro_batch, split.num_batch_ranks, index)
+    chosen = [torch.from_numpy(row).to(batch[0].device) for row in rows]
+    return [tuple(tensor[row] for tensor in to_double(batch)) for row in chosen]
+
+
+def _pieces(model: nn.Module) -> list[tuple[Part, Tensor]]:
+    return [(part, piece.detach().flatten()) for part, piece in named_pieces(model)]
+
+
+def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str]:
+    errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True)]
+    worst = max(range(len(errors)), key=lambda step: badness(errors[step]))
+    return errors[worst], f"step {worst + 1}"
+
+
+def _worst_measure(found: list[float], expected: list[float], objective: Objective) -> tuple[float, str]:
+    errors = []
+    for one, told in zip(found, expected, strict=True):
+        is_equal = one == told or (one != one and told != told)  # no label counts: both are NaN
+        errors.append(0.0 if is_equal else abs(one - told) / max(abs(told), 1e-300))
+    worst = max(range(len(errors)), key=lambda index: badness(errors[index]))
+    return errors[worst], objective.measures[worst]
+
+
+def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
+    largest = max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=1.0)
+    worst = (0.0, "-")
+    for part, tensor in found:
+        reference = expected.get(part.parameter.name)
+        if reference is None:  # the sequential run never reached it: it has no gradient, and here it must be zero
+            difference, scale = float(tensor.abs().max()), 0.0
+        else:
+            cut = part.parameter.cut
+            local = (reference if cut is None else cut.take(reference)).flatten()[part.start : part.stop]
+            difference, scale = float((tensor - local).abs().max()), float(reference.abs().max())
+        error = difference / max(scale, FLOOR * largest)
+        if badness(error) > badness(worst[0]):
+            worst = (error, part.parameter.name)
+    return worst
+
+
+def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Running statistics, of those that norms take over several ranks."""
+    worst = (0.0, "-")
+    for name, buffer in named_buffers(model):
+        if buffer.numel():
+            found, told = buffer.double(), expected[name].double()
+            error = float((found - told).abs().max() / told.abs().max().clamp(min=1e-300))
+            worst = max(worst, (error, name), key=lambda pair: badness(pair[0]))
+    return worst
+
+
+def _is_first(part: Part) -> bool:
+    """Whether this rank counts for a part that several ranks of x × y, or of pipe, hold alike."""
+    return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
+
+
+def _plain(traffic: dict[Key, Traffic]) -> dict[str, list[int]]:
+    return {f"{axis} {operation}": [value.calls, value.num_bytes] for (axis, operation), value in traffic.items()}

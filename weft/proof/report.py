@@ -1,0 +1,168 @@
+"""What a proof found: every check of a plan against the sequential model, and whether all of them passed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from weft.comm.backends import DeviceType
+from weft.errors import VerifyError
+from weft.memory.offload_activations import ACTIVATIONS
+from weft.plan import Plan
+from weft.schema import build_dataclass, to_table
+
+TOLERANCE = 1e-9
+# Of bf16 against float64: a number has 8 bits, and errors of a forward and backward add up. Parameters after several
+# updates are not compared: AdamW makes a whole step of a gradient near zero, whatever its sign.
+BF16_TOLERANCES = {"loss": 1e-2, "grad_norm": 5e-2, "gradient": 1e-1}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report: what was compared, the worst difference and where, or predicted and counted bytes."""
+
+    what: str
+    expected: str
+    found: str
+    where: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """All checks of one plan, and what they leave out of the run, in words."""
+
+    plan: Plan
+    checks: tuple[Check, ...]
+    not_proved: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the plan was found to equal the sequential model."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    @property
+    def first_failure(self) -> Check | None:
+        """The first check that did not pass."""
+        return next((check for check in self.checks if not check.passed), None)
+
+    def require(self) -> Report:
+        """Raise VerifyError with the first offender, or return the report."""
+        if not self.checks:
+            raise VerifyError(f"{self.plan.describe_axes()} was not proved: {'; '.join(self.not_proved)}")
+        failure = self.first_failure
+        if failure is not None:
+            raise VerifyError(
+                f"{self.plan.describe_axes()} differs from the sequential model in {failure.what}: "
+                f"expected {failure.expected}, found {failure.found} ({failure.where})"
+            )
+        return self
+
+
+def report_to_json(report: Report) -> dict[str, Any]:
+    """A report as plain values, for another process."""
+    checks = [asdict(check) for check in report.checks]
+    return {"plan": to_table(report.plan), "checks": checks, "not_proved": list(report.not_proved)}
+
+
+def report_from_json(values: Mapping[str, Any]) -> Report:
+    """The report of another process."""
+    checks = tuple(Check(**check) for check in values["checks"])
+    return Report(build_dataclass(Plan, values["plan"], "plan"), checks, tuple(values["not_proved"]))
+
+
+# --- from the answers of all ranks
+
+
+def report_of(
+    answers: list[dict[str, Any]],
+    plan: Plan,
+    not_proved: tuple[str, ...],
+    tolerance: float | None,
+    device: DeviceType = "cpu",
+) -> Report:
+    """The report on a plan from what its ranks found; `tolerance` is for all that is compared, if it is given."""
+    if answers[0]["evaluation"] is None:
+        not_proved += ("evaluation: the running statistics of batch norms are each rank's own",)
+    if device == "cuda" and plan.memory.activations:
+        not_proved += (
+            "bytes of memory.activations: attention on a GPU saves other tensors in a proof than in the run",
+        )
+        for answer in answers:
+            answer["predicted_host"].pop(ACTIVATIONS, None)
+            answer["counted_host"].pop(ACTIVATIONS, None)
+    checks = (*_judge(answers, _tolerances(plan, tolerance)), _check_coverage(answers, plan))
+    return Report(plan, checks, not_proved)
+
+
+def _tolerances(plan: Plan, given: float | None) -> dict[str, float | None]:
+    """By what is compared; None for what is not."""
+    if plan.precision == "bf16":
+        return {
+            "parameter": None,
+            "buffer": None,
+            "evaluation": None,
+            **(BF16_TOLERANCES if given is None else dict.fromkeys(BF16_TOLERANCES, given)),
+        }
+    return dict.fromkeys(("loss", "grad_norm", "gradient", "parameter", "buffer", "evaluation"), given or TOLERANCE)
+
+
+def badness(error: float) -> float:
+    return float("inf") if error != error else error  # NaN compares false with everything, and would be lost
+
+
+def _judge(answers: list[dict[str, Any]], tolerances: Mapping[str, float | None]) -> list[Check]:
+    checks = []
+    for key, what in (
+        ("loss", "loss"),
+        ("grad_norm", "gradient norm"),
+        ("gradient", "worst gradient"),
+        ("parameter", "worst parameter after the steps"),
+        ("buffer", "worst buffer after the steps"),
+        ("evaluation", "evaluation after the steps"),
+    ):
+        tolerance = tolerances[key]
+        if answers[0][key] is None or tolerance is None:
+            continue
+        errors = [(answer[key][0], f"rank {rank}, {answer[key][1]}") for rank, answer in enumerate(answers)]
+        error, where = max(errors, key=lambda pair: badness(pair[0]))
+        checks.append(Check(what, f"≤ {tolerance:.0e}", f"{error:.1e}", where, error <= tolerance))
+    keys = sorted({key for answer in answers for key in (*answer["predicted"], *answer["counted"])})
+    checks += [_equal(f"traffic: {key}", answers, "predicted", "counted", key, _traffic_text) for key in keys]
+    kinds = answers[0]["predicted_state"]
+    checks += [
+        _equal(f"state: {kind}", answers, "predicted_state", "counted_state", kind, _bytes_text) for kind in kinds
+    ]
+    checks += [
+        _equal(f"host: {kind}", answers, "predicted_host", "counted_host", kind, _bytes_text)
+        for kind in sorted({key for answer in answers for key in (*answer["predicted_host"], *answer["counted_host"])})
+    ]
+    return checks
+
+
+def _check_coverage(answers: list[dict[str, Any]], plan: Plan) -> Check:
+    """A piece that no rank holds is not compared, so the pieces are counted: each once in every replica."""
+    compared = sum(answer["num_compared"] for answer in answers)
+    expected = answers[0]["num_expected"] * plan.data * plan.tile.degree * plan.context.degree
+    return Check("parameters held", f"{expected:,}", f"{compared:,}", "all ranks", compared == expected)
+
+
+def _equal(
+    what: str, answers: list[dict[str, Any]], predicted: str, counted: str, key: str, text: Callable[[Any], str]
+) -> Check:
+    for rank, answer in enumerate(answers):
+        expected, found = answer[predicted].get(key), answer[counted].get(key)
+        is_less = key == ACTIVATIONS and (found or 0) < (expected or 0)  # transformers masks shapes, but no data
+        if expected != found and not is_less:
+            return Check(what, text(expected), text(found), f"rank {rank}", False)
+    value = text(answers[0][predicted].get(key))
+    return Check(what, value, value, "all ranks", True)
+
+
+def _traffic_text(value: list[int] | None) -> str:
+    return "nothing" if value is None else f"{value[1]:,} B in {value[0]} calls"
+
+
+def _bytes_text(value: int | None) -> str:
+    return f"{value or 0:,} B"

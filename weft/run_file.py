@@ -1,0 +1,450 @@
+"""The run file: one TOML file says what to train, on what, and how. Frozen, strict, and checked before anything starts.
+
+    run = load_run(Path("run.toml"), ["plan.data=2", "train.steps=100"])
+
+Every value remembers where it came from (the file, an override, or the default), so that a saved run explains itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from weft.cluster.hardware import usual_precision
+from weft.data import slides
+from weft.data.config import Data, DataConfig, SlidesConfig, data_from_table
+from weft.data.goldfish import Goldfish
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import ConfigError
+from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config
+from weft.models.vision import VISION_CONFIGS
+from weft.plan import BatchSplit, Plan, split_batch
+from weft.schema import at_least, build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
+from weft.train.layer_drop import LayerDrop
+
+# What AdamW and torch's generators take: at least the first number and below the second.
+LIMITS = {
+    "learning_rate": (0.0, math.inf),
+    "weight_decay": (0.0, math.inf),
+    "beta1": (0.0, 1.0),
+    "beta2": (0.0, 1.0),
+    "epsilon": (0.0, math.inf),
+    "z_loss": (0.0, math.inf),
+    "seed": (-(2**63), 2**63),
+}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. Give `batch` (sequences, or images, per step) or `batch_tokens` (tokens per step), not both.
+
+    `compile`: torch.compile for each block; without a word, on GPUs. `graph`: forward and backward as a CUDA graph
+    (`step/cuda_graph.py`); without a word, images on one GPU. `z_loss` is the weight of the squared log of the
+    softmax's denominator (models of language). `goldfish` leaves targets out of the loss, `layer_drop` skips blocks
+    (`data/goldfish.py`, `layer_drop.py`). `share_gpus`: there may be more ranks than GPUs, for tests.
+    `evaluate_sequences` counts held-out sequences, or images; `timeline` is a file to draw the last step of a pipeline
+    to.
+    """
+
+    steps: int
+    batch: int | None = None
+    batch_tokens: int | None = None
+    learning_rate: float = 3e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int | None = None
+    final_learning_rate: float = 0.1
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    clip: float | None = 1.0
+    seed: int = 0
+    deterministic: bool = False
+    compile: bool | None = None
+    graph: bool | None = None
+    z_loss: float = 0.0
+    goldfish: Goldfish | None = None
+    layer_drop: LayerDrop | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    share_gpus: bool = False
+    timeout_seconds: int = 600
+    log_every: int = 1
+    evaluate_every: int | None = None
+    evaluate_sequences: int = 64
+    timeline: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):
+            if getattr(self, name) is not None:
+                at_least(f"train.{name}", getattr(self, name), 1)
+        at_least("train.warmup_steps", self.warmup_steps, 0)
+        for name, (low, high) in LIMITS.items():
+            value = getattr(self, name)
+            if not low <= value < high:
+                raise ConfigError(f"train.{name} = {value}; it must be at least {low} and below {high}")
+        if not 0 <= self.final_learning_rate <= 1:
+            raise ConfigError(
+                f"train.final_learning_rate = {self.final_learning_rate}; it is a fraction of train.learning_rate"
+            )
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"train.clip = {self.clip}; it must be greater than 0, inf to clip nothing")
+        if (self.batch is None) == (self.batch_tokens is None):
+            raise ConfigError("give one of train.batch (sequences per step) and train.batch_tokens (tokens per step)")
+        if self.warmup_steps + (self.decay_steps or 0) > self.steps:
+            raise ConfigError(
+                f"train.warmup_steps = {self.warmup_steps} and train.decay_steps = {self.decay_steps or 0} exceed "
+                f"train.steps = {self.steps}"
+            )
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ConfigError(f"train.decay_steps belongs to schedule = 'wsd'; given schedule = '{self.schedule}'")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save (every n steps, and always at the end) and what to keep; `memory_every` keeps copies in memory."""
+
+    every: int | None = None
+    memory_every: int | None = None
+    keep_last: int = 2
+    keep_every: int | None = None
+    asynchronous: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("every", "memory_every", "keep_last", "keep_every"):
+            value = getattr(self, name)
+            if value is not None:
+                at_least(f"checkpoint.{name}", value, 1)
+
+
+@dataclass(frozen=True)
+class RestartConfig:
+    """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`.
+
+    Ranks that wait, or are silent, for `hang_seconds`, and for as long as ten steps take, are started again as well;
+    those of a launcher end, for it to start them again.
+    """
+
+    limit: int = 5
+    window_seconds: int = 3600
+    hang_seconds: int = 60
+
+    def __post_init__(self) -> None:
+        at_least("restart.limit", self.limit, 0)
+        at_least("restart.window_seconds", self.window_seconds, 1)
+        at_least("restart.hang_seconds", self.hang_seconds, 1)
+
+
+@dataclass(frozen=True)
+class NumbersConfig:
+    """What to do about numbers that cannot be right; see `resilience/bad_numbers.py` and `resilience/corruption.py`.
+
+    `on_bad`: when loss or gradient norm are NaN or infinite or, with `spike` = k, the loss is above the median of the
+    last `window` losses by k times their median absolute deviation. "repeat" goes back and does the step again, and
+    skips it when it is bad once more. "rollback" leaves out the last `leave_out` batches since the checkpoint. More
+    than `limit` bad steps without a good one (rollbacks: without a new checkpoint) end the run. `compare_every` steps
+    what ranks hold alike is compared, `repeat_every` steps a micro-batch is done twice.
+    """
+
+    on_bad: Literal["stop", "skip", "repeat", "rollback"] = "stop"
+    spike: float | None = None
+    window: int = 64
+    leave_out: int = 8
+    limit: int = 10
+    compare_every: int | None = None
+    repeat_every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, smallest in (
+            ("window", 4),
+            ("leave_out", 1),
+            ("limit", 1),
+            ("compare_every", 1),
+            ("repeat_every", 1),
+        ):
+            if getattr(self, name) is not None:
+                at_least(f"numbers.{name}", getattr(self, name), smallest)
+        if self.spike is not None and not 0 < self.spike < math.inf:
+            raise ConfigError(
+                f"numbers.spike = {self.spike}; it counts median absolute deviations: give a number above 0, e.g. 10"
+            )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Metrics always go to metrics.jsonl in the run folder; these are beside it."""
+
+    tensorboard: bool = False
+    wandb: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked run file. `model_folder` is a Hugging Face folder to start from, where one is given; `precision_reason`
+    says why the plan's precision is what it is, where the file does not give one.
+    """
+
+    name: str
+    folder: Path
+    model: ModelConfig
+    model_folder: Path | None
+    data: Data
+    train: TrainConfig
+    plan: Plan
+    cluster: str = "local"
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    restart: RestartConfig = field(default_factory=RestartConfig)
+    numbers: NumbersConfig = field(default_factory=NumbersConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    precision_reason: str = field(default="", compare=False)
+
+    @property
+    def split(self) -> BatchSplit:
+        """The batch identity."""
+        batch, tokens = self.train.batch, self.train.batch_tokens
+        if not isinstance(self.data, DataConfig):
+            if batch is None:
+                raise ConfigError(
+                    f"train.batch_tokens = {tokens} counts text, and data.kind = '{self.data.kind}'; "
+                    f"give train.batch (images per step)"
+                )
+            return split_batch(self.plan, batch, 1, "images")
+        if batch is None:
+            assert tokens is not None
+            if tokens % self.data.sequence:
+                raise ConfigError(
+                    f"train.batch_tokens = {tokens} is not a multiple of data.sequence = {self.data.sequence}"
+                )
+            batch = tokens // self.data.sequence
+        return split_batch(self.plan, batch, self.data.sequence)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the data names; only text has one."""
+        assert isinstance(self.data, DataConfig)
+        return load_tokenizer(self.data.tokenizer, end_token=self.data.end_token)
+
+    def to_toml(self) -> str:
+        """The whole run with every value spelled out, each with where it came from."""
+        tables = {
+            "name": self.name,
+            "folder": str(self.folder),
+            "cluster": self.cluster,
+            "model": _model_table(self),
+            **{key: to_table(getattr(self, key)) for key in _TABLES if key != "model"},
+        }
+        lines, section = [], ""
+        for line in dump_toml(tables).splitlines():
+            if line.startswith("["):
+                section = line.strip("[]") + "."
+            key = section + line.partition(" = ")[0]
+            origin = self.origins.get(key)
+            lines.append(f"{line}  # {origin}" if origin and " = " in line else line)
+        return "\n".join(lines) + "\n"
+
+    def to_json(self) -> str:
+        """The whole run for `load_run` to read back as it is, whatever its file, or that of its model, says by then."""
+        tables = {key: to_table(getattr(self, key)) for key in _TABLES}
+        folder = str(self.model_folder) if self.model_folder is not None else None
+        values = {"name": self.name, "folder": str(self.folder), "cluster": self.cluster}
+        found = {"tables": {**values, **tables}, "origins": dict(self.origins), "model_folder": folder}
+        return json.dumps({**found, "precision_reason": self.precision_reason})
+
+
+FROZEN_SUFFIX = ".frozen"  # of a file that holds a run as it was checked (`Run.to_json`)
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
+_VALUES = ("name", "folder", "cluster")
+# Tables that a bare number is short for, and the key that it stands for.
+_SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": "degree", "plan.tensor": "x"}
+
+
+def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
+    """A run file with overrides (`plan.data=2`) applied, strictly checked; or a frozen run, as it was."""
+    if path.suffix == FROZEN_SUFFIX:
+        return _read_frozen(path)
+    tables = read_toml(path)
+    origins = dict.fromkeys(_keys(tables), path.name)
+    for text in overrides:
+        keys, value = parse_override(text)
+        _apply(tables, keys, value, text)
+        origins[".".join(keys)] = "override"
+        nested = _keys(value, ".".join(keys) + ".") if isinstance(value, Mapping) else ()
+        origins.update(dict.fromkeys(nested, "override"))
+    return run_from_tables(tables, origins, default_name=path.stem)
+
+
+def _read_frozen(path: Path) -> Run:
+    try:
+        return run_from_json(path.read_text(encoding="utf-8"), path.stem)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} does not hold a frozen run ({error}); give the run file") from None
+
+
+def run_from_json(text: str, name: str = "run") -> Run:
+    """A run from what `Run.to_json` has written."""
+    content = json.loads(text)
+    folder = content["model_folder"]
+    run = run_from_tables(content["tables"], content["origins"], name)
+    own = Path(folder) if folder is not None else None
+    return replace(run, model_folder=own, precision_reason=content["precision_reason"])
+
+
+def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], default_name: str) -> Run:
+    """A run from the tables of its file."""
+    for key in tables:
+        if key not in (*_TABLES, *_VALUES):
+            raise ConfigError(f"unknown key '{key}'{nearest(key, (*_TABLES, *_VALUES))}")
+    for key in _TABLES:
+        if not isinstance(tables.get(key, {}), Mapping):
+            raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a table [{key}]")
+    for key in _VALUES:
+        if not isinstance(tables.get(key, ""), str):
+            raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a string")
+        if not tables.get(key, "default"):
+            raise ConfigError(f"'{key}' is empty; give it a value or leave it out")
+    name = tables.get("name", default_name)
+    data = data_from_table(tables.get("data", {}))
+    model, folder = _model(tables.get("model", {}), data)
+    train = build_dataclass(TrainConfig, tables.get("train", {}), "train")
+    plan, cluster, reason = tables.get("plan", {}), tables.get("cluster", "local"), ""
+    if "precision" not in plan:
+        precision, reason = usual_precision(cluster, on_cpu=train.device == "cpu")
+        plan = {**plan, "precision": precision}
+    run = Run(
+        name=name,
+        folder=Path(tables.get("folder", f"runs/{name}")),
+        model=model,
+        model_folder=folder,
+        data=data,
+        train=train,
+        plan=build_dataclass(Plan, plan, "plan"),
+        cluster=cluster,
+        checkpoint=build_dataclass(CheckpointConfig, tables.get("checkpoint", {}), "checkpoint"),
+        restart=build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
+        numbers=build_dataclass(NumbersConfig, tables.get("numbers", {}), "numbers"),
+        log=build_dataclass(LogConfig, tables.get("log", {}), "log"),
+        origins=origins,
+        precision_reason=reason,
+    )
+    _ = run.split  # the batch must divide
+    for key in ("z_loss", "goldfish", "layer_drop"):
+        if getattr(run.train, key) and not isinstance(data, DataConfig):
+            raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
+    _refuse_numbers(run)
+    if run.plan.pipe.shadow and run.checkpoint.memory_every is not None:
+        raise ConfigError(
+            f"plan.pipe.shadow = true keeps each stage on two ranks, and checkpoint.memory_every = "
+            f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
+        )
+    return run
+
+
+def _refuse_numbers(run: Run) -> None:
+    """What [numbers] needs of other tables."""
+    numbers = run.numbers
+    if numbers.on_bad in ("repeat", "rollback") and run.checkpoint.every is None:
+        raise ConfigError(f"numbers.on_bad = '{numbers.on_bad}' goes back to a checkpoint; give checkpoint.every")
+    if numbers.repeat_every is not None and not run.train.deterministic:
+        raise ConfigError(
+            f"numbers.repeat_every = {numbers.repeat_every} compares bits, which kernels need not repeat; give "
+            f"train.deterministic = true"
+        )
+    if numbers.repeat_every is not None and run.plan.pipe.degree > 1:
+        raise ConfigError(
+            f"numbers.repeat_every = {numbers.repeat_every} repeats a micro-batch, which plan.pipe = "
+            f"{run.plan.pipe.degree} spreads over stages and time; leave it out (compare_every works)"
+        )
+
+
+def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | None]:
+    """The model's config, which must be one for the data."""
+    if isinstance(data, DataConfig):
+        return _language_model(table, data)
+    if isinstance(data, SlidesConfig) and table.get("architecture") in VISION_CONFIGS:
+        table = {"num_classes": slides.NUM_CLASSES, **table}
+    config = config_from_table(table)
+    if isinstance(config, LanguageConfig):
+        raise ConfigError(
+            f"model.architecture = '{config.architecture}' reads text, and data.kind = '{data.kind}' gives images; use "
+            f"'resnet', 'deep-resnet' or 'amoebanet-d', or data of kind 'text'"
+        )
+    if config.is_dense:
+        raise ConfigError(
+            f"model.architecture = '{config.architecture}' gives a class to each pixel, and data.kind = '{data.kind}' "
+            f"has one for each image; use 'resnet', 'deep-resnet' or 'amoebanet-d'"
+        )
+    height, width, _ = data.shape(config.in_channels)
+    if height % config.size_multiple or width % config.size_multiple:
+        raise ConfigError(
+            f"images of {height} × {width} pixels do not suit model.architecture = '{config.architecture}', which "
+            f"halves them often; use multiples of {config.size_multiple}"
+        )
+    if isinstance(data, SlidesConfig) and (config.in_channels != 3 or config.num_classes < slides.NUM_CLASSES):
+        raise ConfigError(
+            f"slides have 3 channels and {slides.NUM_CLASSES} classes; given model.in_channels = {config.in_channels} "
+            f"and model.num_classes = {config.num_classes}"
+        )
+    return config, None
+
+
+def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelConfig, Path | None]:
+    """From a Hugging Face folder, or from the table, its vocabulary from the tokenizer."""
+    tokenizer = load_tokenizer(data.tokenizer, end_token=data.end_token)
+    if "folder" in table:
+        if len(table) > 1:
+            others = ", ".join(f"model.{key}" for key in table if key != "folder")
+            raise ConfigError(f"model.folder already says what the model is; remove {others}")
+        folder = Path(str(table["folder"]))
+        config: ModelConfig = read_config(folder)
+        given = f"the model in {folder}"
+    else:
+        folder, given = None, "model.vocab_size"
+        if table.get("architecture") not in VISION_CONFIGS:
+            table = {"vocab_size": tokenizer.vocab_size, **table}
+        config = config_from_table(table)
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(
+            f"model.architecture = '{config.architecture}' takes images, and data.kind = 'text' gives text; use data "
+            f"of kind 'slides' or 'images', or a model of language"
+        )
+    if config.vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"{given} has a vocabulary of {config.vocab_size} but tokenizer '{data.tokenizer}' has "
+            f"{tokenizer.vocab_size} tokens; use a vocabulary of at least that"
+        )
+    longest = getattr(config, "n_positions", None)  # learned positions end; rotary ones do not
+    if longest is not None and data.sequence > longest:
+        raise ConfigError(f"data.sequence = {data.sequence} exceeds the model's n_positions = {longest}")
+    return config, folder
+
+
+def _model_table(run: Run) -> dict[str, Any]:
+    return {"folder": str(run.model_folder)} if run.model_folder else dict(to_table(run.model))
+
+
+def _keys(tables: Mapping[str, Any], prefix: str = "") -> list[str]:
+    keys = []
+    for key, value in tables.items():
+        keys += [f"{prefix}{key}"]
+        if isinstance(value, Mapping):
+            keys += _keys(value, f"{prefix}{key}.")
+    return keys
+
+
+def _apply(tables: dict[str, Any], keys: list[str], value: Any, text: str) -> None:
+    place = tables
+    for depth, key in enumerate(keys[:-1]):
+        inner = place.get(key, {})
+        if not isinstance(inner, Mapping):
+            long_name = _SHORT_TABLES.get(".".join(keys[: depth + 1]))
+            if long_name is None:
+                raise ConfigError(f"override '{text}': '{'.'.join(keys[: depth + 1])}' = {inner!r} is no table")
+            inner = {long_name: inner}
+        place[key] = dict(inner)
+        place = place[key]
+    place[keys[-1]] = value

@@ -1,0 +1,206 @@
+"""A model of the order in which NCCL runs a schedule's messages, and the proof that no rank waits in a circle.
+
+The rules, for communicators that are made eagerly (`init_process_group(device_id=...)`) and messages that are not
+batched:
+
+1. A process group has one communicator and one stream on each rank. Its sends and receives run one after another, in
+   the order in which the rank issues them.
+2. A send is complete when its receive runs, and the reverse. Nothing is buffered.
+3. A send or receive starts after the computations that the rank has issued before it. A computation starts after the
+   computations issued before it and after its own receives are complete. The host never waits.
+4. With one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), a rank's operations also start in the order of its list,
+   whatever their streams. A GPU has 8 queues unless that variable says otherwise, and more streams than queues share
+   them; a list that completes with one queue completes with any number.
+
+`GroupOf` says which group carries a message. Weft's groups are channels: one ordered pair of ranks and one direction of
+the pipeline. Coarser groups have cycles (`tests/test_nccl_order.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping
+
+from weft.comm.backends import MOST_QUEUES, QUEUES_VARIABLE
+from weft.errors import PlanError
+from weft.schedule.actions import Action, Message, Schedule, channel_of
+
+GroupOf = Callable[[int, Message], Hashable]
+Key = tuple[int, int, int, str]  # of a message
+Place = tuple[int, int]  # a rank and an index into its list
+_MAX_NAMED = 8  # operations of a cycle that an error names
+_NUM_STREAMS = 32  # torch takes the streams of groups from a pool in turns; two groups with one stream share an order
+MAX_CHANNELS = 24  # of a rank; the other streams are for the other axes
+
+
+def check_nccl_order(schedule: Schedule, group_of: GroupOf = channel_of, one_queue: bool = False) -> None:
+    """Raises a PlanError that names the cycle if the lists cannot complete on NCCL.
+
+    An evaluation runs the forwards of its lists. They complete if the lists do: what is left out adds no wait.
+    """
+    device = _Device(schedule, group_of, one_queue)
+    stuck = device.run()
+    if stuck is not None:
+        raise PlanError(
+            f"{schedule.name} with {schedule.num_stages} stages and {schedule.num_micro_batches} micro-batches "
+            f"deadlocks on NCCL, where a group runs its messages one after another: {device.cycle(stuck)}; reorder the "
+            f"lists, or give these messages groups of their own"
+        )
+
+
+def check_queues(schedule: Schedule, environ: Mapping[str, str]) -> None:
+    """Raises a PlanError if the streams of a rank's channels could hold each other up on this machine's GPUs."""
+    for rank in range(schedule.num_ranks):
+        count = sum(rank in channel[:2] for channel in schedule.channels)
+        if count > MAX_CHANNELS:
+            raise PlanError(
+                f"pipe rank {rank} has {count} channels to other ranks, each with a CUDA stream; torch has "
+                f"{_NUM_STREAMS} streams for all groups of a rank, so use at most {MAX_CHANNELS} channels: fewer ranks "
+                f"of pipe, or other stages (pipe.split), so that fewer stages exchange tensors"
+            )
+    if environ.get(QUEUES_VARIABLE) != "1":
+        return
+    reason = None
+    try:
+        check_nccl_order(schedule, one_queue=True)
+    except PlanError as error:
+        reason = str(error)
+    if schedule.name == "message":
+        reason = "pipe.schedule = 'message' posts receives in no fixed order"
+    if reason is not None:
+        raise PlanError(
+            f"{QUEUES_VARIABLE}=1 makes a GPU start all operations in one order, in which this pipeline can wait for "
+            f"ever: {reason}; export {QUEUES_VARIABLE}={MOST_QUEUES}"
+        )
+
+
+class _Device:
+    """The lists under way: which operations have started, and which messages are complete."""
+
+    def __init__(self, schedule: Schedule, group_of: GroupOf, one_queue: bool) -> None:
+        self.lists, self.one_queue = schedule.lists, one_queue
+        self.next_action = [0] * schedule.num_ranks  # the first computation that is not done
+        self.next_start = [0] * schedule.num_ranks  # with one queue: the first operation that has not started
+        self.streams: list[dict[Hashable, list[int]]] = []  # of each rank and group: what is left, the last first
+        self.keys: list[dict[int, Key]] = []  # of each rank: its messages
+        self.needs: list[dict[Action, list[int]]] = []  # of each rank: the receives of its computations
+        self.ends: dict[Key, list[Place]] = defaultdict(list)
+        self.started: set[Place] = set()
+        self.complete: set[Key] = set()
+        for rank, steps in enumerate(self.lists):
+            streams: dict[Hashable, list[int]] = defaultdict(list)
+            keys: dict[int, Key] = {}
+            needs: dict[Action, list[int]] = defaultdict(list)
+            for place, step in enumerate(steps):
+                if isinstance(step, Action):
+                    continue
+                streams[group_of(rank, step)].append(place)
+                keys[place] = step.key
+                self.ends[step.key].append((rank, place))
+                if not step.is_send:
+                    needs[Action(step.direction, step.stage, step.micro_batch, step.replica)].append(place)
+            self.streams.append({group: places[::-1] for group, places in streams.items()})
+            self.keys.append(keys)
+            self.needs.append(needs)
+
+    def run(self) -> Place | None:
+        """Go on until nothing moves; an operation that never completes, or None."""
+        changed = list(range(len(self.lists)))
+        while changed:
+            rank = changed.pop()
+            peers = self._advance(rank)
+            changed += [*peers, rank] if peers else []
+        for rank, steps in enumerate(self.lists):
+            left = [places[-1] for places in self.streams[rank].values() if places]
+            if left:
+                return rank, min(left)
+            if self.next_action[rank] < len(steps):
+                return rank, self.next_action[rank]
+        return None
+
+    def _advance(self, rank: int) -> list[int]:
+        """Start what can start on a rank; the peers of the messages that this completes."""
+        peers = []
+        moved = True
+        while moved:
+            moved = self._compute(rank)
+            for places in self.streams[rank].values():
+                while places and self._start(rank, places[-1]):
+                    moved = True
+                    peer = self._complete(rank, places[-1])
+                    if peer is None:
+                        break
+                    peers.append(peer)
+        return peers
+
+    def _start(self, rank: int, place: int) -> bool:
+        """Start the first message of a stream, if it may."""
+        if (rank, place) in self.started or place > self.next_action[rank]:
+            return False
+        if self.one_queue:
+            if place != self.next_start[rank]:
+                return False
+            self.next_start[rank] += 1
+        self.started.add((rank, place))
+        return True
+
+    def _complete(self, rank: int, place: int) -> int | None:
+        """Complete the message of a started operation if its other end has started too; the peer then."""
+        key = self.keys[rank][place]
+        ends = self.ends[key]
+        if len(ends) < 2 or not all(end in self.started for end in ends):
+            return None
+        self.complete.add(key)
+        for other, at in ends:
+            next(places for places in self.streams[other].values() if places and places[-1] == at).pop()
+        return next(other for other, _ in ends if other != rank)
+
+    def _compute(self, rank: int) -> bool:
+        """Do the computations whose receives are complete; whether any was done."""
+        steps, place, moved = self.lists[rank], self.next_action[rank], False
+        while place < len(steps):
+            step = steps[place]
+            if isinstance(step, Action):
+                if (self.one_queue and self.next_start[rank] < place) or self._missing(rank, step) is not None:
+                    break
+                self.next_start[rank] = place + 1
+                moved = True
+            place += 1
+        self.next_action[rank] = place
+        return moved
+
+    def _missing(self, rank: int, action: Action) -> int | None:
+        """The place of a receive that the computation still needs."""
+        needs = self.needs[rank].get(action, ())
+        return next((place for place in needs if self.keys[rank][place] not in self.complete), None)
+
+    # --- what waits for what
+
+    def cycle(self, stuck: Place) -> str:
+        """A cycle of waits, in words."""
+        path: list[Place] = []
+        current: Place | None = stuck
+        while current is not None and current not in path:
+            path.append(current)
+            current = self._waits_for(*current)
+        circle = path if current is None else [*path[path.index(current) :], current]
+        said = [f"rank {rank}'s {self.lists[rank][place]}" for rank, place in circle]
+        if len(said) > _MAX_NAMED:
+            said[_MAX_NAMED - 1 : -1] = [f"{len(said) - _MAX_NAMED} more"]
+        return " waits for ".join(said) + (" for ever" if current is None else "")
+
+    def _waits_for(self, rank: int, place: int) -> Place | None:
+        """The operation that another one waits for."""
+        step = self.lists[rank][place]
+        if (rank, place) in self.started:
+            return next((end for end in self.ends[self.keys[rank][place]] if end[0] != rank), None)
+        if self.one_queue and self.next_start[rank] < place:
+            return rank, self.next_start[rank]
+        if isinstance(step, Action):
+            if self.next_action[rank] < place:
+                return rank, self.next_action[rank]
+            missing = self._missing(rank, step)
+            return None if missing is None else (rank, missing)
+        if self.next_action[rank] < place:
+            return rank, self.next_action[rank]
+        return rank, next(places for places in self.streams[rank].values() if place in places)[-1]

@@ -1,0 +1,257 @@
+"""Schedules: pure functions from (ranks, micro-batches, options) to lists of actions. p ranks, m micro-batches.
+
+Makespans below are exact for free messages and equal stages, which take f seconds forward and b backward; w are
+the weight gradients that zero-bubble splits off (b without them); max and min are the longer and shorter of f and b.
+
+| name | order | makespan | activations held |
+|---|---|---|---|
+| gpipe | all forwards, then all backwards (arXiv 1811.06965) | (m + p - 1)(f + b) | m |
+| 1f1b | backwards as early as possible (arXiv 2006.09503) | (m + p - 1)(f + b) | min(m, p - rank) |
+| interleaved | v stages per rank (arXiv 2104.04473) | (v m + p - 1)(f + b) if m >= p | (v - 1)p + 2(p - rank) - 1 |
+| zero-bubble | ZB-H1 (arXiv 2401.10241) | m(f + b + w) + (p - 1)(f + b - min(f, b, w)) if m >= p | min(m, p) |
+| gems | two mirrored replicas by turns (SC 2020) | p f + (m - 1)(p max + min) + p b | 1 |
+| bidirectional | both at once (Chimera, arXiv 2107.06925) | m(f + b) + (p - 2)(max + (m/p - 1)(max - min)) | <= p |
+| message | what has arrived (AxoNN, arXiv 2110.13005) | (m + p - 1)(f + b) if f <= b | <= the cap |
+
+A stage of interleaved is 1/v of a rank's share, and f and b with it. The activations of interleaved and the makespan of
+bidirectional are for p that divides m. On each stage of a replica backwards follow the order of micro-batches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from weft.errors import PlanError
+from weft.schedule.actions import Action, Schedule, Steps, chain
+from weft.schema import nearest
+
+
+def make_schedule(name: str, num_ranks: int, num_micro_batches: int, **options: object) -> Schedule:
+    """The schedule called `name` for a pipe axis of `num_ranks`; options are those of its function."""
+    if name not in SCHEDULES:
+        raise PlanError(f"unknown schedule '{name}'{nearest(name, SCHEDULES)}")
+    make = SCHEDULES[name]
+    known = list(inspect.signature(make).parameters)[2:]
+    for option in options:
+        if option not in known:
+            hint = nearest(option, known) if known else "; it takes none"
+            raise PlanError(f"schedule '{name}' has no option '{option}'{hint}")
+    return make(num_ranks, num_micro_batches, **options)
+
+
+def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """All forwards, then all backwards: simple, and holds every micro-batch's activations."""
+    _check_counts("gpipe", num_ranks, num_micro_batches)
+    lists = [
+        (*_actions("forward", rank, range(num_micro_batches)), *_actions("backward", rank, range(num_micro_batches)))
+        for rank in range(num_ranks)
+    ]
+    return _schedule("gpipe", num_micro_batches, lists, [range(num_ranks)])
+
+
+def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """One forward, one backward by turns, after as many forwards as the first backward is stages away."""
+    _check_counts("1f1b", num_ranks, num_micro_batches)
+    lists = [
+        _by_turns(
+            _actions("forward", rank, range(num_micro_batches)),
+            _actions("backward", rank, range(num_micro_batches)),
+            num_ranks - rank - 1,
+        )
+        for rank in range(num_ranks)
+    ]
+    return _schedule("1f1b", num_micro_batches, lists, [range(num_ranks)])
+
+
+def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> Schedule:
+    """`chunks` stages per rank, dealt round-robin: the bubble shrinks by that factor, messages grow by it.
+
+    Micro-batches go through a rank's stages in groups, all of a group at one stage before the next. A group of at
+    least `num_ranks` leaves no wait between stages, so micro-batches that do not divide are spread over the groups.
+    """
+    _check_counts("interleaved", num_ranks, num_micro_batches)
+    _check_count("interleaved", "chunks", chunks)
+    num_groups = max(1, num_micro_batches // num_ranks)
+    bounds = [index * num_micro_batches // num_groups for index in range(num_groups + 1)]
+    groups = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+    largest = max(map(len, groups))
+    lists = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * chunks, num_ranks)
+        forwards = [action for group in groups for stage in stages for action in _actions("forward", stage, group)]
+        backwards = [a for group in groups for stage in reversed(stages) for a in _actions("backward", stage, group)]
+        # A rank's next stage is p stages on: the way to the last stage and back costs two turns per rank between.
+        ahead = (chunks - 1) * largest + 2 * (num_ranks - rank - 1) if chunks > 1 else num_ranks - rank - 1
+        lists.append(_by_turns(forwards, backwards, ahead))
+    placement = [rank for _ in range(chunks) for rank in range(num_ranks)]
+    return _schedule("interleaved", num_micro_batches, lists, [placement], chunks=chunks)
+
+
+def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """ZB-H1: 1f1b with weight gradients split off; rank r does them r micro-batches late, filling its waits at the end.
+
+    No rank holds more than rank 0 does under 1f1b.
+    """
+    _check_counts("zero-bubble", num_ranks, num_micro_batches)
+    lists = []
+    for rank, steps in enumerate(one_f_one_b(num_ranks, num_micro_batches).lists):
+        late: list[Action] = []
+        for action in steps:
+            assert isinstance(action, Action)
+            late.append(action)
+            if action.kind == "backward" and action.micro_batch >= rank:
+                late.append(Action("weight", rank, action.micro_batch - rank))
+        late += _actions("weight", rank, range(max(0, num_micro_batches - rank), num_micro_batches))
+        lists.append(tuple(late))
+    return _schedule("zero-bubble", num_micro_batches, lists, [range(num_ranks)])
+
+
+def gems(num_ranks: int, num_micro_batches: int, *, batches: int | None = None) -> Schedule:
+    """Two mirrored replicas by turns, each batch forward and backward before the next: one batch is alive at a time.
+
+    The micro-batches are dealt into `batches` equal parts (each its own by default), which alternate between replica 0
+    (stage i on rank i) and replica 1 (stage i on rank p-1-i): its forward wave follows the other's backward wave. One
+    batch is GEMS' Basic and needs no second replica, two are MAST, more are MASTER.
+    """
+    _check_counts("gems", num_ranks, num_micro_batches)
+    batches = num_micro_batches if batches is None else batches
+    _check_count("gems", "batches", batches)
+    if num_micro_batches % batches:
+        raise PlanError(f"gems: batches = {batches} does not divide micro_batches = {num_micro_batches}; use a divisor")
+    if batches > 1 and batches % 2:
+        raise PlanError(f"gems: batches = {batches} is odd; the two replicas take turns, so use 1 or an even number")
+    placement = [range(num_ranks)] if batches == 1 else _mirrored("gems", num_ranks)
+    size = num_micro_batches // batches
+    lists: list[list[Action]] = [[] for _ in range(num_ranks)]
+    for batch in range(batches):
+        part, replica = range(batch * size, (batch + 1) * size), batch % 2
+        for stage, rank in enumerate(placement[replica]):
+            lists[rank] += _actions("forward", stage, part, replica)
+            lists[rank] += _actions("backward", stage, part, replica)
+    return _schedule("gems", num_micro_batches, lists, placement, batches=batches)
+
+
+def bidirectional(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Two mirrored replicas at once, even micro-batches down and odd ones up, at most p/2 of each in flight (Chimera).
+
+    The order is the best for f = b; with longer backwards it waits between runs of p micro-batches.
+    """
+    _check_counts("bidirectional", num_ranks, num_micro_batches)
+    placement = _mirrored("bidirectional", num_ranks)
+    lists = _first_come(num_micro_batches, placement, [num_ranks // 2] * num_ranks)
+    return _schedule("bidirectional", num_micro_batches, lists, placement)
+
+
+def message(num_ranks: int, num_micro_batches: int, *, in_flight: int | Sequence[int] | None = None) -> Schedule:
+    """AxoNN's message-driven order under equal times: each rank runs what has arrived.
+
+    `in_flight` caps the micro-batches between a stage's forward and backward, for all stages or for each (p by
+    default). Caps of p, p-1, ..., 1 give 1f1b.
+    """
+    _check_counts("message", num_ranks, num_micro_batches)
+    same = num_ranks if in_flight is None else in_flight
+    caps = list(same) if isinstance(same, Sequence) else [same] * num_ranks
+    if len(caps) != num_ranks:
+        raise PlanError(f"message: in_flight has {len(caps)} caps for {num_ranks} stages; give one number or one each")
+    for cap in caps:
+        _check_count("message", "in_flight", cap)
+    placement = [range(num_ranks)]
+    lists = _first_come(num_micro_batches, placement, caps)
+    return _schedule("message", num_micro_batches, lists, placement, in_flight=tuple(caps))
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+    "gems": gems,
+    "bidirectional": bidirectional,
+    "message": message,
+}
+
+
+def _schedule(
+    name: str,
+    num_micro_batches: int,
+    lists: Iterable[Iterable[Action]],
+    placement: Sequence[Sequence[int]],
+    **options: object,
+) -> Schedule:
+    num_stages = len(placement[0])
+    plain: tuple[Steps, ...] = tuple(tuple(steps) for steps in lists)
+    homes = tuple(tuple(ranks) for ranks in placement)
+    return Schedule(name, num_stages, num_micro_batches, plain, homes, chain(num_stages), options)
+
+
+def _actions(kind: str, stage: int, micro_batches: Iterable[int], replica: int = 0) -> list[Action]:
+    return [Action(kind, stage, micro_batch, replica) for micro_batch in micro_batches]
+
+
+def _by_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
+    """`ahead` forwards, then one forward and one backward by turns, then the backwards that remain."""
+    steady = max(0, len(forwards) - ahead)
+    pairs = zip(forwards[-steady:] if steady else [], backwards, strict=False)
+    return [*forwards[: len(forwards) - steady], *(action for pair in pairs for action in pair), *backwards[steady:]]
+
+
+def _mirrored(name: str, num_ranks: int) -> list[range]:
+    """Replica 0 down the ranks, replica 1 up."""
+    if num_ranks % 2:
+        raise PlanError(f"{name}: {num_ranks} ranks are odd; two mirrored replicas need an even number of ranks")
+    return [range(num_ranks), range(num_ranks - 1, -1, -1)]
+
+
+def _first_come(num_micro_batches: int, placement: Sequence[Sequence[int]], caps: Sequence[int]) -> list[list[Action]]:
+    """The order in which ranks run what has arrived, if each action takes one unit of time.
+
+    Backwards come first, then forwards under way, then new micro-batches; `caps[stage]` micro-batches of a replica may
+    be between forward and backward at a stage. Micro-batches alternate between replicas.
+    """
+    num_stages, num_replicas = len(placement[0]), len(placement)
+    lists: list[list[Action]] = [[] for _ in range(num_stages)]
+    live = [[0] * num_stages for _ in placement]
+    ready: list[list[Action]] = [[] for _ in range(num_stages)]  # per rank
+    for first in range(min(num_replicas, num_micro_batches)):
+        ready[placement[first][0]].append(Action("forward", 0, first, first))
+    while any(ready):
+        running = []
+        for rank in range(num_stages):
+            may_run = [a for a in ready[rank] if a.kind == "backward" or live[a.replica][a.stage] < caps[a.stage]]
+            if may_run:
+                chosen = min(may_run, key=lambda a: (a.kind != "backward", a.stage == 0, a.micro_batch))
+                ready[rank].remove(chosen)
+                lists[rank].append(chosen)
+                running.append(chosen)
+        for action in running:
+            live[action.replica][action.stage] += 1 if action.kind == "forward" else -1
+            for follower in _followers(action, num_stages, num_micro_batches, num_replicas):
+                ready[placement[follower.replica][follower.stage]].append(follower)
+    return lists
+
+
+def _followers(action: Action, num_stages: int, num_micro_batches: int, num_replicas: int) -> Iterator[Action]:
+    """What can run once `action` has: the next stage's, and after a first forward that of the next micro-batch."""
+    stage, micro_batch, replica = action.stage, action.micro_batch, action.replica
+    if action.kind == "backward":
+        if stage > 0:
+            yield Action("backward", stage - 1, micro_batch, replica)
+        return
+    if stage < num_stages - 1:
+        yield Action("forward", stage + 1, micro_batch, replica)
+    else:
+        yield Action("backward", stage, micro_batch, replica)
+    if stage == 0 and micro_batch + num_replicas < num_micro_batches:
+        yield Action("forward", 0, micro_batch + num_replicas, replica)
+
+
+def _check_counts(name: str, num_ranks: int, num_micro_batches: int) -> None:
+    _check_count(name, "ranks", num_ranks)
+    _check_count(name, "micro_batches", num_micro_batches)
+
+
+def _check_count(name: str, what: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"{name}: {what} = {value!r} must be a whole number from 1 on")

@@ -1,0 +1,168 @@
+"""Text from a trained model: one process, sampling token by token. The serving engine with its cache comes later."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from weft.checkpoint import Checkpoint, latest
+from weft.checkpoint.model_state import load_parameters
+from weft.cluster.local_gpus import BF16_CAPABILITY
+from weft.data.config import DataConfig
+from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.errors import CheckpointError, ConfigError
+from weft.models import GPT2, Decoder, LanguageConfig, build, config_from_table, read_config, read_weights
+from weft.models.hf import parameter_shapes
+from weft.schema import build_dataclass, parse_toml
+
+MAX_SIZE = 2**27  # of anything in a model that a checkpoint states
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    num_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+    context: int = 1024,
+    seconds: float = math.inf,
+) -> str:
+    """`num_tokens` tokens after the prompt (fewer where the document ends, or `seconds` have passed). Temperature 0
+    takes the likeliest.
+    """
+    device, deadline = next(model.parameters()).device, time.monotonic() + seconds
+    tokens = torch.from_numpy(np.asarray(tokenizer.encode(prompt), dtype=np.int64))
+    if tokens.numel() == 0:
+        tokens = torch.tensor([tokenizer.end])
+    start = tokens.numel()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            if time.monotonic() > deadline:
+                break
+            given = tokens[None, -context:].to(device)
+            logits = model(given)[0, -1].float()[: tokenizer.vocab_size].cpu()  # [vocab]
+            chosen = _choose(logits, temperature, top_k, generator)
+            if int(chosen) == tokenizer.end:
+                break
+            tokens = torch.cat([tokens, chosen])
+    return tokenizer.decode(tokens[start:].numpy())
+
+
+def load_for_generation(
+    path: Path, tokenizer: str | None = None, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, Tokenizer, int]:
+    """The model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a GPU
+    the model computes in bf16.
+    """
+    device = torch.device(device)
+    if (path / "config.json").is_file():
+        config = read_config(path)
+        model = _empty(config, device)
+        read_weights(path, model)
+        spec = tokenizer or str(path / "tokenizer.json")
+        if not tokenizer and not Path(spec).is_file():
+            raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
+        context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
+        return _ready(model, device), load_tokenizer(spec), context
+    checkpoint = open_checkpoint(path)
+    saved = saved_model(checkpoint)
+    data = saved_data(checkpoint)
+    model = _empty(saved, device).to(checkpoint.entries("parameter")[0].dtype)
+    load_parameters(checkpoint, model)
+    end_token = data.end_token if tokenizer is None else None  # another tokenizer has ends of its own
+    own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
+    return _ready(model, device), own, data.sequence
+
+
+def _empty(config: LanguageConfig, device: torch.device) -> Decoder | GPT2:
+    """A model whose values are to be read: none are drawn, which would take a large one long."""
+    with torch.device("meta"):
+        model = build(config)
+    assert not list(model.buffers()), "they would be left without values"
+    return model.to_empty(device=device)
+
+
+def _ready(model: nn.Module, device: torch.device) -> nn.Module:
+    has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
+    return (model.to(torch.bfloat16) if has_bf16 else model).eval()
+
+
+def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
+    """The model of language that a checkpoint is of; nothing but the checkpoint is needed."""
+    table = checkpoint.stated("model", dict)
+    if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in table.values()):
+        raise CheckpointError(
+            f"{checkpoint.path} states a model with a size above {MAX_SIZE}; it is not what was saved"
+        )
+    config = config_from_table(table)
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(
+            f"{checkpoint.path} is of a model of images ('{config.architecture}'), which writes no text and has no "
+            f"Hugging Face folder; read its parameters with weft.checkpoint.Checkpoint"
+        )
+    _refuse_other_shapes(checkpoint, config)
+    return config
+
+
+def _refuse_other_shapes(checkpoint: Checkpoint, config: LanguageConfig) -> None:
+    """Before any room is made for a model: what it would hold must be what the checkpoint holds."""
+    held = {entry.name: entry.shape for entry in checkpoint.entries("parameter")}
+    if config.num_layers > len(held) or parameter_shapes(config) != held:
+        raise CheckpointError(f"{checkpoint.path} states a model whose parameters are not those that it holds")
+
+
+def saved_data(checkpoint: Checkpoint) -> DataConfig:
+    """What a checkpoint's run was trained on."""
+    data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
+    return build_dataclass(DataConfig, data, "data")
+
+
+def saved_tokenizer(checkpoint: Checkpoint) -> str:
+    """The tokenizer of a checkpoint's run: "bytes", or where its file or folder is. A relative path is meant from where
+    the run was started, which its folder tells, or else from here.
+    """
+    spec = saved_data(checkpoint).tokenizer
+    if spec == "bytes" or Path(spec).is_absolute():
+        return spec
+    found = [folder / spec for folder in (_started_in(checkpoint), Path()) if folder is not None]
+    return str(next((path for path in found if path.exists()), found[0]))
+
+
+def _started_in(checkpoint: Checkpoint) -> Path | None:
+    """The folder that a checkpoint's run was started in, if the checkpoint still lies where the run wrote it."""
+    folder = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("folder")
+    if not isinstance(folder, str) or not folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
+        return None
+    parents, below = checkpoint.path.resolve().parents, Path(folder).parts
+    if len(parents) <= 1 + len(below) or parents[1].parts[-len(below) :] != below:  # <folder>/checkpoints/<step>
+        return None
+    return parents[1 + len(below)]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at a path: itself, or the newest one of a run folder."""
+    for folder in (path / "checkpoints", path):
+        newest = latest(folder)
+        if newest is not None:
+            return Checkpoint(newest)
+    return Checkpoint(path)
+
+
+def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
+    if temperature == 0:
+        return logits.argmax(keepdim=True)
+    scaled = logits / temperature
+    if top_k is not None and top_k < scaled.numel():
+        scaled[scaled < scaled.topk(top_k).values[-1]] = float("-inf")
+    return torch.multinomial(scaled.softmax(-1), 1, generator=generator)

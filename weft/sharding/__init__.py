@@ -1,0 +1,1 @@
+"""Flat buffers: parameters, gradients and state in contiguous memory, split over ranks."""

@@ -1,0 +1,450 @@
+"""One flat buffer of a block: whole where it computes, sliced over `shard` where it rests.
+
+`whole` holds the parameters in the compute dtype; `slice` is this rank's master copy, which the optimizer sees piece by
+piece under each parameter's own name. Where both have one dtype and stages 1-2 keep `whole`, the slice is a view of it
+and nothing is held twice. Gradients add up in `whole_gradient` in the master dtype and end in `slice_gradient`. What is
+neither added up nor reduced stays in the compute dtype, which has the same values, where weft's optimizer reads it.
+
+    slice ──all-gather over shard──▶ whole ──forward, backward──▶ whole_gradient
+      ▲                                                               │ reduce-scatter over shard, all-reduce over data
+      └────────────── optimizer ◀── slice_gradient ◀──────────────────┘   (mean over both)
+
+With `shard` = 1 the gather is a cast (or nothing) and the reduction is data parallelism's all-reduce: one code path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils._triton import has_triton
+
+from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
+from weft.errors import PlanError
+from weft.sharding.host_memory import host_zeros
+from weft.sharding.layout import FlatLayout, Part
+
+Owners = Sequence[tuple[nn.Module, str]]
+GATHERED_BYTES = 1 << 24  # of small gradients that a GPU takes with one launch
+TAKEN_NUMEL = 1 << 20  # of one that has a launch of its own
+
+
+class Flat:
+    """A flat buffer, the parameters that live in it and the collectives that move it."""
+
+    is_streamed = False  # whether it lives in host memory, as in `streamed.py`
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        owners: Sequence[Owners],
+        values: Callable[[str], Tensor],
+        shard: Axis,
+        stage: int,
+        compute_dtype: torch.dtype,
+        master_dtype: torch.dtype,
+        device: torch.device,
+        slice_dtype: torch.dtype | None = None,
+        state: str = "master",
+        is_alone: bool = False,
+        on_host: bool = False,
+        delays: bool = False,
+    ) -> None:
+        """`slice_dtype`: of the weights at rest, the master dtype unless given. `state`: the plan's, for the optimizer.
+
+        `is_alone`: no other rank takes part, so that gradients are never reduced. `on_host`: what lives beside `whole`
+        does so in host memory. `delays`: the optimizer puts off each update by a step.
+        """
+        self.layout, self.owners, self.shard, self.stage = layout, owners, shard, stage
+        self.compute_dtype, self.master_dtype, self.device = compute_dtype, master_dtype, device
+        self.slice_dtype, self.state = slice_dtype or master_dtype, state
+        self.sum_over: list[Axis] = []  # gradients there are partial sums
+        self.mean_over: list[Axis] = []  # and there of different samples
+        self.copies = 1  # ranks along `pipe` that hold the same
+        self.trainable = layout.parameters[0].trainable
+        self.is_read_flat = False  # by weft's optimizer, which takes gradients in any dtype
+        self._is_alone, self.on_host, self.delays = is_alone, on_host, delays
+        self.update_done: torch.cuda.Event | None = None  # of an optimizer that works on another stream
+        self._starts, self.parts = layout.starts, tuple(layout.parts(shard.index))
+        self.frees_whole = self.is_streamed or (stage == 3 and shard.degree > 1)
+        self.is_apart = self.frees_whole or compute_dtype != self.slice_dtype  # the slice is no view of `whole`
+        self.keeps_whole_gradient = stage == 1 or shard.degree == 1
+        self.whole = self._make_whole()
+        self.slice = self._make_slice(values)
+        self.whole_gradient: Tensor | None = None
+        self.slice_gradient: Tensor | None = None
+        self._carried: Tensor | None = None
+        self._targets: list[Tensor] = []  # the place of each parameter in `whole_gradient`
+        self._filled: set[int] = set()
+        self._taken: dict[int, Tensor] = {}  # gradients that wait to be put into place together
+        self._squares: dict[int, Tensor] = {}  # sums of their squares, where they were taken on the way
+        self.hides_gradient = False  # whether there is one that torch would not let pieces show
+        self.gradient_norm: Tensor | None = None  # where it had to be taken before the optimizer asks for it []
+        self._written_version = -1
+        self._gathering: Pending | None = None
+        self._reducing: Pending | None = None
+        self.whole_parameters = [self._whole_parameter(i) for i in range(len(layout.parameters))]
+        self.pieces = [self._piece(part) for part in self.parts]
+        self.is_whole = False
+        self.refresh()
+        if not self.trainable and not self.frees_whole:
+            self._fill_whole(values)
+
+    # --- parameters
+
+    def start_gather(self) -> None:
+        """Begin to make the buffer whole; does nothing when it is, or is about to be."""
+        if self.is_whole or self._gathering is not None:
+            return
+        if self.frees_whole:
+            self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
+        part = self.slice
+        if self.shard.degree > 1 or self._written_version != self.slice._version:
+            self.await_update()  # otherwise whoever computes with it does
+        if self.is_apart and (self.on_host or self.compute_dtype != self.slice_dtype):
+            part = self.own_whole
+            self.write()
+        self._gathering = all_gather(self.whole, part, self.shard)
+
+    def finish_gather(self) -> None:
+        """Wait for the gather and let the modules see whole parameters."""
+        self.await_update()
+        if self.is_whole:
+            return
+        self.start_gather()
+        assert self._gathering is not None
+        self._gathering.wait()
+        self._gathering = None
+        self._install(self.whole_parameters)
+        self.is_whole = True
+
+    @property
+    def own_whole(self) -> Tensor:
+        """This rank's part of the whole buffer."""
+        return self._own(self.whole)
+
+    @property
+    def written(self) -> Tensor | None:
+        """Where the optimizer writes what it changes once more, in the compute dtype; None where nothing keeps it."""
+        return self.own_whole if self.is_apart and not self.frees_whole else None
+
+    def await_update(self) -> None:
+        """Order what comes behind an update that another stream still does."""
+        if self.update_done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.update_done)
+            self.update_done = None
+
+    def write(self) -> None:
+        """Bring this rank's part of `whole` up to the slice, unless it is."""
+        if self._written_version != self.slice._version:
+            self.own_whole.copy_(self.slice.to(self.device, non_blocking=True))  # cast there, not by the host
+            if not self.frees_whole:
+                self.mark_written()
+
+    def mark_written(self) -> None:
+        """The optimizer has changed the slice and written the same to its part of `whole`.
+
+        Another change of a piece is seen by its version and copied again (but not one by `.data`; then call `refresh`).
+        """
+        self._written_version = self.slice._version
+
+    def release(self, stale: bool) -> None:
+        """After use: stage 3 frees the whole buffer. `stale` says that the optimizer will now change the slices."""
+        is_fetched = self.is_whole or self._gathering is not None
+        if is_fetched and (self.frees_whole or (stale and self.trainable)):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Show the pieces again, for the optimizer or a checkpoint to change; whoever computes next gathers anew."""
+        if self._gathering is not None:  # fetched ahead and not used
+            self._gathering.wait()
+            self._gathering = None
+        self._install(self.pieces)
+        self.is_whole = False
+        self._written_version = -1
+        if self.frees_whole:
+            self._free_whole()
+
+    def is_freed_view(self, tensor: Tensor) -> bool:
+        """Whether a tensor looks into the whole buffer, of which stage 3 leaves nothing to look at."""
+        return self.frees_whole and tensor.untyped_storage()._cdata == self.whole.untyped_storage()._cdata
+
+    # --- gradients
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a reduced gradient waits for the optimizer."""
+        return self.hides_gradient or any(piece.grad is not None for piece in self.pieces)
+
+    def take_gradient(self, index: int) -> None:
+        """Add the gradient that autograd left on a whole parameter to the flat gradient.
+
+        The mean over the ranks that take different samples is taken on the way: here it costs no pass of its own.
+        """
+        parameter = self.whole_parameters[index]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if not self._filled and not self._taken:
+            self._begin_gradient()
+        if index in self._taken:
+            self.place_gradients()
+        # create_graph: a product into a buffer has no derivative
+        self._taken[index] = gradient.detach() if gradient.requires_grad else gradient
+        taken_bytes = sum(one.numel() for one in self._taken.values()) * gradient.element_size()
+        if self.device.type == "cpu" or taken_bytes > GATHERED_BYTES:
+            self.place_gradients()
+
+    def place_gradients(self) -> None:
+        """Put what was taken into the flat gradient, with one launch for all where it is plain copies."""
+        taken, self._taken = self._taken, {}
+        added = {index: gradient for index, gradient in taken.items() if index in self._filled}
+        new = {index: gradient for index, gradient in taken.items() if index not in self._filled}
+        if added:
+            self._widen()
+            self._squares.clear()
+        for index, gradient in added.items():
+            self._targets[index].addcmul_(gradient, self._mean)
+        if self._num_means > 1:
+            for index, gradient in new.items():
+                torch.mul(gradient, self._mean, out=self._targets[index])
+        else:
+            small = {index: gradient for index, gradient in new.items() if not self._take(index, gradient)}
+            if small:
+                targets = [self._targets[index] for index in small]
+                copied = [gradient.view(one.shape) for gradient, one in zip(small.values(), targets, strict=True)]
+                torch._foreach_copy_(targets, copied)
+        self._filled.update(new)
+
+    def _take(self, index: int, gradient: Tensor) -> bool:
+        """Copy a large gradient that no other joins, with its squares, where that is one pass."""
+        if not (self._is_alone and gradient.is_cuda and gradient.numel() >= TAKEN_NUMEL and gradient.is_contiguous()):
+            return False
+        if gradient.dtype == torch.float64 or not has_triton():
+            return False
+        from weft.sharding.gradient_kernel import take_with_squares
+
+        self._squares[index] = take_with_squares(gradient, self._targets[index])
+        return True
+
+    @property
+    def norms(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What the norm of the gradient is made of: sums of squares, and tensors whose squares are not yet summed."""
+        if self.slice_gradient is None:
+            return [], []
+        if not self._squares:
+            return [], [self.slice_gradient]
+        return list(self._squares.values()), [one for i, one in enumerate(self._targets) if i not in self._squares]
+
+    def start_reduce(self) -> None:
+        """Begin to reduce the flat gradient over `shard`; a parameter without a gradient counts as zero."""
+        self.place_gradients()
+        if not self._filled:
+            self._begin_gradient()
+        for index in range(len(self.whole_parameters)):
+            if index not in self._filled:
+                self._targets[index].zero_()
+        self._filled.clear()
+        assert self.whole_gradient is not None
+        if self.keeps_whole_gradient:
+            self.slice_gradient = self._own(self.whole_gradient)
+        elif self.slice_gradient is None:
+            self.slice_gradient = torch.empty(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
+        self._reducing = reduce_scatter(self.slice_gradient, self.whole_gradient, self.shard)
+
+    def continue_reduce(self) -> None:
+        """Once reduced over `shard`: free the whole gradient, and begin to reduce the slice over the other axes."""
+        self._wait_reduce()
+        if not self.keeps_whole_gradient:
+            self.whole_gradient, self._targets = None, []
+        assert self.slice_gradient is not None
+        for axis in (*self.sum_over, *self.mean_over):
+            self._wait_reduce()
+            self._reducing = all_reduce(self.slice_gradient, axis)
+
+    def finish_reduce(self) -> None:
+        """Wait, add what was carried, and show the optimizer its gradients."""
+        self._wait_reduce()
+        assert self.slice_gradient is not None
+        if self._carried is not None:
+            self.slice_gradient.add_(self._carried)
+            self._carried = None
+            self._squares.clear()
+        self.show_gradient()
+
+    def room_for_gradient(self) -> Tensor:
+        """Where a gradient that another rank has reduced can be put; `show_gradient` then shows it."""
+        self._begin_gradient()
+        assert self.whole_gradient is not None
+        self.slice_gradient = self._own(self.whole_gradient)
+        return self.slice_gradient
+
+    def forget_norm(self, factor: Tensor) -> None:
+        """The gradient was scaled from outside."""
+        self._squares.clear()
+        if self.gradient_norm is not None:
+            self.gradient_norm = self.gradient_norm * factor.to(self.gradient_norm.dtype)
+
+    def expect_gradient(self) -> None:
+        """Backward has reached the block."""
+
+    def keep_gradient(self) -> None:
+        """Backward of this micro-batch has no more for the sum."""
+        self.place_gradients()
+
+    def forget_gradient(self) -> None:
+        """The optimizer needs it no more; buffers stay, and are written before they are read."""
+        self.hides_gradient = False
+
+    @property
+    def device_gradients(self) -> list[Tensor | None]:
+        """The buffers of gradients on the device."""
+        return [self.whole_gradient, self.slice_gradient]
+
+    def show_gradient(self) -> None:
+        """Let the optimizer see the gradient."""
+        assert self.slice_gradient is not None
+        if (self.slice_gradient.dtype, self.slice_gradient.device) != (self.slice.dtype, self.slice.device):
+            if not self.is_read_flat:
+                raise PlanError(
+                    f"plan.memory keeps the weights of '{self.layout.parameters[0].name}' on {self.slice.device} in "
+                    f"{self.slice.dtype} and its gradient on {self.device} in {self.slice_gradient.dtype}, which only "
+                    f"weft.AdamW(model, ...) takes; use it, or offload = 0 and master = true"
+                )
+            self.hides_gradient = True
+            return
+        for piece, part in zip(self.pieces, self.parts, strict=True):
+            if part.stop > part.start:
+                piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
+
+    def discard_gradient(self) -> None:
+        """Forget what a backward that was cut short has left; what was on the pieces before it is there again."""
+        if self._reducing is not None:
+            self._reducing.wait()
+        if self._carried is not None and self.slice_gradient is not None:
+            self.slice_gradient.copy_(self._carried)
+        self._reducing = self._carried = None
+        self._filled.clear()
+        self._taken.clear()
+        self._squares.clear()
+
+    # --- inside
+
+    def _make_whole(self) -> Tensor:
+        return torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self.device)
+
+    def _make_slice(self, values: Callable[[str], Tensor]) -> Tensor:
+        """Fill this rank's slice, one parameter at a time, so that no rank ever needs the whole model in memory."""
+        if not self.is_apart:
+            piece = self.own_whole
+            self.whole.zero_()
+        else:
+            piece = self.state_zeros(self.layout.slice_numel, self.slice_dtype)
+        for part in self.parts:
+            if part.stop > part.start:
+                value = values(part.parameter.name).detach().reshape(-1)[part.start : part.stop]
+                piece[part.offset : part.offset + part.stop - part.start].copy_(value)
+        return piece
+
+    def _fill_whole(self, values: Callable[[str], Tensor]) -> None:
+        """What is frozen and stays whole never changes: every rank takes it from the source, and nothing is said."""
+        for index, parameter in enumerate(self.layout.parameters):
+            self._view(self.whole, index).copy_(values(parameter.name).detach())
+        self._install(self.whole_parameters)
+        self.is_whole = True
+
+    def _whole_parameter(self, index: int) -> nn.Parameter:
+        # Made from the storage, not as a view of `whole`: autograd's version counter of a parameter must not move when
+        # the buffer is gathered again for backward.
+        shape, start = self.layout.parameters[index].shape, self._starts[index]
+        tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
+        stride = torch.empty(shape, device="meta").stride()
+        tensor.set_(self.whole.untyped_storage(), start, shape, stride)
+        return nn.Parameter(tensor, requires_grad=self.trainable)
+
+    def _piece(self, part: Part) -> nn.Parameter:
+        piece = nn.Parameter(
+            self.slice[part.offset : part.offset + part.stop - part.start], requires_grad=self.trainable
+        )
+        if self.trainable:  # autograd reaches whole parameters only; a gradient here would not be reduced
+            piece.register_post_accumulate_grad_hook(partial(_refuse_gradient, part.parameter.name))
+        return piece
+
+    def state_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Room for what lives from step to step beside `whole`."""
+        if self.on_host:
+            return host_zeros(numel, dtype, self.device)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def _own(self, buffer: Tensor) -> Tensor:
+        return buffer.narrow(0, self.shard.index * self.layout.slice_numel, self.layout.slice_numel)
+
+    def _view(self, buffer: Tensor, index: int) -> Tensor:
+        parameter, start = self.layout.parameters[index], self._starts[index]
+        return buffer[start : start + parameter.numel].view(parameter.shape or 1)  # as a product with `_mean` has it
+
+    @cached_property
+    def _num_means(self) -> int:
+        return math.prod((self.shard.degree, *(axis.degree for axis in self.mean_over)))
+
+    @cached_property
+    def _mean(self) -> Tensor:
+        # One element, not a number: it makes a product in the master dtype of a gradient in a narrower one.
+        return torch.full((1,), 1 / self._num_means, dtype=self.master_dtype, device=self.device)
+
+    def _begin_gradient(self) -> None:
+        self.await_update()  # which reads the last gradient
+        self._squares.clear()
+        # What an earlier backward left on the pieces, if the user has not cleared it, is added at the end.
+        if self.hides_gradient:
+            self._widen()
+            assert self.slice_gradient is not None
+            self._carried, self.hides_gradient = self.slice_gradient.clone(), False
+        for piece, part in zip(self.pieces, self.parts, strict=True):
+            if piece.grad is not None:
+                if self._carried is None:
+                    self._carried = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
+                self._carried[part.offset : part.offset + part.stop - part.start].copy_(piece.grad)
+        if self.whole_gradient is None:
+            is_narrow = self._is_alone and self.is_read_flat
+            dtype = self.compute_dtype if is_narrow else self.master_dtype
+            self.whole_gradient = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
+            self._zero_padding(self.whole_gradient)  # it enters the norm; the rest is written before it is read
+        if not self._targets:
+            self._targets = [self._view(self.whole_gradient, i) for i in range(len(self.whole_parameters))]
+
+    def _widen(self) -> None:
+        """Gradients that add up do so in the master dtype, from now on."""
+        self._is_alone = False
+        if self.whole_gradient is not None and self.whole_gradient.dtype != self.master_dtype:
+            self.whole_gradient = self.whole_gradient.to(self.master_dtype)
+            self._targets = [self._view(self.whole_gradient, i) for i in range(len(self.whole_parameters))]
+            if self.slice_gradient is not None:
+                self.slice_gradient = self._own(self.whole_gradient)
+
+    def _zero_padding(self, buffer: Tensor) -> None:
+        ends = (start + parameter.numel for start, parameter in zip(self._starts, self.layout.parameters, strict=True))
+        for end, start in zip(ends, (*self._starts[1:], self.layout.numel), strict=True):
+            if end < start:
+                buffer[end:start].zero_()
+
+    def _install(self, parameters: Sequence[nn.Parameter]) -> None:
+        for places, parameter in zip(self.owners, parameters, strict=True):
+            for module, name in places:
+                module._parameters[name] = parameter
+
+    def _free_whole(self) -> None:
+        self.whole.untyped_storage().resize_(0)
+
+    def _wait_reduce(self) -> None:
+        assert self._reducing is not None
+        self._reducing.wait()
+
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise PlanError(
+        f"parameter '{name}' got a gradient outside the forward of its block; call the block (not its .forward, nor "
+        f"its parameters), and add penalties on parameters through the optimizer (weight_decay)"
+    )

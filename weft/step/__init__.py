@@ -1,0 +1,1 @@
+"""One training step under any plan: objective, task, step and CUDA graph."""

@@ -1,0 +1,119 @@
+"""What a run learns: what goes into its model and comes out, as values that predictions, proofs and training share.
+
+A task knows the batch of an example (zeros, of which only shapes count), a random batch for a proof, and the objective.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from weft.data.config import DataConfig
+from weft.data.formats import Shape
+from weft.models import IGNORE, LanguageConfig, ModelConfig, VisionConfig
+from weft.run_file import Run
+from weft.step.train_step import CLASSIFICATION, Batch, Objective, with_z_loss
+
+SMALL_SEQUENCE = 16
+SMALL_SIZE = 64  # pixels: models that halve an image five times still leave 2 × 2
+MASKED = 0.2  # of the labels of a proof
+
+
+class Task(ABC):
+    """A kind of work. `unit` is what its speed counts."""
+
+    unit: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def objective(self) -> Objective:
+        """What is minimised and measured."""
+
+    @abstractmethod
+    def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
+        """Inputs and labels of a micro-batch, all zero, for a model that computes in `dtype`."""
+
+    @abstractmethod
+    def shrunk(self, model: ModelConfig) -> Task:
+        """The same with small samples that still suit a (shrunk) model."""
+
+    @abstractmethod
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
+        """Inputs and labels of a whole batch, of which some do not count."""
+
+
+@dataclass(frozen=True)
+class LanguageTask(Task):
+    """The next token, for each token of sequences."""
+
+    sequence: int
+    z_loss: float = 0.0
+
+    unit = "tokens"
+
+    @property
+    def objective(self) -> Objective:
+        return with_z_loss(self.z_loss)
+
+    def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
+        def zeros() -> Tensor:
+            return torch.zeros(num_samples, self.sequence, dtype=torch.long, device="cpu")
+
+        return zeros(), zeros()
+
+    def shrunk(self, model: ModelConfig) -> LanguageTask:
+        return replace(self, sequence=min(SMALL_SEQUENCE, self.sequence))
+
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
+        assert isinstance(model, LanguageConfig)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, model.vocab_size, (num_samples, self.sequence + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), _masked(tokens[:, 1:].clone(), generator)
+
+
+@dataclass(frozen=True)
+class ImageTask(Task):
+    """The class of each image."""
+
+    shape: Shape
+
+    unit = "images"
+
+    @property
+    def objective(self) -> Objective:
+        return CLASSIFICATION
+
+    def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
+        height, width, channels = self.shape
+        images = torch.zeros(num_samples, channels, height, width, dtype=dtype, device="cpu")
+        return images, torch.zeros(num_samples, dtype=torch.long, device="cpu")
+
+    def shrunk(self, model: ModelConfig) -> ImageTask:
+        assert isinstance(model, VisionConfig)
+        size = -(-SMALL_SIZE // model.size_multiple) * model.size_multiple
+        return replace(self, shape=Shape(size, size, self.shape.channels))
+
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
+        assert isinstance(model, VisionConfig)
+        generator = torch.Generator().manual_seed(seed)
+        height, width, channels = self.shape
+        images = torch.randn(num_samples, channels, height, width, generator=generator)
+        labels = torch.randint(0, model.num_classes, (num_samples,), generator=generator)
+        return images, _masked(labels, generator)
+
+
+def _masked(labels: Tensor, generator: torch.Generator) -> Tensor:
+    labels[torch.rand(labels.shape, generator=generator) < MASKED] = IGNORE
+    return labels
+
+
+def task_of(run: Run) -> Task:
+    """What a run learns."""
+    if isinstance(run.data, DataConfig):
+        return LanguageTask(run.data.sequence, run.train.z_loss)
+    assert isinstance(run.model, VisionConfig), "the run file was checked"
+    return ImageTask(run.data.shape(run.model.in_channels))

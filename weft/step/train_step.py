@@ -1,0 +1,312 @@
+"""One training step under any plan: the same function trains, is verified and is benchmarked.
+
+Losses are normalised by the number of valid targets in the whole batch, over all ranks and micro-batches, so that
+every layout computes the same loss and the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.comm import Traffic, all_reduce
+from weft.comm.ledger import Key
+from weft.mesh import Mesh
+from weft.models.loss import IGNORE
+from weft.models.loss_head import logits_of, loss_head_of
+from weft.optim import AdamW
+from weft.parallel.apply import clip_factor, clip_grad_norm, grad_norm, sync_gradients
+from weft.parallel.context.axis import own_tokens
+from weft.parallel.tensor.vocabulary import cross_entropy, num_right, vocabulary_of
+from weft.parallel.tile import own_targets, repeats
+from weft.pipeline.runtime import Pipeline, Work
+from weft.pipeline.sections import losing
+from weft.pipeline.shared_parameters import running_statistics
+from weft.plan import Plan
+from weft.step.cuda_graph import Graph
+
+Batch = tuple[Tensor, ...]
+Before = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What is minimised: `total(model, batch)` summed over the batch's targets, of which there are `count(batch)`.
+
+    What is measured on held-out data are the means of `measure(model, batch)` [len(measures)], the loss first; of the
+    loss alone where it is None.
+    """
+
+    count: Callable[[Batch], Tensor]
+    total: Callable[[nn.Module, Batch], Tensor]
+    measures: tuple[str, ...] = ("loss",)
+    measure: Callable[[nn.Module, Batch], Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What a step is held to. `judge(loss, norm)` [] says whether the update is to be made (0); otherwise parameters,
+    the optimizer's state and running statistics stay as they are. `before_update()` may look at all before they change;
+    `micro_batch(index, compute)` does a forward and backward, outside of pipelines, and gives its loss.
+    """
+
+    judge: Callable[[Tensor, Tensor], Tensor]
+    before_update: Callable[[], None] = lambda: None
+    micro_batch: Callable[[int, Callable[[], Tensor]], Tensor] = lambda index, compute: compute()
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The batch's mean loss, the gradient norm before clipping and the valid targets, on the device; and, where steps
+    are judged, whether the update was made (0) or why it was not (see `numbers.py`).
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_targets: Tensor
+    verdict: Tensor | None = None
+
+
+def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
+    head = loss_head_of(model)
+    if head is None:
+        return cross_entropy(logits_of(model(batch[0])), batch[1], vocabulary_of(model), z_loss)[0]
+    with head.giving(batch[1], z_loss):
+        return logits_of(model(batch[0]))
+
+
+def _count_valid(batch: Batch) -> Tensor:
+    return (batch[1] != IGNORE).sum()
+
+
+def _loss_and_right(model: nn.Module, batch: Batch) -> Tensor:
+    logits, vocabulary = logits_of(model(batch[0])), vocabulary_of(model)
+    total = cross_entropy(logits, batch[1], vocabulary)[0]
+    return torch.stack([total, num_right(logits, batch[1], vocabulary).to(total.dtype)])
+
+
+def _held_out_total(model: nn.Module, batch: Batch) -> Tensor:
+    return _token_total(model, batch)[None]
+
+
+# Cross-entropy of labels [batch, ...] under logits [batch, ..., classes]; the label -100 does not count.
+CROSS_ENTROPY = Objective(count=_count_valid, total=_token_total)
+CLASSIFICATION = Objective(_count_valid, _token_total, ("loss", "accuracy"), _loss_and_right)
+
+
+def with_z_loss(z_loss: float) -> Objective:
+    """Cross-entropy and, in training only, `z_loss` times the squared log of the softmax's denominator."""
+    if not z_loss:
+        return CROSS_ENTROPY
+    return Objective(_count_valid, partial(_token_total, z_loss=z_loss), ("loss",), _held_out_total)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    micro_batches: Sequence[Batch],
+    mesh: Mesh,
+    objective: Objective = CROSS_ENTROPY,
+    clip: float | None = 1.0,
+    before_micro_batch: Before = lambda index: None,
+    checks: Checks | None = None,
+    graph: Graph | None = None,
+) -> StepResult:
+    """Forward, backward and update over this rank's micro-batches of one step: whole sequences, whatever the plan, but
+    this rank's tiles of images (`weft.tile`), with labels of their pixels or of all samples. `graph` replays the first
+    two.
+    """
+    statistics = running_statistics(model) if checks is not None else ()
+    before = [tensor.clone() for tensor in statistics]
+    if isinstance(optimizer, AdamW):
+        optimizer.begin()
+    micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
+    num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
+    all_reduce(num_targets, mesh["tokens"]).wait()
+    # Gradients become the mean over the ranks of `batch`, so each rank's loss is scaled up by their number.
+    scale = mesh["batch"].degree / num_targets.clamp(min=1)
+    norm: Tensor | None = None
+    if isinstance(model, Pipeline):
+        work = Work(micro_batches, objective.total, scale, before_micro_batch)
+        loss, norm = _run_pipeline(model, work, mesh, None if checks is None else checks.before_update)
+    else:
+        loss = _run(model, micro_batches, mesh, objective, scale, before_micro_batch, checks, graph)
+        all_reduce(loss, mesh["losses"]).wait()
+        if checks is not None:
+            checks.before_update()
+    loss = loss / num_targets.clamp(min=1)
+    mesh.ledger.phase("the update")
+    judge = None if checks is None else partial(checks.judge, loss)
+    norm, verdict = _update(model, optimizer, clip, mesh, judge, norm)
+    for tensor, old in zip(statistics, before, strict=True):
+        assert verdict is not None
+        tensor.copy_(torch.where(verdict == 0, tensor, old))
+    return StepResult(loss, norm, num_targets / repeats(model, mesh.plan), verdict)
+
+
+def _run(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    mesh: Mesh,
+    objective: Objective,
+    scale: Tensor,
+    before: Before,
+    checks: Checks | None,
+    graph: Graph | None,
+) -> Tensor:
+    """Forward and backward, outside of pipelines; the sum of this rank's losses."""
+
+    def begin(index: int) -> None:
+        mesh.ledger.phase("forward and backward")  # a sign of life, also of a model without units
+        before(index)
+
+    if graph is None:
+        do = None if checks is None else checks.micro_batch
+        return _run_in_turn(model, objective, mesh.plan, batches, scale, begin, do)
+    before(0)
+    return graph.run(batches, scale, partial(_run_in_turn, model, objective, mesh.plan))
+
+
+def _run_pipeline(
+    model: Pipeline, work: Work, mesh: Mesh, before_update: Callable[[], None] | None
+) -> tuple[Tensor, Tensor]:
+    """All that comes before the update; the sum of all losses, and the gradient norm. Until then nothing has changed
+    that lasts: a rank that is lost can be done without.
+    """
+
+    def compute() -> tuple[Tensor, Tensor]:
+        loss = model.run(work)
+        with losing("the sum of losses, or of the gradient norm,"):
+            all_reduce(loss, mesh["losses"]).wait()
+            if before_update is not None:
+                before_update()
+            return loss, grad_norm(model, mesh)
+
+    if model.sections is None:
+        return compute()
+    loss, norm = model.sections.run(lambda: [number.item() for number in compute()])
+    return torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
+
+
+def _update(
+    model: nn.Module,
+    optimizer: Optimizer,
+    clip: float | None,
+    mesh: Mesh,
+    judge: Callable[[Tensor], Tensor] | None,
+    norm: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Clip and update, unless the verdict is against it; the norm before, and the verdict.
+
+    Weft's optimizer scales gradients in its own pass, and leaves all as it is where the scale is no number.
+    """
+    verdict: Tensor | None = None
+    if isinstance(optimizer, AdamW):
+        norm = grad_norm(model, mesh) if norm is None else norm
+        scale = clip_factor(norm, clip)
+        if judge is not None:
+            verdict = judge(norm)
+            scale = torch.where(verdict == 0, torch.ones_like(norm) if scale is None else scale, torch.nan)
+        optimizer.step(scale=scale)
+    else:
+        norm = clip_grad_norm(model, clip, mesh, norm)
+        verdict = None if judge is None else judge(norm)
+        _step_if_good(optimizer, verdict)
+    optimizer.zero_grad(set_to_none=True)
+    return norm, verdict
+
+
+def _step_if_good(optimizer: Optimizer, verdict: Tensor | None) -> None:
+    """Torch's fused optimizers leave out an update by themselves, as for gradient scaling; others are not asked to."""
+    if verdict is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = (verdict != 0).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        del optimizer.found_inf  # type: ignore[attr-defined]
+    elif verdict is None or verdict.item() == 0:
+        optimizer.step()
+
+
+def _run_in_turn(
+    model: nn.Module,
+    objective: Objective,
+    plan: Plan,
+    batches: Sequence[Batch],
+    scale: Tensor,
+    before: Before = lambda index: None,
+    do: Callable[[int, Callable[[], Tensor]], Tensor] | None = None,
+) -> Tensor:
+    """Forward and backward of one micro-batch after another; the sum of their losses."""
+    loss = torch.zeros((), dtype=torch.float64, device=scale.device)
+
+    def compute(index: int) -> Tensor:
+        before(index)
+        total = objective.total(model, batches[index])
+        (total * scale.to(total.dtype)).backward()
+        return total.detach()
+
+    for index in range(len(batches)):
+        is_last = index == len(batches) - 1
+        sync_gradients(model, is_last or plan.memory.accumulate == "slice")
+        loss += compute(index) if do is None else do(index, partial(compute, index))
+    return loss
+
+
+def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: Objective = CROSS_ENTROPY) -> Tensor:
+    """The mean loss over all ranks' batches (whole sequences), without gradients; the same on every rank.
+
+    An objective with several measures gives the mean of each, [len(measures)].
+    """
+    measure = objective.measure or objective.total
+    shape = (len(objective.measures),) if objective.measure else ()
+    batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in batches]
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        if isinstance(model, Pipeline):
+            total = _evaluate_pipeline(model, Work(batches, measure, shape=shape), mesh)
+        else:
+            total = torch.stack([_measured(model, batch, measure, mesh) for batch in batches]).sum(0)
+            all_reduce(total, mesh["losses"]).wait()
+    model.train(was_training)
+    count = torch.stack([objective.count(batch) for batch in batches]).sum().double()
+    all_reduce(count, mesh["tokens"]).wait()
+    return total / count
+
+
+def _measured(model: nn.Module, batch: Batch, measure: Callable[[nn.Module, Batch], Tensor], mesh: Mesh) -> Tensor:
+    mesh.ledger.phase("evaluating")  # a sign of life for each batch: whoever watches must not take it for a hang
+    return measure(model, batch).double()
+
+
+def _evaluate_pipeline(model: Pipeline, work: Work, mesh: Mesh) -> Tensor:
+    """The sum over all ranks."""
+
+    def compute() -> Tensor:
+        total = model.run(work)
+        with losing("the sum of losses"):
+            all_reduce(total, mesh["losses"]).wait()
+        return total
+
+    if model.sections is None:
+        return compute()
+    numbers = model.sections.run(lambda: compute().flatten().tolist())
+    return torch.tensor(numbers, dtype=torch.float64).view(work.shape)
+
+
+def step_traffic(plan: Plan) -> dict[Key, Traffic]:
+    """What a step says beside the strategies: the count of targets, the loss, and the gradient norm."""
+    traffic: dict[Key, Traffic] = {}
+    num_token_ranks = plan.num_batch_ranks * plan.tile.degree * plan.context.degree
+    if num_token_ranks > 1:
+        traffic["tokens", "all_reduce"] = Traffic(1, 8)
+    if num_token_ranks * plan.pipe.degree > 1:
+        traffic["losses", "all_reduce"] = Traffic(1, 8)
+    if plan.pipe.degree * plan.shard.degree * plan.tensor.x * plan.tensor.y > 1:
+        # With shadows, a number for each stage: see `grad_norm`.
+        traffic["state", "all_reduce"] = Traffic(1, 8 * (plan.pipe.num_stages if plan.pipe.shadow else 1))
+    return traffic

@@ -1,0 +1,104 @@
+"""Starting the ranks of `weft train` on this machine: where they keep copies, and from where they go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from weft.errors import CheckpointError
+from weft.launch.agent import Restarts, Source, start_local
+from weft.launch.environment import LOCAL_RUN_ID_PREFIX, Place, is_elastic
+from weft.launch.fork_server import Nursery
+from weft.planner.predict import predict, run_cluster
+from weft.resilience.shared_memory import claim, complete_steps, copies_folder, job_folder
+from weft.run_file import FROZEN_SUFFIX, Run, load_run
+from weft.train.resume import found_checkpoints
+from weft.train.run_identity import make_run_id
+
+Arguments = Sequence[str] | Callable[[Path], Sequence[str]]
+
+
+def start_ranks(nursery: Nursery, run: Run, arguments: Arguments, environ: Mapping[str, str] | None = None) -> int:
+    """Train a run on local ranks of the nursery's program, again and again if need be; the exit status.
+
+    Where `arguments` is a function, it is given a file from which `load_run` reads this very run: ranks that start
+    again go on with what was checked, whatever the user's file says by then.
+    """
+    job = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
+    copies, held = None, None
+    if run.checkpoint.memory_every is not None and run.plan.num_ranks > 1:
+        copies = copies_folder(job, run.folder, make_run_id(run.folder))
+        with suppress(CheckpointError, OSError):  # said by the ranks, which go on without copies
+            held = claim(copies)  # here too: nobody may remove copies while no rank holds them
+    step_seconds = predict(run, run_cluster(run)).step_seconds
+    restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds, step_seconds)
+    environ = {**(environ or {}), "TORCHELASTIC_RUN_ID": job}
+    shadowed = run.plan.pipe.shadow
+    with tempfile.TemporaryDirectory(prefix="weft-run-", ignore_cleanup_errors=True) as folder:
+        frozen = Path(folder) / f"run{FROZEN_SUFFIX}"
+        given = arguments(frozen) if callable(arguments) else arguments
+
+        def newest() -> Source:
+            """Called before each start: by then the file may have fallen to whoever cleans temporary folders."""
+            _freeze(run, frozen)
+            return newest_source(run, copies)
+
+        try:
+            return start_local(nursery, run.plan.num_ranks, given, environ, restarts, newest, run.folder, shadowed)
+        finally:
+            if held is not None and copies is not None:
+                shutil.rmtree(copies, ignore_errors=True)
+                held.close()
+
+
+def _freeze(run: Run, path: Path) -> None:
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    if not path.exists():
+        path.write_text(run.to_json(), encoding="utf-8")
+        assert load_run(path) == run, "a frozen run is the run"
+
+
+@contextmanager
+def run_of_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], place: Place) -> Iterator[Run]:
+    """The run that a launcher's rank is to train. Where torchrun may start ranks again, it is the one that the first
+    ranks of its agent on this host have read, whatever the file says by then.
+    """
+    with ExitStack() as held:
+        frozen = None
+        if is_elastic(environ, place):
+            with suppress(CheckpointError, OSError):  # without room in shared memory, the file is read again
+                frozen = _freeze_for_job(run_file, overrides, environ, held)
+        yield load_run(run_file, overrides) if frozen is None else load_run(frozen)
+        if frozen is not None and place.local_rank == 0:  # it has ended as it should
+            shutil.rmtree(frozen.parent, ignore_errors=True)
+
+
+def _freeze_for_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], held: ExitStack) -> Path:
+    """The frozen run of the agent that has started this rank; made if this rank is the first."""
+    folder = job_folder(f"run {_parent()} {environ.get('TORCHELASTIC_RUN_ID')}")
+    held.enter_context(claim(folder))
+    frozen = folder / f"run{FROZEN_SUFFIX}"
+    if not frozen.exists():
+        temporary = frozen.with_suffix(f".{os.getpid()}")
+        temporary.write_text(load_run(run_file, overrides).to_json(), encoding="utf-8")
+        with suppress(FileExistsError):  # another rank was first
+            os.link(temporary, frozen)
+        temporary.unlink()
+    return frozen
+
+
+def _parent() -> str:
+    """The process that has started this one: its number, and when it began, for numbers come again."""
+    parent = os.getppid()
+    return f"{parent} {Path(f'/proc/{parent}/stat').read_text().rpartition(')')[2].split()[19]}"
+
+
+def newest_source(run: Run, copies: Path | None) -> Source:
+    """From where ranks that start now would go on."""
+    found = found_checkpoints(run.folder / "checkpoints", complete_steps(copies) if copies is not None else [])
+    return Source(found[0].step, str(found[0].path or "memory")) if found else Source()

@@ -1,0 +1,76 @@
+"""What lets the host run ahead of a GPU: the next step's batches are on their way before this one is done, and numbers
+of a step are read when the next has been queued.
+
+On a CPU there is nothing to run ahead of, and both are done at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from weft.models.loss import count_unknown
+from weft.step.train_step import Batch, StepResult
+from weft.train.metrics import Moment
+
+
+class Batches:
+    """The batches of each step; those of the next are copied on a stream of their own, from pinned memory."""
+
+    def __init__(self, make: Callable[[int], list[Batch]], last: int, device: torch.device) -> None:
+        self._make, self._last = make, last
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._next: tuple[int, list[Batch]] | None = None
+
+    def take(self, step: int) -> list[Batch]:
+        """The batches of a step."""
+        if self._next is None or self._next[0] != step:
+            return self._make(step)
+        batches, self._next = self._next[1], None
+        assert self._stream is not None
+        here = torch.cuda.current_stream(self._stream.device)
+        here.wait_stream(self._stream)
+        for batch in batches:
+            for tensor in batch:
+                tensor.record_stream(here)  # or its memory would be used again by the other stream's next copy
+        return batches
+
+    def prepare(self, step: int) -> None:
+        """Start on a step's batches, while the device computes."""
+        if self._stream is not None and step < self._last:
+            with torch.cuda.stream(self._stream):
+                self._next = step, self._make(step)
+
+
+class Late:
+    """Loss, gradient norm and verdict of a step on their way to the host, and when the step ended; its labels are
+    looked at if they are bad.
+    """
+
+    def __init__(
+        self, step: int, rate: float, result: StepResult, moment: Moment, batches: Sequence[Batch] = ()
+    ) -> None:
+        self.step, self.rate, self.moment = step, rate, moment
+        self._labels = [batch[1] for batch in batches]
+        assert result.verdict is not None, "the loop judges every step"
+        values = torch.stack([value.double() for value in (result.loss, result.grad_norm, result.verdict)])
+        self._event: torch.cuda.Event | None = None
+        self._values: Tensor = values
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> tuple[float, float, int]:
+        """Loss, norm and verdict; waits for the step, not for what was queued behind it."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, norm, verdict = self._values.tolist()
+        return loss, norm, int(verdict)
+
+    def wrong_labels(self, num_classes: int) -> str | None:
+        """What is wrong with this rank's labels, if anything."""
+        return count_unknown(torch.cat([labels.flatten() for labels in self._labels]), num_classes)
