@@ -33,9 +33,10 @@ from weft.data.goldfish import Goldfish
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.models.loss import IGNORE
-from weft.parallel.apply import all_flats, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import all_flats
 from weft.plan import Plan
-from weft.run_file import TrainConfig
+from weft.run_tables import TrainConfig
 from weft.schema import build_dataclass
 from weft.step.train_step import train_step
 

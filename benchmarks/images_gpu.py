@@ -42,7 +42,8 @@ from weft.optim import AdamW
 from weft.parallel.apply import parallelize
 from weft.plan import Memory, Plan
 from weft.step.cuda_graph import Graph
-from weft.step.train_step import CLASSIFICATION, train_step
+from weft.step.objective import CLASSIFICATION
+from weft.step.train_step import train_step
 
 RESULT = Path(__file__).parent / "results" / "images-h200.json"
 MODELS = ("resnet50", "amoebanet-d-18-208")

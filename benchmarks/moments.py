@@ -22,7 +22,8 @@ import weft
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, initialise
 from weft.optim import AdamW, rounding, update
-from weft.parallel.apply import all_units, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import all_units
 from weft.plan import Memory, Plan
 from weft.step.train_step import train_step
 

@@ -168,7 +168,7 @@ def weft_contender(name: str, case: Case, device: torch.device, stack: ExitStack
     parallel = parallelize(whole, plan, mesh, value)
     if compiles:
         compile_blocks(parallel, lambda message: print(message, file=sys.stderr))
-    from weft.run_file import TrainConfig
+    from weft.run_tables import TrainConfig
 
     optimizer = make_optimizer(parallel, TrainConfig(steps=1, batch=1, learning_rate=LEARNING_RATE))
     return lambda tokens, labels: train_step(parallel, optimizer, [(tokens, labels)], mesh, clip=CLIP).loss

@@ -46,12 +46,14 @@ from torch_layouts import CountCalls, Tally, Totals, ddp, fsdp, tensor_parallel,
 
 from weft.mesh import Mesh
 from weft.models import Decoder, DecoderConfig, token_loss
-from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import named_pieces
 from weft.plan import Plan
 from weft.plan import Shard as ShardAxis
 from weft.plan import Tensor as TensorAxes
 from weft.schema import to_table
-from weft.step.train_step import Batch, train_step
+from weft.step.objective import Batch
+from weft.step.train_step import train_step
 
 CONFIG = DecoderConfig(
     vocab_size=2048, hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4

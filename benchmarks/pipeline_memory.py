@@ -18,7 +18,8 @@ from torch.optim import SGD
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, token_loss
-from weft.parallel.apply import all_flats, cost, named_pieces, parallelize
+from weft.parallel.apply import cost, parallelize
+from weft.parallel.model_state import all_flats, named_pieces
 from weft.plan import Pipe, Plan, split_batch
 from weft.profile import profile
 from weft.step.train_step import train_step

@@ -40,7 +40,7 @@ from weft.models.hf import parameter_shapes
 from weft.parallel.apply import parallelize
 from weft.plan import Memory, Plan, Recompute
 from weft.planner.model import planned_model
-from weft.run_file import TrainConfig
+from weft.run_tables import TrainConfig
 from weft.step.train_step import train_step
 
 RESULT = Path(__file__).parent / "results" / "planner-h200.json"

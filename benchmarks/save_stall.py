@@ -26,8 +26,8 @@ import torch
 from weft.launch.environment import Place
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.planner.predict import micro_batch_profile
 from weft.run_file import Run, load_run
+from weft.step.examples import micro_batch_profile
 from weft.train import loop
 from weft.train.metrics import StepMetrics
 from weft.train.saving import save_or_tell

@@ -20,7 +20,7 @@ from torch_layouts import Totals
 
 from weft.launch.local_ranks import run_local
 from weft.models import Decoder, DecoderConfig, initialise
-from weft.step.train_step import Batch
+from weft.step.objective import Batch
 
 CLIP, LEARNING_RATE = 1.0, 1e-3
 TOLERANCE = 1e-4

@@ -27,12 +27,14 @@ from torch.optim import SGD
 
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import named_pieces
 from weft.pipeline.deferred_weight_grads import Deferred
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Pipe, Plan
 from weft.schedule import Schedule, simulate
-from weft.step.train_step import Objective, train_step
+from weft.step.objective import Objective
+from weft.step.train_step import train_step
 
 RANKS, MICRO_BATCHES, WIDTH = 4, 8, 8
 STEPS = 5

@@ -27,11 +27,11 @@ from weft.data.slides import Pixels, Slide, make_slide, render
 from weft.errors import ConfigError
 from weft.models import build
 from weft.plan import Plan
-from weft.planner.predict import micro_batch_profile
 from weft.run_file import Run, load_run
 from weft.spatial.dry_run import _run, dry_run
 from weft.spatial.fuse import Layer
 from weft.spatial.windows import Extra
+from weft.step.examples import micro_batch_profile
 from weft.train.batches import prepare_data
 
 FOLDER = Path(__file__).parent

@@ -18,7 +18,7 @@ from weft.plan import Plan
 from weft.proof.prove import Trial, prove_plan, proved
 from weft.proof.report import Report, report_from_json, report_to_json
 from weft.schema import build_dataclass, to_table
-from weft.step.train_step import CROSS_ENTROPY
+from weft.step.objective import CROSS_ENTROPY
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 240.0  # for a command

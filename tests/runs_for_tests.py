@@ -15,8 +15,8 @@ import pytest
 from weft.launch.environment import Place
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.planner.predict import micro_batch_profile
 from weft.run_file import Run, load_run
+from weft.step.examples import micro_batch_profile
 from weft.train import loop
 
 # What the issue of resuming and of equal curves is tried on: every axis, every stage, both together.

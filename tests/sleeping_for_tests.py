@@ -14,11 +14,13 @@ from torch.optim import SGD
 
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import named_pieces
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Pipe, Plan
 from weft.profile import profile
-from weft.step.train_step import Batch, Objective, StepResult, evaluate, train_step
+from weft.step.objective import Batch, Objective
+from weft.step.train_step import StepResult, evaluate, train_step
 
 WIDTH = 6
 OBJECTIVE = Objective(

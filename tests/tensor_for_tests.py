@@ -22,7 +22,7 @@ from weft.profile import profile
 from weft.proof.prove import Report, verify
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.sharding.units import units_of
-from weft.step.train_step import CROSS_ENTROPY
+from weft.step.objective import CROSS_ENTROPY
 
 VOCABULARY, SEQUENCE, BATCH, WIDTH = 61, 8, 8, 16
 

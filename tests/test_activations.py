@@ -30,23 +30,28 @@ from weft.errors import PlanError
 from weft.inspection.live_bytes import LiveTensors
 from weft.launch.local_ranks import run_local
 from weft.memory.activation_choice import LEAST_BYTES, sending_from, sent_blocks
-from weft.memory.activation_copies import Group, Lane, Sender, Sent, sender_of
+from weft.memory.activation_copies import Group, Sender, Sent, sender_of
 from weft.memory.offload_activations import ActivationPolicy
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, build, initialise
 from weft.models.loss import token_loss
 from weft.optim import AdamW
-from weft.parallel.apply import Cost, cost, host_bytes, named_pieces, parallelize, state_tensors
+from weft.parallel.apply import Cost, cost, parallelize
+from weft.parallel.model_state import host_bytes, named_pieces, state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.advice import fitting_activations
-from weft.planner.predict import example_inputs, predict
+from weft.planner.predict import predict
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profile import profile
 from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
-from weft.step.train_step import Batch, train_step
-from weft.train.layer_drop import LayerDrop, drop_layers
+from weft.run_tables import LayerDrop
+from weft.sharding.copy_lane import Lane
+from weft.step.examples import example_inputs
+from weft.step.layer_drop import drop_layers
+from weft.step.objective import Batch
+from weft.step.train_step import train_step
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 BF16 = Plan(precision="bf16")

@@ -31,7 +31,7 @@ from weft.commands import chaos as chaos_command
 from weft.errors import ConfigError
 from weft.health.rank_status import FOLDER_VARIABLE, Status
 from weft.launch.fork_server import Death
-from weft.parallel.apply import all_flats
+from weft.parallel.model_state import all_flats
 from weft.resilience.faults import VARIABLE, Faults, ask, request_path
 from weft.run_file import load_run
 from weft.train import loop

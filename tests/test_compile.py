@@ -20,11 +20,12 @@ from torch import nn
 from weft.inspection.blocks import find_blocks
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.apply import parallelize
 from weft.parallel.context.axis import own_tokens
+from weft.parallel.model_state import named_pieces
 from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.step.train_step import CROSS_ENTROPY
+from weft.step.objective import CROSS_ENTROPY
 
 Compile = Callable[[nn.Module], None]
 MODELS = {"shipped": SHIPPED["tied"], "transformers": TRANSFORMERS["Llama"]}

@@ -32,9 +32,10 @@ from weft.models.loss import token_loss
 from weft.parallel.apply import cost
 from weft.plan import Memory, Plan, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.planner.predict import _profile_of, predict
+from weft.planner.predict import predict
 from weft.profile import Profile, profile
 from weft.run_file import load_run
+from weft.step.examples import _profile_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import one_gpu

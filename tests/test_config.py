@@ -16,7 +16,8 @@ from runs_for_tests import write_run_file
 from weft.commands import app as cli
 from weft.errors import ConfigError
 from weft.plan import Context, Pipe, Tensor
-from weft.run_file import TrainConfig, load_run, run_from_tables
+from weft.run_file import load_run, run_from_tables
+from weft.run_tables import TrainConfig
 from weft.schema import parse_toml
 
 ROOT = Path(__file__).parents[1]

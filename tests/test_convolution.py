@@ -39,7 +39,7 @@ from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
 from weft.proof.prove import Report, verify
 from weft.sharding.units import units_of
-from weft.step.train_step import CROSS_ENTROPY
+from weft.step.objective import CROSS_ENTROPY
 
 Kind = Literal["gathered", "column", "row"]
 Patch = pytest.MonkeyPatch

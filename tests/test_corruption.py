@@ -20,7 +20,7 @@ from weft.errors import CorruptionError
 from weft.health.rank_status import FOLDER_VARIABLE, failures, record_failure
 from weft.launch.local_ranks import LocalError
 from weft.mesh import Mesh
-from weft.parallel.apply import all_flats, all_units
+from weft.parallel.model_state import all_flats, all_units
 from weft.resilience import corruption
 from weft.resilience.corruption import describe, differing, digest, digest_all
 from weft.step.train_step import StepResult, train_step

@@ -18,7 +18,8 @@ from weft.errors import CheckpointError, PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel.apply import all_flats, cost, named_pieces, parallelize, state_bytes
+from weft.parallel.apply import cost, parallelize
+from weft.parallel.model_state import all_flats, named_pieces, state_bytes
 from weft.plan import Memory, Plan, Shard, split_batch
 from weft.profile import profile
 from weft.step.train_step import train_step

@@ -15,13 +15,14 @@ from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, ModelConfig, build, initialise
-from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.apply import parallelize
 from weft.parallel.context.axis import own_tokens
+from weft.parallel.model_state import named_pieces
 from weft.plan import Context, Memory, Pipe, Plan
 from weft.plan import Tensor as TensorAxes
 from weft.run_file import load_run
+from weft.step.documents import document_traffic, number_documents, separate_documents
 from weft.step.train_step import evaluate, train_step
-from weft.train.documents import document_traffic, number_documents, separate_documents
 
 END = 60
 ALONE = Axis("context", 1, 0, None, Ledger())

@@ -16,8 +16,9 @@ from weft.inspection.rng import seed_draws
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import GPT2Config, build, initialise
-from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.apply import parallelize
 from weft.parallel.context.axis import own_tokens
+from weft.parallel.model_state import named_pieces
 from weft.parallel.tile import own_tiles
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tile
 from weft.plan import Tensor as TensorPlan

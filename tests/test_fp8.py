@@ -18,7 +18,7 @@ from weft.plan import Memory, Pipe, Plan
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
 from weft.proof.prove import verify
-from weft.step.train_step import CROSS_ENTROPY
+from weft.step.objective import CROSS_ENTROPY
 
 PLAN = Plan(precision="bf16", exact=False, matmul="fp8")
 

@@ -21,11 +21,13 @@ from weft.mesh import Mesh
 from weft.models import build
 from weft.models.vision.resnet import ResNetConfig
 from weft.optim import AdamW
-from weft.parallel.apply import all_units, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import all_units
 from weft.plan import Plan
 from weft.run_file import load_run
 from weft.step.cuda_graph import WARM_STEPS, Graph, Replay, wants_graph
-from weft.step.train_step import CLASSIFICATION, train_step
+from weft.step.objective import CLASSIFICATION
+from weft.step.train_step import train_step
 
 NUM_STEPS = WARM_STEPS + 4
 

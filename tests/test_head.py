@@ -22,7 +22,7 @@ from weft.models.loss_head import install_loss_head, is_loss_in_head, loss_head_
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.step.train_step import CROSS_ENTROPY, with_z_loss
+from weft.step.objective import CROSS_ENTROPY, with_z_loss
 
 
 def example(dtype: torch.dtype = torch.float64, num_classes: int = 37, has_bias: bool = False) -> list[Any]:

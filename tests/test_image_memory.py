@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import weft.compile.saved_bytes
 from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.commands.run_planning import image_run
-from weft.compile.peak_bytes import peaks
 from weft.compile.saved_bytes import compiled
 from weft.data.formats import Shape
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, VisionConfig
@@ -26,6 +25,7 @@ from weft.planner.kernels import Software
 from weft.planner.predict import predict
 from weft.planner.question import Question
 from weft.profile import profile
+from weft.profile.peak_bytes import peaks
 
 RESULTS = json.loads((Path(__file__).parent.parent / "benchmarks" / "results" / "images-h200.json").read_text())
 SIDES: dict[str, tuple[bool | None, Memory]] = {  # what the run says of compiling, and of recompute

@@ -12,14 +12,16 @@ import tensor_for_tests as shared
 import torch
 from torch import nn
 
-import weft.train.layer_drop
+import weft.step.layer_drop
 from weft.errors import ConfigError, PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import named_pieces
 from weft.plan import Memory, Pipe, Plan, Shard
+from weft.run_tables import LayerDrop
+from weft.step.layer_drop import Gates, drop_layers
 from weft.step.train_step import train_step
-from weft.train.layer_drop import Gates, LayerDrop, drop_layers
 
 
 def test_probabilities_are_the_formulas() -> None:
@@ -127,7 +129,7 @@ def test_gates_of_each_rank_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_division_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(EXACT, 0.3, 0)["losses"]
-    monkeypatch.setattr(weft.train.layer_drop.torch, "lerp", lambda hidden, out, weight: out)
+    monkeypatch.setattr(weft.step.layer_drop.torch, "lerp", lambda hidden, out, weight: out)
     assert trained(EXACT, 0.3, 0)["losses"] != expected
 
 

@@ -32,17 +32,19 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import DecoderConfig, build
 from weft.optim import AdamW
-from weft.parallel.apply import all_units, cost, parallelize, refuse, state_bytes
+from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.data import DataAxis
+from weft.parallel.model_state import all_units, state_bytes
 from weft.parallel.shard import ShardAxis
 from weft.pipeline.build import Staging, stage
 from weft.plan import BatchSplit, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.planner.predict import example_inputs, micro_batch_profile
 from weft.profile import Profile, profile
 from weft.proof.prove import verify
 from weft.sharding.layout import COMPUTE_DTYPE
-from weft.step.train_step import step_traffic, train_step
+from weft.step.examples import example_inputs, micro_batch_profile
+from weft.step.objective import step_traffic
+from weft.step.train_step import train_step
 from weft.strategy import Cost
 from weft.train import loop
 

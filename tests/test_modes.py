@@ -16,7 +16,8 @@ from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Pipe, Plan
-from weft.step.train_step import CROSS_ENTROPY, evaluate, train_step
+from weft.step.objective import CROSS_ENTROPY
+from weft.step.train_step import evaluate, train_step
 
 BATCHES = [double(vectors(2, seed=seed)(0)) for seed in range(4)]
 

@@ -28,8 +28,10 @@ from weft.mesh import Mesh
 from weft.optim.update import update
 from weft.plan import Plan
 from weft.resilience.bad_numbers import GOOD, NOT_FINITE, SPIKE, Guard, Policy, join
-from weft.run_file import NumbersConfig, Run, load_run
-from weft.step.train_step import Checks, Objective, StepResult, train_step
+from weft.run_file import Run, load_run
+from weft.run_tables import NumbersConfig
+from weft.step.objective import Objective
+from weft.step.train_step import Checks, StepResult, train_step
 from weft.train import loop, setup
 from weft.train.batches import TrainingData
 

@@ -19,24 +19,17 @@ from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel.apply import (
-    all_flats,
-    clip_factor,
-    clip_grad_norm,
-    cost,
-    grad_norm,
-    host_bytes,
-    named_pieces,
-    parallelize,
-    state_bytes,
-)
+from weft.parallel.apply import cost, parallelize
+from weft.parallel.gradient_norm import clip_factor, clip_grad_norm, grad_norm
+from weft.parallel.model_state import all_flats, host_bytes, named_pieces, state_bytes
 from weft.plan import BatchSplit, Memory, Plan, Shard, split_batch
 from weft.planner.advice import fitting_offload
 from weft.planner.predict import predict
 from weft.profile import profile
 from weft.run_file import load_run
 from weft.sharding.flat_buffer import Flat
-from weft.step.train_step import CROSS_ENTROPY, Batch, train_step
+from weft.step.objective import CROSS_ENTROPY, Batch
+from weft.step.train_step import train_step
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 STEPS = 5

@@ -27,7 +27,7 @@ from weft.models.loss import token_loss
 from weft.plan import Memory, Plan, Precision, Recompute, Shard
 from weft.proof.prove import Report, verify
 from weft.sharding.flat_buffer import Flat
-from weft.step.train_step import CROSS_ENTROPY, Objective
+from weft.step.objective import CROSS_ENTROPY, Objective
 
 TOKEN_MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied decoder": models.tied_decoder,

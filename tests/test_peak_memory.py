@@ -12,26 +12,29 @@ import tensor_for_tests as shared
 import torch
 from torch import Tensor, nn
 
-import weft.compile.peak_bytes
 import weft.memory.recompute
 import weft.parallel.shard
 import weft.pipeline.cost
+import weft.profile.peak_bytes
 from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.hardware import local_cluster
 from weft.inspection.live_bytes import LiveTensors
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, build, initialise, token_loss
-from weft.parallel.apply import cost, parallelize, state_tensors
+from weft.parallel.apply import cost, parallelize
+from weft.parallel.model_state import state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.planner.predict import example_inputs, predict
+from weft.planner.predict import predict
 from weft.profile import profile
 from weft.run_file import Run, load_run
 from weft.schedule.actions import Message, with_messages
 from weft.schedule.activation_lifetimes import answers
 from weft.schedule.schedules import make_schedule
-from weft.step.train_step import Batch, train_step
+from weft.step.examples import example_inputs
+from weft.step.objective import Batch
+from weft.step.train_step import train_step
 from weft.strategy import Transient
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"

@@ -19,12 +19,12 @@ import weft.compile.pieces
 import weft.compile.saved_bytes
 from weft.compile.blocks import compile_blocks
 from weft.compile.pieces import Pieces, _kernels_at_once, cut, is_cut, keeps_order
-from weft.compile.pieces_saved_bytes import as_in_pieces
 from weft.inspection.blocks import find_blocks
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
 from weft.models.vision.pools import keeping, mend_averages
+from weft.profile.saved_in_pieces import as_in_pieces
 
 
 class Branches(nn.Module):

@@ -36,7 +36,8 @@ from weft.launch import local_ranks as local
 from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import token_loss
-from weft.parallel.apply import all_flats, named_pieces, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import all_flats, named_pieces
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.shared_parameters import Copies
 from weft.pipeline.step_run import Run
@@ -44,7 +45,8 @@ from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.proof.prove import Report, verify, verify_run
 from weft.schedule import Action, simulate
-from weft.step.train_step import CROSS_ENTROPY, Objective, evaluate, train_step
+from weft.step.objective import CROSS_ENTROPY, Objective
+from weft.step.train_step import evaluate, train_step
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional", "message")
 ModelFn = Callable[[], nn.Module]

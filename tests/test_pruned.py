@@ -18,9 +18,11 @@ from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.models.loss_head import install_loss_head
 from weft.optim import AdamW
-from weft.parallel.apply import named_pieces, parallelize, state_bytes
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import named_pieces, state_bytes
 from weft.plan import Memory, Plan, Shard
-from weft.step.train_step import CROSS_ENTROPY, train_step
+from weft.step.objective import CROSS_ENTROPY
+from weft.step.train_step import train_step
 
 STEPS = 20
 

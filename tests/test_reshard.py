@@ -24,10 +24,11 @@ from weft.errors import CheckpointError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import build, initial_value
-from weft.parallel.apply import named_pieces, parallelize
-from weft.planner.predict import example_inputs
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import named_pieces
 from weft.run_file import Run
 from weft.sharding.layout import Part
+from weft.step.examples import example_inputs
 from weft.step.train_step import train_step
 from weft.train.batches import prepare_data
 

@@ -22,10 +22,12 @@ from weft.mesh import Mesh
 from weft.models import build
 from weft.models.loss_head import loss_head_of
 from weft.models.vision.resnet import ResNetConfig
-from weft.parallel.apply import named_pieces, parallelize
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import named_pieces
 from weft.plan import Plan, Tile
 from weft.run_file import run_from_tables
-from weft.step.train_step import CROSS_ENTROPY, StepResult
+from weft.step.objective import CROSS_ENTROPY
+from weft.step.train_step import StepResult
 from weft.train.metrics import Moment
 from weft.train.prefetch import Batches, Late
 

@@ -43,7 +43,8 @@ from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
 from weft.proof.prove import verify
 from weft.sharding.layout import flat_layouts
-from weft.step.train_step import CROSS_ENTROPY, Objective, logits_of, train_step
+from weft.step.objective import CROSS_ENTROPY, Objective
+from weft.step.train_step import logits_of, train_step
 
 Patch = pytest.MonkeyPatch
 

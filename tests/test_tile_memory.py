@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from weft.inspection.live_bytes import LiveTensors
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.parallel.apply import cost, parallelize, state_tensors
+from weft.parallel.apply import cost, parallelize
+from weft.parallel.model_state import state_tensors
 from weft.plan import Memory, Plan, Tile, split_batch
 from weft.profile import Profile, profile
-from weft.step.train_step import CLASSIFICATION, train_step
+from weft.step.objective import CLASSIFICATION
+from weft.step.train_step import train_step
 from weft.strategy import Cost
 
 SIZE = 4096

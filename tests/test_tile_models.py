@@ -29,7 +29,7 @@ from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig, Visio
 from weft.plan import Plan, Tile
 from weft.proof.prove import verify
 from weft.proof.sequential import make_model, run_sequential
-from weft.step.train_step import CROSS_ENTROPY, Batch, Objective
+from weft.step.objective import CROSS_ENTROPY, Batch, Objective
 
 DENSE = Objective(
     count=lambda batch: torch.tensor(batch[1].numel()),

@@ -24,9 +24,10 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.parallel.apply import cost, parallelize
 from weft.plan import Pipe, Plan
-from weft.planner.predict import ASSUMED_EFFICIENCY, Prediction, micro_batch_profile, predict, run_cluster
+from weft.planner.predict import ASSUMED_EFFICIENCY, Prediction, predict, run_cluster
 from weft.run_file import Run, load_run
 from weft.schedule import Action, Span, Timeline, make_schedule, simulate, simulate_like, timeline_of
+from weft.step.examples import micro_batch_profile
 from weft.step.train_step import evaluate, train_step
 from weft.train.timeline import measured
 

@@ -22,9 +22,10 @@ from weft.launch.environment import Place
 from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import build, initialise, save_folder
-from weft.parallel.apply import named_pieces, parallelize
-from weft.planner.predict import example_inputs
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import named_pieces
 from weft.run_file import Run, load_run
+from weft.step.examples import example_inputs
 from weft.step.train_step import evaluate
 from weft.train import loop, setup
 from weft.train.batches import prepare_data

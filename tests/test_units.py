@@ -26,7 +26,9 @@ from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models.init import initial_value
 from weft.optim import AdamW
-from weft.parallel.apply import clip_grad_norm, cost, named_pieces, parallelize, refresh, state_bytes, sync_gradients
+from weft.parallel.apply import cost, parallelize
+from weft.parallel.gradient_norm import clip_grad_norm
+from weft.parallel.model_state import named_pieces, refresh, state_bytes, sync_gradients
 from weft.plan import Plan, Precision, Shard, split_batch
 from weft.profile import profile
 from weft.sharding.flat_buffer import Flat

@@ -28,8 +28,9 @@ from weft.parallel.apply import parallelize
 from weft.planner.predict import predict, run_cluster
 from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
+from weft.step.objective import CLASSIFICATION
 from weft.step.task import ImageTask, LanguageTask, task_of
-from weft.step.train_step import CLASSIFICATION, evaluate
+from weft.step.train_step import evaluate
 from weft.train import loop, setup
 from weft.train.batches import prepare_data
 

@@ -36,32 +36,24 @@ from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.optim import AdamW
-from weft.parallel.apply import (
-    Cost,
-    all_flats,
-    clip_grad_norm,
-    cost,
-    grad_norm,
-    host_bytes,
-    host_tensors,
-    named_pieces,
-    parallelize,
-    state_bytes,
-    state_tensors,
-)
+from weft.parallel.apply import Cost, cost, parallelize
+from weft.parallel.gradient_norm import clip_grad_norm, grad_norm
+from weft.parallel.model_state import all_flats, host_bytes, host_tensors, named_pieces, state_bytes, state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.advice import fitting_offload, fitting_weights
 from weft.planner.closed_form_memory import state, updated_bytes
-from weft.planner.predict import example_inputs, predict
+from weft.planner.predict import predict
 from weft.profile import profile
 from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
+from weft.run_tables import LayerDrop
 from weft.sharding.layout import streamed_blocks
 from weft.sharding.streamed_buffer import Link, Room, StreamedFlat
 from weft.step.cuda_graph import wants_graph
+from weft.step.examples import example_inputs
+from weft.step.layer_drop import drop_layers
 from weft.step.train_step import evaluate, train_step
-from weft.train.layer_drop import LayerDrop, drop_layers
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart.toml"
 FP32, BF16 = Plan(memory=Memory(offload=1e-9)), Plan(precision="bf16")  # both in flat buffers

@@ -9,15 +9,19 @@ from weft.errors import WeftError
 from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel.apply import clip_grad_norm, parallelize, sync_gradients
+from weft.parallel.apply import parallelize
+from weft.parallel.gradient_norm import clip_grad_norm
+from weft.parallel.model_state import sync_gradients
 from weft.parallel.tensor.vocabulary import cross_entropy, vocabulary_of
 from weft.parallel.tile import tile
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor, Tile, load_plan
 from weft.profile import profile
 from weft.proof.prove import verify
-from weft.step.train_step import CROSS_ENTROPY, Objective, evaluate, train_step
+from weft.step.objective import CROSS_ENTROPY, Objective
+from weft.step.train_step import evaluate, train_step
+from weft.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CROSS_ENTROPY",

@@ -8,178 +8,21 @@ Every value remembers where it came from (the file, an override, or the default)
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from weft.cluster.hardware import usual_precision
 from weft.data import slides
 from weft.data.config import Data, DataConfig, SlidesConfig, data_from_table
-from weft.data.goldfish import Goldfish
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError
 from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config
 from weft.models.vision import VISION_CONFIGS
 from weft.plan import BatchSplit, Plan, split_batch
-from weft.schema import at_least, build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
-from weft.train.layer_drop import LayerDrop
-
-# What AdamW and torch's generators take: at least the first number and below the second.
-LIMITS = {
-    "learning_rate": (0.0, math.inf),
-    "weight_decay": (0.0, math.inf),
-    "beta1": (0.0, 1.0),
-    "beta2": (0.0, 1.0),
-    "epsilon": (0.0, math.inf),
-    "z_loss": (0.0, math.inf),
-    "seed": (-(2**63), 2**63),
-}
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to train. Give `batch` (sequences, or images, per step) or `batch_tokens` (tokens per step), not both.
-
-    `compile`: torch.compile for each block; without a word, on GPUs. `graph`: forward and backward as a CUDA graph
-    (`step/cuda_graph.py`); without a word, images on one GPU. `z_loss` is the weight of the squared log of the
-    softmax's denominator (models of language). `goldfish` leaves targets out of the loss, `layer_drop` skips blocks
-    (`data/goldfish.py`, `layer_drop.py`). `share_gpus`: there may be more ranks than GPUs, for tests.
-    `evaluate_sequences` counts held-out sequences, or images; `timeline` is a file to draw the last step of a pipeline
-    to.
-    """
-
-    steps: int
-    batch: int | None = None
-    batch_tokens: int | None = None
-    learning_rate: float = 3e-4
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int | None = None
-    final_learning_rate: float = 0.1
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    clip: float | None = 1.0
-    seed: int = 0
-    deterministic: bool = False
-    compile: bool | None = None
-    graph: bool | None = None
-    z_loss: float = 0.0
-    goldfish: Goldfish | None = None
-    layer_drop: LayerDrop | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    share_gpus: bool = False
-    timeout_seconds: int = 600
-    log_every: int = 1
-    evaluate_every: int | None = None
-    evaluate_sequences: int = 64
-    timeline: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):
-            if getattr(self, name) is not None:
-                at_least(f"train.{name}", getattr(self, name), 1)
-        at_least("train.warmup_steps", self.warmup_steps, 0)
-        for name, (low, high) in LIMITS.items():
-            value = getattr(self, name)
-            if not low <= value < high:
-                raise ConfigError(f"train.{name} = {value}; it must be at least {low} and below {high}")
-        if not 0 <= self.final_learning_rate <= 1:
-            raise ConfigError(
-                f"train.final_learning_rate = {self.final_learning_rate}; it is a fraction of train.learning_rate"
-            )
-        if self.clip is not None and not self.clip > 0:
-            raise ConfigError(f"train.clip = {self.clip}; it must be greater than 0, inf to clip nothing")
-        if (self.batch is None) == (self.batch_tokens is None):
-            raise ConfigError("give one of train.batch (sequences per step) and train.batch_tokens (tokens per step)")
-        if self.warmup_steps + (self.decay_steps or 0) > self.steps:
-            raise ConfigError(
-                f"train.warmup_steps = {self.warmup_steps} and train.decay_steps = {self.decay_steps or 0} exceed "
-                f"train.steps = {self.steps}"
-            )
-        if self.decay_steps is not None and self.schedule != "wsd":
-            raise ConfigError(f"train.decay_steps belongs to schedule = 'wsd'; given schedule = '{self.schedule}'")
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """When to save (every n steps, and always at the end) and what to keep; `memory_every` keeps copies in memory."""
-
-    every: int | None = None
-    memory_every: int | None = None
-    keep_last: int = 2
-    keep_every: int | None = None
-    asynchronous: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("every", "memory_every", "keep_last", "keep_every"):
-            value = getattr(self, name)
-            if value is not None:
-                at_least(f"checkpoint.{name}", value, 1)
-
-
-@dataclass(frozen=True)
-class RestartConfig:
-    """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`.
-
-    Ranks that wait, or are silent, for `hang_seconds`, and for as long as ten steps take, are started again as well;
-    those of a launcher end, for it to start them again.
-    """
-
-    limit: int = 5
-    window_seconds: int = 3600
-    hang_seconds: int = 60
-
-    def __post_init__(self) -> None:
-        at_least("restart.limit", self.limit, 0)
-        at_least("restart.window_seconds", self.window_seconds, 1)
-        at_least("restart.hang_seconds", self.hang_seconds, 1)
-
-
-@dataclass(frozen=True)
-class NumbersConfig:
-    """What to do about numbers that cannot be right; see `resilience/bad_numbers.py` and `resilience/corruption.py`.
-
-    `on_bad`: when loss or gradient norm are NaN or infinite or, with `spike` = k, the loss is above the median of the
-    last `window` losses by k times their median absolute deviation. "repeat" goes back and does the step again, and
-    skips it when it is bad once more. "rollback" leaves out the last `leave_out` batches since the checkpoint. More
-    than `limit` bad steps without a good one (rollbacks: without a new checkpoint) end the run. `compare_every` steps
-    what ranks hold alike is compared, `repeat_every` steps a micro-batch is done twice.
-    """
-
-    on_bad: Literal["stop", "skip", "repeat", "rollback"] = "stop"
-    spike: float | None = None
-    window: int = 64
-    leave_out: int = 8
-    limit: int = 10
-    compare_every: int | None = None
-    repeat_every: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, smallest in (
-            ("window", 4),
-            ("leave_out", 1),
-            ("limit", 1),
-            ("compare_every", 1),
-            ("repeat_every", 1),
-        ):
-            if getattr(self, name) is not None:
-                at_least(f"numbers.{name}", getattr(self, name), smallest)
-        if self.spike is not None and not 0 < self.spike < math.inf:
-            raise ConfigError(
-                f"numbers.spike = {self.spike}; it counts median absolute deviations: give a number above 0, e.g. 10"
-            )
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """Metrics always go to metrics.jsonl in the run folder; these are beside it."""
-
-    tensorboard: bool = False
-    wandb: str | None = None
+from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, TrainConfig
+from weft.schema import build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.optim.delayed_update import KINDS as PENDING_KINDS
 from weft.optim.delayed_update import is_pending, refuse_undelayed, stale_reason
-from weft.parallel.apply import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
-from weft.run_file import TrainConfig
+from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
+from weft.run_tables import TrainConfig
 from weft.sharding.layout import Part
 
 logger = logging.getLogger("weft")

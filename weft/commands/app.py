@@ -15,7 +15,6 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
-from weft import __version__
 from weft.chaos.storm import KINDS, StruckNursery
 from weft.cluster.local_gpus import gpus
 from weft.commands.chaos import ChaosOptions, run_chaos
@@ -31,6 +30,7 @@ from weft.launch.environment import detect
 from weft.run_file import load_run
 from weft.serve.generate import generate, load_for_generation
 from weft.train.local_job import run_of_job
+from weft.version import VERSION
 
 app = typer.Typer(
     name="weft",
@@ -267,7 +267,7 @@ def _fail(error: WeftError, status: int) -> None:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print(__version__)
+        print(VERSION)
         raise typer.Exit
 
 

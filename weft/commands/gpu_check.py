@@ -17,7 +17,7 @@ from weft.models import DecoderConfig, build, initialise
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.proof.prove import Trial, prove_plan, proved
-from weft.step.train_step import CROSS_ENTROPY, Batch
+from weft.step.objective import CROSS_ENTROPY, Batch
 
 NUM_RANKS = 2
 SEQUENCE, NUM_SAMPLES = 16, 4

@@ -24,10 +24,11 @@ from weft.errors import ConfigError
 from weft.planner.advice import better_form, fitting_activations, fitting_offload, fitting_weights
 from weft.planner.answer import Answer, with_more, with_scaling
 from weft.planner.goodput import Failures, cluster_mtbf, failures
-from weft.planner.predict import micro_batch_profile, predict, run_cluster
+from weft.planner.predict import predict, run_cluster
 from weft.planner.question import OBJECTIVES, parse_constraints, parse_count
 from weft.planner.report.page import page
 from weft.run_file import Run
+from weft.step.examples import micro_batch_profile
 from weft.train.timeline import refuse_timeline
 
 

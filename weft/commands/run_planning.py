@@ -22,9 +22,11 @@ from weft.parallel.apply import cost
 from weft.plan import Pipe, Plan, Precision
 from weft.planner.answer import Answer, Progress, ask
 from weft.planner.goodput import DISK, MEMORY, Failures
-from weft.planner.predict import micro_batch_profile, predict, run_cluster
+from weft.planner.predict import predict, run_cluster
 from weft.planner.question import Constraint, Objective, Question
-from weft.run_file import Run, TrainConfig
+from weft.run_file import Run
+from weft.run_tables import TrainConfig
+from weft.step.examples import micro_batch_profile
 from weft.train.setup import device_type
 
 NOT_LAYOUT = ("plan.precision", "plan.matmul", "plan.exact", "plan.hierarchical")

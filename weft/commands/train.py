@@ -31,8 +31,9 @@ from weft.launch.environment import Place, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
 from weft.launch.fork_server import Nursery
 from weft.models import LanguageConfig, VisionConfig
-from weft.planner.predict import micro_batch_profile, predict, run_cluster
+from weft.planner.predict import predict, run_cluster
 from weft.run_file import Run, load_run
+from weft.step.examples import micro_batch_profile
 from weft.step.task import task_of
 from weft.train.batches import prepare_data
 from weft.train.local_job import start_ranks

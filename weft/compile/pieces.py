@@ -12,13 +12,14 @@ itself. The first block of a kind compiles all of its new pieces, forward and ba
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._triton import has_triton
+
+from weft.inspection.torch_patches import kernels_at_once
 
 CUTS = ("conv", "pool", "linear", "mm", "matmul", "einsum", "attention")  # in names of functions
 IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
@@ -42,7 +43,7 @@ class Pieces:
         units = cut(nodes)
         if not keeps_order(nodes, units):
             return compile_(module, inputs)
-        with _kernels_at_once():
+        with kernels_at_once():
             return _assembled(module, units, lambda unit: self._piece(unit, compile_)).forward
 
     def _piece(self, unit: Sequence[fx.Node], compile_: Compile) -> tuple[nn.Module, list[fx.Node], list[fx.Node]]:
@@ -233,22 +234,3 @@ def by_kernel(node: fx.Node) -> Mapping[Any, Run]:
     from weft.models.vision import pool_kernel
 
     return pool_kernel.by_kernel()
-
-
-@contextmanager
-def _kernels_at_once() -> Iterator[None]:
-    """Let torch's compiler wait for kernels, which other processes make, when all have been asked for."""
-    from torch._inductor.async_compile import AsyncCompile  # seconds to import
-
-    wait, asked = AsyncCompile.wait, list[tuple[AsyncCompile, dict[str, Any]]]()
-    AsyncCompile.wait = lambda self, scope: asked.append((self, scope))  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        AsyncCompile.wait = wait  # type: ignore[method-assign]
-    made: dict[int, tuple[Any, Any]] = {}  # by what was asked for: a kernel of two pieces is taken once
-    for one, scope in asked:
-        scope.update({name: made[id(value)][1] for name, value in scope.items() if id(value) in made})
-        before = dict(scope)
-        wait(one, scope)
-        made |= {id(value): (value, scope[name]) for name, value in before.items() if scope[name] is not value}

@@ -1,5 +1,5 @@
 """A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps; in pieces, what
-weft/compile/pieces_saved_bytes.py says.
+weft/profile/saved_in_pieces.py says.
 
 Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less, and the
 profile says so (`assumptions`). So do blocks that `y` splits: torch.compile steps around the sum behind each matmul,
@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.compile.pieces_saved_bytes import as_in_pieces
 from weft.compile.torch_partition import Partition, partition
 from weft.inspection.blocks import find_blocks
 from weft.plan import Plan
 from weft.profile import Block, Given, Profile, Source
 from weft.profile import profile as profile_of
+from weft.profile.saved_in_pieces import as_in_pieces
 
 MAX_LAYERS = 200  # that are compiled in whole blocks; each takes about a second
 _found: dict[Any, Partition | str] = {}  # by all that a partition depends on; why there is none

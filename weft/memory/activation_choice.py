@@ -17,6 +17,7 @@ from typing import Any
 
 from weft.plan import Plan
 from weft.profile.parts import Block, Profile
+from weft.sharding.layout import spread
 
 LEAST_BYTES = 1 << 20  # what is smaller stays: a copy of it takes longer to start than to run
 _least: list[int] = [LEAST_BYTES]  # the last is in force
@@ -35,12 +36,6 @@ def sending_from(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         _least.pop()
-
-
-def spread(num_blocks: int, share: float) -> tuple[int, ...]:
-    """The places of a share of the blocks, at equal intervals, the first among them."""
-    counts = [math.ceil(share * place - 1e-9) for place in range(num_blocks + 1)]
-    return tuple(place for place in range(num_blocks) if counts[place + 1] > counts[place])
 
 
 def sent_blocks(num_blocks: int, share: float) -> tuple[int, ...]:

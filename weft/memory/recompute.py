@@ -16,13 +16,13 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from weft.compile.peak_bytes import Peaks, peaks
 from weft.inspection.blocks import find_blocks
 from weft.memory.activation_choice import ahead_bytes, sent_bytes
 from weft.memory.recompute_context import carried_by, carrying
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import KEPT_OPERATIONS, WHOLE, Block, Profile
+from weft.profile.peak_bytes import Peaks, peaks
 from weft.sharding.layout import COMPUTE_DTYPE, needs_units
 from weft.strategy import Cost, Strategy, Transient, Values
 

@@ -25,7 +25,7 @@ from weft.optim.delayed_update import is_pending, refuse_undelayed, stale_reason
 from weft.optim.host_stream import Streams
 from weft.optim.update import change_by, change_by_torch, numbers, scaled, update_on
 from weft.optim.update import update as plain_update
-from weft.parallel.apply import all_flats, all_units
+from weft.parallel.model_state import all_flats, all_units
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.layout import STAGING, STAGING_NUMEL, Part, moment_dtype, passing_shapes, slot_shapes
 

@@ -5,19 +5,14 @@ The next axis: a file with its `Strategy`, a line in the table, a field in `Plan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from weft.comm import all_reduce
 from weft.errors import PlanError
-from weft.memory.activation_copies import sender_of
-from weft.memory.offload_activations import ACTIVATIONS, ActivationPolicy
+from weft.memory.offload_activations import ActivationPolicy
 from weft.memory.offload_weights import WeightPolicy
 from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
@@ -32,14 +27,9 @@ from weft.parallel.tile import TileAxis, TileGradients
 from weft.pipeline.build import Staging, build, stage
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.pipeline.cost import pipeline_cost
-from weft.pipeline.runtime import Pipeline, Stage
 from weft.plan import BatchSplit, Plan
-from weft.profile import CUTS_ATTRIBUTE, Parameter, Profile, profile
-from weft.sharding.flat_buffer import Flat
-from weft.sharding.gradient_norm import norms
-from weft.sharding.layout import COMPUTE_DTYPE, Part
-from weft.sharding.streamed_buffer import StreamedFlat
-from weft.sharding.units import Units, units_of
+from weft.profile import CUTS_ATTRIBUTE, Profile, profile
+from weft.sharding.layout import COMPUTE_DTYPE
 from weft.spatial.tiling import localise_tile, mark, tiling_for
 from weft.strategy import Cost, Strategy, Values
 
@@ -151,231 +141,3 @@ def cost(
 def local_cost(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapping[str, int]) -> Cost:
     """What a rank's part of a model, or of a stage, pays by all strategies."""
     return sum((strategy.cost(local, plan, split, coordinates) for strategy in STRATEGIES), Cost())
-
-
-def all_units(model: nn.Module) -> list[Units]:
-    """The units that hold a model's state: one set for each of its stages; none if one rank holds it plainly."""
-    if isinstance(model, Pipeline):
-        return [stage.units for stage in model.parts.values()]
-    units = units_of(model)
-    return [] if units is None else [units]
-
-
-def all_flats(model: nn.Module) -> list[Flat]:
-    """Every flat buffer of a model on this rank."""
-    return [flat for units in all_units(model) for flat in units.flats]
-
-
-def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients; switch it off for all but the last micro-batch of a step."""
-    for units in all_units(model):
-        units.sync = enabled
-
-
-def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
-    """Every parameter's part on this rank (empty ones left out) with the 1-D tensor that holds it.
-
-    For a model that one rank holds plainly, the parts are the parameters themselves, in their own shapes.
-    """
-    if isinstance(model, Pipeline):
-        for stage in model.parts.values():
-            for part, piece in named_pieces(stage.model):
-                yield replace(part, parameter=_in_the_whole(part.parameter, stage)), piece
-        return
-    units = units_of(model)
-    if units is None:
-        for name, parameter in model.named_parameters():
-            spec = Parameter(name, tuple(parameter.shape), parameter.requires_grad)
-            yield Part(spec, 0, parameter.numel(), 0), parameter
-        return
-    for flat in units.flats:
-        for part, piece in zip(flat.layout.parts(flat.shard.index), flat.pieces, strict=True):
-            if part.stop > part.start:
-                yield part, piece
-
-
-def _in_the_whole(parameter: Parameter, stage: Stage) -> Parameter:
-    """A stage's parameter by its name in the whole model; copies are counted over stages, then replicas."""
-    order = parameter.stages.index(stage.index) if parameter.stages else 0
-    return replace(
-        parameter, name=stage.names[parameter.name], copy=order + len(parameter.stages or (0,)) * stage.replica
-    )
-
-
-def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a checkpoint holds, by their names in the whole model."""
-    stages = [stage.model for stage in model.parts.values()] if isinstance(model, Pipeline) else [model]
-    return _buffers_of(stages)
-
-
-def buffers_to_save(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those of the stages that this rank answers for."""
-    return _buffers_of([stage.model for stage in model.own] if isinstance(model, Pipeline) else [model])
-
-
-def _buffers_of(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for own in models:
-        kept = set(own.state_dict(keep_vars=True))
-        yield from ((name, buffer) for name, buffer in own.named_buffers() if name in kept)
-
-
-def parameter_names(model: nn.Module) -> set[str]:
-    """The names of all parameters of the whole model."""
-    return set(model.parameter_names) if isinstance(model, Pipeline) else {n for n, _ in model.named_parameters()}
-
-
-def refresh(model: nn.Module) -> None:
-    """Tell the model that its pieces were changed from outside (a checkpoint was loaded)."""
-    for flat in all_flats(model):
-        flat.refresh()
-
-
-def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """What lives on this rank's device from step to step, by kind; all of it between backward and step."""
-    pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
-    away = {id(piece) for flat in flats if flat.on_host for piece in flat.pieces}
-    gradients = [buffer for flat in flats for buffer in flat.device_gradients]
-    there = {id(piece) for flat in flats if flat.is_streamed for piece in flat.pieces}
-    gradients += [piece.grad for piece in pieces if id(piece) not in there]
-    values = [value for piece, state in optimizer.state.items() if id(piece) not in away for value in state.values()]
-    slices = [flat.slice for flat in flats if not (flat.on_host and flat.is_apart)]
-    found = {
-        "parameters": [*(pieces if not flats else ()), *(flat.whole for flat in flats), *slices],
-        "gradients": [gradient for gradient in gradients if gradient is not None],
-        "optimizer": [value for value in values if isinstance(value, Tensor)],
-        "buffers": list(model.buffers()),
-    }
-    beside: dict[str, list[Tensor]] = getattr(optimizer, "beside", {})
-    return {kind: [*found.get(kind, []), *beside.get(kind, [])] for kind in {**found, **beside}}
-
-
-def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """What of a device's state, and of its activations, lives in host memory, by kind."""
-    flats = [flat for flat in all_flats(model) if flat.on_host]
-    sender = sender_of(model)
-    slices = [flat.slice for flat in flats if flat.is_apart]
-    streamed = [flat for flat in flats if isinstance(flat, StreamedFlat)]
-    values = [value for flat in flats for piece in flat.pieces for value in optimizer.state.get(piece, {}).values()]
-    found = {
-        "parameters": [*slices, *(flat.home for flat in streamed)],
-        "gradients": [flat.slice_gradient for flat in streamed if flat.slice_gradient is not None],
-        "optimizer": [value for value in values if isinstance(value, Tensor)],
-    }
-    found[ACTIVATIONS] = sender.pool.buffers if sender is not None else []
-    return {kind: tensors for kind, tensors in found.items() if tensors}
-
-
-def state_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """What this rank's state really occupies, by kind; call it between backward and step. Held to `cost`."""
-    return {kind: _storage_bytes(tensors) for kind, tensors in state_tensors(model, optimizer).items()}
-
-
-def host_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """The same of host memory."""
-    return {kind: _storage_bytes(tensors) for kind, tensors in host_tensors(model, optimizer).items()}
-
-
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
-def grad_norm(model: nn.Module, mesh: Mesh) -> Tensor:
-    """The global norm of all gradients [], on the device.
-
-    Each parameter counts once, whatever the mesh: slices are disjoint over `shard`, equal over `data`, and what several
-    ranks of x × y (or of pipe) hold alike counts for each of them in part.
-    """
-    if isinstance(model, Pipeline) and model.is_shadowed:
-        # A place for each stage, and one order of summing: the same norm to the bit, whoever holds which stage.
-        squares = torch.zeros(model.num_stages, dtype=torch.float64, device=mesh.device)
-        for stage in model.own:
-            squares[stage.index] = _squared_norm(list(stage.units.flats), mesh.device)
-        all_reduce(squares, mesh["state"]).wait()
-        return squares.sum().sqrt()
-    squared = _squared_norm(all_flats(model), mesh.device)
-    all_reduce(squared, mesh["state"]).wait()
-    return squared.sqrt()
-
-
-def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
-    """Of this rank's part of the gradients []."""
-    squared = torch.zeros((), dtype=torch.float64, device=device)
-    sums, gradients, known, replicas = list[Tensor](), list[Tensor](), list[Tensor | None](), list[int]()
-    for flat in flats:
-        own, others = flat.norms
-        sums += own  # only where no other rank takes part
-        gradients += others
-        known += [flat.gradient_norm] * len(others)
-        replicas += [flat.layout.replicas * flat.copies] * len(others)
-    if sums:
-        squared += torch.cat(sums).sum(dtype=squared.dtype)
-    if gradients:  # a stage may be frozen
-        here = [gradient for gradient, norm in zip(gradients, known, strict=True) if norm is None]
-        found = iter(norms(here))
-        squares = torch.stack([next(found) if norm is None else norm for norm in known]).double().square()
-        if any(count > 1 for count in replicas):  # numbers from the host, which would wait for the device
-            squares = squares / torch.tensor(replicas, dtype=squares.dtype).to(squares.device, non_blocking=True)
-        squared += squares.sum()
-    return squared
-
-
-def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
-    """What gradients are scaled by so that their norm is at most `max_norm` []; NaN where the norm is not finite, for
-    which weft's AdamW makes no update.
-    """
-    factor = _factor(norm, max_norm)
-    return None if factor is None else torch.where(norm.isfinite(), factor, torch.nan)
-
-
-def _factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
-    return None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float | None, mesh: Mesh, norm: Tensor | None = None) -> Tensor:
-    """Scale all gradients so that their global norm (`norm`, where it is known) is at most `max_norm`, and return the
-    norm before. Where that is infinite, finite gradients become 0, as with torch's own function.
-    """
-    if not all_units(model):
-        return _clip_parameters(model, max_norm)
-    norm = grad_norm(model, mesh) if norm is None else norm
-    gradients = [flat.slice_gradient for flat in all_flats(model) if flat.slice_gradient is not None]
-    factor = _factor(norm, max_norm)
-    if factor is not None:
-        for device in {gradient.device for gradient in gradients}:
-            there = [gradient for gradient in gradients if gradient.device == device]
-            torch._foreach_mul_(there, factor.to(device, there[0].dtype))
-        for flat in all_flats(model):
-            flat.forget_norm(factor)
-    return norm
-
-
-def _clip_parameters(model: nn.Module, max_norm: float | None) -> Tensor:
-    """The same of a model that one rank holds plainly."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros(())
-    norm = torch.stack(norms(gradients)).double().square().sum().sqrt()
-    factor = clip_factor(norm, max_norm)
-    if factor is not None:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-    return norm
-
-
-__all__ = [
-    "STRATEGIES",
-    "Cost",
-    "Strategy",
-    "clip_factor",
-    "clip_grad_norm",
-    "cost",
-    "grad_norm",
-    "host_bytes",
-    "named_pieces",
-    "parallelize",
-    "refresh",
-    "refuse",
-    "state_bytes",
-    "state_tensors",
-    "sync_gradients",
-]

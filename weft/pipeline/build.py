@@ -19,6 +19,7 @@ from weft.mesh import Mesh
 from weft.pipeline.deferred_weight_grads import Deferred
 from weft.pipeline.partition import Route, cut, partition, refuse_evaluation
 from weft.pipeline.runtime import Pipeline, Stage
+from weft.pipeline.shadow_checks import refuse_shadows, refuse_stages
 from weft.pipeline.shared_parameters import Copies, Sharing, running_statistics, tied_stages
 from weft.pipeline.stage import Walk
 from weft.pipeline.stand_in import skeleton, stage_model
@@ -28,7 +29,7 @@ from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
 from weft.schedule.actions import Schedule, with_messages
 from weft.schedule.check import check
 from weft.schedule.schedules import make_schedule
-from weft.schedule.shadow import refuse_shadows, refuse_stages, with_shadows
+from weft.schedule.shadow import with_shadows
 from weft.sharding.units import units_of
 from weft.spatial.tiling import localise_tile, mark, tiling_for
 from weft.strategy import Values

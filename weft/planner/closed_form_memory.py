@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from weft.compile.saved_bytes import under
-from weft.memory.activation_choice import sendable, sent_blocks, spread
+from weft.memory.activation_choice import sendable, sent_blocks
 from weft.memory.recompute import over_root, transient
 from weft.models.loss import parts
 from weft.models.loss_head import is_loss_in_head
@@ -32,6 +32,7 @@ from weft.sharding.layout import (
     is_apart,
     moment_dtype,
     slice_dtype,
+    spread,
 )
 
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces

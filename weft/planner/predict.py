@@ -10,11 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from weft.cluster.cpu_rates import cpu_flops_per_second, is_cpu
 from weft.cluster.hardware import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
@@ -26,10 +24,8 @@ from weft.inspection.blocks import find_blocks
 from weft.memory.offload_activations import ACTIVATIONS
 from weft.memory.offload_weights import trips
 from weft.mesh import JOINT_AXES, level_degrees
-from weft.models import LanguageConfig, ModelConfig, build
-from weft.models.loss import ExampleLoss
-from weft.models.loss_head import install_loss_head, is_loss_in_head
-from weft.parallel.apply import Cost, cost, local_cost, refuse
+from weft.models import LanguageConfig
+from weft.parallel.apply import cost, local_cost, refuse
 from weft.parallel.tensor.axis import localise
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
@@ -39,14 +35,15 @@ from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.step import StepModel
-from weft.profile import Profile, profile
+from weft.profile import Profile
 from weft.run_file import Run
 from weft.schedule import Timeline, simulate
 from weft.sharding.layout import COMPUTE_DTYPE
+from weft.step.documents import document_traffic
+from weft.step.examples import micro_batch_profile
+from weft.step.objective import step_traffic
 from weft.step.options import refuse_options
-from weft.step.task import Task, task_of
-from weft.step.train_step import step_traffic
-from weft.train.documents import document_traffic
+from weft.strategy import Cost
 
 # The fraction of a GPU's dense peak that a training step reaches; an assumption that measurements are to replace.
 ASSUMED_EFFICIENCY = 0.45
@@ -275,48 +272,6 @@ def _not_hidden(told: float, compute: float, cluster: Cluster) -> float:
 
 
 # --- what predictions are made of
-
-
-@lru_cache(maxsize=8)
-def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch: int, in_head: bool) -> Profile:
-    with torch.device("meta"):
-        module = build(model)
-    if in_head:
-        install_loss_head(module)
-
-    def example() -> tuple[Tensor]:
-        return (task.example(micro_batch, dtype)[0],)
-
-    def labels() -> Tensor:
-        return task.example(micro_batch, dtype)[1]
-
-    return profile(module, example, ExampleLoss(labels), dtype)
-
-
-def micro_batch_profile(run: Run) -> Profile:
-    """The profile of the run's model and loss for one micro-batch, in the dtype that computes."""
-    dtype, in_head = COMPUTE_DTYPE[run.plan.precision], is_loss_in_head(run.plan)
-    return _profile_of(run.model, task_of(run), dtype, run.split.micro_batch, in_head)
-
-
-def example_inputs(run: Run) -> tuple[Tensor]:
-    """The arguments of one forward of the run's model, of whole sequences."""
-    return (_example(run)[0],)
-
-
-def example_loss(run: Run) -> ExampleLoss:
-    """The loss of that forward. A run is cut into stages by what its prediction was cut by."""
-    return ExampleLoss(lambda: _example(run)[1])
-
-
-def _example(run: Run) -> tuple[Tensor, ...]:
-    return task_of(run).example(run.split.micro_batch, COMPUTE_DTYPE[run.plan.precision])
-
-
-def model_flops(model_profile: Profile) -> float:
-    """FLOPs that one micro-batch's forward and backward need: causal attention counted half, recompute not at all."""
-    attention = sum(block.attention_flops for block in model_profile.all)
-    return 3 * (model_profile.flops - attention / 2)
 
 
 def peak_flops(run: Run, device: torch.device) -> float | None:

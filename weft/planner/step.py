@@ -16,7 +16,6 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 from weft.cluster.hardware import ring_seconds
-from weft.memory.activation_choice import spread
 from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
@@ -25,6 +24,7 @@ from weft.planner.workload import Part
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 from weft.schedule.simulate import Timeline, simulate
+from weft.sharding.layout import spread
 
 FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
 # Parameters of a bucket of gradients, at least, and for each rank of data, where they grow: Megatron-Core's rule

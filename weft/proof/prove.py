@@ -33,16 +33,8 @@ from weft.launch.function_names import find, name_of
 from weft.launch.local_ranks import run_local, run_spawned
 from weft.memory.activation_choice import sending_from
 from weft.mesh import Mesh, level_degrees
-from weft.parallel.apply import (
-    all_units,
-    cost,
-    host_bytes,
-    named_buffers,
-    named_pieces,
-    parallelize,
-    refuse,
-    state_bytes,
-)
+from weft.parallel.apply import cost, parallelize, refuse
+from weft.parallel.model_state import all_units, host_bytes, named_buffers, named_pieces, state_bytes
 from weft.parallel.tile import own_tiles
 from weft.plan import BatchSplit, Memory, Plan, split_batch
 from weft.planner.predict import refuse_run
@@ -65,7 +57,8 @@ from weft.schedule.schedules import make_schedule
 from weft.schema import build_dataclass, to_table
 from weft.sharding.layout import COMPUTE_DTYPE, Part
 from weft.step.cuda_graph import WARM_STEPS, Graph, recording_stream, wants_graph
-from weft.step.train_step import CROSS_ENTROPY, Batch, Objective, evaluate, step_traffic, train_step
+from weft.step.objective import CROSS_ENTROPY, Batch, Objective, step_traffic
+from weft.step.train_step import evaluate, train_step
 
 __all__ = ["TOLERANCE", "Check", "Report", "verify", "verify_run"]
 

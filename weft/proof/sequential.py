@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from weft.step.train_step import Batch, Objective
+from weft.step.objective import Batch, Objective
 
 LEARNING_RATE = 1e-2
 # Of AdamW: its usual 1e-8 makes a billionth of a step from the 1e-17 that rounding leaves of a gradient of zero.

@@ -22,11 +22,11 @@ from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.models import ModelConfig, build, initialise
 from weft.plan import Plan
-from weft.planner.predict import micro_batch_profile
 from weft.run_file import Run
 from weft.schedule.schedules import make_schedule
+from weft.step.examples import micro_batch_profile
+from weft.step.objective import Batch, Objective
 from weft.step.task import ImageTask, LanguageTask, Task, task_of
-from weft.step.train_step import Batch, Objective
 
 SMALL_MICRO_BATCH = 2
 MAX_SIZE = 512  # pixels of an image's side in a proof

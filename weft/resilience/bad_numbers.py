@@ -21,7 +21,7 @@ from torch import Tensor
 from weft.comm import all_reduce
 from weft.errors import NumbersError
 from weft.mesh import Mesh
-from weft.run_file import NumbersConfig
+from weft.run_tables import NumbersConfig
 
 GOOD, NOT_FINITE, SPIKE = 0, 1, 2
 Interval = tuple[int, int]  # of numbers of batches

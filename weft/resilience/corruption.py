@@ -23,7 +23,7 @@ from weft.comm import all_gather, all_reduce
 from weft.errors import CorruptionError
 from weft.mesh import Mesh
 from weft.optim import AdamW
-from weft.parallel.apply import all_flats, all_units
+from weft.parallel.model_state import all_flats, all_units
 from weft.pipeline.runtime import Pipeline
 from weft.pipeline.shared_parameters import running_statistics
 from weft.resilience.bad_numbers import Guard

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from weft.parallel.apply import all_flats
+from weft.parallel.model_state import all_flats
 
 VARIABLE = "WEFT_CHAOS"
 INSIDE = ("nan", "flip")  # the kinds that a rank does itself

@@ -12,15 +12,11 @@ backwards are done in its own order, so gradients add up as they would have, to 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from weft.errors import PlanError
-from weft.schedule.actions import SHADOW, Action, Edge, Schedule, Steps, with_messages
-
-if TYPE_CHECKING:
-    from weft.plan import Plan  # which makes schedules
+from weft.schedule.actions import SHADOW, Action, Schedule, Steps, with_messages
 
 SHADOWED_SCHEDULES = ("gpipe", "1f1b")
 
@@ -105,41 +101,3 @@ def _merge(schedule: Schedule, streams: list[list[list[Action]]]) -> tuple[Steps
 
 
 # --- what cannot be shadowed
-
-
-def refuse_shadows(plan: Plan) -> str | None:
-    """Why ranks cannot keep the next one's stage under this plan."""
-    if plan.pipe.degree == 1:
-        return "pipe.shadow = true keeps the next rank's stage, and pipe = 1 has none; leave it out"
-    beside = ", ".join(f"{axis} = {degree}" for axis, degree in plan.degrees.items() if degree > 1 and axis != "pipe")
-    if beside:
-        return f"pipe.shadow = true works for pipe alone, and the plan has {beside}; use restarts with these axes"
-    if plan.pipe.schedule not in SHADOWED_SCHEDULES:
-        return (
-            f"pipe.shadow = true works with pipe.schedule = {' or '.join(map(repr, SHADOWED_SCHEDULES))}, and it is "
-            f"'{plan.pipe.schedule}'; use one of them"
-        )
-    if plan.precision == "bf16":
-        return "pipe.shadow = true works in fp32 and fp64, and precision is 'bf16'; use one of them"
-    if plan.memory.offload or plan.memory.state != "master":
-        return (
-            f"pipe.shadow = true keeps plain state, and memory.offload = {plan.memory.offload:g}, memory.state = "
-            f"'{plan.memory.state}'; use offload = 0 and state = 'master'"
-        )
-    return None
-
-
-def refuse_stages(edges: Sequence[Edge], tied: Mapping[str, tuple[int, ...]]) -> str | None:
-    """A rank can only shadow a stage that needs nothing beside what the rank itself makes."""
-    for edge in edges:
-        if edge.target != edge.source + 1:
-            return (
-                f"pipe.shadow = true, but stage {edge.target} takes a tensor from stage {edge.source}, which the rank "
-                f"before it does not have; leave pipe.shadow out, or cut the model elsewhere (pipe.split)"
-            )
-    for name, stages in tied.items():
-        return (
-            f"pipe.shadow = true, but stages {' and '.join(map(str, stages))} share the parameter '{name}', whose "
-            f"gradients they sum; leave pipe.shadow out, or untie it"
-        )
-    return None

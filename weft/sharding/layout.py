@@ -7,12 +7,12 @@ bf16, what GPU kernels want), and the buffer is padded so that all slices are eq
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weft.memory.activation_choice import spread
 from weft.plan import Plan
 from weft.profile import Block, Parameter, Profile
 
@@ -244,3 +244,9 @@ def optimizer_bytes(layout: FlatLayout, index: int, plan: Plan) -> int:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def spread(num_blocks: int, share: float) -> tuple[int, ...]:
+    """The places of a share of the blocks, at equal intervals, the first among them."""
+    counts = [math.ceil(share * place - 1e-9) for place in range(num_blocks + 1)]
+    return tuple(place for place in range(num_blocks) if counts[place + 1] > counts[place])

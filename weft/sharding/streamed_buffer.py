@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import PlanError
-from weft.memory.activation_copies import Lane
+from weft.sharding.copy_lane import Lane
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.gradient_norm import norms
 from weft.sharding.host_memory import host_zeros

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from weft.data.config import DataConfig
 from weft.errors import ConfigError
-from weft.parallel.apply import all_flats, all_units, named_pieces
+from weft.parallel.model_state import all_flats, all_units, named_pieces
 from weft.run_file import Run
 from weft.sharding.flat_buffer import Flat
 

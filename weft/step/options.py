@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.errors import PlanError
 from weft.parallel.tensor.vocabulary import refuse_z_loss
 from weft.run_file import Run
-from weft.train.layer_drop import refuse_layer_drop
+from weft.step.layer_drop import refuse_layer_drop
 
 
 def refuse_options(run: Run) -> None:

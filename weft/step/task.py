@@ -16,7 +16,7 @@ from weft.data.config import DataConfig
 from weft.data.formats import Shape
 from weft.models import IGNORE, LanguageConfig, ModelConfig, VisionConfig
 from weft.run_file import Run
-from weft.step.train_step import CLASSIFICATION, Batch, Objective, with_z_loss
+from weft.step.objective import CLASSIFICATION, Batch, Objective, with_z_loss
 
 SMALL_SEQUENCE = 16
 SMALL_SIZE = 64  # pixels: models that halve an image five times still leave 2 × 2

@@ -28,6 +28,7 @@ from weft.run_file import Run
 from weft.schema import to_table
 from weft.train.batches import TrainingData
 from weft.train.run_identity import known_run_id, make_run_id
+from weft.version import VERSION
 
 SEEN_SECONDS = 60.0  # for a new file to show on every host
 _POLL_SECONDS = 0.1
@@ -49,10 +50,8 @@ def agree_on_run(run: Run, data: TrainingData, mesh: Mesh) -> str:
 
 def run_beliefs(run: Run) -> dict[str, str]:
     """The run as its file, overrides and defaults give it, key by key, and the code that reads it."""
-    import weft  # the package imports this module
-
     tables = {key: to_table(getattr(run, key)) for key in _TABLES}
-    found = {"weft": weft.__version__, "torch": str(torch.__version__), "cluster": run.cluster, **_flat(tables)}
+    found = {"weft": VERSION, "torch": str(torch.__version__), "cluster": run.cluster, **_flat(tables)}
     return {key: value for key, value in found.items() if key not in _PLACES}
 
 

@@ -29,7 +29,7 @@ from weft.models import LanguageConfig
 from weft.parallel.apply import parallelize
 from weft.pipeline.runtime import Pipeline
 from weft.pipeline.sections import Sections
-from weft.planner.predict import example_inputs, example_loss, predict, run_cluster
+from weft.planner.predict import predict, run_cluster
 from weft.resilience.bad_numbers import Bad, Guard, Policy
 from weft.resilience.corruption import checks_of
 from weft.resilience.faults import Faults
@@ -38,12 +38,14 @@ from weft.run_file import Run
 from weft.schema import to_table
 from weft.sharding.host_memory import check_room
 from weft.step.cuda_graph import Graph, own_stream
+from weft.step.documents import has_separate_documents, separate_documents
+from weft.step.examples import example_inputs, example_loss
+from weft.step.layer_drop import Gates, drop_layers
+from weft.step.objective import Batch
 from weft.step.task import task_of
-from weft.step.train_step import Batch, evaluate, train_step
+from weft.step.train_step import evaluate, train_step
 from weft.train.agreement import agree_on_run
 from weft.train.batches import TrainingData, prepare_data
-from weft.train.documents import has_separate_documents, separate_documents
-from weft.train.layer_drop import Gates, drop_layers
 from weft.train.learning_rate import learning_rate
 from weft.train.metrics import Clock, MetricsLog, StepMetrics, memory_bytes
 from weft.train.prefetch import Batches, Late

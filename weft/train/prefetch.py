@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from weft.models.loss import count_unknown
-from weft.step.train_step import Batch, StepResult
+from weft.step.objective import Batch
+from weft.step.train_step import StepResult
 from weft.train.metrics import Moment
 
 

@@ -23,14 +23,15 @@ from weft.launch.environment import Place, init_process_group, shutdown, world_s
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
-from weft.parallel.apply import all_units
+from weft.parallel.model_state import all_units
 from weft.pipeline.runtime import Pipeline
-from weft.planner.predict import micro_batch_profile, model_flops, peak_flops
+from weft.planner.predict import peak_flops
 from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.peer_watch import Lookout
 from weft.resilience.shared_memory import claim, folder_of
 from weft.run_file import Run
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
+from weft.step.examples import micro_batch_profile, model_flops
 from weft.strategy import Values
 from weft.train.agreement import agree, all_say, run_beliefs
 from weft.train.metrics import Clock

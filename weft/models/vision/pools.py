@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
+
+from weft.inspection.torch_patches import replaced
 
 TOGETHER = 8  # channels that a thread reads at once
 NONE = 255  # no place in a window
@@ -169,9 +170,9 @@ def as_by_kernel() -> Iterator[None]:
     """
     found = keeping()
     with (
-        patch.object(F, "max_pool2d", found[_MAX]),
-        patch.object(torch, "max_pool2d", found[torch.max_pool2d]),
-        patch.object(F, "avg_pool2d", found[_AVERAGE]),
+        replaced(F, "max_pool2d", found[_MAX]),
+        replaced(torch, "max_pool2d", found[torch.max_pool2d]),
+        replaced(F, "avg_pool2d", found[_AVERAGE]),
     ):
         yield
 

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from weft.compile.pieces_saved_bytes import as_in_pieces
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.functional_call import call_with
 from weft.inspection.live_bytes import LiveTensors
 from weft.models.loss import fused_rows_loss, rows_loss
 from weft.models.loss_head import example_labels, loss_head_of
 from weft.profile import Block, Profile, Source, cast, fake
+from weft.profile.saved_in_pieces import as_in_pieces
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # a block's forward to the same under a memory policy
 

@@ -13,8 +13,6 @@ its gradients count as zeros, which are reduced and which the optimizer takes: m
 from __future__ import annotations
 
 import hashlib
-import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,31 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.errors import ConfigError, PlanError
+from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.chain_ends import hidden_of
 from weft.plan import Plan
-
-
-@dataclass(frozen=True)
-class LayerDrop:
-    """`theta` is the least part of the deepest block's steps that is kept, `gamma` how fast that is approached."""
-
-    theta: float = 0.5
-    gamma: float = 1e-3
-
-    def __post_init__(self) -> None:
-        if not 0 < self.theta <= 1:
-            raise ConfigError(
-                f"train.layer_drop.theta = {self.theta}; it is the least part to keep, above 0 and up to 1"
-            )
-        if not self.gamma >= 0:
-            raise ConfigError(f"train.layer_drop.gamma = {self.gamma}; it must be at least 0")
-
-    def kept(self, step: int, layer: int, num_layers: int) -> float:
-        """The probability that a block (from 0) is kept."""
-        theta = (1 - self.theta) * math.exp(-self.gamma * step) + self.theta
-        return 1 - (layer + 1) / num_layers * (1 - theta)
+from weft.run_tables import LayerDrop
 
 
 class Gates:

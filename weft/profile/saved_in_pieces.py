@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.inspection.torch_patches import replaced
 from weft.models.vision.pools import as_by_kernel
 
 _relu: Any = F.relu
@@ -25,7 +25,7 @@ def as_in_pieces() -> Iterator[None]:
     """While it lasts, functions of torch keep that, in backward too, where recompute calls them again and modes of
     torch do not reach. Pools compute nothing: for tensors without values.
     """
-    with as_by_kernel(), patch.object(F, "relu", _relu_in_piece), patch.object(F, "pad", _pad_in_piece):
+    with as_by_kernel(), replaced(F, "relu", _relu_in_piece), replaced(F, "pad", _pad_in_piece):
         yield
 
 

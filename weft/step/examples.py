@@ -1,0 +1,58 @@
+"""Examples of a run's micro-batches, and the profile of its model and loss for one of them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from weft.models import ModelConfig, build
+from weft.models.loss import ExampleLoss
+from weft.models.loss_head import install_loss_head, is_loss_in_head
+from weft.profile import Profile, profile
+from weft.run_file import Run
+from weft.sharding.layout import COMPUTE_DTYPE
+from weft.step.task import Task, task_of
+
+
+@lru_cache(maxsize=8)
+def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch: int, in_head: bool) -> Profile:
+    with torch.device("meta"):
+        module = build(model)
+    if in_head:
+        install_loss_head(module)
+
+    def example() -> tuple[Tensor]:
+        return (task.example(micro_batch, dtype)[0],)
+
+    def labels() -> Tensor:
+        return task.example(micro_batch, dtype)[1]
+
+    return profile(module, example, ExampleLoss(labels), dtype)
+
+
+def micro_batch_profile(run: Run) -> Profile:
+    """The profile of the run's model and loss for one micro-batch, in the dtype that computes."""
+    dtype, in_head = COMPUTE_DTYPE[run.plan.precision], is_loss_in_head(run.plan)
+    return _profile_of(run.model, task_of(run), dtype, run.split.micro_batch, in_head)
+
+
+def example_inputs(run: Run) -> tuple[Tensor]:
+    """The arguments of one forward of the run's model, of whole sequences."""
+    return (_example(run)[0],)
+
+
+def example_loss(run: Run) -> ExampleLoss:
+    """The loss of that forward. A run is cut into stages by what its prediction was cut by."""
+    return ExampleLoss(lambda: _example(run)[1])
+
+
+def _example(run: Run) -> tuple[Tensor, ...]:
+    return task_of(run).example(run.split.micro_batch, COMPUTE_DTYPE[run.plan.precision])
+
+
+def model_flops(model_profile: Profile) -> float:
+    """FLOPs that one micro-batch's forward and backward need: causal attention counted half, recompute not at all."""
+    attention = sum(block.attention_flops for block in model_profile.all)
+    return 3 * (model_profile.flops - attention / 2)

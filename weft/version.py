@@ -1,0 +1,3 @@
+"""The version of weft."""
+
+VERSION = "0.1.0"
