@@ -17,10 +17,11 @@ from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.pipeline.message_order import AsTheyCome
+from weft.pipeline.nccl_queues import check_queues
 from weft.plan import Pipe, Plan
 from weft.schedule.actions import Edge, Message, Schedule, chain, channel_of, with_messages
 from weft.schedule.check import check
-from weft.schedule.nccl_order import GroupOf, check_nccl_order, check_queues
+from weft.schedule.nccl_order import GroupOf, check_nccl_order
 from weft.schedule.schedules import SCHEDULES, make_schedule
 from weft.schedule.shadow import with_shadows
 

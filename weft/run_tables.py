@@ -1,4 +1,4 @@
-""""""
+"""The tables of a run file as frozen values: [train], [checkpoint], [restart], [numbers] and [log]."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from weft.comm import uses_nccl
 from weft.errors import LostRankError, PlanError
 from weft.mesh import Mesh
+from weft.pipeline.nccl_queues import check_queues
 from weft.pipeline.partition import Route
 from weft.pipeline.sections import Sections
 from weft.pipeline.shadow_gradients import Refresh
@@ -31,7 +32,6 @@ from weft.pipeline.step_run import Run, Stage, Work
 from weft.pipeline.transport import Key, Transport
 from weft.schedule.actions import Action, Schedule
 from weft.schedule.activation_lifetimes import answers
-from weft.schedule.nccl_order import check_queues
 from weft.schedule.shadow import kept, take_over
 from weft.schedule.simulate import Span
 

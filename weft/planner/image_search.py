@@ -7,16 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weft.errors import PlanError
 from weft.plan import Memory, Pipe, Plan, Tile
 from weft.planner.image_step import ImageSteps
-from weft.planner.question import Question
 from weft.planner.search import MAX_MICRO_BATCH, Candidate, Search, divisors
-
-if TYPE_CHECKING:
-    from weft.planner.image_model import ImageModel
 
 MAX_TILES = 64  # of an image
 FUSED = (1, 2, 4)  # layers of one exchange
@@ -27,9 +23,6 @@ class ImageSearch(Search):
     """Over tiles, and the schedules of stages that differ."""
 
     steps: ImageSteps
-
-    def __init__(self, model: ImageModel, question: Question, keep: int) -> None:
-        super().__init__(model, question, keep)
 
     def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
         for degree in divisors(self.num_devices):

@@ -19,9 +19,8 @@ the pipeline. Coarser groups have cycles (`tests/test_nccl_order.py`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 
-from weft.comm.backends import MOST_QUEUES, QUEUES_VARIABLE
 from weft.errors import PlanError
 from weft.schedule.actions import Action, Message, Schedule, channel_of
 
@@ -29,8 +28,6 @@ GroupOf = Callable[[int, Message], Hashable]
 Key = tuple[int, int, int, str]  # of a message
 Place = tuple[int, int]  # a rank and an index into its list
 _MAX_NAMED = 8  # operations of a cycle that an error names
-_NUM_STREAMS = 32  # torch takes the streams of groups from a pool in turns; two groups with one stream share an order
-MAX_CHANNELS = 24  # of a rank; the other streams are for the other axes
 
 
 def check_nccl_order(schedule: Schedule, group_of: GroupOf = channel_of, one_queue: bool = False) -> None:
@@ -45,32 +42,6 @@ def check_nccl_order(schedule: Schedule, group_of: GroupOf = channel_of, one_que
             f"{schedule.name} with {schedule.num_stages} stages and {schedule.num_micro_batches} micro-batches "
             f"deadlocks on NCCL, where a group runs its messages one after another: {device.cycle(stuck)}; reorder the "
             f"lists, or give these messages groups of their own"
-        )
-
-
-def check_queues(schedule: Schedule, environ: Mapping[str, str]) -> None:
-    """Raises a PlanError if the streams of a rank's channels could hold each other up on this machine's GPUs."""
-    for rank in range(schedule.num_ranks):
-        count = sum(rank in channel[:2] for channel in schedule.channels)
-        if count > MAX_CHANNELS:
-            raise PlanError(
-                f"pipe rank {rank} has {count} channels to other ranks, each with a CUDA stream; torch has "
-                f"{_NUM_STREAMS} streams for all groups of a rank, so use at most {MAX_CHANNELS} channels: fewer ranks "
-                f"of pipe, or other stages (pipe.split), so that fewer stages exchange tensors"
-            )
-    if environ.get(QUEUES_VARIABLE) != "1":
-        return
-    reason = None
-    try:
-        check_nccl_order(schedule, one_queue=True)
-    except PlanError as error:
-        reason = str(error)
-    if schedule.name == "message":
-        reason = "pipe.schedule = 'message' posts receives in no fixed order"
-    if reason is not None:
-        raise PlanError(
-            f"{QUEUES_VARIABLE}=1 makes a GPU start all operations in one order, in which this pipeline can wait for "
-            f"ever: {reason}; export {QUEUES_VARIABLE}={MOST_QUEUES}"
         )
 
 
