@@ -28,7 +28,7 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.run_file import Run, load_run
 from weft.step.examples import micro_batch_profile
-from weft.train import loop
+from weft.train import checkpoints, loop
 from weft.train.metrics import StepMetrics
 from weft.train.saving import save_or_tell
 
@@ -60,7 +60,7 @@ def measure(run: Run) -> list[dict[str, list[float]]]:
         place = Place(index, run.plan.num_ranks, index, run.plan.num_ranks)
         with (
             patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan))),
-            patch.object(loop, "save_or_tell", every_second),
+            patch.object(checkpoints, "save_or_tell", every_second),
         ):
             loop.train(run, place, Silent())
         blocks = [end - start for start, end in pairwise(began)][2:]  # the first pays for memory

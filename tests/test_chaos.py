@@ -34,7 +34,7 @@ from weft.launch.fork_server import Death
 from weft.parallel.model_state import all_flats
 from weft.resilience.faults import VARIABLE, Faults, ask, request_path
 from weft.run_file import load_run
-from weft.train import loop
+from weft.train import loop, parts
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_a_request_that_is_none_is_removed_and_does_nothing(tmp_path: Path, text
 
 def test_without_the_tool_no_rank_looks_for_faults() -> None:
     assert Faults.of({}, 0) is None
-    assert "Faults.of(os.environ" in Path(loop.__file__).read_text()
+    assert "Faults.of(os.environ" in Path(parts.__file__).read_text()
 
 
 # --- the prediction

@@ -28,12 +28,12 @@ OVERRIDES += ["checkpoint.every=100", "restart.hang_seconds=6"]
 # their agent asks them to make place for more.
 PACED = f"""
 import os, sys, time
-from weft import cli
-from weft.train import loop
+from weft.commands import app as cli
+from weft.train import checkpoints, loop
 from weft.train.stop import Stop
 
 folder, steps, asked = sys.argv.pop(1), 0, []
-train_step, handle, resume = loop.train_step, Stop._handle, loop.resume
+train_step, handle, resume = loop.train_step, Stop._handle, checkpoints.resume
 
 def wait(condition, mesh):
     deadline = time.monotonic() + {DEADLINE_SECONDS}
@@ -59,7 +59,7 @@ def noted_handle(self, number, frame):
     asked.append(number)
     handle(self, number, frame)
 
-loop.train_step, loop.resume, Stop._handle = paced_step, counted_resume, noted_handle
+loop.train_step, checkpoints.resume, Stop._handle = paced_step, counted_resume, noted_handle
 cli.main()
 """
 

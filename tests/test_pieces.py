@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 import weft.compile.pieces
 import weft.compile.saved_bytes
 from weft.compile.blocks import compile_blocks
-from weft.compile.pieces import Pieces, _kernels_at_once, cut, is_cut, keeps_order
+from weft.compile.pieces import Pieces, kernels_at_once, cut, is_cut, keeps_order
 from weft.inspection.blocks import find_blocks
 from weft.models import build
 from weft.models.catalog import load_model
@@ -203,7 +203,7 @@ def test_kernels_are_waited_for_together() -> None:
     shared = Kernel()
     scopes: list[dict[str, Any]] = [{"own": Kernel(), "shared": shared} for _ in range(3)]
     with config.patch(compile_threads=2):
-        with _kernels_at_once():
+        with kernels_at_once():
             for scope in scopes:
                 AsyncCompile().wait(scope)
             assert not taken

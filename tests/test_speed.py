@@ -29,7 +29,7 @@ from weft.run_file import run_from_tables
 from weft.step.objective import CROSS_ENTROPY
 from weft.step.train_step import StepResult
 from weft.train.metrics import Moment
-from weft.train.prefetch import Batches, Late
+from weft.train.prefetch import Batches, PendingResult
 
 CUDA = torch.device("cuda", 0)
 
@@ -168,7 +168,9 @@ def test_numbers_and_batches_on_a_cpu_come_at_once() -> None:
     assert asked == []
     assert batches.take(1)[0][0].tolist() == [1]
     one = torch.tensor(2.5)
-    assert Late(3, 0.1, StepResult(one, one * 2, one, torch.tensor(1)), Moment(torch.device("cpu"))).read() == (
+    assert PendingResult(
+        3, 0.1, StepResult(one, one * 2, one, torch.tensor(1)), Moment(torch.device("cpu"))
+    ).read() == (
         2.5,
         5.0,
         1,
@@ -178,7 +180,7 @@ def test_numbers_and_batches_on_a_cpu_come_at_once() -> None:
 def test_a_run_compiles_and_has_a_z_loss(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(
-        "weft.train.loop.compile_blocks", lambda model, say: asked.append(loss_head_of(model) is not None)
+        "weft.train.setup.compile_blocks", lambda model, say: asked.append(loss_head_of(model) is not None)
     )
     plain = runs.train_on_ranks(run)["loss"]
     other = replace(run, folder=run.folder.parent / "other", train=replace(run.train, compile=True, z_loss=0.01))

@@ -27,6 +27,7 @@ from weft.inspection import split_probe as probe
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import GPT2Config, ModelConfig
+from weft.models.loss_head import logits_of
 from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.tensor import axis as tensor
 from weft.parallel.tensor import cuts as tensor_cuts
@@ -44,7 +45,7 @@ from weft.profile import profile
 from weft.proof.prove import verify
 from weft.sharding.layout import flat_layouts
 from weft.step.objective import CROSS_ENTROPY, Objective
-from weft.step.train_step import logits_of, train_step
+from weft.step.train_step import train_step
 
 Patch = pytest.MonkeyPatch
 

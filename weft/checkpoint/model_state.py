@@ -7,7 +7,7 @@ that this rank holds, so the layout that saved and the layout that loads need no
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.optim.delayed_update import KINDS as PENDING_KINDS
-from weft.optim.delayed_update import is_pending, refuse_undelayed, stale_reason
+from weft.optim.delayed_update import is_pending, stale_reason
+from weft.optim.stepper import stepper
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
 from weft.run_tables import TrainConfig
 from weft.sharding.layout import Part
@@ -45,8 +46,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
     """The pieces that this rank writes: its share of what its replicas over `data` hold alike."""
     data = mesh["data"]
-    if isinstance(optimizer, AdamW):
-        optimizer.synchronize()
+    steps = stepper(optimizer)
+    steps.synchronize()
     for number, (part, piece) in enumerate(named_pieces(model)):
         cut = part.parameter.cut
         is_first = not part.parameter.copy and (cut is None or cut.is_first)
@@ -54,7 +55,7 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
             continue
         name, region = part.parameter.name, _region(part)
         yield Piece(name, "parameter", region, piece.detach())
-        for kind, value in _state_of(optimizer, piece).items():
+        for kind, value in steps.read_state(piece).items():
             if value.numel() == piece.numel() and value.dim() == piece.dim():
                 yield Piece(name, kind, region, value)
             elif _begins(part):  # a scalar that every rank holds alike: whoever has the beginning writes it
@@ -64,27 +65,20 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
             yield Piece(name, "buffer", Region.whole(tuple(buffer.shape)), buffer)
 
 
-def _state_of(optimizer: Optimizer, piece: nn.Parameter) -> Mapping[str, Tensor]:
-    if isinstance(optimizer, AdamW) and piece.requires_grad:
-        return optimizer.read_state(piece)
-    state: Mapping[str, Tensor] = optimizer.state.get(piece, {})
-    return state
-
-
 def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
     """Fill this rank's pieces, and the optimizer's state for them, from a checkpoint saved under any plan."""
     kinds: dict[str, set[str]] = {}
     for entry in checkpoint.entries():
         kinds.setdefault(entry.name, set()).add(entry.kind)
     _refuse_leftovers(checkpoint, model)
-    if isinstance(optimizer, AdamW):
-        optimizer.synchronize()
-    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    steps = None if optimizer is None else stepper(optimizer)
+    if steps is not None:
+        steps.synchronize()
     dropped: str | None = None
     for part, piece in named_pieces(model):
         name, region = part.parameter.name, _region(part)
         checkpoint.read_region(name, "parameter", region, out=piece.detach().view(-1))
-        if optimizer is None:
+        if steps is None:
             continue
         state = {
             kind: _read_state(checkpoint, name, kind, region, piece)
@@ -93,16 +87,11 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
         if is_pending(state) and (reason := stale_reason(state)) is not None:
             state = {kind: value for kind, value in state.items() if kind not in PENDING_KINDS}
             dropped = f"the delayed update of '{name}' and others {reason}"
-        if not isinstance(optimizer, AdamW):
-            if is_pending(state):
-                refuse_undelayed(name)
-            states[piece] = state
-        elif piece.requires_grad:  # at once, so that no second copy of all state is ever there
-            _write_state(optimizer, piece, state)
+        steps.write_state(name, piece, state)
     for name, buffer in named_buffers(model):
         buffer.copy_(checkpoint.read(name, "buffer"))
-    if optimizer is not None and not isinstance(optimizer, AdamW):
-        _load_optimizer(optimizer, states)
+    if steps is not None:
+        steps.finish_writing()
     if dropped is not None:
         logger.warning("weft: %s: %s; it is dropped", checkpoint.path, dropped)
     refresh(model)
@@ -129,25 +118,6 @@ def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, pi
     if shape == ():
         return checkpoint.read(name, kind)
     return checkpoint.read_region(name, kind, region).to(piece.device).view(piece.shape)
-
-
-def _write_state(optimizer: AdamW, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-    """A checkpoint from before the first update has no state: what the optimizer holds by now is forgotten."""
-    if state:
-        optimizer.write_state(piece, state)
-    else:
-        optimizer.forget_state(piece)
-
-
-def _load_optimizer(optimizer: Optimizer, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-    """Through the optimizer's own load_state_dict, which puts each value where it keeps it."""
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    optimizer.load_state_dict(
-        {
-            "state": {i: states[parameter] for i, parameter in enumerate(ordered) if states.get(parameter)},
-            "param_groups": optimizer.state_dict()["param_groups"],
-        }
-    )
 
 
 def _region(part: Part) -> Region:

@@ -9,7 +9,7 @@ uncompiled and says so once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from weft.errors import ConfigError
 from weft.inspection.blocks import find_blocks
 from weft.models.loss import rows_kernel, rows_loss
 from weft.models.loss_head import loss_head_of
-from weft.pipeline.runtime import Pipeline
+from weft.pipeline.rank_model import rank_model
 from weft.run_file import Run
 
 Say = Callable[[str], None]
@@ -57,7 +57,7 @@ def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> Non
     limit = VARIANTS * len(layer_kinds(blocks))  # torch counts by functions, and alike blocks of any sizes have one
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for_blocks = Pieces(backend) if in_pieces(blocks) else backend
-    for part in _parts(model):
+    for part in rank_model(model).models:
         for block in find_blocks(part).values():
             setattr(block, "forward", _Compiled(block.forward, for_blocks, outcome))  # noqa: B010 (a method to mypy)
         head = loss_head_of(part)
@@ -114,12 +114,4 @@ def _leave_out_hooks(module: nn.Module) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    return [block for part in _parts(model) for block in find_blocks(part).values()]
-
-
-def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """The stages of a pipeline that this rank holds, or the whole model."""
-    if isinstance(model, Pipeline):
-        yield from (stage.model for stage in model.parts.values())
-    else:
-        yield model
+    return [block for part in rank_model(model).models for block in find_blocks(part).values()]

@@ -13,7 +13,7 @@ from weft.parallel.model_state import (
     all_flats,
     all_units,
 )
-from weft.pipeline.runtime import Pipeline
+from weft.pipeline.rank_model import rank_model
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.gradient_norm import norms
 
@@ -24,11 +24,12 @@ def grad_norm(model: nn.Module, mesh: Mesh) -> Tensor:
     Each parameter counts once, whatever the mesh: slices are disjoint over `shard`, equal over `data`, and what several
     ranks of x × y (or of pipe) hold alike counts for each of them in part.
     """
-    if isinstance(model, Pipeline) and model.is_shadowed:
-        # A place for each stage, and one order of summing: the same norm to the bit, whoever holds which stage.
-        squares = torch.zeros(model.num_stages, dtype=torch.float64, device=mesh.device)
-        for stage in model.own:
-            squares[stage.index] = _squared_norm(list(stage.units.flats), mesh.device)
+    stages = rank_model(model).flats_by_stage()
+    if stages is not None:  # one number per stage and one order of summing: the same bits, whoever holds which stage
+        squares = torch.zeros(len(stages), dtype=torch.float64, device=mesh.device)
+        for index, flats in stages.items():
+            if flats:
+                squares[index] = _squared_norm(flats, mesh.device)
         all_reduce(squares, mesh["state"]).wait()
         return squares.sum().sqrt()
     squared = _squared_norm(all_flats(model), mesh.device)

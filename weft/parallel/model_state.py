@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from weft.memory.activation_copies import sender_of
 from weft.memory.offload_activations import ACTIVATIONS
-from weft.pipeline.runtime import Pipeline, Stage
+from weft.pipeline.rank_model import rank_model
 from weft.profile import Parameter
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.layout import Part
@@ -20,10 +20,7 @@ from weft.sharding.units import Units, units_of
 
 def all_units(model: nn.Module) -> list[Units]:
     """The units that hold a model's state: one set for each of its stages; none if one rank holds it plainly."""
-    if isinstance(model, Pipeline):
-        return [stage.units for stage in model.parts.values()]
-    units = units_of(model)
-    return [] if units is None else [units]
+    return [units for units, _ in rank_model(model).named_units()]
 
 
 def all_flats(model: nn.Module) -> list[Flat]:
@@ -42,11 +39,12 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
 
     For a model that one rank holds plainly, the parts are the parameters themselves, in their own shapes.
     """
-    if isinstance(model, Pipeline):
-        for stage in model.parts.values():
-            for part, piece in named_pieces(stage.model):
-                yield replace(part, parameter=_in_the_whole(part.parameter, stage)), piece
-        return
+    for module, in_whole in rank_model(model).named_models():
+        for part, piece in _pieces_of(module):
+            yield replace(part, parameter=in_whole(part.parameter)), piece
+
+
+def _pieces_of(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
     units = units_of(model)
     if units is None:
         for name, parameter in model.named_parameters():
@@ -59,23 +57,14 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
                 yield part, piece
 
 
-def _in_the_whole(parameter: Parameter, stage: Stage) -> Parameter:
-    """A stage's parameter by its name in the whole model; copies are counted over stages, then replicas."""
-    order = parameter.stages.index(stage.index) if parameter.stages else 0
-    return replace(
-        parameter, name=stage.names[parameter.name], copy=order + len(parameter.stages or (0,)) * stage.replica
-    )
-
-
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that a checkpoint holds, by their names in the whole model."""
-    stages = [stage.model for stage in model.parts.values()] if isinstance(model, Pipeline) else [model]
-    return _buffers_of(stages)
+    return _buffers_of(rank_model(model).models)
 
 
 def buffers_to_save(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those of the stages that this rank answers for."""
-    return _buffers_of([stage.model for stage in model.own] if isinstance(model, Pipeline) else [model])
+    """The buffers that this rank writes to a checkpoint, by their names in the whole model."""
+    return _buffers_of(rank_model(model).saved_models)
 
 
 def _buffers_of(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +75,7 @@ def _buffers_of(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 def parameter_names(model: nn.Module) -> set[str]:
     """The names of all parameters of the whole model."""
-    return set(model.parameter_names) if isinstance(model, Pipeline) else {n for n, _ in model.named_parameters()}
+    return rank_model(model).parameter_names
 
 
 def refresh(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -23,6 +23,7 @@ from weft.pipeline.partition import Route
 from weft.pipeline.stage import Pass, Walk
 from weft.pipeline.trace import Value
 from weft.pipeline.transport import Key, Transport
+from weft.profile import Parameter
 from weft.schedule.actions import SHADOW, Action, Message, Schedule
 from weft.schedule.simulate import Span
 from weft.sharding.units import Units
@@ -43,6 +44,12 @@ class Stage:
     deferred: Deferred | None = None
     live: dict[int, Pass] = field(default_factory=dict)  # by micro-batch, from forward to backward
     late: dict[int, Callable[[], None]] = field(default_factory=dict)  # weight gradients put down, by micro-batch
+
+    def in_whole(self, parameter: Parameter) -> Parameter:
+        """A parameter of the stage by its name in the whole model; copies are counted over stages, then replicas."""
+        order = parameter.stages.index(self.index) if parameter.stages else 0
+        copy = order + len(parameter.stages or (0,)) * self.replica
+        return replace(parameter, name=self.names[parameter.name], copy=copy)
 
 
 @dataclass(frozen=True)

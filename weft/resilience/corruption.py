@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from weft.comm import all_gather, all_reduce
 from weft.errors import CorruptionError
 from weft.mesh import Mesh
-from weft.optim import AdamW
+from weft.optim.stepper import stepper
 from weft.parallel.model_state import all_flats, all_units
-from weft.pipeline.runtime import Pipeline
+from weft.pipeline.rank_model import rank_model
 from weft.pipeline.shared_parameters import running_statistics
 from weft.resilience.bad_numbers import Guard
 from weft.run_file import Run
@@ -82,8 +82,7 @@ def checks_of(run: Run, step: int, guard: Guard, model: nn.Module, optimizer: Op
 
 def compare_replicas(model: nn.Module, optimizer: Optimizer, mesh: Mesh, step: int) -> None:
     """Compare what ranks hold alike, between a step's backward and its update; every rank calls it."""
-    if isinstance(optimizer, AdamW):
-        optimizer.synchronize()
+    stepper(optimizer).synchronize()
     held = list(_held(model))
     names = {_number(name): name.partition("|")[0] for name, _ in held}
     own = torch.zeros(len(held), 2, dtype=torch.int64)
@@ -97,11 +96,7 @@ def compare_replicas(model: nn.Module, optimizer: Optimizer, mesh: Mesh, step: i
 
 def _held(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
     """What this rank holds from step to step, under names that ranks which hold the same have in common."""
-    if isinstance(model, Pipeline):
-        parts = [(stage.units, stage.names) for stage in model.parts.values()]
-    else:
-        parts = [(units, dict[str, str]()) for units in all_units(model)]
-    for units, names in parts:
+    for units, names in rank_model(model).named_units():
         for flat in units.flats:
             named = [(names.get(one.name, one.name), one.cut and one.cut.intervals) for one in flat.layout.parameters]
             first = f"{named[0][0]}{' and others' if len(named) > 1 else ''}|{named}"

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]  # as documented
 
 from weft.checkpoint import Saver
@@ -25,6 +26,7 @@ from weft.errors import LostRankError, PlanError
 from weft.health.rank_status import FOLDER_VARIABLE, Lost, TakenOver, read_lost, tell_taken_over
 from weft.launch.environment import Place, current_store, meet_again, shutdown
 from weft.mesh import Mesh
+from weft.pipeline.rank_model import pipeline_of
 from weft.pipeline.runtime import Pipeline
 from weft.pipeline.sections import Numbers, Sections
 from weft.schedule.actions import Action
@@ -107,16 +109,16 @@ class TakeOver:
 
 
 def take_over_losses(
-    model: Pipeline, mesh: Mesh, saver: Saver, place: Place, step: Callable[[], int], timeout: timedelta
+    model: nn.Module, mesh: Mesh, saver: Saver, place: Place, step: Callable[[], int], timeout: timedelta
 ) -> Sections | None:
     """Let a run with shadows outlive the loss of a rank, where an agent would tell of it. `step` gives the steps that
     are done; `timeout` bounds every collective.
     """
-    folder = os.environ.get(FOLDER_VARIABLE)
-    if not mesh.plan.pipe.shadow:
+    folder, pipeline = os.environ.get(FOLDER_VARIABLE), pipeline_of(model)
+    if pipeline is None or not mesh.plan.pipe.shadow:
         return None
     if mesh.device.type != "cpu":
         raise PlanError("plan.pipe.shadow = true works on CPUs, with Gloo; use train.device = 'cpu', or leave it out")
     if folder is None or place.launcher != "weft":
         return None
-    return TakeOver(model, mesh, saver, Path(folder), step, timeout).sections
+    return TakeOver(pipeline, mesh, saver, Path(folder), step, timeout).sections

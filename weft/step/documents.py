@@ -24,7 +24,7 @@ from weft.inspection.blocks import find_blocks
 from weft.memory.recompute_context import carry
 from weft.models.decoder import CausalAttention
 from weft.parallel.context.attention import gather_documents
-from weft.pipeline.runtime import Pipeline
+from weft.pipeline.rank_model import rank_model
 from weft.run_file import Run
 
 TOKEN_BYTES = 8
@@ -38,14 +38,15 @@ def number_documents(tokens: Tensor, end: int) -> Tensor:
 
 def separate_documents(model: nn.Module, end: int, axis: Axis) -> None:
     """Let no token of a model's input see another document's; `end` ends a document, `axis` is `context`."""
-    stages = [stage.model for stage in model.parts.values()] if isinstance(model, Pipeline) else [model]
+    own = rank_model(model)
+    stages = own.models
     if not any(isinstance(module, CausalAttention) for stage in stages for module in _with_elsewhere(stage)):
         raise PlanError(f"data.documents = 'separate' needs weft's own attention, which {type(model).__name__} lacks")
     gathered = WeakTensorKeyDictionary()
     for stage in stages:
         # The last of its hooks: a pipeline that only looks for a batch's way through the stage does not come here.
         stage.register_forward_pre_hook(partial(_tell, _Documents(stage), end, axis, gathered))
-        if isinstance(model, Pipeline):  # when a block is computed again, a later micro-batch has come
+        if own.pipeline is not None:  # when a block is computed again, a later micro-batch has come
             for block in find_blocks(stage).values():
                 carry(block, _Documents(block))
 

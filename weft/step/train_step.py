@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 
 from weft.comm import all_reduce
 from weft.mesh import Mesh
-from weft.optim import AdamW
+from weft.optim.stepper import stepper
 from weft.parallel.context.axis import own_tokens
-from weft.parallel.gradient_norm import clip_factor, clip_grad_norm, grad_norm
+from weft.parallel.gradient_norm import grad_norm
 from weft.parallel.model_state import sync_gradients
 from weft.parallel.tile import own_targets, repeats
+from weft.pipeline.rank_model import pipeline_of
 from weft.pipeline.runtime import Pipeline, Work
 from weft.pipeline.sections import losing
 from weft.pipeline.shared_parameters import running_statistics
@@ -76,17 +77,17 @@ def train_step(
     """
     statistics = running_statistics(model) if checks is not None else ()
     before = [tensor.clone() for tensor in statistics]
-    if isinstance(optimizer, AdamW):
-        optimizer.begin()
+    stepper(optimizer).begin()
     micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
     num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
     all_reduce(num_targets, mesh["tokens"]).wait()
     # Gradients become the mean over the ranks of `batch`, so each rank's loss is scaled up by their number.
     scale = mesh["batch"].degree / num_targets.clamp(min=1)
     norm: Tensor | None = None
-    if isinstance(model, Pipeline):
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
         work = Work(micro_batches, objective.total, scale, before_micro_batch)
-        loss, norm = _run_pipeline(model, work, mesh, None if checks is None else checks.before_update)
+        loss, norm = _run_pipeline(pipeline, work, mesh, None if checks is None else checks.before_update)
     else:
         loss = _run(model, micro_batches, mesh, objective, scale, before_micro_batch, checks, graph)
         all_reduce(loss, mesh["losses"]).wait()
@@ -95,7 +96,8 @@ def train_step(
     loss = loss / num_targets.clamp(min=1)
     mesh.ledger.phase("the update")
     judge = None if checks is None else partial(checks.judge, loss)
-    norm, verdict = _update(model, optimizer, clip, mesh, judge, norm)
+    norm, verdict = stepper(optimizer).update(model, mesh, clip, judge, norm)
+    optimizer.zero_grad(set_to_none=True)
     for tensor, old in zip(statistics, before, strict=True):
         assert verdict is not None
         tensor.copy_(torch.where(verdict == 0, tensor, old))
@@ -146,44 +148,6 @@ def _run_pipeline(
     return torch.tensor(loss, dtype=torch.float64), torch.tensor(norm, dtype=torch.float64)
 
 
-def _update(
-    model: nn.Module,
-    optimizer: Optimizer,
-    clip: float | None,
-    mesh: Mesh,
-    judge: Callable[[Tensor], Tensor] | None,
-    norm: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Clip and update, unless the verdict is against it; the norm before, and the verdict.
-
-    Weft's optimizer scales gradients in its own pass, and leaves all as it is where the scale is no number.
-    """
-    verdict: Tensor | None = None
-    if isinstance(optimizer, AdamW):
-        norm = grad_norm(model, mesh) if norm is None else norm
-        scale = clip_factor(norm, clip)
-        if judge is not None:
-            verdict = judge(norm)
-            scale = torch.where(verdict == 0, torch.ones_like(norm) if scale is None else scale, torch.nan)
-        optimizer.step(scale=scale)
-    else:
-        norm = clip_grad_norm(model, clip, mesh, norm)
-        verdict = None if judge is None else judge(norm)
-        _step_if_good(optimizer, verdict)
-    optimizer.zero_grad(set_to_none=True)
-    return norm, verdict
-
-
-def _step_if_good(optimizer: Optimizer, verdict: Tensor | None) -> None:
-    """Torch's fused optimizers leave out an update by themselves, as for gradient scaling; others are not asked to."""
-    if verdict is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer.found_inf = (verdict != 0).float()  # type: ignore[attr-defined]
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-    elif verdict is None or verdict.item() == 0:
-        optimizer.step()
-
-
 def _run_in_turn(
     model: nn.Module,
     objective: Objective,
@@ -220,8 +184,9 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        if isinstance(model, Pipeline):
-            total = _evaluate_pipeline(model, Work(batches, measure, shape=shape), mesh)
+        pipeline = pipeline_of(model)
+        if pipeline is not None:
+            total = _evaluate_pipeline(pipeline, Work(batches, measure, shape=shape), mesh)
         else:
             total = torch.stack([_measured(model, batch, measure, mesh) for batch in batches]).sum(0)
             all_reduce(total, mesh["losses"]).wait()

@@ -1,7 +1,5 @@
-"""What lets the host run ahead of a GPU: the next step's batches are on their way before this one is done, and numbers
-of a step are read when the next has been queued.
-
-On a CPU there is nothing to run ahead of, and both are done at once.
+"""Lets the host run ahead of a GPU: the next step's batches are copied while this step computes, and a step's numbers
+are read after the next step was queued. On a CPU both happen at once.
 """
 
 from __future__ import annotations
@@ -12,9 +10,11 @@ import torch
 from torch import Tensor
 
 from weft.models.loss import count_unknown
+from weft.resilience.bad_numbers import Policy
 from weft.step.objective import Batch
 from weft.step.train_step import StepResult
 from weft.train.metrics import Moment
+from weft.train.state import TrainState
 
 
 class Batches:
@@ -45,9 +45,9 @@ class Batches:
                 self._next = step, self._make(step)
 
 
-class Late:
-    """Loss, gradient norm and verdict of a step on their way to the host, and when the step ended; its labels are
-    looked at if they are bad.
+class PendingResult:
+    """A step's loss, gradient norm and verdict on their way to the host, and the moment when the step ended. Its labels
+    are looked at if the numbers are bad.
     """
 
     def __init__(
@@ -75,3 +75,13 @@ class Late:
     def wrong_labels(self, num_classes: int) -> str | None:
         """What is wrong with this rank's labels, if anything."""
         return count_unknown(torch.cat([labels.flatten() for labels in self._labels]), num_classes)
+
+
+def make_batches(state: TrainState, policy: Policy) -> Batches:
+    """This rank's micro-batches of each step, without the batches that the policy leaves out."""
+    mesh = state.mesh
+
+    def make(step: int) -> list[Batch]:
+        return state.data.batches(state.run, policy.batch_of(step), mesh["batch"], mesh.device)
+
+    return Batches(make, state.run.train.steps, mesh.device)

@@ -16,22 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer
-
 from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
 from weft.checkpoint.model_state import load_state
 from weft.data.config import changed_keys
 from weft.errors import CheckpointError, DamagedError
-from weft.mesh import Mesh
 from weft.resilience.memory_copies import MemoryCopies, all_agree
 from weft.run_file import Run
 from weft.schema import parse_toml, to_table
 from weft.train.agreement import SEEN_SECONDS, first_says
 from weft.train.batches import TrainingData
 from weft.train.saving import settle_or_tell
+from weft.train.state import TrainState
 
 DAMAGED_PREFIX = "damaged-"
 _POLL_SECONDS = 0.1
@@ -45,18 +42,6 @@ class Found:
     path: Path | None = None
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What a checkpoint is to fill, and what it must belong to."""
-
-    run: Run
-    model: nn.Module
-    optimizer: Optimizer
-    data: TrainingData
-    mesh: Mesh
-    run_id: str
-
-
 def found_checkpoints(folder: Path, in_memory: Sequence[int]) -> list[Found]:
     """The complete checkpoints, newest first, as this process sees them."""
     return newest_first(folder, steps(folder), in_memory)
@@ -68,17 +53,17 @@ def newest_first(folder: Path, on_disk: Sequence[int], in_memory: Sequence[int])
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path is None), reverse=True)
 
 
-def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], None]) -> tuple[int, Mapping[str, Any]]:
+def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], None]) -> tuple[int, Mapping[str, Any]]:
     """Load the newest checkpoint that is whole, if there is one: the step to go on from, and what it says beside.
 
     Which checkpoints there are is what rank 0 finds: a listing of a shared folder may be old on another host.
     """
-    folder, world = trained.run.folder / "checkpoints", trained.mesh["world"]
-    step, state = 0, dict[str, Any]()
+    folder, world = state.run.folder / "checkpoints", state.mesh["world"]
+    step, saved = 0, dict[str, Any]()
     damage: DamagedError | None = None
-    on_disk: list[int] = json.loads(first_says(json.dumps(steps(folder) if trained.mesh.is_first else []), world))
+    on_disk: list[int] = json.loads(first_says(json.dumps(steps(folder) if state.mesh.is_first else []), world))
     for found in newest_first(folder, on_disk, memory.steps() if memory is not None else []):
-        state, damage = _try(found, trained, memory)
+        saved, damage = _try(found, state, memory)
         if all_agree(damage is None, world):
             step = found.step
             say(f"resumed at step {step} from {found.path or 'memory'}")
@@ -88,7 +73,7 @@ def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], N
             say(f"{damage}; older copies and checkpoints are tried")
         else:
             say(f"{damage}. It is kept as {DAMAGED_PREFIX}{found.path.name}")
-            if trained.mesh.is_first:
+            if state.mesh.is_first:
                 _put_aside(found.path)
     if memory is not None:
         memory.forget_after(step)
@@ -97,31 +82,31 @@ def resume(trained: Trained, memory: MemoryCopies | None, say: Callable[[str], N
             f"no checkpoint in {folder} is whole; the last that was tried: {damage}. To start anew, choose another "
             f"folder (folder = ...)"
         )
-    return step, state
+    return step, saved
 
 
 def go_back(
-    trained: Trained, saver: Saver, memory: MemoryCopies | None, say: Callable[[str], None], far: bool
+    state: TrainState, saver: Saver, memory: MemoryCopies | None, say: Callable[[str], None], far: bool
 ) -> tuple[int, Mapping[str, Any]]:
     """From the midst of training back to the newest state or, if it is to be `far`, the newest checkpoint on disk; as
     `resume`.
     """
-    settle_or_tell(saver, partial(all_agree, world=trained.mesh["world"]))
+    settle_or_tell(saver, partial(all_agree, world=state.mesh["world"]))
     if memory is not None:
         with suppress(CheckpointError, RuntimeError):  # the next save does without that copy
             memory.wait()
-    step, state = resume(trained, None if far else memory, say)
-    if not state:
+    step, saved = resume(state, None if far else memory, say)
+    if not saved:
         raise CheckpointError(
-            f"there is no checkpoint in {trained.run.folder / 'checkpoints'} to go back to (numbers.on_bad = "
-            f"'{trained.run.numbers.on_bad}'); run again to go on from memory, or from the beginning"
+            f"there is no checkpoint in {state.run.folder / 'checkpoints'} to go back to (numbers.on_bad = "
+            f"'{state.run.numbers.on_bad}'); run again to go on from memory, or from the beginning"
         )
     if memory is not None and far:
         memory.forget_after(step)
-    return step, state
+    return step, saved
 
 
-def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> tuple[dict[str, Any], DamagedError | None]:
+def _try(found: Found, state: TrainState, memory: MemoryCopies | None) -> tuple[dict[str, Any], DamagedError | None]:
     """Read this rank's part: what the checkpoint says, and what is wrong with the files, if anything is."""
     try:
         path = found.path
@@ -132,11 +117,11 @@ def _try(found: Found, trained: Trained, memory: MemoryCopies | None) -> tuple[d
             wait_until_seen(path)
         checkpoint = Checkpoint(path)
         if found.path is None:
-            _refuse_other_run(checkpoint, trained.run_id)
-        _refuse_other_data(checkpoint, trained.data, trained.run)
-        _refuse_other_model(checkpoint, trained.run)
-        _refuse_other_order(checkpoint, trained.run)
-        load_state(checkpoint, trained.model, trained.optimizer)
+            _refuse_other_run(checkpoint, state.run_id)
+        _refuse_other_data(checkpoint, state.data, state.run)
+        _refuse_other_model(checkpoint, state.run)
+        _refuse_other_order(checkpoint, state.run)
+        load_state(checkpoint, state.model, state.optimizer)
     except DamagedError as error:
         return {}, error
     return checkpoint.state, None

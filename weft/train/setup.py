@@ -5,36 +5,48 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
 from weft.checkpoint import Saver
+from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.local_gpus import gpus
 from weft.comm import Axis, Ledger, broadcast
 from weft.compile.attention_kernel import attention_shape, fastest_attention
+from weft.compile.blocks import Say, compile_blocks, wants_compile
 from weft.errors import CheckpointError, ConfigError
 from weft.health.rank_status import Status
 from weft.health.watchdog import Deadline
-from weft.launch.environment import Place, init_process_group, shutdown, world_store
+from weft.launch.environment import Place, check_world, init_process_group, shutdown, world_store
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
+from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_units
-from weft.pipeline.runtime import Pipeline
-from weft.planner.predict import peak_flops
+from weft.pipeline.rank_model import rank_model
+from weft.planner.predict import peak_flops, predict, run_cluster
 from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.peer_watch import Lookout
 from weft.resilience.shared_memory import claim, folder_of
 from weft.run_file import Run
+from weft.sharding.host_memory import check_room
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
-from weft.step.examples import micro_batch_profile, model_flops
+from weft.step.documents import has_separate_documents, separate_documents
+from weft.step.examples import example_inputs, example_loss, micro_batch_profile, model_flops
+from weft.step.layer_drop import drop_layers
 from weft.strategy import Values
 from weft.train.agreement import agree, all_say, run_beliefs
+from weft.train.batches import TrainingData
 from weft.train.metrics import Clock
+from weft.train.saving import finish_on_error
+from weft.train.state import TrainState
+from weft.train.timeline import refuse_timeline
 
 
 @contextmanager
@@ -54,19 +66,52 @@ def world(run: Run, place: Place) -> Iterator[Mesh]:
         shutdown()
 
 
-def check_evaluation(model: nn.Module) -> None:
-    """Raises a PlanError if the first evaluation would fail."""
-    if isinstance(model, Pipeline):
-        model.check_evaluation()
+def refuse_start(run: Run, place: Place) -> None:
+    """Raises if the run cannot start: wrong number of ranks, a timeline that cannot be drawn, too little memory."""
+    check_world(place, run.plan.num_ranks, run.plan.degrees)
+    if run.train.timeline is not None:
+        refuse_timeline(run.plan, Path(run.train.timeline))
+    if run.plan.memory.activations or run.plan.memory.weights:  # what else is on the host follows from the run
+        hosted = predict(run, run_cluster(run, place.num_hosts)).cost.host_bytes
+        check_room(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
+
+
+def build_state(
+    run: Run, run_id: str, data: TrainingData, mesh: Mesh, status: Status, say: Say, kernel: str | None
+) -> TrainState:
+    """Everything that trains: the model under its plan, compiled if that is wanted, its optimizer and its data.
+    `kernel` names the attention kernel that was chosen, for people.
+    """
+    set_determinism(run)
+    model = parallelize(
+        build_model(run), run.plan, mesh, first_values(run), partial(example_inputs, run), example_loss(run)
+    )
+    rank_model(model).check_evaluation()
+    if has_separate_documents(run):
+        separate_documents(model, run.tokenizer.end, mesh["context"])
+    if wants_compile(run, mesh.device):
+        say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
+        compile_blocks(model, say)
+    optimizer = make_optimizer(model, run.train)
+    state = TrainState(run, run_id, data.on_tile(mesh), mesh, model, optimizer, status, say)
+    if run.train.layer_drop is not None:
+        state.gates = drop_layers(model, run.train.layer_drop, run.train.seed, run.plan, optimizer)
+    return state
+
+
+@contextmanager
+def watched(state: TrainState, place: Place, saver: Saver, step_seconds: float | None) -> Iterator[None]:
+    """Inside, hangs are noticed, and a rank that fails finishes the save under way before it leaves."""
+    with lookout(state.run, place, state.status, step_seconds), ExitStack() as inside:
+        inside.push(finish_on_error(saver, state.status))
+        yield
 
 
 def show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> None:
     """From here on the rank says what it does: to itself where nobody watches."""
     where = [f"host {socket.gethostname()}"] if place.num_hosts > 1 else []
-    if isinstance(model, Pipeline):
-        stages = sorted({stage.index for stage in model.parts.values()})
-        where.append(f"pipe stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}")
-    status.place = ", ".join(where)
+    where.append(rank_model(model).description)
+    status.place = ", ".join(filter(None, where))
     mesh.ledger.status = status
     for units in all_units(model):
         units.status = status

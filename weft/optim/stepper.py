@@ -1,0 +1,140 @@
+"""One interface to an optimizer, weft's own or torch's: clipping, updating, and its state in a checkpoint.
+
+`stepper(optimizer)` is the only place that asks which of the two it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.mesh import Mesh
+from weft.optim.adamw import AdamW
+from weft.optim.delayed_update import is_pending, refuse_undelayed
+from weft.parallel.gradient_norm import clip_factor, clip_grad_norm, grad_norm
+
+Judge = Callable[
+    [Tensor], Tensor
+]  # of the gradient norm [] to a verdict []: 0 makes the update, anything else does not
+
+
+class Stepper(Protocol):
+    """What weft needs of an optimizer."""
+
+    def begin(self) -> None:
+        """Called at the start of a step, before its forward."""
+
+    def synchronize(self) -> None:
+        """Wait until the optimizer's state and the parameters are up to date."""
+
+    def update(
+        self, model: nn.Module, mesh: Mesh, clip: float | None, judge: Judge | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Clip gradients to a global norm of `clip` and update, unless the verdict is against it. Returns the norm
+        before clipping (`norm`, if it is known already) and the verdict.
+        """
+
+    def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
+        """The state of one of this rank's pieces, by kind."""
+
+    def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Set that state; empty for a checkpoint from before the first update. `finish_writing` comes after all."""
+
+    def finish_writing(self) -> None:
+        """All pieces' states were given."""
+
+
+class WeftStepper:
+    """Of weft's AdamW, which scales gradients in its own pass and makes no update where the scale is NaN."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self._optimizer = optimizer
+
+    def begin(self) -> None:
+        self._optimizer.begin()
+
+    def synchronize(self) -> None:
+        self._optimizer.synchronize()
+
+    def update(
+        self, model: nn.Module, mesh: Mesh, clip: float | None, judge: Judge | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        norm = grad_norm(model, mesh) if norm is None else norm
+        scale, verdict = clip_factor(norm, clip), None
+        if judge is not None:
+            verdict = judge(norm)
+            scale = torch.where(verdict == 0, torch.ones_like(norm) if scale is None else scale, torch.nan)
+        self._optimizer.step(scale=scale)
+        return norm, verdict
+
+    def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
+        return self._optimizer.read_state(piece) if piece.requires_grad else {}
+
+    def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        if not piece.requires_grad:
+            return
+        if state:  # at once, so that no second copy of all state is ever there
+            self._optimizer.write_state(piece, state)
+        else:
+            self._optimizer.forget_state(piece)
+
+    def finish_writing(self) -> None:
+        """Each piece's state was written at once."""
+
+
+class TorchStepper:
+    """Of any optimizer of torch."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._states: dict[nn.Parameter, Mapping[str, Tensor]] = {}
+
+    def begin(self) -> None:
+        """Nothing is under way between steps."""
+
+    def synchronize(self) -> None:
+        """State is always up to date."""
+
+    def update(
+        self, model: nn.Module, mesh: Mesh, clip: float | None, judge: Judge | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        norm = clip_grad_norm(model, clip, mesh, norm)
+        verdict = None if judge is None else judge(norm)
+        optimizer = self._optimizer
+        # Torch's fused optimizers leave out an update by themselves, as for gradient scaling; others are not asked to.
+        if verdict is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = (verdict != 0).float()  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        elif verdict is None or verdict.item() == 0:
+            optimizer.step()
+        return norm, verdict
+
+    def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
+        state: Mapping[str, Tensor] = self._optimizer.state.get(piece, {})
+        return state
+
+    def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        if is_pending(state):
+            refuse_undelayed(name)
+        self._states[piece] = state
+
+    def finish_writing(self) -> None:
+        """Through the optimizer's own load_state_dict, which puts each value where it keeps it."""
+        optimizer = self._optimizer
+        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.load_state_dict(
+            {
+                "state": {i: dict(self._states[one]) for i, one in enumerate(ordered) if self._states.get(one)},
+                "param_groups": optimizer.state_dict()["param_groups"],
+            }
+        )
+
+
+def stepper(optimizer: Optimizer) -> Stepper:
+    """The interface to an optimizer."""
+    return WeftStepper(optimizer) if isinstance(optimizer, AdamW) else TorchStepper(optimizer)

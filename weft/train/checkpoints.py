@@ -1,0 +1,87 @@
+"""A run's checkpoints, on disk and in memory: resuming, saving, and going back after a bad step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.checkpoint import Saver
+from weft.checkpoint.model_state import pieces_to_save
+from weft.health.rank_status import GOING_BACK, RESERVING, SAVING
+from weft.launch.environment import Place
+from weft.resilience.bad_numbers import Bad, Guard, Policy
+from weft.schema import to_table
+from weft.train.parts import Part, is_due
+from weft.train.resume import go_back, resume
+from weft.train.saving import save_or_tell
+from weft.train.setup import make_saver, memory_copies
+from weft.train.state import TrainState
+
+
+class Checkpoints(Part):
+    """Saves when a save is due, when the run stops and at its end; copies to memory are saved beside."""
+
+    def __init__(self, state: TrainState, place: Place, guard: Guard, policy: Policy) -> None:
+        run = state.run
+        self.saver: Saver = make_saver(run, state.mesh)
+        self._state, self._guard, self._policy = state, guard, policy
+        self._memory = memory_copies(run, state.run_id, state.mesh, place, state.say)
+        # State on the host is not copied there once more: it is written while training waits.
+        self._is_asynchronous = run.checkpoint.asynchronous and not run.plan.memory.keeps_state_on_host
+
+    def resume(self) -> int:
+        """Load the newest checkpoint, if there is one; the step to go on from."""
+        state = self._state
+        state.step, saved = resume(state, self._memory, state.say)
+        self._policy.load(saved.get("numbers", {}), self._guard)
+        if state.run.numbers.on_bad in ("repeat", "rollback") and not saved:  # there must be something to go back to
+            self.saver.save(state.step, self._pieces(), self._values(state.step), asynchronous=False)
+        return state.step
+
+    def go_back(self, bad: Bad) -> int:
+        """Load the state before a bad step; the step to go on from."""
+        state = self._state
+        state.status.phase(GOING_BACK)
+        is_far = bad.follows == "rollback"
+        state.step, saved = go_back(state, self.saver, self._memory, state.say, far=is_far)
+        self._policy.went_back(bad, state.step, saved.get("numbers", {}), self._guard)
+        return state.step
+
+    def pauses_after(self, step: int) -> bool:
+        config, last = self._state.run.checkpoint, self._state.run.train.steps
+        return is_due(step, config.every, last) or is_due(step, config.memory_every, last)
+
+    def after_step(self, step: int, stops: bool) -> bool:
+        run, status = self._state.run, self._state.status
+        if self._memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
+            status.phase("copying to memory" if self._memory.has_saved else RESERVING)  # the former not for ever
+            self._memory.save(step, self._pieces(), self._values(step))
+        if not is_due(step, run.checkpoint.every, run.train.steps) and not stops:
+            return False
+        status.phase(SAVING)
+        pieces = self._pieces()
+        self._policy.saved()
+        is_last = step == run.train.steps or stops
+        save_or_tell(self.saver, step, pieces, self._values(step), self._is_asynchronous, is_last)
+        return True
+
+    def end(self) -> None:
+        self._state.status.phase(SAVING)
+        self.saver.wait(published=True)
+        if self._memory is not None:
+            self._memory.close()
+
+    def _pieces(self) -> Any:
+        return pieces_to_save(self._state.model, self._state.optimizer, self._state.mesh)
+
+    def _values(self, step: int) -> dict[str, Any]:
+        """What a checkpoint holds beside its tensors."""
+        run, data = self._state.run, self._state.data
+        return {
+            "run_id": self._state.run_id,
+            "data": {"fingerprint": data.fingerprint, "samples": step * run.split.batch},
+            "numbers": self._policy.to_state(self._guard),
+            "seed": run.train.seed,
+            "model": to_table(run.model),
+            "plan": run.plan.to_toml(),
+            "run": run.to_toml(),
+        }
