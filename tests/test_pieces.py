@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 import weft.compile.pieces
 import weft.compile.saved_bytes
 from weft.compile.blocks import compile_blocks
-from weft.compile.pieces import Pieces, kernels_at_once, cut, is_cut, keeps_order
+from weft.compile.pieces import Pieces, cut, is_cut, keeps_order, kernels_at_once
 from weft.inspection.blocks import find_blocks
 from weft.models import build
 from weft.models.catalog import load_model
