@@ -1,14 +1,26 @@
-"""What all tests share: one thread, because the distributed ones fork; and the soak tests, which run when asked for."""
+"""What all tests share: one thread, because the distributed ones fork; soak tests, which run when asked for; a marker
+for tests that start processes, which `make check` leaves out.
+
+Folders are those of weft/, and `helpers`. All of them are on the path: tests share helpers, and some share cases.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # optimizers and fake tensors import it (for seconds): here, once, and not in every forked rank
 from hypothesis import HealthCheck, settings
 
+FOLDERS = [str(folder) for folder in sorted(Path(__file__).parent.iterdir()) if folder.is_dir()]
+sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
 torch.set_num_threads(1)
 if torch.backends.mkldnn.is_acl_available():  # on ARM, where forked processes would wait for its threads
     torch.backends.mkldnn.set_flags(_enabled=False)
@@ -29,12 +41,44 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     settings.load_profile("weft")
     config.addinivalue_line("markers", "soak: the full product of plans and models, minutes long; run with -m soak")
+    config.addinivalue_line("markers", "processes: starts processes; `make check` leaves it out")
 
 
 @pytest.fixture(autouse=True)
 def _same_draws() -> None:
     """What a test draws without a seed of its own does not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+RECORD = os.environ.get("RECORD_PROCESSES")
+
+
+@pytest.fixture(autouse=True)
+def _no_process_without_the_marker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that starts a process, and is not marked, fails."""
+    if request.node.get_closest_marker("processes") is not None:
+        yield
+        return
+    started: list[str] = []
+    own, fork, popen, spawn = os.getpid(), os.fork, subprocess.Popen.__init__, os.posix_spawn
+
+    def note(how: str) -> None:
+        if os.getpid() == own:
+            started.append(how)
+
+    def noted_popen(self: Any, *args: Any, **kwargs: Any) -> None:
+        note("subprocess")
+        popen(self, *args, **kwargs)
+
+    monkeypatch.setattr(os, "fork", lambda: (note("fork"), fork())[1])
+    monkeypatch.setattr(subprocess.Popen, "__init__", noted_popen)
+    monkeypatch.setattr(os, "posix_spawn", lambda *a, **k: (note("posix_spawn"), spawn(*a, **k))[1])
+    yield
+    if started and RECORD:
+        with open(RECORD, "a") as file:
+            file.write(f"{request.node.nodeid}\t{started[0]}\n")
+    elif started:
+        pytest.fail(f"it started a process ({started[0]}); mark it with pytest.mark.processes")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

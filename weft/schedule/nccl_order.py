@@ -13,7 +13,7 @@ batched:
    them; a list that completes with one queue completes with any number.
 
 `GroupOf` says which group carries a message. Weft's groups are channels: one ordered pair of ranks and one direction of
-the pipeline. Coarser groups have cycles (`tests/test_nccl_order.py`).
+the pipeline. Coarser groups have cycles (`tests/schedule/test_nccl_order.py`).
 """
 
 from __future__ import annotations

@@ -1,0 +1,205 @@
+"""What the tests on a GPU share: `weft` as a command, jobs for children that use the GPU, and run files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from weft.commands.jobs import JOBS as OWN_JOBS
+from weft.plan import Plan
+from weft.proof.prove import Trial, prove_plan, proved
+from weft.proof.report import Report, report_from_json, report_to_json
+from weft.schema import build_dataclass, to_table
+from weft.step.objective import CROSS_ENTROPY
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 240.0  # for a command
+
+
+class Left(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def weft(*arguments: object, seconds: float = SECONDS, **environ: str) -> Left:
+    """`weft ARGUMENTS` in a process of its own, as a user starts it."""
+    return _run([sys.executable, "-m", "weft", *map(str, arguments)], seconds, environ)
+
+
+def run_program(path: Path, seconds: float = SECONDS) -> Left:
+    """A user's own program."""
+    return _run([sys.executable, str(path)], seconds, {})
+
+
+def environment() -> dict[str, str]:
+    """That of commands: with this tree's weft."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
+def _run(command: list[str], seconds: float, environ: dict[str, str]) -> Left:
+    done = subprocess.run(command, env=environment() | environ, capture_output=True, text=True, timeout=seconds)
+    return Left(done.returncode, done.stdout, done.stderr)
+
+
+def succeeded(left: Left) -> Left:
+    assert left.status == 0, f"status {left.status}\n{left.out[-3000:]}\n{left.err[-3000:]}"
+    return left
+
+
+TEXT = """
+name = "text"
+folder = "{folder}/text"
+
+[model]
+architecture = "llama"
+hidden_size = 64
+intermediate_size = 128
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+
+[data]
+source = "stdlib"
+tokenizer = "bytes"
+sequence = 64
+cache = "{folder}/cache"
+
+[train]
+steps = 8
+batch = 16
+learning_rate = 1e-3
+compile = false
+evaluate_every = 4
+evaluate_sequences = 8
+
+[checkpoint]
+every = 4
+"""
+
+IMAGES = """
+name = "images"
+folder = "{folder}/images"
+
+[model]
+architecture = "resnet"
+depth = 18
+width = 8
+
+[data]
+kind = "slides"
+images = 64
+size = 64
+held_out = 0.25
+
+[train]
+steps = 8
+batch = 8
+learning_rate = 1e-3
+"""
+
+
+def write_run(folder: Path, text: str = TEXT, more: str = "") -> Path:
+    path = folder / "run.toml"
+    path.write_text(text.replace("{folder}", str(folder)) + more)
+    return path
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of each step that a run has logged."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
+
+
+# --- proofs in children
+
+
+class Case(NamedTuple):
+    """A model, its batches and a plan."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[torch.Tensor, ...]]
+    plan: Plan
+    ranks_per_node: int | None = None
+
+
+def prove(nursery: Any, table: str, name: str, **options: Any) -> Report:
+    """The report on a case of a module, from a child that shares the GPU with its ranks."""
+    return report_from_json(nursery.call("prove", table=table, name=name, **options))
+
+
+def _prove(
+    table: str, name: str, precision: str = "fp64", compiles: bool = False, spoiled: str = "", plan: Any = None
+) -> dict[str, Any]:
+    cases: dict[str, Case] = getattr(__import__(table), "CASES")  # noqa: B009 (by name)
+    case = cases[name]
+    own = case.plan if plan is None else build_dataclass(Plan, plan, "plan")
+    if spoiled:
+        SPOILERS[spoiled]()
+    trial = Trial(proved(own, precision), ranks_per_node=case.ranks_per_node, device="cuda", compiles=compiles)  # type: ignore[arg-type]
+    return report_to_json(prove_plan(case.model, case.batch, CROSS_ENTROPY, trial, None, SECONDS))
+
+
+def _skip_reductions() -> None:
+    """Leave out every all-reduce of gradients: those of more than a few numbers."""
+    import weft.comm.collectives as collectives
+
+    whole = collectives.dist.all_reduce
+
+    def skip(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return whole(torch.zeros_like(tensor) if tensor.numel() > 8 else tensor, *args, **kwargs)
+
+    collectives.dist.all_reduce = skip  # type: ignore[attr-defined]
+
+
+def _shift_wrongly() -> None:
+    """Send to oneself what belongs to the neighbour: every message brings zeros."""
+    import weft.comm.collectives as collectives
+
+    whole = collectives.dist.isend
+
+    def send(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return whole(torch.zeros_like(tensor), *args, **kwargs)
+
+    collectives.dist.isend = send  # type: ignore[attr-defined]
+
+
+SPOILERS = {"reductions": _skip_reductions, "messages": _shift_wrongly}
+
+
+def _about_gpus() -> dict[str, Any]:
+    from weft.comm.backends import describe_backend
+
+    return {"device": torch.cuda.get_device_name(), "collectives": describe_backend("cuda", 4)}
+
+
+JOBS = {**OWN_JOBS, "prove": _prove}
+
+
+def ran(what: str) -> dict[str, Any]:
+    """The answer of a question about the GPU, from a fresh process: this one does not touch it."""
+    if not torch.cuda.is_available():
+        return {"device": None}
+    code = "import json, gpu_for_tests as g; print(json.dumps(g._about_gpus()))"
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers"), *filter(None, sys.path)]),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"device": what}
+    return found
+
+
+__all__ = ["IMAGES", "TEXT", "Case", "losses", "prove", "succeeded", "to_table", "weft", "write_run"]

@@ -1,0 +1,211 @@
+"""Predicted peak memory against tensors that were really alive: the quickstart's model trained under many plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_for_tests as shared
+import torch
+from torch import Tensor, nn
+
+import weft.memory.recompute
+import weft.parallel.shard
+import weft.pipeline.cost
+import weft.profile.peak_bytes
+from weft.checkpoint.model_state import make_optimizer
+from weft.cluster.hardware import local_cluster
+from weft.inspection.live_bytes import LiveTensors
+from weft.launch.local_ranks import run_local
+from weft.mesh import Mesh
+from weft.models import DecoderConfig, GPT2Config, build, initialise, token_loss
+from weft.parallel.apply import cost, parallelize
+from weft.parallel.model_state import state_tensors
+from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
+from weft.plan import Tensor as TensorPlan
+from weft.planner.predict import predict
+from weft.profile import profile
+from weft.run_file import Run, load_run
+from weft.schedule.actions import Message, with_messages
+from weft.schedule.activation_lifetimes import answers
+from weft.schedule.schedules import make_schedule
+from weft.step.examples import example_inputs
+from weft.step.objective import Batch
+from weft.step.train_step import train_step
+from weft.strategy import Transient
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+SEQUENCE = 64  # half of the example's, for time
+NARROW = ("model.hidden_size=24", "model.intermediate_size=64")  # where a CPU may be 300 times slower: it has no bf16
+LAW = 0.05
+
+PLANS: dict[str, Plan] = {
+    "shard 2 stage 3": Plan(shard=Shard(2, 3), micro_batch=4),
+    "one process": Plan(micro_batch=8),
+    "data 2": Plan(data=2, micro_batch=8),
+    "shard 2 stage 2": Plan(shard=Shard(2, 2), micro_batch=8),
+    "shard 2 stage 3, full, bf16": Plan(shard=Shard(2, 3), memory=Memory("full"), micro_batch=8, precision="bf16"),
+    "data 2, selective": Plan(data=2, memory=Memory("selective"), micro_batch=8),
+    "x 2": Plan(tensor=TensorPlan(2), micro_batch=8),
+    "x 2, sequence, full": Plan(tensor=TensorPlan(2, sequence=True), memory=Memory("full"), micro_batch=8),
+    "context 2": Plan(context=Context(2), micro_batch=8),
+    "pipe 2": Plan(pipe=Pipe(2), micro_batch=4),
+    "pipe 2, interleaved, full": Plan(pipe=Pipe(2, "interleaved"), memory=Memory("full"), micro_batch=4),
+    "pipe 2, zero-bubble": Plan(pipe=Pipe(2, "zero-bubble"), micro_batch=4),
+}
+
+
+def make_run(plan: Plan) -> Run:
+    """The quickstart under another plan, with two micro-batches of 4 or one of 8; four where there is a pipeline."""
+    narrow = NARROW if plan.precision == "bf16" else ()
+    run = load_run(QUICKSTART, [f"data.sequence={SEQUENCE}", *narrow])
+    batch = (16 if plan.pipe.degree > 1 else 8) * plan.num_batch_ranks
+    return replace(run, plan=plan, train=replace(run.train, batch=batch))
+
+
+def random_batch(run: Run, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    assert isinstance(run.model, DecoderConfig)
+    tokens = torch.randint(0, run.model.vocab_size, (run.split.micro_batch, SEQUENCE + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+@cache
+def measured_bytes(name: str) -> int:
+    """The most that any rank held in its second step."""
+    run = make_run(PLANS[name])
+
+    def rank(index: int) -> int:
+        mesh = Mesh(run.plan)
+        whole = build(run.model)
+        initialise(whole, run.train.seed)
+        model = parallelize(whole, run.plan, mesh, example=lambda: example_inputs(run))
+        optimizer = make_optimizer(model, run.train)
+        batches = [random_batch(run, number) for number in range(run.split.accumulation)]
+        train_step(model, optimizer, batches, mesh)  # which makes gradients and the optimizer's state
+        held = [tensor for tensors in state_tensors(model, optimizer).values() for tensor in tensors]
+        with LiveTensors(held) as live:
+            train_step(model, optimizer, batches, mesh)
+        peak: int = live.peak_bytes
+        return peak
+
+    found: list[int] = run_local(rank, run.plan.num_ranks, timeout_seconds=120)
+    return max(found)
+
+
+def predicted_bytes(name: str) -> int:
+    run = make_run(PLANS[name])
+    return predict(run, local_cluster(run.plan.num_ranks, on_cpu=True)).cost.memory_bytes
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_predicted_peak_is_what_tensors_take(name: str) -> None:
+    assert predicted_bytes(name) == pytest.approx(measured_bytes(name), rel=LAW)
+
+
+def test_most_plans_are_met_much_closer() -> None:
+    errors = sorted(abs(predicted_bytes(name) / measured_bytes(name) - 1) for name in PLANS)
+    assert errors[len(errors) // 2] < 0.005
+
+
+def nothing(*_: Any) -> Transient:
+    return Transient()
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "broken", "name"),
+    [
+        (weft.memory.recompute, "transient", nothing, "shard 2 stage 3, full, bf16"),  # a block computed again
+        (weft.memory.recompute, "transient", nothing, "data 2, selective"),
+        (weft.parallel.shard, "_transient", nothing, "shard 2 stage 3"),  # whole gradients
+        (weft.pipeline.cost, "most_held", lambda *_: 0, "pipe 2, interleaved, full"),
+    ],
+)
+def test_a_term_that_is_left_out_is_seen(
+    monkeypatch: pytest.MonkeyPatch, where: Any, what: str, broken: Any, name: str
+) -> None:
+    monkeypatch.setattr(where, what, broken)
+    assert predicted_bytes(name) != pytest.approx(measured_bytes(name), rel=LAW)
+
+
+class Lone(nn.Module):
+    """A block of one linear, whose result the tensor axes gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + torch.nn.functional.gelu(self.linear(self.norm(hidden)))
+
+
+class Lones(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(128, 64), nn.LayerNorm(64)
+        self.blocks = nn.ModuleList(Lone() for _ in range(4))
+        self.head = nn.Linear(64, 128, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        out: Tensor = self.head(self.norm(hidden))
+        return out
+
+
+def dropping() -> nn.Module:
+    return build(GPT2Config(vocab_size=128, n_positions=32, n_embd=64, n_layer=4, n_head=4, resid_pdrop=0.1))
+
+
+@pytest.mark.parametrize("model_fn", [Lones, dropping])
+@pytest.mark.parametrize("tensor", [TensorPlan(2), TensorPlan(2, sequence=True)], ids=["whole", "sequence"])
+def test_what_lies_beside_regions_is_saved_whole(model_fn: Any, tensor: TensorPlan) -> None:
+    tokens, plan = torch.zeros(4, 32, dtype=torch.long), Plan(tensor=tensor)
+    found = profile(model_fn(), lambda: (tokens,), lambda logits: token_loss(logits, tokens))
+    measured = max(shared.saved_bytes_of_ranks(model_fn, plan, (tokens, tokens)))
+    assert cost(found, plan, split_batch(plan, 4, 32)).saved_bytes == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble", "bidirectional"])
+def test_what_was_sent_is_known_to_have_arrived_soon(name: str) -> None:
+    schedule = with_messages(make_schedule(name, 4, 16))
+    for rank, steps in enumerate(schedule.lists):
+        arrived, under_way, most = answers(schedule, rank), set(), 0
+        for step in steps:
+            if isinstance(step, Message) and step.is_send:
+                under_way.add(step.key)
+            elif not isinstance(step, Message):
+                gone = {key for message in schedule.messages(step)[0] for key in arrived.get(message.key, [])}
+                assert gone <= under_way  # what has not been sent cannot have arrived
+                under_way -= gone
+            most = max(most, len([key for key in under_way if key[-1] == "backward"]))
+        assert most <= (16 if name == "gpipe" else 12)  # once all forwards are done, nothing comes back
+
+
+def test_live_tensors_are_counted_until_they_die() -> None:
+    weight = torch.ones(1000)
+    with LiveTensors([weight]) as live:
+        made = weight * 2  # 4000 bytes
+        view = made.view(10, 100)
+        del made
+        assert live.now_bytes == 8000
+        weight.untyped_storage().resize_(0)
+        assert live.now_bytes == 4000
+        del view
+        assert live.now_bytes == 0
+        leaf = torch.zeros(500, requires_grad=True)
+        leaf.exp().exp().sum().backward()
+    assert live.now_bytes == 4000  # the leaf and its gradient
+    assert live.peak_bytes == 8008  # the leaf, both results, one gradient, and the sum with its own
+
+
+def test_ignored_tensors_never_count() -> None:
+    given = torch.ones(10)
+    with LiveTensors(ignored=[given]) as live:
+        given.add_(1)
+        torch.ones(5)
+    assert live.peak_bytes == 20

@@ -1,0 +1,77 @@
+"""What README and examples tell a newcomer to type really works."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from weft.commands import app as cli
+from weft.run_file import load_run
+
+ROOT = Path(__file__).parents[2]
+# Added to `weft train` lines, so that the test is about the command and not about training.
+TINY = [
+    "train.steps=2",
+    "train.warmup_steps=1",
+    "train.evaluate_sequences=8",
+    "model.hidden_size=24",
+    "model.intermediate_size=32",
+    "model.num_hidden_layers=1",
+    "data.sequence=16",
+    "plan.data=1",
+    "plan.shard=1",
+]
+
+
+def readme_commands() -> list[str]:
+    """Every `weft ...` line in README's code blocks."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line.partition("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line.startswith("weft ")]
+
+
+def test_readme_commands_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    commands = readme_commands()
+    assert {shlex.split(command)[1] for command in commands} == {
+        "train", "plan", "verify", "generate", "export", "doctor",
+    }  # fmt: skip
+    for command in commands:
+        arguments = shlex.split(command)
+        if arguments[1] == "train":
+            arguments += [*TINY, "--no-verify"]
+        if arguments[1] == "generate":
+            arguments += ["--tokens", "4"]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        captured = capfd.readouterr()
+        assert left.value.code in (0, None), f"{command}: {captured.err}"
+    assert (tmp_path / "my-model" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)
+def test_example_run_files_are_valid(path: Path) -> None:
+    assert load_run(path).split.batch > 0
+
+
+def test_the_example_of_an_own_model_proves_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+) on 4 processes", last)
+    assert found is not None
+    assert float(found[2]) < float(found[1])
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -1,0 +1,179 @@
+"""The rooms of weft/: every module imports alone, imports point down, and docs/design.md lists the rooms in order."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "weft"
+MAX_LINES, MAX_FUNCTION_LINES, MAX_FILES = 450, 60, 12
+Graph = dict[str, set[str]]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def room_of(module: str) -> str:
+    """`parallel` for weft.parallel.data and weft.parallel; `plan` for weft.plan."""
+    return module.split(".")[1] if "." in module else ""
+
+
+@lru_cache
+def imports(delayed: bool) -> Graph:
+    """What each module imports when it is imported; with `delayed`, what its functions import later, too."""
+    return {name: set(_imported(ast.parse(path.read_text()), delayed)) - {name} for name, path in MODULES.items()}
+
+
+def _imported(node: ast.AST, delayed: bool) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom) and (child.module or "").split(".")[0] == "weft":
+            for one in child.names:
+                whole = f"{child.module}.{one.name}"
+                yield whole if whole in MODULES else str(child.module)
+        elif isinstance(child, ast.Import):
+            yield from (one.name for one in child.names if one.name in MODULES)
+        elif delayed or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _imported(child, delayed)
+
+
+def cycle(graph: Graph) -> list[str] | None:
+    """One cycle of a graph, or None."""
+    done, path = set[str](), list[str]()
+
+    def visit(node: str) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return None
+        path.append(node)
+        found = next(filter(None, map(visit, sorted(graph.get(node, ())))), None)
+        path.pop()
+        done.add(node)
+        return found
+
+    return next(filter(None, map(visit, sorted(graph))), None)
+
+
+def rooms(graph: Graph) -> Graph:
+    found: Graph = {}
+    for module, others in graph.items():
+        mine = found.setdefault(room_of(module), set())
+        mine |= {room_of(other) for other in others} - {room_of(module)}
+    return found
+
+
+def test_modules_import_each_other_without_cycles() -> None:
+    assert cycle(imports(False)) is None
+
+
+def test_rooms_import_each_other_without_cycles() -> None:
+    """Delayed imports count too. The package's own file imports the public names of all rooms."""
+    graph = rooms(imports(True))
+    assert all("" not in others for others in graph.values()), "a module imports weft itself"
+    assert cycle(graph) is None
+
+
+def test_a_cycle_is_found() -> None:
+    graph = {**rooms(imports(True)), "plan": {"schedule", "commands"}}
+    assert cycle(graph) is not None
+
+
+def test_delayed_imports_inside_a_room_are_of_kernels() -> None:
+    """A function and its Triton kernel know each other: the kernel is imported where there is a GPU."""
+    delayed = {
+        (module, other)
+        for module, others in imports(True).items()
+        for other in others - imports(False)[module]
+        if room_of(module) == room_of(other)
+    }
+    assert {other for _, other in delayed if not other.endswith("_kernel")} == set()
+
+
+# Imports each module in a child that has torch and a `weft` without any module.
+ALONE = """
+import importlib, json, os, sys, types
+import numpy, safetensors, torch, torch.distributed, torch.nn.functional
+package = types.ModuleType("weft")
+package.__path__ = [sys.argv[1]]
+sys.modules["weft"] = package
+failed = {}
+for name in json.loads(sys.argv[2]):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}"[:500].encode())
+        os._exit(0)
+    os.close(write)
+    text = os.read(read, 500).decode()
+    os.close(read)
+    os.waitpid(child, 0)
+    if text:
+        failed[name] = text
+print(json.dumps(failed))
+"""
+
+
+def test_every_module_imports_alone() -> None:
+    names = [name for name in MODULES if name not in ("weft", "weft.__main__") and not name.endswith("_kernel")]
+    command = [sys.executable, "-c", ALONE, str(PACKAGE), json.dumps(names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": ""})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {}
+
+
+def test_the_design_lists_every_room_above_what_it_imports() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    listed = re.findall(r"^    (\w+)(?:/|\.py) ", text.partition("## Rooms")[2].partition("\n## ")[0], re.MULTILINE)
+    graph = rooms(imports(True))
+    assert sorted(listed) == sorted(set(graph) - {"", "__main__"})
+    order = {room: place for place, room in enumerate(listed)}
+    wrong = [(a, b) for a, others in graph.items() for b in others if a in order and order[a] > order[b]]
+    assert wrong == []
+
+
+def test_few_files_stand_outside_of_rooms() -> None:
+    assert len([path for path in PACKAGE.iterdir() if path.is_file()]) <= MAX_FILES
+
+
+def test_every_room_says_what_it_holds() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+@pytest.mark.parametrize("folder", ["weft", "tests", "benchmarks", "examples"])
+def test_files_and_functions_are_short(folder: str) -> None:
+    long = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        if folder == "weft" and len(text.splitlines()) > MAX_LINES:
+            long.append(str(path))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES:  # type: ignore[operator]
+                long.append(f"{path}: {node.name}")
+    assert long == []
+
+
+def test_most_files_are_shorter_still() -> None:
+    short = sum(len(path.read_text().splitlines()) < 300 for path in MODULES.values())
+    assert short >= 0.9 * len(MODULES)
+
+
+def test_production_code_replaces_nothing_by_mocks() -> None:
+    assert [name for name, path in MODULES.items() if "unittest" in path.read_text()] == []

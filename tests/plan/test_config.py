@@ -1,0 +1,308 @@
+"""Run files: what is wrong with one is told in one line, with status 2, before any process is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from runs_for_tests import write_run_file
+
+from weft.commands import app as cli
+from weft.errors import ConfigError
+from weft.plan import Context, Pipe, Tensor
+from weft.run_file import load_run, run_from_tables
+from weft.run_tables import TrainConfig
+from weft.schema import parse_toml
+
+ROOT = Path(__file__).parents[2]
+Refuse = Callable[..., str]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_run_file(tmp_path)
+
+
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refuse:
+    """Calls `weft` in this process and returns its one line; nothing may be started before it is printed."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a process or a group was started for a run that cannot work")
+
+    for name in (
+        "weft.commands.train.prove",
+        "weft.commands.train.start_ranks",
+        "weft.train.setup.init_process_group",
+    ):
+        monkeypatch.setattr(name, start)
+
+    def call(*arguments: object, command: str = "train") -> str:
+        monkeypatch.setattr(sys, "argv", ["weft", command, *map(str, arguments)])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert left.value.code == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("weft: ")
+        return lines[0]
+
+    return call
+
+
+BAD_OVERRIDES = {
+    # unknown names
+    "trian.steps=5": "unknown key 'trian'; did you mean 'train'?",
+    "train.stpes=5": "unknown key 'train.stpes'; did you mean 'steps'?",
+    "plan.dta=2": "unknown key 'plan.dta'; did you mean 'data'?",
+    "plan.shard.stge=2": "unknown key 'plan.shard.stge'; did you mean 'stage'?",
+    "plan.memory.recomputation=full": "unknown key 'plan.memory.recomputation'; did you mean 'recompute'?",
+    "model.hiden_size=64": "unknown key 'model.hiden_size'; did you mean 'hidden_size'?",
+    "model.architecture=lama": "unknown 'model.architecture' = 'lama'; did you mean 'llama'?",
+    "cluster=h10": "unknown cluster 'h10'; did you mean 'h100'?",
+    "plan.precision=fp16": "'plan.precision' = 'fp16' (a string) but it expects one of 'fp64', 'fp32', 'bf16'",
+    "train.schedule=cosin": "did you mean 'cosine'?",
+    # wrong types
+    "train.steps=many": "'train.steps' = 'many' (a string) but it expects an integer",
+    "train.steps=1.5": "'train.steps' = 1.5 (a number) but it expects an integer",
+    "train.batch=true": "'train.batch' = True (true or false) but it expects an integer",
+    "plan.shard=all": "expects an integer or a table { degree, stage }",
+    "plan.shard.stage=4": "expects one of 1, 2, 3",
+    "train=5": "'train' = 5 but it expects a table [train]",
+    "name=5": "'name' = 5 but it expects a string",
+    "name=": "'name' is empty",
+    "folder=": "'folder' is empty",
+    "train.steps.more=2": "override 'train.steps.more=2': 'train.steps' = 15 is no table",
+    # syntax
+    "train.steps": "override 'train.steps' is not of the form section.key=value",
+    "=5": "is not of the form section.key=value",
+    "train..steps=5": "is not of the form section.key=value",
+    # numbers that do not fit
+    "plan.data=0": "plan.data = 0; a degree is at least 1",
+    "plan.shard=-4": "plan.shard = -4; a degree is at least 1",
+    "plan.data=3": "batch = 16 sequences does not divide over 3 ranks (data 3 × shard 1); use 15 or 18",
+    "plan.shard=32": "batch = 16 sequences does not divide over 32 ranks (data 1 × shard 32); use 32",
+    "train.batch=0": "a batch of 0 sequences",
+    "plan.micro_batch=3": "plan.micro_batch = 3 does not divide the 16 sequences of each rank",
+    "plan.micro_batch=0": "plan.micro_batch = 0; a micro-batch holds at least 1 sequence",
+    "plan.memory.accumulate=slice": "plan.memory.accumulate = 'slice' needs shard.stage 2 or 3",
+    "model.num_attention_heads=7": "num_attention_heads = 7",
+    "model.num_key_value_heads=3": "num_key_value_heads = 3 does not divide num_attention_heads = 4",
+    "model.vocab_size=100": "has a vocabulary of 100 but tokenizer 'bytes' has 257 tokens",
+    "cluster=h100:1x9": "asks for 9 devices per node but",
+    "train.batch_tokens=384": "give one of train.batch (sequences per step) and train.batch_tokens",
+    "train.steps=0": "train.steps = 0; it must be at least 1",
+    "train.warmup_steps=16": "train.warmup_steps = 16 and train.decay_steps = 0 exceed train.steps = 15",
+    "train.decay_steps=5": "train.decay_steps belongs to schedule = 'wsd'; given schedule = 'cosine'",
+    "train.evaluate_every=0": "train.evaluate_every = 0; it must be at least 1",
+    "train.learning_rate=-1.0": "train.learning_rate = -1.0",
+    "train.learning_rate=nan": "train.learning_rate = nan",
+    "train.beta1=1.0": "train.beta1 = 1.0",
+    "train.beta2=-0.5": "train.beta2 = -0.5",
+    "train.epsilon=-1e-8": "train.epsilon = -1e-08",
+    "train.weight_decay=-0.1": "train.weight_decay = -0.1",
+    "train.clip=0": "train.clip = 0.0",
+    "train.final_learning_rate=2": "train.final_learning_rate = 2.0",
+    "train.seed=99999999999999999999": "train.seed = 99999999999999999999",
+    "checkpoint.every=0": "checkpoint.every = 0; it must be at least 1",
+    "checkpoint.keep_last=0": "checkpoint.keep_last = 0; it must be at least 1",
+    "data.held_out=1": "data.held_out = 1.0; it is a fraction from 0 to below 1",
+    "data.sequence=0": "data.sequence = 0; it must be at least 1",
+    # data
+    "data.source=absent.txt": "there is no data at absent.txt",
+    "data.sequence=1000000": "needs at least 1000001 tokens, but the training data holds",
+    "data.tokenizer=absent.json": "cannot read the tokenizer absent.json",
+    # a device that is not there
+    "train.device=cuda": "train.device = 'cuda' but torch sees no GPU",
+}
+
+
+@pytest.mark.parametrize("override", BAD_OVERRIDES)
+def test_a_bad_value_is_one_line(run_file: Path, refuse: Refuse, override: str) -> None:
+    assert BAD_OVERRIDES[override] in refuse(run_file, override)
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_every_command_that_reads_a_run_file_refuses_alike(run_file: Path, refuse: Refuse, command: str) -> None:
+    assert "did you mean 'steps'?" in refuse(run_file, "train.stpes=5", command=command)
+
+
+def test_the_run_file_itself(tmp_path: Path, refuse: Refuse) -> None:
+    assert "absent.toml does not exist" in refuse(tmp_path / "absent.toml")
+    assert "Is a directory" in refuse(tmp_path)
+    path = tmp_path / "run.toml"
+    path.write_text("steps = = 5")
+    assert f"{path} is not valid TOML" in refuse(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read as UTF-8 text" in refuse(path)
+    path.write_text("")
+    assert "missing key 'data.source' (expects a string)" in refuse(path)
+    path.write_text("[run]\nsteps = 1\n")
+    assert "unknown key 'run'" in refuse(path)
+
+
+def test_neither_batch_nor_batch_tokens(run_file: Path, refuse: Refuse) -> None:
+    run_file.write_text(run_file.read_text().replace("batch = 16\n", ""))
+    assert "give one of train.batch" in refuse(run_file)
+    assert "train.batch_tokens = 100 is not a multiple of data.sequence = 24" in refuse(
+        run_file, "train.batch_tokens=100"
+    )
+
+
+def test_empty_data(run_file: Path, tmp_path: Path, refuse: Refuse) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    assert "holds no text" in refuse(run_file, "data.source=empty.txt")
+    (tmp_path / "nothing").mkdir()
+    assert "holds no data" in refuse(run_file, "data.source=nothing")
+
+
+def test_a_model_folder_and_a_model_table(run_file: Path, refuse: Refuse) -> None:
+    assert "model.folder already says what the model is; remove model.hidden_size" in refuse(run_file, "model.folder=x")
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "TORCHELASTIC_RUN_ID": "x"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "override", "words"),
+    [
+        ({}, "plan.data=2", "the plan needs 2 processes (data = 2) but torchrun started 3; start 2 or change the plan"),
+        ({}, "plan.data=1", "the plan needs 1 process but torchrun started 3"),
+        ({"RANK": "3"}, "plan.data=2", "torchrun gave rank 3, which is not below 3 ranks"),
+        ({"WORLD_SIZE": "two"}, "plan.data=2", "WORLD_SIZE = 'two' is not a whole number"),
+        ({"MASTER_PORT": ""}, "plan.data=2", "torchrun's variables are half set: MASTER_PORT missing"),
+    ],
+)
+def test_a_world_that_does_not_match(
+    run_file: Path,
+    refuse: Refuse,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    override: str,
+    words: str,
+) -> None:
+    for name, value in (TORCHRUN | environ).items():
+        monkeypatch.setenv(name, value)
+    assert words in refuse(run_file, override)
+
+
+def test_under_a_launcher_data_and_flags_are_checked_first(
+    run_file: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (TORCHRUN | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    assert "there is no data at" in refuse(run_file, "plan.data=2", "data.source=absent")
+    assert "--fresh" in refuse(run_file, "plan.data=2", "--fresh")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert "unknown cluster" in refuse(run_file, "plan.data=2", "cluster=h10")  # on every rank, not on the first only
+
+
+@pytest.mark.parametrize(
+    ("environ", "arguments", "words"),
+    [
+        ({}, ["train.stpes=5"], "unknown key 'train.stpes'; did you mean 'steps'?"),
+        pytest.param(
+            TORCHRUN,
+            ["plan.data=2"],
+            "the plan needs 2 processes (data = 2) but torchrun started 3",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_a_real_process_leaves_with_status_2(
+    run_file: Path, environ: dict[str, str], arguments: list[str], words: str
+) -> None:
+    command = [sys.executable, "-m", "weft", "train", str(run_file), *arguments]
+    left = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)} | environ, capture_output=True, text=True, timeout=300
+    )
+    assert left.returncode == 2
+    lines = left.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("weft: ")
+    assert words in lines[0]
+
+
+# --- what a run is
+
+
+def test_overrides_change_what_the_file_says(run_file: Path) -> None:
+    run = load_run(run_file, ["plan.shard=4", "plan.shard.stage=2", "train.learning_rate=1", "data.source=2 words"])
+    assert (run.plan.shard.degree, run.plan.shard.stage) == (4, 2)
+    short = ["plan.pipe=2", "plan.pipe.schedule=gpipe", "plan.context=2", "plan.context.kind=all-to-all"]
+    plan = load_run(run_file, [*short, "plan.tensor=2", "plan.tensor.sequence=true"]).plan
+    assert (plan.pipe, plan.context, plan.tensor) == (Pipe(2, "gpipe"), Context(2, "all-to-all"), Tensor(2, 1, True))
+    assert run.train.learning_rate == 1.0
+    assert run.data.source == "2 words"
+    assert run.name == "tiny"
+    assert run.folder == Path("runs/tiny")
+    assert load_run(run_file, ["name=other"]).folder == Path("runs/other")
+
+
+def test_the_vocabulary_is_the_tokenizers_unless_given(run_file: Path) -> None:
+    assert load_run(run_file).model.vocab_size == 257
+    assert load_run(run_file, ["model.vocab_size=320"]).model.vocab_size == 320
+
+
+def test_learned_positions_bound_the_sequence(run_file: Path) -> None:
+    text = run_file.read_text()
+    run_file.write_text('[model]\narchitecture = "gpt2"\nn_positions = 20\n' + text[text.index("[data]") :])
+    with pytest.raises(ConfigError, match=r"data\.sequence = 24 exceeds the model's n_positions = 20"):
+        load_run(run_file)
+
+
+def test_every_value_says_where_it_came_from(run_file: Path) -> None:
+    lines = load_run(run_file, ["train.steps=20", "plan.data=2"]).to_toml().splitlines()
+    assert "steps = 20  # override" in lines
+    assert "data = 2  # override" in lines
+    assert "batch = 16  # tiny.toml" in lines
+    assert "epsilon = 1e-08" in lines  # a default
+
+
+@given(
+    overrides=st.lists(
+        st.sampled_from(
+            [
+                *("plan.data=2", "plan.shard={degree=4, stage=2}", "plan.micro_batch=2", "plan.precision=bf16"),
+                *(
+                    "train.clip=inf",
+                    "train.seed=-3",
+                    "train.schedule=wsd",
+                    "checkpoint.every=7",
+                    "log.tensorboard=true",
+                ),
+                *('name=quote " and \\ back', "data.held_out=0", "model.rope_theta=5e5", "model.head_dim=8"),
+            ]
+        ),
+        unique=True,
+    )
+)
+def test_a_run_reads_back_what_it_wrote(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "round" / "tiny.toml"
+    if not file.exists():
+        file.parent.mkdir()
+        write_run_file(file.parent)
+    run = load_run(file, overrides)
+    again = run_from_tables(parse_toml(run.to_toml(), "run"), run.origins, "unused")
+    assert again == run
+
+
+@given(steps=st.integers(1, 50), warmup=st.integers(0, 60), decay=st.one_of(st.none(), st.integers(1, 60)))
+def test_warmup_and_decay_fit_into_the_steps(steps: int, warmup: int, decay: int | None) -> None:
+    def make() -> TrainConfig:
+        return TrainConfig(steps=steps, batch=1, schedule="wsd", warmup_steps=warmup, decay_steps=decay)
+
+    if warmup + (decay or 0) <= steps:
+        assert make().steps == steps
+    else:
+        with pytest.raises(ConfigError, match=r"exceed train\.steps"):
+            make()
