@@ -1,6 +1,6 @@
 """The axis pipe: every schedule, cut and model computes what the unsplit model does, holds and says what was predicted.
 
-`weft.proof.prove` compares loss, norm, gradients, parameters, traffic and state in float64. What it does not see is
+`weft.verify` compares loss, norm, gradients, parameters, traffic and state in float64. What it does not see is
 here too: activations alive at once, copies equal to the bit, draws, evaluation, and what is left when a rank dies. A
 sample that covers all runs always, the full product with `-m soak`. Negative controls break one thing each.
 """
