@@ -5,7 +5,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 PYTEST := $(BIN)/python -m pytest
-FAST := $(addprefix tests/test_,plan.py config.py schedule.py layout.py order.py cluster.py safety.py models.py)
 
 .PHONY: help install train test test-gpu check soak bench format clean
 
@@ -33,11 +32,11 @@ test-gpu:        ## every CUDA path through the commands, on a machine with a GP
 	$(PYTHON) -m pytest tests/gpu$(if $(PART),/test_$(PART).py) --numprocesses 6 --dist loadgroup \
 		--results benchmarks/results/test-gpu$(if $(PART),-$(PART)).json
 
-check: install   ## format, lint, types and the tests without processes, in about a minute
+check: install   ## format, lint, types and the tests that start no process
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(PYTEST) -x $(FAST)
+	$(PYTEST) -x -m "not processes" --numprocesses 2 --dist loadfile
 
 soak: install    ## the exhaustive versions of sampled tests
 	$(PYTEST) -m soak
