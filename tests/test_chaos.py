@@ -30,7 +30,7 @@ from weft.checkpoint import Piece, Region, Saver
 from weft.commands import chaos as chaos_command
 from weft.errors import ConfigError
 from weft.health.rank_status import FOLDER_VARIABLE, Status
-from weft.launch.fork_server import Death
+from weft.launch.fork_server import RankExit
 from weft.parallel.model_state import all_flats
 from weft.resilience.faults import VARIABLE, Faults, ask, request_path
 from weft.run_file import load_run
@@ -113,7 +113,7 @@ def test_a_kill_is_recovered_from_when_a_new_step_is_done_after_a_restart(tmp_pa
     ranks.at(7.0, 2, 2)
     assert ranks.signals == [(12, signal.SIGKILL)]
     ranks.at(7.1, 3)  # the other rank may finish the step that the killed one was in
-    ranks.storm.died(Death(1, -9))
+    ranks.storm.died(RankExit(1, -9))
     ranks.start()
     ranks.at(9.0, 2, 2)
     ranks.at(10.0, 3, 3)
@@ -133,7 +133,7 @@ def test_while_ranks_recover_they_can_only_be_killed(tmp_path: Path, run_file: P
         ranks.at(1.0, 2, 2)
         ranks.at(2.5)
         assert ranks.signals == signals
-        ranks.storm.died(Death(1, -9))
+        ranks.storm.died(RankExit(1, -9))
         ranks.at(9.0)  # the attempt is over: nobody is there to be struck
         assert ranks.signals == signals
 
@@ -283,26 +283,26 @@ def test_an_earlier_undisturbed_run_is_used_again_and_no_other(run_file: Path, t
     known = {"run": load_run(run_file, own).to_toml(), "folder": "there", "seconds": 9.0, "step_seconds": 0.1}
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "chaos.json").write_text(json.dumps(known))
-    nursery: Any = None  # nobody is started
-    assert chaos_command._in_peace(nursery, run_file, own, Console()) == Peace("there", 9.0, 0.1)
+    fork_server: Any = None  # nobody is started
+    assert chaos_command._in_peace(fork_server, run_file, own, Console()) == Peace("there", 9.0, 0.1)
     with pytest.raises(ConfigError, match="undisturbed is of another run file; remove it"):
-        chaos_command._in_peace(nursery, run_file, [*own, "train.steps=7"], Console())
+        chaos_command._in_peace(fork_server, run_file, [*own, "train.steps=7"], Console())
 
 
 def test_a_run_that_is_over_at_once_is_refused(run_file: Path, tmp_path: Path) -> None:
     """On a fast machine a small run ends before anybody has looked."""
     own = ["plan.data=2", "train.steps=3", f"folder={tmp_path / 'undisturbed'}"]
 
-    def train(nursery: Any, storm: Storm, *_: Any) -> tuple[int, Path]:
+    def train(fork_server: Any, storm: Storm, *_: Any) -> tuple[int, Path]:
         (storm.run.folder / "checkpoints" / "step-00000003").mkdir(parents=True)
         return 0, storm.run.folder / "agent.log"
 
-    nursery: Any = None  # nobody is started
+    fork_server: Any = None  # nobody is started
     with (
         patch.object(chaos_command, "_train", train),
         pytest.raises(ConfigError, match=r"was over before it was looked at; give it more steps \(train.steps\)"),
     ):
-        chaos_command._in_peace(nursery, run_file, own, Console())
+        chaos_command._in_peace(fork_server, run_file, own, Console())
 
 
 def test_checkpoints_that_differ_in_a_bit_are_told_apart(tmp_path: Path) -> None:

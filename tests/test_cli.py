@@ -223,8 +223,8 @@ def test_verify_fails_with_status_1_when_the_plan_is_wrong(
 def test_training_does_not_start_when_the_proof_fails(
     run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(nursery: Any, run: Any) -> Any:
-        report = prove(nursery, run)
+    def broken(fork_server: Any, run: Any) -> Any:
+        report = prove(fork_server, run)
         return replace(report, checks=(*report.checks, Check("sum", "1", "2", "rank 0", False)))
 
     monkeypatch.setattr(train_command, "prove", broken)

@@ -16,7 +16,7 @@ from weft.cluster.local_gpus import Gpu, described, gpus
 from weft.comm import backends
 from weft.errors import LocalError
 from weft.health.rank_status import Status
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.planner.predict import predict, run_cluster
@@ -188,14 +188,14 @@ def test_a_first_step_that_is_done_again_is_no_start(time: Time) -> None:
 def test_a_run_that_cannot_be_sampled_is_finished_all_the_same(
     run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Nursery.call
+    whole = ForkServer.call
 
-    def call(self: Nursery, job: str, **arguments: object) -> object:
+    def call(self: ForkServer, job: str, **arguments: object) -> object:
         if job == "sample":
             raise LocalError("'sample' failed: OutOfMemoryError: CUDA out of memory\ntrace")
         return whole(self, job, **arguments)
 
-    monkeypatch.setattr(Nursery, "call", call)
+    monkeypatch.setattr(ForkServer, "call", call)
     left = weft("train", run_file, f"folder={run_file.parent / 'run'}", "train.steps=3", "plan.data=1", "--no-verify")
     assert left.status == 0
     assert "no sample  'sample' failed: OutOfMemoryError: CUDA out of memory" in left.out

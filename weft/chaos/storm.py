@@ -2,11 +2,11 @@
 
     schedule(kinds, mtbf, num_ranks, seed)      faults one after the other, as a Poisson process brings them
     Storm                                       when each strikes what, and the times that are taken
-    StruckNursery(main)                         ranks that meet a storm; the agent above it knows of nothing
+    StormForkServer(main)                         ranks that meet a storm; the agent above it knows of nothing
 
-The agent asks its nursery for deaths ten times a second. A nursery with a `Storm` first looks at the ranks' pages (see
-status.py), takes the times, and strikes if the next fault is due. No thread, and no code of weft's that is not in use
-when ranks really die.
+The agent asks its fork server for exits ten times a second. A fork server with a `Storm` first looks at the pages (see
+rank_status.py), takes the times, and strikes if the next fault is due. No thread, and no code of weft's that is not in
+use when ranks really die.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from weft.errors import ConfigError
 from weft.health.rank_status import FOLDER_VARIABLE, Seen, last_seen
-from weft.launch.fork_server import Death, Nursery
+from weft.launch.fork_server import ForkServer, RankExit
 from weft.resilience.faults import INSIDE, ask, request_path
 from weft.resilience.shared_memory import copies_folder
 from weft.run_file import Run
@@ -134,7 +134,7 @@ class Storm:
     _slow: tuple[int, float] | None = None  # a rank's process, and until when
     _is_stopped: bool = False
 
-    # --- what the nursery tells
+    # --- what the fork server tells
 
     def starts(self, pids: Sequence[int], environ: Mapping[str, str]) -> None:
         """All ranks were started, once more."""
@@ -145,10 +145,10 @@ class Storm:
         self._resumed = newest_source(self.run, copies).step
         self._slow, self._is_stopped = None, False
 
-    def died(self, death: Death) -> None:
+    def died(self, rank_exit: RankExit) -> None:
         """A rank has ended."""
         self.ended_at = time.monotonic()
-        self._is_over |= death.status != 0
+        self._is_over |= rank_exit.status != 0
 
     def look(self) -> None:
         """Take the times, and strike if it is time to."""
@@ -252,23 +252,23 @@ class Storm:
         return self.ended_at - self.began_at if self.began_at is not None else 0.0
 
 
-class StruckNursery(Nursery):
-    """A nursery whose ranks meet a storm."""
+class StormForkServer(ForkServer):
+    """A fork server whose ranks meet a storm."""
 
     storm: Storm | None = None
 
     def start(self, num_ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[int]:
-        """As a nursery does."""
+        """As a fork server does."""
         pids = super().start(num_ranks, arguments, environ)
         if self.storm is not None:
             self.storm.starts(pids, environ)
         return pids
 
-    def death(self, timeout_seconds: float) -> Death | None:
-        """As a nursery does, after a look at what is due."""
+    def next_exit(self, timeout_seconds: float) -> RankExit | None:
+        """As a fork server does, after a look at what is due."""
         if self.storm is not None:
             self.storm.look()
-        death = super().death(timeout_seconds)
-        if self.storm is not None and death is not None:
-            self.storm.died(death)
-        return death
+        rank_exit = super().next_exit(timeout_seconds)
+        if self.storm is not None and rank_exit is not None:
+            self.storm.died(rank_exit)
+        return rank_exit

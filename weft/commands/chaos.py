@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from weft.chaos.report import Peace, Predicted, Report, by_kind, differences
-from weft.chaos.storm import Storm, StruckNursery, parse_kinds, schedule, settings
+from weft.chaos.storm import Storm, StormForkServer, parse_kinds, schedule, settings
 from weft.checkpoint.folder import step_name
 from weft.commands.console import format_seconds, print_json
 from weft.commands.run_planning import has_layout
@@ -44,7 +44,12 @@ class ChaosOptions(NamedTuple):
 
 
 def run_chaos(
-    nursery: StruckNursery, run_file: Path, overrides: list[str], asks: ChaosOptions, console: Console, as_json: bool
+    fork_server: StormForkServer,
+    run_file: Path,
+    overrides: list[str],
+    asks: ChaosOptions,
+    console: Console,
+    as_json: bool,
 ) -> None:
     """Both runs, and what they show; status 1 where they end differently."""
     if detect(os.environ) is not None:
@@ -56,13 +61,13 @@ def run_chaos(
     overrides = [*overrides, *settings(run, kinds)]
     base = run.folder.with_name(run.folder.name + ".chaos")
     prepare_data(run)
-    peace = _in_peace(nursery, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)
+    peace = _in_peace(fork_server, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as requests:
         own = [*overrides, f"folder={_new_folder(base)}"]
         run = load_run(run_file, own)
         faults = schedule(kinds, mtbf_seconds, run.plan.num_ranks, asks.seed)
         storm = Storm(run, faults, kinds, Path(requests), most=asks.faults)
-        status, log = _train(nursery, storm, console, "under faults")
+        status, log = _train(fork_server, storm, console, "under faults")
     last = Path("checkpoints") / step_name(run.train.steps)
     num_tensors, differ = 0, list[str]()
     if (run.folder / last).is_dir():
@@ -77,7 +82,7 @@ def run_chaos(
         raise SystemExit(1)
 
 
-def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], console: Console) -> Peace:
+def _in_peace(fork_server: StormForkServer, run_file: Path, overrides: list[str], console: Console) -> Peace:
     """The undisturbed run, or what is known of it from an earlier call."""
     run = load_run(run_file, overrides)
     known = run.folder / "chaos.json"
@@ -88,7 +93,7 @@ def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], cons
         raise ConfigError(f"{run.folder} is of another run file; remove it, or give another folder (folder = ...)")
     shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was stopped: its time would be too short
     storm = Storm(run, iter(()), (), Path())
-    status, log = _train(nursery, storm, console, "undisturbed")
+    status, log = _train(fork_server, storm, console, "undisturbed")
     if status or not (run.folder / "checkpoints" / step_name(run.train.steps)).is_dir():
         raise ConfigError(f"the undisturbed run did not end as it should (status {status}); see {log}")
     if not storm.step_seconds:
@@ -98,14 +103,14 @@ def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], cons
     return peace
 
 
-def _train(nursery: StruckNursery, storm: Storm, console: Console, title: str) -> tuple[int, Path]:
+def _train(fork_server: StormForkServer, storm: Storm, console: Console, title: str) -> tuple[int, Path]:
     """Train under the agent; its status, and the file with what it said."""
     storm.run.folder.mkdir(parents=True, exist_ok=True)
     log = storm.run.folder / "agent.log"
-    nursery.storm = storm
+    fork_server.storm = storm
     environ = {VARIABLE: str(storm.requests)} if storm.kinds else {}
     with _bar(console, title, storm.run.train.steps) as storm.told, open(log, "w") as file, redirect_stderr(file):
-        return start_ranks(nursery, storm.run, lambda file: ["train", str(file), "--json"], environ), log
+        return start_ranks(fork_server, storm.run, lambda file: ["train", str(file), "--json"], environ), log
 
 
 @contextmanager

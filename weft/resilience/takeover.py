@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # as document
 from weft.checkpoint import Saver
 from weft.errors import LostRankError, PlanError
 from weft.health.rank_status import FOLDER_VARIABLE, Lost, TakenOver, read_lost, tell_taken_over
-from weft.launch.environment import Place, current_store, meet_again, shutdown
+from weft.launch.environment import Place, current_store, rejoin_world, shutdown
 from weft.mesh import Mesh
 from weft.pipeline.runtime import Pipeline
 from weft.pipeline.sections import Numbers, Sections
@@ -72,7 +72,7 @@ class TakeOver:
         gc.collect()  # groups are closed when nobody holds them
         lost = self._await_word(why)
         new_rank = self._rank - (self._rank > lost.rank)
-        named = meet_again(store, f"weft/without-{lost.rank}", new_rank, num_ranks - 1, self._timeout)
+        named = rejoin_world(store, f"weft/without-{lost.rank}", new_rank, num_ranks - 1, self._timeout)
         told = self._tell_all(named, [rank for rank in range(num_ranks) if rank != lost.rank])
         newest = max(one.number for one in told.values())
         if any(one.number < newest - 1 for one in told.values()):
