@@ -347,7 +347,7 @@ def wait_for_a_fault(count: Path, most: int, status: Status, requests: Path) -> 
     """Ranks do not run ahead of the faults: how many come does not depend on how fast the machine is."""
     deadline = time.monotonic() + MOST_SECONDS
     while time.monotonic() < deadline:
-        seen, struck = status.seen(), int(count.read_text()) if count.exists() else 0
+        seen, struck = status.page(), int(count.read_text()) if count.exists() else 0
         assert seen is not None
         is_first = seen.step_seconds == 0  # of this attempt: faults wait for ranks that have done a step
         if struck == most or seen.step < BETWEEN * (struck + 1) or is_first or any(requests.iterdir()):

@@ -17,7 +17,7 @@ from sampled_for_tests import one_in
 from torch import Tensor
 
 from weft.errors import CorruptionError
-from weft.health.rank_status import FOLDER_VARIABLE, failures, record_failure
+from weft.health.rank_status import FOLDER_VARIABLE, read_failures, record_failure
 from weft.launch.local_ranks import LocalError
 from weft.mesh import Mesh
 from weft.parallel.model_state import all_flats, all_units
@@ -244,4 +244,4 @@ def test_who_is_at_fault() -> None:
 
 def test_corruption_may_be_healed_by_a_restart(tmp_path: Path) -> None:
     assert record_failure({FOLDER_VARIABLE: str(tmp_path)}, 0, CorruptionError("bits")) == 1
-    assert not failures(tmp_path, 1)[0].final
+    assert not read_failures(tmp_path, 1)[0].final

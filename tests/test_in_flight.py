@@ -51,7 +51,7 @@ def test_reserving_memory_for_the_first_copy_is_no_hang(tmp_path: Path) -> None:
     save = Saver.save
 
     def watched(self: Saver, step: int, *arguments: Any) -> None:
-        seen = pages[0].seen()
+        seen = pages[0].page()
         assert seen is not None
         if isinstance(self, MemoryCopies):
             with open(tmp_path / "watched.txt", "a") as file:

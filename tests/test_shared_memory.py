@@ -246,6 +246,6 @@ def test_a_page_takes_its_room_before_it_is_mapped(tmp_path: Path, monkeypatch: 
     page.step_begins(3)
     with Lookout(page, Place(0, 1, 0, 1, 1, "torchrun"), store, Deadline(60), tmp_path / "run"):
         page.phase("forward and backward")
-        assert page.seen() is not None
+        assert page.page() is not None
         assert not list(tmp_path.glob("*/rank-*.page"))
     assert not list(tmp_path.glob("weft-*"))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.errors import ConfigError
-from weft.health.rank_status import FOLDER_VARIABLE, Seen, last_seen
+from weft.health.rank_status import FOLDER_VARIABLE, StatusPage, read_page
 from weft.launch.fork_server import ForkServer, RankExit
 from weft.resilience.faults import INSIDE, ask, request_path
 from weft.resilience.shared_memory import copies_folder
@@ -153,7 +153,7 @@ class Storm:
     def look(self) -> None:
         """Take the times, and strike if it is time to."""
         now = time.monotonic()
-        found = [last_seen(self._folder, rank) for rank in range(len(self._pids))]
+        found = [read_page(self._folder, rank) for rank in range(len(self._pids))]
         seen = [one for one in found if one is not None]
         if not self._is_over and len(seen) == len(self._pids):
             self._take_times(seen, now)
@@ -172,7 +172,7 @@ class Storm:
             self._next = next(self.faults, None)
             self._due_at = now + (self._next.after_seconds if self._next is not None else 0)
 
-    def _take_times(self, seen: Sequence[Seen], now: float) -> None:
+    def _take_times(self, seen: Sequence[StatusPage], now: float) -> None:
         if self.began_at is None:
             self.began_at = now
         newest = max(seen, key=lambda one: one.step)

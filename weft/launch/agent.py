@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from weft.health.lost_ranks import Losses, describe_failures
-from weft.health.rank_status import FOLDER_VARIABLE, Failure, clear, failures, last_seen
-from weft.health.watchdog import Deadline, Watchdog, ask_for_stacks, keep_stacks
+from weft.health.lost_ranks import LostRankTracker, describe_failures
+from weft.health.rank_status import FOLDER_VARIABLE, Failure, clear, read_failures, read_page
+from weft.health.watchdog import Deadline, Watchdog, ask_for_stacks, collect_stacks
 from weft.launch.environment import LOCAL_RUN_ID_PREFIX
 from weft.launch.fork_server import SAVE_SECONDS, ForkServer
 
@@ -89,12 +89,12 @@ def start_local(
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = fork_server.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
             watchdog = Watchdog(Path(name), num_ranks, Deadline(restarts.hang_seconds, restarts.step_seconds))
-            losses = Losses(Path(name), num_ranks, watchdog, shadowed)
+            losses = LostRankTracker(Path(name), num_ranks, watchdog, shadowed)
             codes, hang = _watch(fork_server, pids, stop, watchdog, losses)
             if hang is None and not any(codes.values()):
                 return 0
             if hang is not None and stacks is not None:
-                hang += f"; their stacks are in {keep_stacks(Path(name), num_ranks, stacks)}"
+                hang += f"; their stacks are in {collect_stacks(Path(name), num_ranks, stacks)}"
             loss = _FailedAttempt.of(Path(name), codes, num_ranks, began_at, hang)
             now = time.monotonic()
             recent = [at for at in ended_at if at > now - restarts.window_seconds]
@@ -106,7 +106,7 @@ def start_local(
 
 
 def _watch(
-    fork_server: ForkServer, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: Losses
+    fork_server: ForkServer, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: LostRankTracker
 ) -> tuple[dict[int, int], str | None]:
     """Wait until all ranks have exited, one has failed, or they hang. Kills all ranks that are left.
 
@@ -121,19 +121,19 @@ def _watch(
             stop.kill_if_overdue()
             _collect(fork_server, codes)
             if stop.order is None:
-                losses.absorb(codes)
-                made_good = losses.look(codes)
+                losses.accept_loss(codes)
+                made_good = losses.poll(codes)
                 if made_good is not None:
                     _say(f"weft: {made_good}")
             if not codes:
-                hang, slow = watchdog.look()
+                hang, slow = watchdog.check()
                 if slow is not None:
                     _say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
         while stop.order is not None and len(codes) + losses.num_lost < len(pids) and time.monotonic() < deadline:
             _collect(fork_server, codes)  # all were asked to stop: the others may still be saving
         if hang is not None or any(codes.values()):
-            losses.give_back(codes)
+            losses.restore_exit_code(codes)
         if hang is not None:
             ask_for_stacks(watchdog.folder, pids)
     finally:
@@ -174,12 +174,12 @@ class _FailedAttempt:
     @staticmethod
     def of(folder: Path, codes: Mapping[int, int], num_ranks: int, began_at: int, hang: str | None) -> _FailedAttempt:
         codes = {rank: code for rank, code in codes.items() if code}
-        seen = {rank: found.step for rank in range(num_ranks) if (found := last_seen(folder, rank)) is not None}
+        seen = {rank: found.step for rank in range(num_ranks) if (found := read_page(folder, rank)) is not None}
         done = max(seen.values(), default=began_at)
         if hang is not None:
             return _FailedAttempt({}, None, None, done, done, began_at, hang)
         killed = [rank for rank, code in codes.items() if code < 0]
-        left = failures(folder, num_ranks)
+        left = read_failures(folder, num_ranks)
         if killed or not left:  # a killed rank explains the others' errors
             return _FailedAttempt(codes, None, None, seen.get(min(killed or codes)), done, began_at)
         culprit = next(iter(left))

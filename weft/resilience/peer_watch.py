@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]  # as documented
 
 from weft.errors import CheckpointError, LaunchError
-from weft.health.rank_status import FILES, Seen, Status, last_seen, page_path
+from weft.health.rank_status import FILE_PHASES, Status, StatusPage, page_path, read_page
 from weft.health.watchdog import Deadline, describe_hang, overdue_seconds
 from weft.launch.environment import Place
 from weft.resilience.shared_memory import claim, job_folder
@@ -51,11 +51,11 @@ class Lookout:
         self._host_folder, self._claim = _open_host_folder(store, place)
         if self._host_folder is not None:
             with suppress(LaunchError):  # no room: this rank's page stays its own
-                status.show_in(self._host_folder)
+                status.publish_in(self._host_folder)
         store.set(f"place/{place.rank}", status.place)
         self._store_place = store.get("place/0").decode() if place.rank else status.place
         self._call, self._quiet_until = 0, 0.0
-        self._overdue: Seen | None = None  # the page at the last look, if it was that
+        self._overdue: StatusPage | None = None  # the page at the last look, if it was that
         self._closed, self._is_settled = threading.Event(), threading.Event()
         self._is_settled.set()
         self._thread = threading.Thread(target=self._look_out, name="lookout", daemon=True)
@@ -77,7 +77,7 @@ class Lookout:
     def _look_out(self) -> None:
         poll_seconds = max(_POLL_SECONDS, self._place.num_ranks / _RANKS_A_SECOND)
         while not self._closed.wait(poll_seconds):
-            seen = self._status.seen()
+            seen = self._status.page()
             if seen is None:
                 continue  # setting up: what it waits for there has its own deadline
             self._deadline.measure(seen)
@@ -86,7 +86,7 @@ class Lookout:
                 self._alarm()
             self._overdue = seen if is_due else None  # all may just have been stopped for a while: look twice
 
-    def _is_overdue(self, seen: Seen) -> bool:
+    def _is_overdue(self, seen: StatusPage) -> bool:
         return time.monotonic() > self._quiet_until and overdue_seconds([seen]) > self._deadline.seconds
 
     # --- after a call
@@ -129,7 +129,7 @@ class Lookout:
 
     def _judge(self, stacks: Path) -> bool:
         """Put together what all have said; say so and return True if it is a hang."""
-        seen: dict[int, Seen] = {}
+        seen: dict[int, StatusPage] = {}
         is_overdue = False
         for rank, text in self._mail.get_all(f"said/{self._call}", range(self._place.num_ranks)).items():
             pages, finds_it_overdue = _decode(text)
@@ -137,16 +137,16 @@ class Lookout:
             for number, page in pages.items():
                 if number == rank or number not in seen:  # a rank knows itself best
                     seen[number] = page
-        if not is_overdue or any(page.doing in FILES for page in seen.values()):
+        if not is_overdue or any(page.doing in FILE_PHASES for page in seen.values()):
             return False
         silent = [rank for rank in range(self._place.num_ranks) if rank not in seen]
         places = self._mail.get_all("place", silent)
         self._say(describe_hang(seen, places, overdue_seconds(seen.values())), stacks)
         return True
 
-    def _judge_alone(self, known: Mapping[int, Seen], stacks: Path) -> bool:
+    def _judge_alone(self, known: Mapping[int, StatusPage], stacks: Path) -> bool:
         """By what this host knows. The lowest rank of it speaks for those that call as well."""
-        if any(page.doing in FILES for page in known.values()):
+        if any(page.doing in FILE_PHASES for page in known.values()):
             return False
         if self._host_folder is not None:
             own = self._host_folder / f"called-{self._place.rank:05d}"
@@ -178,7 +178,7 @@ class Lookout:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / f"rank-{self._place.rank:05d}.txt", "w") as file:
-                seen = self._status.seen()
+                seen = self._status.page()
                 file.write(f"rank {self._place.rank}: {seen}\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
@@ -196,31 +196,31 @@ def _open_host_folder(store: Store, place: Place) -> tuple[Path | None, Any]:
         return None, None
 
 
-def _known(folder: Path | None, status: Status) -> dict[int, Seen]:
+def _known(folder: Path | None, status: Status) -> dict[int, StatusPage]:
     """What the ranks of this host were last seen doing; this one has begun a step."""
-    found: dict[int, Seen] = {}
+    found: dict[int, StatusPage] = {}
     for path in folder.glob("rank-*.page") if folder is not None else []:
         rank = int(path.stem.partition("-")[2])
-        seen = last_seen(path.parent, rank)
+        seen = read_page(path.parent, rank)
         if seen is not None:
             found[rank] = seen
-    own = status.seen()
+    own = status.page()
     assert own is not None
     return {**found, status.rank: own}
 
 
-def _encode(known: Mapping[int, Seen], is_overdue: bool) -> str:
+def _encode(known: Mapping[int, StatusPage], is_overdue: bool) -> str:
     """As JSON, with ages in place of times: clocks of hosts do not agree."""
     now = time.monotonic()
     pages = {rank: {**asdict(seen), "at": now - seen.at} for rank, seen in known.items()}
     return json.dumps({"pages": pages, "is_overdue": is_overdue})
 
 
-def _decode(text: str) -> tuple[dict[int, Seen], bool]:
+def _decode(text: str) -> tuple[dict[int, StatusPage], bool]:
     """What a rank knows, and whether it finds its own wait overdue."""
     now, said = time.monotonic(), json.loads(text)
     pages = {
-        int(rank): Seen(**{**page, "at": now - page["at"], "peers": tuple(page["peers"])})
+        int(rank): StatusPage(**{**page, "at": now - page["at"], "peers": tuple(page["peers"])})
         for rank, page in said["pages"].items()
     }
     return pages, said["is_overdue"]

@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # as document
 
 from weft.checkpoint import Saver
 from weft.errors import LostRankError, PlanError
-from weft.health.rank_status import FOLDER_VARIABLE, Lost, TakenOver, read_lost, tell_taken_over
+from weft.health.rank_status import FOLDER_VARIABLE, LostRank, StageTakeover, read_lost_rank, write_takeover
 from weft.launch.environment import Place, current_store, rejoin_world, shutdown
 from weft.mesh import Mesh
 from weft.pipeline.runtime import Pipeline
@@ -86,13 +86,13 @@ class TakeOver:
         self._saver.without(lost.rank, [one.num_saves for one in told.values()])
         if self._rank == lost.rank - 1:
             seconds = time.monotonic() - lost.at
-            tell_taken_over(self._folder, TakenOver(lost.rank, self._rank, self._step() + 1, seconds))
+            write_takeover(self._folder, StageTakeover(lost.rank, self._rank, self._step() + 1, seconds))
         return None if self.sections.number == newest else ahead[0].last
 
-    def _await_word(self, why: str) -> Lost:
+    def _await_word(self, why: str) -> LostRank:
         """Who was lost, by the agent, which ends this process if nobody can take over."""
         deadline = time.monotonic() + _WORD_SECONDS
-        while (lost := read_lost(self._folder)) is None:
+        while (lost := read_lost_rank(self._folder)) is None:
             if time.monotonic() > deadline:
                 raise LostRankError(f"{why}; nobody said within {_WORD_SECONDS:.0f} s that a rank was lost")
             time.sleep(_POLL_SECONDS)
