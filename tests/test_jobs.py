@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from runs_for_tests import make_run, write_run_file
 
-from weft.cluster.local_gpus import VISIBLE_VARIABLE, Gpu, described
+from weft.cluster.local_gpus import VISIBLE_VARIABLE, Gpu, hide_gpus
 from weft.commands.jobs import command_fork_server, prove
 from weft.errors import LocalError, PlanError
 from weft.launch.fork_server import ForkServer
@@ -82,7 +82,7 @@ def test_ranks_see_the_gpus_that_the_command_hides_from_itself(
     if visible is not None:
         monkeypatch.setenv(VISIBLE_VARIABLE, visible)
     seen = tmp_path / "seen"
-    with make() as fork_server, described([Gpu("NVIDIA H200", 1, (9, 0))]):
+    with make() as fork_server, hide_gpus([Gpu("NVIDIA H200", 1, (9, 0))]):
         fork_server.start(1, [str(seen)], {**os.environ, "OMP_NUM_THREADS": "1"})
         rank_exit = fork_server.next_exit(SECONDS)
     assert rank_exit is not None

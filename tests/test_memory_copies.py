@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weft.checkpoint import Checkpoint, Piece, Region
-from weft.comm import meet
+from weft.comm import barrier
 from weft.errors import DamagedError
 from weft.launch.environment import Place
 from weft.launch.local_ranks import run_local
@@ -49,7 +49,7 @@ def save(copies: MemoryCopies, *steps: int) -> None:
     for step in steps:
         copies.save(step, pieces_of(step, copies._rank, copies._num_ranks), {"step": step})
     copies.wait()
-    meet()
+    barrier()
 
 
 def read(copies: MemoryCopies, step: int) -> bool:

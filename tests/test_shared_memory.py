@@ -18,7 +18,7 @@ import pytest
 from test_memory_copies import on_hosts, pieces_of
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from weft.comm import meet
+from weft.comm import barrier
 from weft.errors import CheckpointError
 from weft.health.rank_status import Status
 from weft.health.watchdog import Deadline
@@ -190,7 +190,7 @@ def test_room_is_taken_before_a_file_is_mapped(tmp_path: Path, monkeypatch: pyte
 def save_twice(copies: MemoryCopies, said: list[str]) -> Any:
     for step in (2, 4):
         copies.save(step, pieces_of(step, copies._rank, copies._num_ranks), {})
-    meet()
+    barrier()
     return [said, copies.steps()]
 
 

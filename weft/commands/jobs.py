@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from weft.cluster.local_gpus import Gpu, described, look
+from weft.cluster.local_gpus import Gpu, hide_gpus, query_gpus
 from weft.comm.backends import DeviceType
 from weft.commands.gpu_check import check_gpu, describe
 from weft.launch.fork_server import ForkServer, Job, Main
@@ -46,7 +46,7 @@ def command_fork_server(main: Main, kind: type[ForkServer] = ForkServer, warms: 
     with kind(main, import_for_ranks if warms else lambda: None, JOBS) as fork_server:
         has_cuda = torch.version.cuda is not None or torch.version.hip is not None
         seen = fork_server.call("gpus") if has_cuda else []
-        with described([Gpu(**{**one, "capability": tuple(one["capability"])}) for one in seen]):
+        with hide_gpus([Gpu(**{**one, "capability": tuple(one["capability"])}) for one in seen]):
             yield fork_server
 
 
@@ -66,7 +66,7 @@ def prove(
 
 
 def _gpus() -> list[dict[str, Any]]:
-    return [asdict(one) for one in look(with_free_bytes=True)]
+    return [asdict(one) for one in query_gpus(with_free_bytes=True)]
 
 
 def _verify(run: str, device: DeviceType, precision: Literal["fp64", "bf16"], compiles: bool) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from weft.cluster.local_gpus import VISIBLE_VARIABLE
-from weft.comm import meet
+from weft.comm import barrier
 from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
 from weft.errors import LocalError
 from weft.health.rank_status import wait_for_stacks
@@ -202,7 +202,7 @@ def _join(place: _RankPlace, device: torch.device | None) -> None:
         timeout=timedelta(seconds=place.timeout_seconds + 30),
         device_id=device if "nccl" in backend else None,
     )
-    meet()  # without it, a rank that exits at once would break connections that other ranks still open to it
+    barrier()  # without it, a rank that exits at once would break connections that other ranks still open to it
 
 
 # --- in the parent process
