@@ -1,7 +1,8 @@
-"""Between a parallel model and a checkpoint: which pieces this rank writes, and how it takes them back under any plan.
+"""Saves and loads a parallel model and its optimizer: which pieces this rank writes, and how it reads them under any
+plan.
 
 Parameters (in the master dtype) and the optimizer's state are stored under each parameter's own name with the region
-that this rank holds, so the layout that saved and the layout that loads need not agree.
+that this rank holds. So the layout that loads may differ from the layout that saved.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SCALAR = Region.whole(())
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW over this rank's state; matrices decay, vectors (norms, biases) do not."""
+    """AdamW over this rank's parameters. Weight decay applies to matrices, not to vectors (norms, biases)."""
     trained = [(part, piece) for part, piece in named_pieces(model) if piece.requires_grad]
     groups = [
         {"params": [p for part, p in trained if len(part.parameter.shape) >= 2], "weight_decay": config.weight_decay},
@@ -43,7 +44,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
-    """The pieces that this rank writes: its share of what its replicas over `data` hold alike."""
+    """The pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work."""
     data = mesh["data"]
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
@@ -57,7 +58,7 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
         for kind, value in _state_of(optimizer, piece).items():
             if value.numel() == piece.numel() and value.dim() == piece.dim():
                 yield Piece(name, kind, region, value)
-            elif _begins(part):  # a scalar that every rank holds alike: whoever has the beginning writes it
+            elif _holds_first_element(part):  # a scalar that all ranks share: the rank with the first element writes it
                 yield Piece(name, kind, SCALAR, value)
     if mesh.is_first_of_stage:
         for name, buffer in dict(buffers_to_save(model)).items():
@@ -72,11 +73,11 @@ def _state_of(optimizer: Optimizer, piece: nn.Parameter) -> Mapping[str, Tensor]
 
 
 def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Fill this rank's pieces, and the optimizer's state for them, from a checkpoint saved under any plan."""
+    """Read this rank's parameters, and the optimizer's state for them, from a checkpoint saved under any plan."""
     kinds: dict[str, set[str]] = {}
     for entry in checkpoint.entries():
         kinds.setdefault(entry.name, set()).add(entry.kind)
-    _refuse_leftovers(checkpoint, model)
+    _refuse_unknown_parameters(checkpoint, model)
     if isinstance(optimizer, AdamW):
         optimizer.synchronize()
     states: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -97,7 +98,7 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
             if is_pending(state):
                 refuse_undelayed(name)
             states[piece] = state
-        elif piece.requires_grad:  # at once, so that no second copy of all state is ever there
+        elif piece.requires_grad:  # written piece by piece, so that there is never a second copy of the whole state
             _write_state(optimizer, piece, state)
     for name, buffer in named_buffers(model):
         buffer.copy_(checkpoint.read(name, "buffer"))
@@ -109,12 +110,12 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
 
 
 def load_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Fill the parameters only, for evaluation, generation or export."""
+    """Read the parameters and buffers only, for evaluation, generation or export."""
     load_state(checkpoint, model, None)
 
 
-def _refuse_leftovers(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """A checkpoint that holds more than the model is of another model."""
+def _refuse_unknown_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Raise CheckpointError if the checkpoint has a parameter that the model lacks: it is of another model."""
     names = parameter_names(model)
     for entry in checkpoint.entries("parameter"):
         if entry.name not in names:
@@ -132,7 +133,9 @@ def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, pi
 
 
 def _write_state(optimizer: AdamW, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-    """A checkpoint from before the first update has no state: what the optimizer holds by now is forgotten."""
+    """Write a parameter's optimizer state. A checkpoint from before the first update has none, so the state is
+    reset.
+    """
     if state:
         optimizer.write_state(piece, state)
     else:
@@ -140,7 +143,7 @@ def _write_state(optimizer: AdamW, piece: nn.Parameter, state: Mapping[str, Tens
 
 
 def _load_optimizer(optimizer: Optimizer, states: dict[nn.Parameter, dict[str, Tensor]]) -> None:
-    """Through the optimizer's own load_state_dict, which puts each value where it keeps it."""
+    """Load the states with the optimizer's own load_state_dict."""
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     optimizer.load_state_dict(
         {
@@ -157,7 +160,7 @@ def _region(part: Part) -> Region:
     return Region(cut.shape, cut.intervals, part.start, part.stop)
 
 
-def _begins(part: Part) -> bool:
-    """Whether the part holds the first element of the whole parameter."""
+def _holds_first_element(part: Part) -> bool:
+    """Whether this rank's part holds the first element of the whole parameter."""
     cut = part.parameter.cut
     return part.start == 0 and (cut is None or all(pieces[0][0] == 0 for pieces in cut.intervals if pieces))

@@ -83,7 +83,7 @@ class TakeOver:
         before = told[lost.rank - 1]
         mesh.without_one()
         self._model.take_over(lost.rank, newest, done, before.has_gradients and before.number == newest)
-        self._saver.without(lost.rank, [one.num_saves for one in told.values()])
+        self._saver.continue_without(lost.rank, [one.num_saves for one in told.values()])
         if self._rank == lost.rank - 1:
             seconds = time.monotonic() - lost.at
             write_takeover(self._folder, StageTakeover(lost.rank, self._rank, self._step() + 1, seconds))
