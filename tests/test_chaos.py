@@ -32,7 +32,7 @@ from weft.errors import ConfigError
 from weft.health.rank_status import FOLDER_VARIABLE, Status
 from weft.launch.fork_server import RankExit
 from weft.parallel.model_state import all_flats
-from weft.resilience.faults import VARIABLE, Faults, ask, request_path
+from weft.resilience.faults import VARIABLE, Faults, request_fault, request_path
 from weft.run_file import load_run
 from weft.train import loop
 
@@ -180,9 +180,9 @@ def test_a_flip_is_one_bit_and_a_nan_is_one_step(tmp_path: Path, run_file: Path)
         before = [flat.slice.clone() for flat in flats]
         watched.step += 1  # type: ignore[attr-defined]
         if watched.step == 2 and self._path.name == "rank-00001.fault":  # type: ignore[attr-defined]
-            ask(requests, 1, "nan", 7)
+            request_fault(requests, 1, "nan", 7)
         if watched.step == 4 and self._path.name == "rank-00001.fault":  # type: ignore[attr-defined]
-            ask(requests, 1, "flip", 7)
+            request_fault(requests, 1, "flip", 7)
         strike(self, model)
         bits = [flat.slice.view(torch.int32) ^ old.view(torch.int32) for flat, old in zip(flats, before, strict=True)]
         flipped = [word & 0xFFFFFFFF for words in bits for word in words[words != 0].tolist()]

@@ -20,7 +20,7 @@ from weft.health.watchdog import Deadline, Watchdog, describe_hang, overdue_seco
 from weft.launch.environment import Place
 from weft.resilience import peer_watch as lookout
 from weft.resilience import shared_memory
-from weft.resilience.peer_watch import Lookout, _decode, _encode, _Mail
+from weft.resilience.peer_watch import Lookout, _decode, _encode, _StoreClient
 
 NOW = 1000.0
 
@@ -258,12 +258,12 @@ class Deaf(HashStore):
 
 def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookout, "_STORE_SECONDS", 0.1)
-    mail = _Mail(Deaf())
-    assert not mail.has("call/0")
-    asking = mail._asking
-    assert not mail.has("call/0")  # and the question is not asked again
-    assert mail.call("call/0", "now") is None
-    assert mail._asking is asking
+    client = _StoreClient(Deaf())
+    assert not client.has("call/0")
+    asking = client._asking
+    assert not client.has("call/0")  # and the question is not asked again
+    assert client.set_once("call/0", "now") is None
+    assert client._asking is asking
 
 
 def test_a_rank_that_saves_calls_a_hang_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from weft.errors import ConfigError
 from weft.health.rank_status import FOLDER_VARIABLE, StatusPage, read_page
 from weft.launch.fork_server import ForkServer, RankExit
-from weft.resilience.faults import INSIDE, ask, request_path
+from weft.resilience.faults import RANK_KINDS, request_fault, request_path
 from weft.resilience.shared_memory import copies_folder
 from weft.run_file import Run
 from weft.train.local_job import newest_source
@@ -205,8 +205,8 @@ class Storm:
                 return
             kind = "kill"
         self._end_slowness()
-        if kind in INSIDE:
-            ask(self.requests, fault.rank, kind, fault.seed)
+        if kind in RANK_KINDS:
+            request_fault(self.requests, fault.rank, kind, fault.seed)
             self._asked = fault
             return
         if kind == "partition":
