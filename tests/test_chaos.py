@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from runs_for_tests import make_run, train_on_ranks, write_run_file
 
-from weft.chaos.report import Peace, Predicted, by_kind, differences
-from weft.chaos.storm import KINDS, Fault, Storm, Struck, parse_kinds, schedule, settings
+from weft.chaos.report import BaselineRun, GoodputPrediction, by_kind, differences
+from weft.chaos.storm import KINDS, Fault, FaultRecord, Storm, parse_kinds, schedule, settings
 from weft.checkpoint import Piece, Region, Saver
 from weft.commands import chaos as chaos_command
 from weft.errors import ConfigError
@@ -87,7 +87,7 @@ class Ranks:
         self.now = 100.0
 
     def start(self) -> None:
-        self.storm.starts([11, 12], self.environ)
+        self.storm.ranks_started([11, 12], self.environ)
         self.pages = [Status(self.environ, rank) for rank in range(2)]
 
     def at(self, seconds: float, *steps: int) -> None:
@@ -100,7 +100,7 @@ class Ranks:
             patch("weft.chaos.storm.time.monotonic", lambda: self.now),
             patch("weft.chaos.storm.os.kill", lambda pid, number: self.signals.append((pid, number))),
         ):
-            self.storm.look()
+            self.storm.poll()
 
 
 def test_a_kill_is_recovered_from_when_a_new_step_is_done_after_a_restart(tmp_path: Path, run_file: Path) -> None:
@@ -113,11 +113,11 @@ def test_a_kill_is_recovered_from_when_a_new_step_is_done_after_a_restart(tmp_pa
     ranks.at(7.0, 2, 2)
     assert ranks.signals == [(12, signal.SIGKILL)]
     ranks.at(7.1, 3)  # the other rank may finish the step that the killed one was in
-    ranks.storm.died(RankExit(1, -9))
+    ranks.storm.rank_exited(RankExit(1, -9))
     ranks.start()
     ranks.at(9.0, 2, 2)
     ranks.at(10.0, 3, 3)
-    ((one),) = ranks.storm.struck
+    ((one),) = ranks.storm.records
     assert (one.kind, one.ranks, one.step) == ("kill", [1], 2)
     assert one.seconds == ranks.storm.recovering_seconds == pytest.approx(3.0)
     assert by_kind([one])["all"]["longest_seconds"] == pytest.approx(3.0)
@@ -133,7 +133,7 @@ def test_while_ranks_recover_they_can_only_be_killed(tmp_path: Path, run_file: P
         ranks.at(1.0, 2, 2)
         ranks.at(2.5)
         assert ranks.signals == signals
-        ranks.storm.died(RankExit(1, -9))
+        ranks.storm.rank_exited(RankExit(1, -9))
         ranks.at(9.0)  # the attempt is over: nobody is there to be struck
         assert ranks.signals == signals
 
@@ -146,7 +146,7 @@ def test_a_slow_rank_stops_and_goes_on_and_is_awake_in_the_end(tmp_path: Path, r
         ranks.at(tenth / 10, tenth, tenth)
     assert ranks.signals.count((12, signal.SIGSTOP)) in (9, 10, 11)
     assert ranks.signals[-1] == (12, signal.SIGCONT)
-    assert [one.seconds for one in ranks.storm.struck] == [None]  # nothing to recover from
+    assert [one.seconds for one in ranks.storm.records] == [None]  # nothing to recover from
 
 
 def test_a_partition_stops_half_of_the_ranks(tmp_path: Path, run_file: Path) -> None:
@@ -217,8 +217,8 @@ def test_the_prediction_is_what_a_simulation_finds(run_file: Path) -> None:
     """Kills that take 2 s, hangs that take 5 s; a step a tenth of a second; a fault in 20 s."""
     storm = Storm(make_run(run_file, "predicted", "plan.data=2"), iter(()), ("kill", "hang"), Path())
     taken = {"kill": 2.0, "hang": 5.0}
-    storm.struck = [Struck(kind, [0], 0.0, 9, 0, seconds + 0.1) for kind, seconds in taken.items()]
-    found = Predicted.of(storm, 0.1, 20.0)
+    storm.records = [FaultRecord(kind, [0], 0.0, 9, 0, seconds + 0.1) for kind, seconds in taken.items()]
+    found = GoodputPrediction.of(storm, 0.1, 20.0)
     assert found is not None
     assert found.interval_seconds == pytest.approx(0.1)
     assert found.restart_seconds == pytest.approx(3.5)
@@ -229,7 +229,7 @@ def test_the_prediction_is_what_a_simulation_finds(run_file: Path) -> None:
         kept += (gap - left) // 0.1 * 0.1 if gap > left else 0
         left = taken[draw.choice(["kill", "hang"])]
     assert found.goodput == pytest.approx(kept / passed, rel=0.01)
-    assert Predicted.of(Storm(storm.run, iter(()), ("slow",), Path()), 0.1, 20.0) is None
+    assert GoodputPrediction.of(Storm(storm.run, iter(()), ("slow",), Path()), 0.1, 20.0) is None
 
 
 # --- bad input
@@ -284,7 +284,7 @@ def test_an_earlier_undisturbed_run_is_used_again_and_no_other(run_file: Path, t
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "chaos.json").write_text(json.dumps(known))
     fork_server: Any = None  # nobody is started
-    assert chaos_command._in_peace(fork_server, run_file, own, Console()) == Peace("there", 9.0, 0.1)
+    assert chaos_command._in_peace(fork_server, run_file, own, Console()) == BaselineRun("there", 9.0, 0.1)
     with pytest.raises(ConfigError, match="undisturbed is of another run file; remove it"):
         chaos_command._in_peace(fork_server, run_file, [*own, "train.steps=7"], Console())
 
@@ -331,15 +331,15 @@ class Patient(Storm):
 
     count: Path
 
-    def _strike(self, fault: Fault, is_training: bool, now: float) -> None:
+    def _inject(self, fault: Fault, is_training: bool, now: float) -> None:
         if is_training:
-            super()._strike(fault, is_training, now)
+            super()._inject(fault, is_training, now)
         else:
             self._next = fault
 
-    def _note(self, *arguments: Any) -> None:
-        super()._note(*arguments)
-        self.count.with_suffix(".new").write_text(str(len(self.struck)))
+    def _record(self, *arguments: Any) -> None:
+        super()._record(*arguments)
+        self.count.with_suffix(".new").write_text(str(len(self.records)))
         self.count.with_suffix(".new").rename(self.count)
 
 
