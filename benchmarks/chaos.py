@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from weft.chaos.report import by_kind
-from weft.chaos.storm import Struck
+from weft.chaos.storm import FaultRecord
 
 ROOT = Path(__file__).parents[1]
 RATES = {"4s": 100, "8s": 65, "16s": 40}  # mean time between faults: how many are to be survived
@@ -44,7 +44,7 @@ def storm(mtbf: str, seed: int, overrides: list[str]) -> dict[str, Any]:
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """All runs of a rate: goodput over all of their time, and of the prediction the same."""
     seconds = sum(one["seconds"] for one in runs)
-    faults = [Struck(**fault) for one in runs for fault in one["faults"]]
+    faults = [FaultRecord(**fault) for one in runs for fault in one["faults"]]
     predicted = len(runs) / sum(1 / one["predicted"]["goodput"] for one in runs)  # equal work in each run
     restart = sum(one["predicted"]["restart_seconds"] for one in runs) / len(runs)
     return {

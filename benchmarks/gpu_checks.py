@@ -68,7 +68,7 @@ POOLS: list[tuple[tuple[int, ...], tuple[int, int, int], Any, dict[str, Any]]] =
 def pools(device: torch.device) -> Iterator[Row]:
     if device.type != "cuda":
         return
-    from weft.models.vision.pool_kernel import by_kernel
+    from weft.models.vision.pool_kernel import kernel_pools
 
     for shape, window, plain, settings in POOLS:
         images = torch.randn(shape, device=device, dtype=torch.bfloat16).to(memory_format=torch.channels_last)
@@ -76,7 +76,7 @@ def pools(device: torch.device) -> Iterator[Row]:
         first = images.double().clone(memory_format=torch.contiguous_format).requires_grad_()  # whose gradient is right
         expected = plain(first, *window, **settings)
         (gradient,) = torch.autograd.grad(expected, first, _draws(expected.bfloat16()).double())
-        for name, pool in (("torch", plain), ("weft", by_kernel()[plain])):
+        for name, pool in (("torch", plain), ("weft", kernel_pools()[plain])):
             row[name], *found = _pooled(partial(pool, images.requires_grad_(), *window, **settings), images)
             row[name]["result_difference"] = _difference(found[0], expected)
             row[name]["gradient_difference"] = _difference(found[1], gradient)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weft.cluster.hardware import load
-from weft.data.formats import Shape
+from weft.data.formats import ImageShape
 from weft.models import VisionConfig
 from weft.models.catalog import load_model
 from weft.plan import Pipe, Plan, Tile
@@ -74,7 +74,7 @@ def best(kind: str, name: str, size: int, batch: int) -> Row:
     """The fastest that fits."""
     config = load_model(name)
     assert isinstance(config, VisionConfig)
-    model = planned_images(config, Shape(size, size, 3), "fp32", load(CLUSTER))
+    model = planned_images(config, ImageShape(size, size, 3), "fp32", load(CLUSTER))
     limit, found = model.cluster.node.device.memory_bytes, Row(name, size, batch, kind)
     for plan, count in plans(kind, model, batch):
         held = model.held(plan, count).total_bytes

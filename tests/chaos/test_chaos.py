@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from runs_for_tests import make_run, train_on_ranks, write_run_file
 
-from weft.chaos.report import Peace, Predicted, by_kind, differences
-from weft.chaos.storm import KINDS, Fault, Storm, Struck, parse_kinds, schedule, settings
+from weft.chaos.report import BaselineRun, GoodputPrediction, by_kind, differences
+from weft.chaos.storm import KINDS, Fault, FaultRecord, Storm, parse_kinds, schedule, settings
 from weft.checkpoint import Piece, Region, Saver
 from weft.commands import chaos as chaos_command
 from weft.errors import ConfigError
 from weft.health.rank_status import FOLDER_VARIABLE, Status
-from weft.launch.fork_server import Death
+from weft.launch.fork_server import RankExit
 from weft.parallel.model_state import all_flats
-from weft.resilience.faults import VARIABLE, Faults, ask, request_path
+from weft.resilience.faults import VARIABLE, Faults, request_fault, request_path
 from weft.run_file import load_run
 from weft.train import loop, parts
 
@@ -87,7 +87,7 @@ class Ranks:
         self.now = 100.0
 
     def start(self) -> None:
-        self.storm.starts([11, 12], self.environ)
+        self.storm.ranks_started([11, 12], self.environ)
         self.pages = [Status(self.environ, rank) for rank in range(2)]
 
     def at(self, seconds: float, *steps: int) -> None:
@@ -100,7 +100,7 @@ class Ranks:
             patch("weft.chaos.storm.time.monotonic", lambda: self.now),
             patch("weft.chaos.storm.os.kill", lambda pid, number: self.signals.append((pid, number))),
         ):
-            self.storm.look()
+            self.storm.poll()
 
 
 def test_a_kill_is_recovered_from_when_a_new_step_is_done_after_a_restart(tmp_path: Path, run_file: Path) -> None:
@@ -113,11 +113,11 @@ def test_a_kill_is_recovered_from_when_a_new_step_is_done_after_a_restart(tmp_pa
     ranks.at(7.0, 2, 2)
     assert ranks.signals == [(12, signal.SIGKILL)]
     ranks.at(7.1, 3)  # the other rank may finish the step that the killed one was in
-    ranks.storm.died(Death(1, -9))
+    ranks.storm.rank_exited(RankExit(1, -9))
     ranks.start()
     ranks.at(9.0, 2, 2)
     ranks.at(10.0, 3, 3)
-    ((one),) = ranks.storm.struck
+    ((one),) = ranks.storm.records
     assert (one.kind, one.ranks, one.step) == ("kill", [1], 2)
     assert one.seconds == ranks.storm.recovering_seconds == pytest.approx(3.0)
     assert by_kind([one])["all"]["longest_seconds"] == pytest.approx(3.0)
@@ -133,7 +133,7 @@ def test_while_ranks_recover_they_can_only_be_killed(tmp_path: Path, run_file: P
         ranks.at(1.0, 2, 2)
         ranks.at(2.5)
         assert ranks.signals == signals
-        ranks.storm.died(Death(1, -9))
+        ranks.storm.rank_exited(RankExit(1, -9))
         ranks.at(9.0)  # the attempt is over: nobody is there to be struck
         assert ranks.signals == signals
 
@@ -146,7 +146,7 @@ def test_a_slow_rank_stops_and_goes_on_and_is_awake_in_the_end(tmp_path: Path, r
         ranks.at(tenth / 10, tenth, tenth)
     assert ranks.signals.count((12, signal.SIGSTOP)) in (9, 10, 11)
     assert ranks.signals[-1] == (12, signal.SIGCONT)
-    assert [one.seconds for one in ranks.storm.struck] == [None]  # nothing to recover from
+    assert [one.seconds for one in ranks.storm.records] == [None]  # nothing to recover from
 
 
 def test_a_partition_stops_half_of_the_ranks(tmp_path: Path, run_file: Path) -> None:
@@ -180,9 +180,9 @@ def test_a_flip_is_one_bit_and_a_nan_is_one_step(tmp_path: Path, run_file: Path)
         before = [flat.slice.clone() for flat in flats]
         watched.step += 1  # type: ignore[attr-defined]
         if watched.step == 2 and self._path.name == "rank-00001.fault":  # type: ignore[attr-defined]
-            ask(requests, 1, "nan", 7)
+            request_fault(requests, 1, "nan", 7)
         if watched.step == 4 and self._path.name == "rank-00001.fault":  # type: ignore[attr-defined]
-            ask(requests, 1, "flip", 7)
+            request_fault(requests, 1, "flip", 7)
         strike(self, model)
         bits = [flat.slice.view(torch.int32) ^ old.view(torch.int32) for flat, old in zip(flats, before, strict=True)]
         flipped = [word & 0xFFFFFFFF for words in bits for word in words[words != 0].tolist()]
@@ -217,8 +217,8 @@ def test_the_prediction_is_what_a_simulation_finds(run_file: Path) -> None:
     """Kills that take 2 s, hangs that take 5 s; a step a tenth of a second; a fault in 20 s."""
     storm = Storm(make_run(run_file, "predicted", "plan.data=2"), iter(()), ("kill", "hang"), Path())
     taken = {"kill": 2.0, "hang": 5.0}
-    storm.struck = [Struck(kind, [0], 0.0, 9, 0, seconds + 0.1) for kind, seconds in taken.items()]
-    found = Predicted.of(storm, 0.1, 20.0)
+    storm.records = [FaultRecord(kind, [0], 0.0, 9, 0, seconds + 0.1) for kind, seconds in taken.items()]
+    found = GoodputPrediction.of(storm, 0.1, 20.0)
     assert found is not None
     assert found.interval_seconds == pytest.approx(0.1)
     assert found.restart_seconds == pytest.approx(3.5)
@@ -229,7 +229,7 @@ def test_the_prediction_is_what_a_simulation_finds(run_file: Path) -> None:
         kept += (gap - left) // 0.1 * 0.1 if gap > left else 0
         left = taken[draw.choice(["kill", "hang"])]
     assert found.goodput == pytest.approx(kept / passed, rel=0.01)
-    assert Predicted.of(Storm(storm.run, iter(()), ("slow",), Path()), 0.1, 20.0) is None
+    assert GoodputPrediction.of(Storm(storm.run, iter(()), ("slow",), Path()), 0.1, 20.0) is None
 
 
 # --- bad input
@@ -283,26 +283,26 @@ def test_an_earlier_undisturbed_run_is_used_again_and_no_other(run_file: Path, t
     known = {"run": load_run(run_file, own).to_toml(), "folder": "there", "seconds": 9.0, "step_seconds": 0.1}
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "chaos.json").write_text(json.dumps(known))
-    nursery: Any = None  # nobody is started
-    assert chaos_command._in_peace(nursery, run_file, own, Console()) == Peace("there", 9.0, 0.1)
+    fork_server: Any = None  # nobody is started
+    assert chaos_command._in_peace(fork_server, run_file, own, Console()) == BaselineRun("there", 9.0, 0.1)
     with pytest.raises(ConfigError, match="undisturbed is of another run file; remove it"):
-        chaos_command._in_peace(nursery, run_file, [*own, "train.steps=7"], Console())
+        chaos_command._in_peace(fork_server, run_file, [*own, "train.steps=7"], Console())
 
 
 def test_a_run_that_is_over_at_once_is_refused(run_file: Path, tmp_path: Path) -> None:
     """On a fast machine a small run ends before anybody has looked."""
     own = ["plan.data=2", "train.steps=3", f"folder={tmp_path / 'undisturbed'}"]
 
-    def train(nursery: Any, storm: Storm, *_: Any) -> tuple[int, Path]:
+    def train(fork_server: Any, storm: Storm, *_: Any) -> tuple[int, Path]:
         (storm.run.folder / "checkpoints" / "step-00000003").mkdir(parents=True)
         return 0, storm.run.folder / "agent.log"
 
-    nursery: Any = None  # nobody is started
+    fork_server: Any = None  # nobody is started
     with (
         patch.object(chaos_command, "_train", train),
         pytest.raises(ConfigError, match=r"was over before it was looked at; give it more steps \(train.steps\)"),
     ):
-        chaos_command._in_peace(nursery, run_file, own, Console())
+        chaos_command._in_peace(fork_server, run_file, own, Console())
 
 
 def test_checkpoints_that_differ_in_a_bit_are_told_apart(tmp_path: Path) -> None:
@@ -331,15 +331,15 @@ class Patient(Storm):
 
     count: Path
 
-    def _strike(self, fault: Fault, is_training: bool, now: float) -> None:
+    def _inject(self, fault: Fault, is_training: bool, now: float) -> None:
         if is_training:
-            super()._strike(fault, is_training, now)
+            super()._inject(fault, is_training, now)
         else:
             self._next = fault
 
-    def _note(self, *arguments: Any) -> None:
-        super()._note(*arguments)
-        self.count.with_suffix(".new").write_text(str(len(self.struck)))
+    def _record(self, *arguments: Any) -> None:
+        super()._record(*arguments)
+        self.count.with_suffix(".new").write_text(str(len(self.records)))
         self.count.with_suffix(".new").rename(self.count)
 
 
@@ -347,7 +347,7 @@ def wait_for_a_fault(count: Path, most: int, status: Status, requests: Path) -> 
     """Ranks do not run ahead of the faults: how many come does not depend on how fast the machine is."""
     deadline = time.monotonic() + MOST_SECONDS
     while time.monotonic() < deadline:
-        seen, struck = status.seen(), int(count.read_text()) if count.exists() else 0
+        seen, struck = status.page(), int(count.read_text()) if count.exists() else 0
         assert seen is not None
         is_first = seen.step_seconds == 0  # of this attempt: faults wait for ranks that have done a step
         if struck == most or seen.step < BETWEEN * (struck + 1) or is_first or any(requests.iterdir()):

@@ -17,7 +17,7 @@ from sampled_for_tests import some_soak
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.checkpoint import Checkpoint, Entry, Piece, Region, Saver, latest, save, steps
+from weft.checkpoint import Checkpoint, Piece, Region, Saver, TensorEntry, latest, save, steps
 from weft.checkpoint import model_state as state
 from weft.checkpoint.model_state import load_state, make_optimizer, pieces_to_save
 from weft.errors import CheckpointError
@@ -279,7 +279,7 @@ def test_retention_keeps_the_last_ones_and_every_nth(run_file: Path, asynchronou
 def test_an_asynchronous_save_holds_the_step_it_was_asked_for(run_file: Path) -> None:
     """Steps go on while a slow save is written: it must hold the values of its own step, as a synchronous one does."""
 
-    def slow(file: str, pieces: Sequence[Piece]) -> tuple[tuple[Entry, ...], dict[str, Tensor]]:
+    def slow(file: str, pieces: Sequence[Piece]) -> tuple[tuple[TensorEntry, ...], dict[str, Tensor]]:
         time.sleep(0.3)
         return index(file, pieces)
 

@@ -18,10 +18,10 @@ from weft.cluster.hardware import (
     Device,
     Link,
     Node,
+    catalog_names,
     describe,
     load,
     local_cluster,
-    names,
     read_entry,
     ring_seconds,
 )
@@ -94,7 +94,7 @@ def write(tmp_path: Path, text: str, name: str = "small") -> Path:
 
 
 def test_catalog_holds_exactly_the_promised_names() -> None:
-    assert names() == sorted([*NODES, *MACHINES])
+    assert catalog_names() == sorted([*NODES, *MACHINES])
 
 
 @pytest.mark.parametrize("name", [*NODES, *MACHINES])
@@ -461,7 +461,7 @@ def test_describe_is_two_lines_with_the_key_figures() -> None:
 
 def test_the_page_lists_every_entry_with_its_figures() -> None:
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
-    for name in names():
+    for name in catalog_names():
         entry = read_entry(CATALOG / f"{name}.toml")
         node, device = entry.node, entry.node.device
         dtype = next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in device.peak_flops)

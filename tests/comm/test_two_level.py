@@ -29,9 +29,9 @@ from weft.comm import (
     add_traffic,
     all_gather,
     all_reduce,
+    barrier,
     collectives,
     expand,
-    meet,
     reduce_scatter,
 )
 from weft.comm import hierarchical as two_level
@@ -343,7 +343,7 @@ def test_a_run_takes_its_nodes_from_the_launcher_and_is_predicted_so(tmp_path: P
             setup.world(run, Place(index, 4, index % 2, 2, 2, "torchrun")) as mesh,
         ):
             levels = mesh["data"].levels
-            meet()
+            barrier()
         return [axis.name for axis in levels] if levels else []
 
     assert run_local(rank, 4) == [["data/node", "data/local"]] * 4

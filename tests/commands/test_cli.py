@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from weft import __version__
 from weft.checkpoint import steps
-from weft.cluster.local_gpus import Gpu, described
+from weft.cluster.local_gpus import Gpu, hide_gpus
 from weft.commands import app as cli
 from weft.commands import train as train_command
 from weft.commands.console import LiveReporter, format_bytes, format_seconds, step_line
@@ -124,7 +124,7 @@ def test_the_local_cluster_is_this_machine_as_often_as_there_are_hosts(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two hosts of two GPUs each run four ranks; this machine alone would have too few."""
-    with described([Gpu("Some GPU", 8 << 30, (8, 0))] * 2):
+    with hide_gpus([Gpu("Some GPU", 8 << 30, (8, 0))] * 2):
         cluster = run_cluster(load_run(run_file, ["plan.data=4"]), num_hosts=2)
     assert (cluster.num_nodes, cluster.node.num_devices) == (2, 2)
 
@@ -223,8 +223,8 @@ def test_verify_fails_with_status_1_when_the_plan_is_wrong(
 def test_training_does_not_start_when_the_proof_fails(
     run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(nursery: Any, run: Any) -> Any:
-        report = prove(nursery, run)
+    def broken(fork_server: Any, run: Any) -> Any:
+        report = prove(fork_server, run)
         return replace(report, checks=(*report.checks, Check("sum", "1", "2", "rank 0", False)))
 
     monkeypatch.setattr(train_command, "prove", broken)

@@ -1,4 +1,4 @@
-"""Jobs of the nursery: results and errors come back from a child, and ranks see the GPUs that the command hides."""
+"""Jobs of the fork server: results and errors come back from a child, and ranks see the GPUs that the command hides."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from runs_for_tests import make_run, write_run_file
 
-from weft.cluster.local_gpus import VISIBLE_VARIABLE, Gpu, described
-from weft.commands.jobs import command_nursery, prove
+from weft.cluster.local_gpus import VISIBLE_VARIABLE, Gpu, hide_gpus
+from weft.commands.jobs import command_fork_server, prove
 from weft.errors import LocalError, PlanError
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 
 SECONDS = 60.0
 
@@ -38,36 +38,36 @@ def tell_environment(arguments: list[str]) -> None:
     Path(arguments[0]).write_text(os.environ.get(VISIBLE_VARIABLE, "not set"))
 
 
-def make() -> Nursery:
-    return Nursery(tell_environment, jobs={"work": work})
+def make() -> ForkServer:
+    return ForkServer(tell_environment, jobs={"work": work})
 
 
 def test_jobs_answer_from_a_process_of_their_own() -> None:
-    with make() as nursery:
-        found = [nursery.call("work", what=word) for word in ("a", "b")]
+    with make() as fork_server:
+        found = [fork_server.call("work", what=word) for word in ("a", "b")]
     assert [one["what"] for one in found] == ["a", "b"]
     assert len({os.getpid(), *(one["pid"] for one in found)}) == 3
 
 
 def test_errors_of_weft_are_raised_again_and_others_are_told_with_their_trace() -> None:
-    with make() as nursery:
+    with make() as fork_server:
         with pytest.raises(PlanError, match=r"^x = 3 does not divide 4 heads$"):
-            nursery.call("work", what="plan error")
+            fork_server.call("work", what="plan error")
         with pytest.raises(LocalError, match=r"'work' failed: ZeroDivisionError: on purpose\n(.|\n)*in work"):
-            nursery.call("work", what="defect")
+            fork_server.call("work", what="defect")
         with pytest.raises(LocalError, match="the process of 'work' died with status -9 and left no answer"):
-            nursery.call("work", what="die")
-        assert nursery.call("work", what="again")["what"] == "again"
+            fork_server.call("work", what="die")
+        assert fork_server.call("work", what="again")["what"] == "again"
 
 
 def test_a_job_ends_with_the_command_that_asked_for_it(tmp_path: Path) -> None:
     started = tmp_path / "started"
-    nursery = make()
-    nursery._lines.write({"job": "work", "arguments": {"what": "stay", "path": str(started)}, "path": "unused"})
+    fork_server = make()
+    fork_server._lines.write({"job": "work", "arguments": {"what": "stay", "path": str(started)}, "path": "unused"})
     deadline = time.monotonic() + SECONDS
     while not (started.exists() and started.read_text()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    nursery.__exit__()  # waits for the nursery, which ends its job first
+    fork_server.__exit__()  # waits for the fork server, which ends its job first
     pid = int(started.read_text())
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -82,17 +82,17 @@ def test_ranks_see_the_gpus_that_the_command_hides_from_itself(
     if visible is not None:
         monkeypatch.setenv(VISIBLE_VARIABLE, visible)
     seen = tmp_path / "seen"
-    with make() as nursery, described([Gpu("NVIDIA H200", 1, (9, 0))]):
-        nursery.start(1, [str(seen)], {**os.environ, "OMP_NUM_THREADS": "1"})
-        death = nursery.death(SECONDS)
-    assert death is not None
-    assert death.status == 0
+    with make() as fork_server, hide_gpus([Gpu("NVIDIA H200", 1, (9, 0))]):
+        fork_server.start(1, [str(seen)], {**os.environ, "OMP_NUM_THREADS": "1"})
+        rank_exit = fork_server.next_exit(SECONDS)
+    assert rank_exit is not None
+    assert rank_exit.status == 0
     assert seen.read_text() == (visible or "not set")
 
 
 def test_a_run_is_refused_before_a_child_proves_it(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
-    with command_nursery(tell_environment) as nursery:
+    with command_fork_server(tell_environment) as fork_server:
         with pytest.raises(PlanError):
-            prove(nursery, make_run(run_file, "run", "plan.tensor.x=3", "plan.micro_batch=2"))
-        assert prove(nursery, make_run(run_file, "run", "plan.shard=2", "plan.micro_batch=2")).passed
+            prove(fork_server, make_run(run_file, "run", "plan.tensor.x=3", "plan.micro_batch=2"))
+        assert prove(fork_server, make_run(run_file, "run", "plan.shard=2", "plan.micro_batch=2")).passed

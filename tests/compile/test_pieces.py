@@ -23,7 +23,7 @@ from weft.inspection.blocks import find_blocks
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
-from weft.models.vision.pools import keeping, mend_averages
+from weft.models.vision.pools import fix_average_gradients, memory_only_pools
 from weft.profile.saved_in_pieces import as_in_pieces
 
 
@@ -103,7 +103,7 @@ def test_pieces_compute_the_same_and_alike_ones_are_compiled_once(codes: list[st
 def test_a_cell_keeps_what_is_foreseen(codes: list[str], has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results of convolutions and of ReLUs; of a ReLU behind a sum the mask too. Parameters are there anyway."""
     if has_kernels:
-        monkeypatch.setattr(weft.compile.pieces, "by_kernel", lambda node: keeping())
+        monkeypatch.setattr(weft.compile.pieces, "by_kernel", lambda node: memory_only_pools())
     cell, kept = Cell("batch", 16, 16, 8, False, False), []
     for parameter in cell.parameters():
         parameter.data = parameter.to(torch.bfloat16)
@@ -273,7 +273,7 @@ def test_pools_are_those_of_weft_where_it_has_kernels(codes: list[str], monkeypa
 
 def test_averages_of_parallel_models_are_those_of_weft_too(codes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     cell, pooled = Cell("batch", 16, 16, 8, False, False), list[int]()
-    mend_averages(cell)
+    fix_average_gradients(cell)
 
     def pool(given: Tensor, *settings: Any, **named: Any) -> Tensor:
         pooled.append(given.shape[1])

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from weft.data import formats, slides
-from weft.data.formats import BadImageError, Shape, reader_of
+from weft.data.formats import BadImageError, ImageShape, reader_of
 from weft.data.images import ImageFolder, open_folder, read_labels
 from weft.data.slides import make_slide, render, slide_folder, write_slide
 from weft.errors import DataError
@@ -117,7 +117,7 @@ def test_a_folder_of_slides_is_made_once_and_is_a_folder_of_images(tmp_path: Pat
     assert slide_folder(tmp_path / "cache", 20, SIZE, 3, lambda *_: told.append((0, 0))) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     assert told[-1] == (20, 20)
-    found = open_folder(folder, Shape(SIZE, SIZE, 3), 2, held_out=0.3)
+    found = open_folder(folder, ImageShape(SIZE, SIZE, 3), 2, held_out=0.3)
     assert found.held_out is not None
     assert len(found.train) + len(found.held_out) == 20
     assert len(found.held_out) > 0
@@ -128,7 +128,8 @@ def test_a_folder_of_slides_is_made_once_and_is_a_folder_of_images(tmp_path: Pat
 
 def test_other_slides_have_another_fingerprint(tmp_path: Path) -> None:
     prints = {
-        open_folder(slide_folder(tmp_path, 6, SIZE, seed), Shape(SIZE, SIZE, 3), 2).fingerprint for seed in (0, 1, 2)
+        open_folder(slide_folder(tmp_path, 6, SIZE, seed), ImageShape(SIZE, SIZE, 3), 2).fingerprint
+        for seed in (0, 1, 2)
     }
     assert len(prints) == 3
 
@@ -254,7 +255,7 @@ def make_folder(folder: Path, num: int = 6, suffix: str = ".npy", save: Any = np
 
 
 def opened(folder: Path, **options: Any) -> ImageFolder:
-    return open_folder(folder, Shape(HEIGHT, WIDTH, 3), 3, **options)
+    return open_folder(folder, ImageShape(HEIGHT, WIDTH, 3), 3, **options)
 
 
 def test_a_batch_is_scaled_and_channels_come_first(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 from gpu_for_tests import JOBS, ran
 
 from weft.commands.jobs import import_for_ranks
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 
 HERE = Path(__file__).parent
 BEGAN = time.time()
@@ -42,9 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     """Children that may use the GPU, whatever this process has done."""
-    with Nursery(lambda arguments: None, import_for_ranks, JOBS) as made:
+    with ForkServer(lambda arguments: None, import_for_ranks, JOBS) as made:
         yield made
 
 

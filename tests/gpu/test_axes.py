@@ -8,7 +8,7 @@ import pytest
 from gpu_for_tests import Case, prove, succeeded, weft, write_run
 from tensor_for_tests import SHIPPED, token_batch
 
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.plan import Context, Memory, Plan, Shard, Tensor
 
 TIED = SHIPPED["tied"]
@@ -42,31 +42,31 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_axis_on_the_gpu_equals_the_sequential_model(name: str, nursery: Nursery) -> None:
-    prove(nursery, "test_axes", name).require()
+def test_an_axis_on_the_gpu_equals_the_sequential_model(name: str, fork_server: ForkServer) -> None:
+    prove(fork_server, "test_axes", name).require()
 
 
 COMPILED = ["data 2", "x 2 × shard 2, selective recompute", "context 2, ring × data 2"]
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiled_blocks_equal_the_sequential_model(name: str, nursery: Nursery) -> None:
-    prove(nursery, "test_axes", name, compiles=True).require()
+def test_compiled_blocks_equal_the_sequential_model(name: str, fork_server: ForkServer) -> None:
+    prove(fork_server, "test_axes", name, compiles=True).require()
 
 
 @pytest.mark.parametrize("name", ["data 2 × shard 2, stage 3", "x 2 × y 2"])
-def test_bf16_is_near_the_sequential_model(name: str, nursery: Nursery) -> None:
-    prove(nursery, "test_axes", name, precision="bf16").require()
+def test_bf16_is_near_the_sequential_model(name: str, fork_server: ForkServer) -> None:
+    prove(fork_server, "test_axes", name, precision="bf16").require()
 
 
-def test_a_lost_reduction_is_found(nursery: Nursery) -> None:
-    failure = prove(nursery, "test_axes", "data 2", spoiled="reductions").first_failure
+def test_a_lost_reduction_is_found(fork_server: ForkServer) -> None:
+    failure = prove(fork_server, "test_axes", "data 2", spoiled="reductions").first_failure
     assert failure is not None
     assert failure.what in ("loss", "gradient norm", "worst gradient")
 
 
-def test_a_lost_reduction_is_found_in_bf16(nursery: Nursery) -> None:
-    assert not prove(nursery, "test_axes", "data 2", spoiled="reductions", precision="bf16").passed
+def test_a_lost_reduction_is_found_in_bf16(fork_server: ForkServer) -> None:
+    assert not prove(fork_server, "test_axes", "data 2", spoiled="reductions", precision="bf16").passed
 
 
 # --- as a user does

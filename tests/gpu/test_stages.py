@@ -8,7 +8,7 @@ from gpu_for_tests import Case, prove
 from pipeline_for_tests import UNet, chain, vectors
 from tensor_for_tests import SHIPPED, token_batch
 
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor
 
 DEEP = SHIPPED["two key heads"]
@@ -52,19 +52,19 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_axis_on_the_gpu_equals_the_sequential_model(name: str, nursery: Nursery) -> None:
-    prove(nursery, "test_stages", name).require()
+def test_an_axis_on_the_gpu_equals_the_sequential_model(name: str, fork_server: ForkServer) -> None:
+    prove(fork_server, "test_stages", name).require()
 
 
-def test_bf16_is_near_the_sequential_model(nursery: Nursery) -> None:
-    prove(nursery, "test_stages", "pipe 2, 1f1b × shard 2", precision="bf16").require()
+def test_bf16_is_near_the_sequential_model(fork_server: ForkServer) -> None:
+    prove(fork_server, "test_stages", "pipe 2, 1f1b × shard 2", precision="bf16").require()
 
 
-def test_a_lost_message_is_found(nursery: Nursery) -> None:
-    failure = prove(nursery, "test_stages", "pipe 4, 1f1b", spoiled="messages").first_failure
+def test_a_lost_message_is_found(fork_server: ForkServer) -> None:
+    failure = prove(fork_server, "test_stages", "pipe 4, 1f1b", spoiled="messages").first_failure
     assert failure is not None
     assert failure.what in ("loss", "gradient norm", "worst gradient")
 
 
-def test_a_lost_message_is_found_in_bf16(nursery: Nursery) -> None:
-    assert not prove(nursery, "test_stages", "pipe 4, 1f1b", spoiled="messages", precision="bf16").passed
+def test_a_lost_message_is_found_in_bf16(fork_server: ForkServer) -> None:
+    assert not prove(fork_server, "test_stages", "pipe 4, 1f1b", spoiled="messages", precision="bf16").passed

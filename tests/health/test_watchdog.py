@@ -15,12 +15,12 @@ from torch.distributed import HashStore, Store
 
 from weft.health import rank_status as status
 from weft.health import watchdog
-from weft.health.rank_status import FOLDER_VARIABLE, SAVING, WAITING, Seen, Status, last_seen, page_path
+from weft.health.rank_status import FOLDER_VARIABLE, SAVING, WAITING, Status, StatusPage, page_path, read_page
 from weft.health.watchdog import Deadline, Watchdog, describe_hang, overdue_seconds
 from weft.launch.environment import Place
 from weft.resilience import peer_watch as lookout
 from weft.resilience import shared_memory
-from weft.resilience.peer_watch import Lookout, _decode, _encode, _Mail
+from weft.resilience.peer_watch import Lookout, _decode, _encode, _StoreClient
 
 NOW = 1000.0
 
@@ -43,8 +43,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def page(doing: str, ago: float = 90, calls: int = 40, peers: tuple[int, ...] = (), **more: Any) -> Seen:
-    return Seen(17, calls, 1.0, 0.5, NOW - ago, doing, peers=peers, **more)
+def page(doing: str, ago: float = 90, calls: int = 40, peers: tuple[int, ...] = (), **more: Any) -> StatusPage:
+    return StatusPage(17, calls, 1.0, 0.5, NOW - ago, doing, peers=peers, **more)
 
 
 def test_the_deadline_is_predicted_then_measured_and_never_below_the_floor() -> None:
@@ -52,11 +52,11 @@ def test_the_deadline_is_predicted_then_measured_and_never_below_the_floor() -> 
     assert deadline.seconds == 450  # ten predicted steps
     assert Deadline(60, 1.0).seconds == Deadline(60).seconds == 300  # five floors for the first step
     for step, seconds in enumerate([100.0, 7.0, 8.0], 1):
-        deadline.measure(Seen(step, 0, seconds, 0, 0, ""))
-        deadline.measure(Seen(step, 0, 1e6, 0, 0, ""))  # the same step, once more
+        deadline.measure(StatusPage(step, 0, seconds, 0, 0, ""))
+        deadline.measure(StatusPage(step, 0, 1e6, 0, 0, ""))  # the same step, once more
     assert deadline.seconds == 80
     for step in range(4, 30):
-        deadline.measure(Seen(step, 0, 0.1, 0, 0, ""))
+        deadline.measure(StatusPage(step, 0, 0.1, 0, 0, ""))
     assert deadline.seconds == 60
 
 
@@ -137,7 +137,7 @@ class Ranks:
 
     def after(self, seconds: float) -> tuple[str | None, str | None]:
         self.clock.now += seconds
-        return self._watchdog.look()
+        return self._watchdog.check()
 
 
 def test_work_that_takes_its_time_is_no_hang(tmp_path: Path, clock: Clock) -> None:
@@ -204,10 +204,10 @@ def test_whoever_looks_while_a_page_is_written_sees_a_rank_that_did_something(tm
             rank.step_begins(7)
             rank.wait_begins("all_reduce over data (#1)", [0, 2])
     try:
-        while (first := last_seen(tmp_path, 3)) is None or not first.peers:
+        while (first := read_page(tmp_path, 3)) is None or not first.peers:
             assert os.waitpid(writer, os.WNOHANG) == (0, 0)
         for _ in range(5000):
-            seen = last_seen(tmp_path, 3)
+            seen = read_page(tmp_path, 3)
             assert seen is not None
             assert (seen.step, seen.doing, seen.peers) == (7, WAITING + "all_reduce over data (#1)", (0, 2))
             assert seen.at > 0
@@ -218,19 +218,19 @@ def test_whoever_looks_while_a_page_is_written_sees_a_rank_that_did_something(tm
 
 def test_a_page_says_all_and_cuts_what_is_too_long(tmp_path: Path) -> None:
     rank = Status({FOLDER_VARIABLE: str(tmp_path)}, 3)
-    assert last_seen(tmp_path, 3) is None
+    assert read_page(tmp_path, 3) is None
     page_path(tmp_path, 3).write_bytes(bytes(page_path(tmp_path, 3).stat().st_size))  # as before the first word
-    assert last_seen(tmp_path, 3) is None
+    assert read_page(tmp_path, 3) is None
     rank.place = "host b"
     rank.step_begins(4)
     rank.phase("forward and backward")
     rank.enters("forward of block " + "x" * 500)
-    seen = last_seen(tmp_path, 3)
-    assert seen == rank.seen()
+    seen = read_page(tmp_path, 3)
+    assert seen == rank.page()
     assert seen is not None
     assert (seen.doing, seen.place, seen.peers, len(seen.inside)) == ("forward and backward", "host b", (), 144)
     rank.wait_begins("all_reduce over data (#1)", [0, 2])
-    seen = last_seen(tmp_path, 3)
+    seen = read_page(tmp_path, 3)
     assert seen is not None
     assert seen.is_waiting
     assert seen.peers == (0, 2)
@@ -258,12 +258,12 @@ class Deaf(HashStore):
 
 def test_a_store_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookout, "_STORE_SECONDS", 0.1)
-    mail = _Mail(Deaf())
-    assert not mail.has("call/0")
-    asking = mail._asking
-    assert not mail.has("call/0")  # and the question is not asked again
-    assert mail.call("call/0", "now") is None
-    assert mail._asking is asking
+    client = _StoreClient(Deaf())
+    assert not client.has("call/0")
+    asking = client._asking
+    assert not client.has("call/0")  # and the question is not asked again
+    assert client.set_once("call/0", "now") is None
+    assert client._asking is asking
 
 
 def test_a_rank_that_saves_calls_a_hang_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,9 +135,9 @@ class Case(NamedTuple):
     ranks_per_node: int | None = None
 
 
-def prove(nursery: Any, table: str, name: str, **options: Any) -> Report:
+def prove(fork_server: Any, table: str, name: str, **options: Any) -> Report:
     """The report on a case of a module, from a child that shares the GPU with its ranks."""
-    return report_from_json(nursery.call("prove", table=table, name=name, **options))
+    return report_from_json(fork_server.call("prove", table=table, name=name, **options))
 
 
 def _prove(

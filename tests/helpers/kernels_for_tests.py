@@ -22,7 +22,7 @@ from torch import Tensor
 
 from weft.models import loss_kernel
 from weft.models.loss import IGNORE, rows_loss
-from weft.models.vision.pool_kernel import by_kernel
+from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
@@ -159,7 +159,7 @@ def pools() -> dict[str, dict[str, float]]:
         values[0, :2, 0, :3], values[0, 2, 1:4, 1:4] = -math.inf, math.nan
         plain, settings = KINDS[name]
         sides = []
-        for pool in (plain, by_kernel()[plain]):
+        for pool in (plain, kernel_pools()[plain]):
             images = values.clone().requires_grad_()
             result = pool(images, *window, **settings, **more)
             draws = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))

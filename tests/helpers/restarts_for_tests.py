@@ -21,7 +21,7 @@ from runs_for_tests import Silent
 from weft.checkpoint import Checkpoint
 from weft.comm import Ledger
 from weft.launch.environment import detect
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.resilience import shared_memory
 from weft.run_file import Run, load_run
 from weft.train import loop
@@ -130,9 +130,9 @@ def train_under_agent(run_file: Path, run: Run, overrides: list[str], kill: Kill
         with (
             patch.object(shared_memory, "SHARED_MEMORY", memory),
             patch.dict(os.environ, OMP_NUM_THREADS="1"),
-            Nursery(rank_main) as nursery,
+            ForkServer(rank_main) as fork_server,
         ):
-            assert start_ranks(nursery, run, [json.dumps(spec)]) == 0
+            assert start_ranks(fork_server, run, [json.dumps(spec)]) == 0
         assert os.listdir(memory) == []
     finally:
         shutil.rmtree(memory)

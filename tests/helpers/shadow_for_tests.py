@@ -27,7 +27,7 @@ from weft.health import lost_ranks as losses
 from weft.health.rank_status import Status
 from weft.launch.agent import Restarts, start_local
 from weft.launch.environment import detect, init_process_group
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.parallel.apply import parallelize
@@ -202,6 +202,6 @@ def run_chain(
     with (
         patch.dict(os.environ, OMP_NUM_THREADS="1"),
         patch.object(losses, "_BEGIN_SECONDS", TIMEOUT.total_seconds()),  # however busy the machine is
-        Nursery(rank_main) as nursery,
+        ForkServer(rank_main) as fork_server,
     ):
-        return start_local(nursery, num_ranks, [json.dumps(spec)], {}, restarts, shadowed=True)
+        return start_local(fork_server, num_ranks, [json.dumps(spec)], {}, restarts, shadowed=True)

@@ -16,9 +16,9 @@ import pytest
 from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
 from weft.health import watchdog
 from weft.health.rank_status import Status
-from weft.launch.agent import Restarts, Source, start_local
+from weft.launch.agent import Restarts, ResumePoint, start_local
 from weft.launch.folder_lock import locked, refuse_if_used
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 
 DEADLINE_SECONDS = 120
 LIMIT = Restarts(2, 600)
@@ -32,10 +32,10 @@ def rank() -> int:
     return int(os.environ["RANK"])
 
 
-def run(main: Callable[[], object], restarts: Restarts = LIMIT, newest: Callable[[], Source] = Source) -> int:
+def run(main: Callable[[], object], restarts: Restarts = LIMIT, newest: Callable[[], ResumePoint] = ResumePoint) -> int:
     """The status of two ranks of `main`."""
-    with Nursery(lambda arguments: main()) as nursery:
-        return start_local(nursery, 2, [], {}, restarts, newest)
+    with ForkServer(lambda arguments: main()) as fork_server:
+        return start_local(fork_server, 2, [], {}, restarts, newest)
 
 
 def begin_step(step: int) -> Status:
@@ -98,7 +98,7 @@ def test_a_killed_rank_is_started_again(tmp_path: Path, capfd: pytest.CaptureFix
             wait_for_the_end_of(int(wait_for(tmp_path / "dies")))  # and then this rank loses the other
             raise RuntimeError("Connection closed by peer")
 
-    assert run(main, newest=lambda: Source(5, "runs/x/checkpoints/step-00000005")) == 0
+    assert run(main, newest=lambda: ResumePoint(5, "runs/x/checkpoints/step-00000005")) == 0
     assert capfd.readouterr().err == (
         "weft: rank 1 was killed by SIGKILL (by hand, or by the kernel when memory ran out), in step 8. All ranks "
         "start again (restart 1 of at most 2 within 600 s) and go on after step 5, from "
@@ -107,7 +107,7 @@ def test_a_killed_rank_is_started_again(tmp_path: Path, capfd: pytest.CaptureFix
 
 
 def test_an_error_in_the_middle_is_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(lambda: fail_after_step_7(ValueError("a bad day")), newest=lambda: Source(6, "memory")) == 0
+    assert run(lambda: fail_after_step_7(ValueError("a bad day")), newest=lambda: ResumePoint(6, "memory")) == 0
     said = capfd.readouterr().err
     assert said.startswith("Traceback (most recent call last):")
     assert "weft: rank 1 failed: ValueError: a bad day, in step 8. All ranks start again (restart 1 of" in said
@@ -124,7 +124,7 @@ def test_an_error_before_a_step_was_done_would_come_again(capfd: pytest.CaptureF
         begin_step(5)
         raise ValueError("wrong from the start")
 
-    assert run(main, newest=lambda: Source(5, "a checkpoint")) == 1
+    assert run(main, newest=lambda: ResumePoint(5, "a checkpoint")) == 1
     said = capfd.readouterr().err
     assert said.count("Traceback") == 1
     assert "failed: ValueError: wrong from the start\n" in said
@@ -139,7 +139,7 @@ def test_a_flipped_bit_is_tried_again_though_no_step_was_done(capfd: pytest.Capt
         if attempt() == 0:
             raise CorruptionError("silent corruption in step 6")
 
-    assert run(main, newest=lambda: Source(5, "memory")) == 0
+    assert run(main, newest=lambda: ResumePoint(5, "memory")) == 0
     assert "failed: silent corruption in step 6, in step 6. All ranks start again" in capfd.readouterr().err
 
 
@@ -167,8 +167,8 @@ def test_no_restart_after_a_signal_to_stop(capfd: pytest.CaptureFixture[str]) ->
             os.kill(int(os.environ["AGENT"]), signal.SIGTERM)
         time.sleep(DEADLINE_SECONDS)
 
-    with Nursery(lambda arguments: main()) as nursery:
-        status = start_local(nursery, 2, [], {"AGENT": str(os.getpid())}, LIMIT)
+    with ForkServer(lambda arguments: main()) as fork_server:
+        status = start_local(fork_server, 2, [], {"AGENT": str(os.getpid())}, LIMIT)
     assert status == 128 + signal.SIGTERM
     assert "start again" not in capfd.readouterr().err
 
@@ -204,15 +204,15 @@ def test_ranks_whose_nursery_is_killed_are_ended(tmp_path: Path) -> None:
             os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(DEADLINE_SECONDS)
 
-    begin = Nursery.start
+    begin = ForkServer.start
 
-    def start(self: Nursery, *arguments: Any) -> list[int]:
+    def start(self: ForkServer, *arguments: Any) -> list[int]:
         pids = begin(self, *arguments)
         publish(tmp_path / "known")  # the agent knows its ranks
         return pids
 
     with (
-        patch.object(Nursery, "start", start),
+        patch.object(ForkServer, "start", start),
         pytest.raises(LaunchError, match="the process that starts the ranks was killed"),
     ):
         run(main)
@@ -299,8 +299,8 @@ def test_a_rank_that_hangs_is_named_and_all_start_again(
     hangs: Callable[[Status], object], where: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In its own work, and in a receive of something else than the others wait for."""
-    with Nursery(lambda arguments: work_and_hang(hangs, tmp_path)) as nursery:
-        assert start_local(nursery, 2, [], {}, Restarts(1, 600, hang_seconds=1.2), stacks=tmp_path) == 0
+    with ForkServer(lambda arguments: work_and_hang(hangs, tmp_path)) as fork_server:
+        assert start_local(fork_server, 2, [], {}, Restarts(1, 600, hang_seconds=1.2), stacks=tmp_path) == 0
     said = capfd.readouterr().err
     assert said.count("\n") == 1
     assert re.match(
@@ -399,33 +399,33 @@ def test_only_ranks_that_are_not_reaped_are_signalled(tmp_path: Path) -> None:
             wait_for(tmp_path / "rank 0 is gone")
             raise ConfigError("stop here")
 
-    death = Nursery.death
+    rank_exit = ForkServer.next_exit
 
-    def told(self: Nursery, timeout_seconds: float) -> Any:
-        found = death(self, timeout_seconds)
+    def told(self: ForkServer, timeout_seconds: float) -> Any:
+        found = rank_exit(self, timeout_seconds)
         if found is not None and found.rank == 0:
             publish(tmp_path / "rank 0 is gone")
         return found
 
-    with Nursery(lambda arguments: main()) as nursery:
+    with ForkServer(lambda arguments: main()) as fork_server:
         with (
             patch.object(os, "kill", noting(os.kill)),
             patch.object(os, "killpg", noting(os.killpg)),
-            patch.object(Nursery, "death", told),
+            patch.object(ForkServer, "next_exit", told),
         ):
-            assert start_local(nursery, 2, [], {}, LIMIT) == 2
-        assert {parent for _, parent in signalled} == {nursery._pid}, signalled
+            assert start_local(fork_server, 2, [], {}, LIMIT) == 2
+        assert {parent for _, parent in signalled} == {fork_server._pid}, signalled
         assert len({pid for pid, _ in signalled}) == 2
 
 
 def test_the_ended_are_reaped_when_others_start_and_when_all_is_over() -> None:
-    with Nursery(lambda arguments: None) as nursery:
+    with ForkServer(lambda arguments: None) as fork_server:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        first = nursery.start(2, [], environ)
+        first = fork_server.start(2, [], environ)
         for _ in first:
-            wait_until(lambda: nursery.death(0.1), "a rank's end")
-        assert {parent_of(pid) for pid in first} == {nursery._pid}
-        second = nursery.start(1, [], environ)
+            wait_until(lambda: fork_server.next_exit(0.1), "a rank's end")
+        assert {parent_of(pid) for pid in first} == {fork_server._pid}
+        second = fork_server.start(1, [], environ)
         assert {parent_of(pid) for pid in first} == {None}
-        wait_until(lambda: nursery.death(0.1), "the rank's end")
+        wait_until(lambda: fork_server.next_exit(0.1), "the rank's end")
     assert parent_of(second[0]) is None

@@ -12,11 +12,11 @@ from commands_for_tests import Weft, caller
 from runs_for_tests import make_run, write_run_file
 
 from weft.cluster import local_gpus as devices
-from weft.cluster.local_gpus import Gpu, described, gpus
+from weft.cluster.local_gpus import Gpu, gpus, hide_gpus
 from weft.comm import backends
 from weft.errors import LocalError
 from weft.health.rank_status import Status
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.planner.predict import predict, run_cluster
@@ -42,7 +42,7 @@ def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_a_described_machine_is_seen_only_while_it_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(devices.VISIBLE_VARIABLE, "3")
-    with described([H200]):
+    with hide_gpus([H200]):
         assert gpus() == (H200,)
         assert os.environ[devices.VISIBLE_VARIABLE] == ""
     assert os.environ[devices.VISIBLE_VARIABLE] == "3"
@@ -66,7 +66,7 @@ def test_a_described_machine_is_seen_only_while_it_is_described(monkeypatch: pyt
 def test_a_precision_that_is_left_out_suits_the_device(
     machine: list[Gpu], overrides: list[str], precision: str, reason: str | None, run_file: Path
 ) -> None:
-    with described(machine):
+    with hide_gpus(machine):
         run = load_run(run_file, overrides)
     assert run.plan.precision == precision
     assert reason is None or run.precision_reason == reason
@@ -78,7 +78,7 @@ def test_the_start_says_which_precision_and_why(run_file: Path, weft: Weft) -> N
 
 
 def test_more_ranks_than_gpus_are_refused_unless_they_may_share(run_file: Path) -> None:
-    with described([H200]):
+    with hide_gpus([H200]):
         run = load_run(run_file, ["plan.data=4"])
         assert device_type(run) == "cuda"
         with pytest.raises(
@@ -188,14 +188,14 @@ def test_a_first_step_that_is_done_again_is_no_start(time: Time) -> None:
 def test_a_run_that_cannot_be_sampled_is_finished_all_the_same(
     run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = Nursery.call
+    whole = ForkServer.call
 
-    def call(self: Nursery, job: str, **arguments: object) -> object:
+    def call(self: ForkServer, job: str, **arguments: object) -> object:
         if job == "sample":
             raise LocalError("'sample' failed: OutOfMemoryError: CUDA out of memory\ntrace")
         return whole(self, job, **arguments)
 
-    monkeypatch.setattr(Nursery, "call", call)
+    monkeypatch.setattr(ForkServer, "call", call)
     left = weft("train", run_file, f"folder={run_file.parent / 'run'}", "train.steps=3", "plan.data=1", "--no-verify")
     assert left.status == 0
     assert "no sample  'sample' failed: OutOfMemoryError: CUDA out of memory" in left.out

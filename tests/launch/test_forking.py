@@ -17,8 +17,8 @@ import weft
 import weft.proof.prove
 from weft.errors import LaunchError, LocalError, PlanError
 from weft.launch import fork as forking
-from weft.launch.fork_server import Nursery
-from weft.launch.function_names import find, name_of
+from weft.launch.fork_server import ForkServer
+from weft.launch.function_names import import_by_name, importable_name
 from weft.launch.local_ranks import run_local, run_spawned
 from weft.plan import Context, Plan, Shard
 
@@ -86,7 +86,7 @@ def test_commands_fork_behind_no_backward(arguments: list[str], tmp_path: Path) 
 
 
 def test_a_fork_behind_a_backward_is_noted(tmp_path: Path) -> None:
-    """The control: what `weft train` did before the nursery proved plans."""
+    """The control: what `weft train` did before the fork server proved plans."""
     code = """
 torch.ones(1, requires_grad=True).sum().backward()
 from weft.launch.local_ranks import run_local
@@ -134,7 +134,7 @@ def test_a_process_whose_backward_has_threads_forks_nothing() -> None:
     with pytest.raises(LaunchError, match="torch's backward has started its threads here"):
         run_local(lambda rank: rank, 2)
     with pytest.raises(LaunchError, match="start them before that"):
-        Nursery(lambda arguments: None)
+        ForkServer(lambda arguments: None)
 
 
 def test_a_process_that_uses_cuda_forks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +173,10 @@ def test_spawned_ranks_answer_or_say_who_failed() -> None:
 
 
 def test_functions_have_names_that_find_them_again(tmp_path: Path) -> None:
-    assert find(name_of(model, "model")) is model
+    assert import_by_name(importable_name(model, "model")) is model
     script = tmp_path / "script.py"
     script.write_text("def make():\n    return 5\nif __name__ == '__main__':\n    raise SystemExit(1)\n")
-    assert find(f"{script}:make")() == 5
+    assert import_by_name(f"{script}:make")() == 5
 
 
 def test_a_function_of_a_program_is_named_by_its_module_or_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +187,6 @@ def test_a_function_of_a_program_is_named_by_its_module_or_its_file(monkeypatch:
 
     make.__module__, make.__qualname__ = "__main__", "make"
     monkeypatch.setitem(sys.modules, "__main__", program)
-    assert name_of(make, "make") == "/somewhere/prove:make"
+    assert importable_name(make, "make") == "/somewhere/prove:make"
     program.__spec__ = importlib.machinery.ModuleSpec("package.prove", None)  # python -m package.prove
-    assert name_of(make, "make") == "package.prove:make"
+    assert importable_name(make, "make") == "package.prove:make"

@@ -25,7 +25,7 @@ from weft.launch import agent
 from weft.launch import environment as launch
 from weft.launch.agent import describe_failures, start_local
 from weft.launch.environment import Place, check_world, detect, expand_hosts, rendezvous
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 
 DEADLINE_SECONDS = 120
 FORK = multiprocessing.get_context("fork")
@@ -392,8 +392,8 @@ class Parent:
             os.dup2(file.fileno(), 2)
             sys.stderr = file  # pytest's own would not lead there
             before()
-            with Nursery(become) as nursery:
-                status = start_local(nursery, num_ranks, command, {"FOLDER": str(self.folder)})
+            with ForkServer(become) as fork_server:
+                status = start_local(fork_server, num_ranks, command, {"FOLDER": str(self.folder)})
         os._exit(status)
 
     def read(self, name: str) -> str:
@@ -604,13 +604,13 @@ def test_ranks_that_never_save_are_killed(start: Start) -> None:
 
 def test_a_signal_before_the_ranks_have_started(start: Start) -> None:
     def send_early() -> None:
-        begin = Nursery.start
+        begin = ForkServer.start
 
-        def send_and_begin(self: Nursery, *arguments: Any) -> list[int]:
+        def send_and_begin(self: ForkServer, *arguments: Any) -> list[int]:
             signal.raise_signal(signal.SIGTERM)
             return begin(self, *arguments)
 
-        Nursery.start = send_and_begin  # type: ignore[method-assign]
+        ForkServer.start = send_and_begin  # type: ignore[method-assign]
 
     parent = start.command(2, ["sleep", "60"], send_early)
     assert parent.end() == 128 + signal.SIGTERM
@@ -621,7 +621,7 @@ def test_the_parent_is_left_as_it_was() -> None:
     """In this very process: handlers and environment are restored."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     environ = dict(os.environ)
-    with Nursery(become) as nursery:
-        assert start_local(nursery, 1, ["true"], {"EXTRA": "1"}) == 0
+    with ForkServer(become) as fork_server:
+        assert start_local(fork_server, 1, ["true"], {"EXTRA": "1"}) == 0
     assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert dict(os.environ) == environ

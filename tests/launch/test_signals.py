@@ -159,14 +159,14 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.soak
 def test_a_killed_rank_does_not_end_the_command(tmp_path: Path, started: list[Command]) -> None:
-    """The whole way: the nursery's ranks are the grandchildren of the command."""
+    """The whole way: the fork server's ranks are the grandchildren of the command."""
     run_file = write_run_file(tmp_path)
     run = make_run(run_file, "killed", *OVERRIDES)
     command = Command(run_file, run, "--no-verify", "checkpoint.memory_every=2")
     started.append(command)
     command.wait_for_step(8)
-    (nursery,) = children(command.process.pid)
-    os.kill(children(nursery)[1], signal.SIGKILL)
+    (fork_server,) = children(command.process.pid)
+    os.kill(children(fork_server)[1], signal.SIGKILL)
     status, out, err = command.end()
     assert status == 0, err
     assert err.startswith("weft: rank 1 was killed by SIGKILL")

@@ -17,7 +17,7 @@ import weft.models.loss_head
 from weft.errors import PlanError
 from weft.inspection.live_bytes import LiveTensors
 from weft.models import loss as losses
-from weft.models.loss import IGNORE, ExampleLoss, count_unknown, head_loss, parts, rows_loss, token_loss
+from weft.models.loss import IGNORE, ExampleLoss, count_unknown, head_loss, row_slices, rows_loss, token_loss
 from weft.models.loss_head import install_loss_head, is_loss_in_head, loss_head_of
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorPlan
@@ -88,7 +88,7 @@ def test_what_is_frozen_gets_no_gradient_and_evaluation_none() -> None:
 def test_parts_cover_all_rows_once(num_rows: int, num_classes: int, numel: int) -> None:
     before, losses.PART_NUMEL = losses.PART_NUMEL, numel
     try:
-        found = parts(num_rows, num_classes)
+        found = row_slices(num_rows, num_classes)
     finally:
         losses.PART_NUMEL = before
     rows = [row for part in found for row in range(num_rows)[part]]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import weft.parallel.apply
 from weft.mesh import Mesh
 from weft.models.vision import pools
-from weft.models.vision.pools import Window, avg_pool2d, has_wrong_gradient, mend_averages
+from weft.models.vision.pools import PoolWindow, avg_pool2d, fix_average_gradients, has_wrong_gradient
 from weft.parallel.apply import parallelize
 from weft.plan import Plan, Tile
 from weft.spatial.tile_layout import Grid
@@ -58,7 +58,7 @@ def test_names_of_arguments_are_torchs() -> None:
 
 def test_names_of_arguments_of_pools_by_kernel_are_torchs_too() -> None:
     images = torch.empty(2, 8, 6, 6)
-    with pools.as_by_kernel():
+    with pools.memory_of_kernel_pools():
         assert F.max_pool2d(input=images, kernel_size=2).shape == (2, 8, 3, 3)
         assert F.avg_pool2d(input=images, kernel_size=3, stride=1).shape == (2, 8, 4, 4)
         assert torch.max_pool2d(input=images, kernel_size=2).shape == (2, 8, 3, 3)
@@ -81,7 +81,7 @@ def test_modules_are_mended() -> None:
     names, given = list(model.state_dict()), images()
     expected = gradient(model, given)
     forms: list[tuple[int, ...]] = []
-    mend_averages(model)
+    fix_average_gradients(model)
     with torch.autograd.graph.saved_tensors_hooks(lambda one: forms.append(one.stride()) or one, lambda one: one):
         found = gradient(model, given)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -118,7 +118,7 @@ def test_what_torchs_compiler_gets_right_is_compiled(settings: tuple[Any, ...], 
     torch._dynamo.reset()
     model, given = Pooled(*settings), images()
     expected = gradient(model, given)
-    mend_averages(model)
+    fix_average_gradients(model)
     found = gradient(torch.compile(model, backend=noted), given)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert "hardtanh" in functions
@@ -138,7 +138,7 @@ def test_parallel_models_are_mended_when_all_else_is_done() -> None:
         patched.setattr(weft.parallel.apply, "STRATEGIES", (*weft.parallel.apply.STRATEGIES, Looks()))
         parallelize(model, plan, Mesh(plan, "cpu"))
     assert nn.AvgPool2d in seen  # by which couples of convolutions are found
-    assert isinstance(model[1], pools._Average)
+    assert isinstance(model[1], pools._FixedAveragePool)
 
 
 def test_whole_images_behind_tiles_are_mended_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_images_on_gpus_have_channels_last() -> None:
 
 def test_kernels_leave_images_alone_whose_pixels_have_no_number() -> None:
     """They count pixels in 32 bits; of results there may be more than of the image."""
-    wide = Window.of(2, 1, 1)
+    wide = PoolWindow.of(2, 1, 1)
     assert wide.fits(torch.empty(1, 8, 40000, 40000, device="meta"))
     assert not wide.fits(torch.empty(2, 8, 40000, 40000, device="meta"))
     assert 46340 * 46340 < 2**31 < 46341 * 46341

@@ -18,7 +18,7 @@ from tiles_for_tests import Mixed, Streams, UNet, images
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from weft.comm import meet
+from weft.comm import barrier
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
@@ -234,7 +234,7 @@ def test_evaluates_what_it_trains(hand_over: Any) -> None:
         before = evaluate(model, batches, mesh).item()
         result = train_step(model, torch.optim.SGD(model.parameters(), 0.1), batches, mesh)
         after = evaluate(model, batches, mesh).item()
-        meet()
+        barrier()
         return [result.num_targets.item(), abs(before - result.loss.item()) < 1e-6, after < before]
 
     assert run_local(rank, 4) == [[8, True, True]] * 4

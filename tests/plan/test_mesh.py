@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.comm import Axis, all_gather, meet
+from weft.comm import Axis, all_gather, barrier
 from weft.errors import LaunchError
 from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import JOINT_AXES, Mesh, level_degrees, ranks_of, rectangle
@@ -43,7 +43,7 @@ def test_one_process_needs_no_group() -> None:
 def test_ranks_are_laid_out_with_the_last_axis_fastest() -> None:
     def rank(_: int) -> list[Any]:
         mesh = Mesh(Plan(data=2, shard=Shard(2), tensor=Tensor(2)))
-        meet()  # a rank that ends before others have their groups would break them off
+        barrier()  # a rank that ends before others have their groups would break them off
         return [mesh.coordinates, mesh.is_first]
 
     assert run_local(rank, 8) == [
@@ -55,7 +55,7 @@ def test_ranks_are_laid_out_with_the_last_axis_fastest() -> None:
 def test_axes_talk_to_the_ranks_that_differ_in_them_alone() -> None:
     def rank(_: int) -> dict[str, list[Any]]:
         mesh = Mesh(Plan(data=2, shard=Shard(2), tensor=Tensor(2)))
-        meet()
+        barrier()
         return {name: [mesh[name].index, peers(mesh[name])] for name in (*AXES, *JOINT_AXES)}
 
     # Rank 5 is data 1, shard 0, x 1.
@@ -81,7 +81,7 @@ def test_axes_talk_to_the_ranks_that_differ_in_them_alone() -> None:
 def test_joint_axes_share_the_group_of_the_only_axis_that_talks() -> None:
     def rank(_: int) -> bool:
         mesh = Mesh(Plan(shard=Shard(2)))
-        meet()
+        barrier()
         return all(mesh[name].group is mesh["shard"].group for name in JOINT_AXES if name != "tile")
 
     assert run_local(rank, 2) == [True, True]
@@ -186,7 +186,7 @@ def test_levels_talk_between_equal_places_and_inside_nodes() -> None:
 def test_equal_groups_of_levels_are_made_once() -> None:
     def rank(_: int) -> bool:
         mesh = Mesh(Plan(shard=Shard(4), hierarchical=True), ranks_per_node=2)
-        meet()
+        barrier()
         shard, world = mesh["shard"].levels, mesh["world"].levels
         assert shard is not None
         assert world is not None

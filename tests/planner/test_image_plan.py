@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.cluster.hardware import load
 from weft.commands.run_planning import image_run
-from weft.data.formats import Shape
+from weft.data.formats import ImageShape
 from weft.errors import ConfigError, PlanError
 from weft.models.catalog import load_model
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig
@@ -39,7 +39,7 @@ V100 = load("lassen").node.device
 
 @cache
 def small(cluster: str = "lassen:2", norm: Any = "batch") -> ImageModel:
-    return planned_images(replace(SMALL, norm=norm), Shape(SIZE, SIZE, 3), "fp32", load(cluster))
+    return planned_images(replace(SMALL, norm=norm), ImageShape(SIZE, SIZE, 3), "fp32", load(cluster))
 
 
 @cache
@@ -112,7 +112,7 @@ def test_hand_over_points_are_where_images_get_smaller() -> None:
 
 def test_blocks_of_two_streams_are_handed_over_with_both() -> None:
     # Each cell of AmoebaNet takes the results of the two before it.
-    model = planned_images(AmoebaNetDConfig(layers=3, filters=16), Shape(128, 128, 3), "fp32", load("lassen"))
+    model = planned_images(AmoebaNetDConfig(layers=3, filters=16), ImageShape(128, 128, 3), "fp32", load("lassen"))
     sections, tile = model.steps.sections, Tile(2, 2, "cells.3")
     assert sections.points == ("cells.0", "cells.1", "cells.3", "cells.5")
     at = sections.handed_over_at(tile)
@@ -124,9 +124,9 @@ def test_blocks_of_two_streams_are_handed_over_with_both() -> None:
 
 
 def test_a_skip_of_larger_images_leaves_no_point() -> None:
-    model = planned_images(UNetConfig(depth=2, width=4), Shape(64, 64, 3), "fp32", load("lassen"))
+    model = planned_images(UNetConfig(depth=2, width=4), ImageShape(64, 64, 3), "fp32", load("lassen"))
     assert model.steps.sections.points == ()
-    found = search(model, Question(1, 1, "fp32", parse_constraints(["until=down.1"]), Shape(64, 64, 3)))
+    found = search(model, Question(1, 1, "fp32", parse_constraints(["until=down.1"]), ImageShape(64, 64, 3)))
     assert not found.best
     words = (
         "behind a hand-over before 'down.1', block 'up.1' takes larger images from before it, which are in tiles, so "
@@ -168,7 +168,7 @@ def test_convolutions_of_one_channel_are_bound_by_memory() -> None:
 @pytest.mark.parametrize(("size", "seconds"), [(4096, 0.0755), (8192, 0.2751)])
 def test_resnet50_on_one_h200_as_measured(size: int, seconds: float) -> None:
     # benchmarks/results/images-h200.json; nothing is fitted to it.
-    model = planned_images(load_model("resnet50"), Shape(size, size, 3), "bf16", load("h200:1x1"))  # type: ignore[arg-type]
+    model = planned_images(load_model("resnet50"), ImageShape(size, size, 3), "bf16", load("h200:1x1"))  # type: ignore[arg-type]
     assert model.steps.step(Plan(micro_batch=1, precision="bf16"), 1).seconds == pytest.approx(seconds, rel=0.2)
 
 
@@ -221,7 +221,7 @@ def test_memory_is_near_what_the_strategies_state() -> None:
 
 
 def test_the_best_grid_and_hand_over_are_found() -> None:
-    question = Question(8, 1, "fp32", parse_constraints(["no pipe"]), Shape(SIZE, SIZE, 3))
+    question = Question(8, 1, "fp32", parse_constraints(["no pipe"]), ImageShape(SIZE, SIZE, 3))
     found = search(small(), question)
     best = found.best[0]
     assert best.plan.tile.degree == 8  # batch norm forbids data
@@ -233,7 +233,7 @@ def test_the_best_grid_and_hand_over_are_found() -> None:
 
 
 def test_data_is_allowed_with_other_norms_or_if_asked() -> None:
-    question = Question(8, 1, "fp32", parse_constraints(["data=8"]), Shape(SIZE, SIZE, 3))
+    question = Question(8, 1, "fp32", parse_constraints(["data=8"]), ImageShape(SIZE, SIZE, 3))
     assert not search(small(), question).best
     assert search(small(), replace(question, exact=False)).best[0].plan.exact is False
     assert search(small(norm="group"), question).best[0].plan.data == 8
@@ -241,21 +241,21 @@ def test_data_is_allowed_with_other_norms_or_if_asked() -> None:
 
 def test_constraints_on_tiles() -> None:
     wanted = parse_constraints(["tile=4", "rows=2", "fused=1", "until=layer3.0"])
-    found = search(small(), Question(8, 1, "fp32", wanted, Shape(SIZE, SIZE, 3), exact=False)).best
+    found = search(small(), Question(8, 1, "fp32", wanted, ImageShape(SIZE, SIZE, 3), exact=False)).best
     assert {(one.plan.tile.rows, one.plan.tile.columns, one.plan.tile.fused) for one in found} == {(2, 2, 1)}
     assert {one.plan.tile.until for one in found} == {"layer3.0"}
-    none = search(small(), Question(8, 1, "fp32", parse_constraints(["no tile"]), Shape(SIZE, SIZE, 3))).best
+    none = search(small(), Question(8, 1, "fp32", parse_constraints(["no tile"]), ImageShape(SIZE, SIZE, 3))).best
     assert all(one.plan.tile.degree == 1 and one.plan.pipe.degree == 8 for one in none)
     assert all(len(one.plan.pipe.split) == 7 for one in none)
 
 
 def test_an_image_too_large_for_one_device_is_tiled() -> None:
-    model = planned_images(SMALL, Shape(SIZE, SIZE, 3), "fp32", load("lassen:1"))
+    model = planned_images(SMALL, ImageShape(SIZE, SIZE, 3), "fp32", load("lassen:1"))
     device = replace(model.cluster.node.device, memory_bytes=int(model.held(Plan(micro_batch=1), 1).total_bytes))
     node = replace(model.cluster.node, device=replace(device, memory_bytes=device.memory_bytes - 10_000_000))
     tight = model.on(replace(model.cluster, node=node))
     best = search(
-        tight, Question(1, 1, "fp32", parse_constraints(["no recompute", "no pipe"]), Shape(SIZE, SIZE, 3))
+        tight, Question(1, 1, "fp32", parse_constraints(["no recompute", "no pipe"]), ImageShape(SIZE, SIZE, 3))
     ).best
     assert best
     assert all(one.plan.tile.degree == 4 for one in best)
@@ -268,4 +268,4 @@ def test_words() -> None:
         image_run("llama3-8b", "lassen:1", 8, 2048)
     with pytest.raises(ConfigError, match="--size 100 is no multiple of 32"):
         image_run("amoebanet-d-18-208", "lassen:1", 8, 100)
-    assert Question(1, 1, shape=Shape(64, 32, 3)).describe() == "1 image of 64 × 32 pixels"
+    assert Question(1, 1, shape=ImageShape(64, 32, 3)).describe() == "1 image of 64 × 32 pixels"

@@ -17,12 +17,12 @@ from sampled_for_tests import one_in
 from torch import Tensor
 
 from weft.errors import CorruptionError
-from weft.health.rank_status import FOLDER_VARIABLE, failures, record_failure
+from weft.health.rank_status import FOLDER_VARIABLE, read_failures, record_failure
 from weft.launch.local_ranks import LocalError
 from weft.mesh import Mesh
 from weft.parallel.model_state import all_flats, all_units
 from weft.resilience import corruption
-from weft.resilience.corruption import describe, differing, digest, digest_all
+from weft.resilience.corruption import describe, digest, digest_all, find_differences
 from weft.step.train_step import StepResult, train_step
 from weft.train import loop
 
@@ -187,7 +187,9 @@ def test_a_gradient_that_is_once_wrong_is_found(run_file: Path, layout: list[str
     def inject(model: Any, mesh: Mesh, number: int) -> None:
         if mesh.rank != rank or number != 4:
             return
-        (parameter, *_) = [one for one in corruption._computing(model) if one.dim() == 2 or not all_units(model)]
+        (parameter, *_) = [
+            one for one in corruption._trained_parameters(model) if one.dim() == 2 or not all_units(model)
+        ]
         count = [0]
 
         def corrupt(gradient: Tensor) -> Tensor:
@@ -236,7 +238,7 @@ def test_places_count_and_chunks_do_not(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_who_is_at_fault() -> None:
     digests = [[(1, 10), (2, 5)], [(1, 10), (2, 5)], [(1, 11), (3, 7)], [(1, 10)]]
-    assert differing(digests) == {1: [[0, 1, 3], [2]]}
+    assert find_differences(digests) == {1: [[0, 1, 3], [2]]}
     assert describe([[0, 1, 3], [2]], "p") == "rank 2 holds of the parameters 'p' other bits than ranks 0, 1 and 3"
     assert "ranks 0, 1, 2 and 3 hold different bits" in describe([[0, 3], [1], [2]], "p")
     assert "no majority" in describe([[0], [1]], "p")
@@ -244,4 +246,4 @@ def test_who_is_at_fault() -> None:
 
 def test_corruption_may_be_healed_by_a_restart(tmp_path: Path) -> None:
     assert record_failure({FOLDER_VARIABLE: str(tmp_path)}, 0, CorruptionError("bits")) == 1
-    assert not failures(tmp_path, 1)[0].final
+    assert not read_failures(tmp_path, 1)[0].final

@@ -20,7 +20,7 @@ from weft.checkpoint import Saver
 from weft.health.rank_status import Status
 from weft.health.watchdog import overdue_since
 from weft.launch.environment import detect
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.resilience import shared_memory
 from weft.resilience.memory_copies import MemoryCopies
 from weft.run_file import load_run
@@ -51,7 +51,7 @@ def test_reserving_memory_for_the_first_copy_is_no_hang(tmp_path: Path) -> None:
     save = Saver.save
 
     def watched(self: Saver, step: int, *arguments: Any) -> None:
-        seen = pages[0].seen()
+        seen = pages[0].page()
         assert seen is not None
         if isinstance(self, MemoryCopies):
             with open(tmp_path / "watched.txt", "a") as file:
@@ -107,8 +107,8 @@ def test_an_error_does_not_lose_the_save_in_flight(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     spec = {"run_file": str(run_file), "overrides": [*options, f"folder={run.folder}"], "fails": fails}
     try:
-        with patch.object(shared_memory, "SHARED_MEMORY", Path(memory)), Nursery(as_rank) as nursery:
-            assert start_ranks(nursery, run, [json.dumps({**spec, "folder": str(tmp_path)})]) == 0
+        with patch.object(shared_memory, "SHARED_MEMORY", Path(memory)), ForkServer(as_rank) as fork_server:
+            assert start_ranks(fork_server, run, [json.dumps({**spec, "folder": str(tmp_path)})]) == 0
     finally:
         shutil.rmtree(memory)
     said = capfd.readouterr().err

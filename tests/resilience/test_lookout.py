@@ -18,7 +18,7 @@ from runs_for_tests import DEEP, make_run, train_on_ranks, write_run_file
 from sampled_for_tests import some_soak
 
 from weft.health.watchdog import Deadline
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.resilience import shared_memory
 from weft.resilience.peer_watch import HUNG
 
@@ -40,14 +40,14 @@ def start_and_hang(folder: Path, layout: str, kill: Kill) -> tuple[dict[int, int
     with (
         patch.object(shared_memory, "SHARED_MEMORY", memory),
         patch.object(Deadline, "seconds", patience),
-        Nursery(rank_main) as nursery,
+        ForkServer(rank_main) as fork_server,
     ):
-        pids = nursery.start(4, [json.dumps(spec)], {**os.environ, "OMP_NUM_THREADS": "1"})
+        pids = fork_server.start(4, [json.dumps(spec)], {**os.environ, "OMP_NUM_THREADS": "1"})
         deadline = time.monotonic() + DEADLINE_SECONDS
         while len(codes) < 4 and time.monotonic() < deadline:
-            death = nursery.death(0.1)
-            if death is not None:
-                codes[death.rank] = death.status
+            rank_exit = fork_server.next_exit(0.1)
+            if rank_exit is not None:
+                codes[rank_exit.rank] = rank_exit.status
             if set(range(4)) - set(codes) == {kill.rank} and kill.how == "stop":
                 os.kill(pids[kill.rank], signal.SIGKILL)  # as a launcher does when others have failed
         for rank in set(range(4)) - set(codes):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weft.checkpoint import Checkpoint, Piece, Region
-from weft.comm import meet
+from weft.comm import barrier
 from weft.errors import DamagedError
 from weft.launch.environment import Place
 from weft.launch.local_ranks import run_local
@@ -21,7 +21,7 @@ from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.resilience import memory_copies as memory_module
 from weft.resilience.memory_copies import MemoryCopies
-from weft.resilience.shared_memory import Listing, claim, complete_steps, listing, parts_name
+from weft.resilience.shared_memory import PartListing, claim, complete_steps, list_parts, parts_name
 
 SHAPE = (10, 7)
 
@@ -49,7 +49,7 @@ def save(copies: MemoryCopies, *steps: int) -> None:
     for step in steps:
         copies.save(step, pieces_of(step, copies._rank, copies._num_ranks), {"step": step})
     copies.wait()
-    meet()
+    barrier()
 
 
 def read(copies: MemoryCopies, step: int) -> bool:
@@ -71,7 +71,7 @@ def test_the_last_two_steps_are_there_and_no_more(tmp_path: Path) -> None:
 def test_a_host_that_is_lost_is_made_up_for_by_its_neighbour(tmp_path: Path) -> None:
     on_hosts(tmp_path, 2, lambda copies, said: save(copies, 2, 4))
     for host in (0, 1):
-        assert {key: sorted(parts) for key, parts in listing(tmp_path / f"host-{host}").items()} == {
+        assert {key: sorted(parts) for key, parts in list_parts(tmp_path / f"host-{host}").items()} == {
             (2, 4): [0, 1, 2, 3],  # its own and those of the host before: of two, all
             (4, 4): [0, 1, 2, 3],
         }
@@ -82,7 +82,7 @@ def test_a_host_that_is_lost_is_made_up_for_by_its_neighbour(tmp_path: Path) -> 
 @pytest.mark.parametrize("num_lost", [1, 2])
 def test_of_three_hosts_one_may_be_lost(tmp_path: Path, num_lost: int) -> None:
     on_hosts(tmp_path, 3, lambda copies, said: save(copies, 2), num_ranks=6)
-    held = [sorted(listing(tmp_path / f"host-{host}")[2, 6]) for host in range(3)]
+    held = [sorted(list_parts(tmp_path / f"host-{host}")[2, 6]) for host in range(3)]
     assert held == [[0, 1, 4, 5], [0, 1, 2, 3], [2, 3, 4, 5]]
     for host in range(num_lost):
         os.rename(tmp_path / f"host-{host}", tmp_path / f"lost-{host}")
@@ -186,5 +186,5 @@ def test_the_folder_of_a_dead_job_is_removed_by_the_next(tmp_path: Path) -> None
 
 
 def test_a_listing_travels_as_json() -> None:
-    held = Listing({(3, 2): {0: (10, 20), 1: (0, 5)}})
-    assert Listing.decode(held.encode()) == held
+    held = PartListing({(3, 2): {0: (10, 20), 1: (0, 5)}})
+    assert PartListing.decode(held.encode()) == held

@@ -18,7 +18,7 @@ import pytest
 from test_memory_copies import on_hosts, pieces_of
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from weft.comm import meet
+from weft.comm import barrier
 from weft.errors import CheckpointError
 from weft.health.rank_status import Status
 from weft.health.watchdog import Deadline
@@ -26,7 +26,7 @@ from weft.launch.environment import Place
 from weft.resilience import shared_memory
 from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.peer_watch import Lookout
-from weft.resilience.shared_memory import claim, complete_steps, mapped
+from weft.resilience.shared_memory import claim, complete_steps, map_file
 
 PREFIX = f"weft-copies-{os.getuid()}-"
 
@@ -176,21 +176,21 @@ def full(*_: object) -> None:
 
 def test_room_is_taken_before_a_file_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a sparse file lacks shows as SIGBUS when it is written; what was allocated is there."""
-    written = mapped(tmp_path / "part", 1 << 20)
+    written = map_file(tmp_path / "part", 1 << 20)
     assert os.stat(tmp_path / "part").st_blocks * 512 >= 1 << 20
     written.fill_(7)
-    assert mapped(tmp_path / "part", 1 << 20).eq(7).all()
+    assert map_file(tmp_path / "part", 1 << 20).eq(7).all()
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        mapped(tmp_path / "other", 1 << 20)
+        map_file(tmp_path / "other", 1 << 20)
     assert not (tmp_path / "other").exists()
-    assert mapped(tmp_path / "part", 1 << 20).eq(7).all()  # it has its room
+    assert map_file(tmp_path / "part", 1 << 20).eq(7).all()  # it has its room
 
 
 def save_twice(copies: MemoryCopies, said: list[str]) -> Any:
     for step in (2, 4):
         copies.save(step, pieces_of(step, copies._rank, copies._num_ranks), {})
-    meet()
+    barrier()
     return [said, copies.steps()]
 
 
@@ -246,6 +246,6 @@ def test_a_page_takes_its_room_before_it_is_mapped(tmp_path: Path, monkeypatch: 
     page.step_begins(3)
     with Lookout(page, Place(0, 1, 0, 1, 1, "torchrun"), store, Deadline(60), tmp_path / "run"):
         page.phase("forward and backward")
-        assert page.seen() is not None
+        assert page.page() is not None
         assert not list(tmp_path.glob("*/rank-*.page"))
     assert not list(tmp_path.glob("weft-*"))

@@ -12,7 +12,7 @@ import pipeline_for_tests as models
 import pytest
 from test_pipeline_parts import staged
 
-from weft.comm import Axis, meet
+from weft.comm import Axis, barrier
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
@@ -287,7 +287,7 @@ def test_every_channel_has_a_group_of_two() -> None:
         mesh = Mesh(Plan(pipe=Pipe(3)))
         pairs = [mesh.pair("pipe", *channel) for channel in schedule.channels]
         again = [mesh.pair("pipe", *channel) for channel in schedule.channels]
-        meet()
+        barrier()
         own = [axis for axis in pairs if axis is not None]
         assert [axis.group for axis in own] == [axis.group for axis in again if axis is not None]
         assert len({id(axis.group) for axis in own}) == len(own)

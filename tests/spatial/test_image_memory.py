@@ -16,7 +16,7 @@ import weft.compile.saved_bytes
 from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.commands.run_planning import image_run
 from weft.compile.saved_bytes import compiled
-from weft.data.formats import Shape
+from weft.data.formats import ImageShape
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, VisionConfig
 from weft.plan import Memory, Plan, Tile
 from weft.planner.answer import planned
@@ -52,7 +52,7 @@ def test_what_was_measured_on_an_h200_is_predicted_within_4_percent(
     run = replace(run, plan=Plan(precision="bf16", memory=memory), train=replace(run.train, compile=compiles))
     found = predict(run, cluster).cost.memory_bytes
     assert found == pytest.approx(peak_bytes, rel=0.04)
-    model = planned(run.model, cluster, Question(1, 1, "bf16", shape=Shape(size, size, 3), compiles=compiles))
+    model = planned(run.model, cluster, Question(1, 1, "bf16", shape=ImageShape(size, size, 3), compiles=compiles))
     planner = model.held(Plan(micro_batch=1, precision="bf16", memory=memory), 1).tensor_bytes
     assert planner == pytest.approx(found, rel=0.01 if memory.recompute == "none" else 0.07)
 
@@ -141,7 +141,7 @@ def test_in_pieces_a_run_with_recompute_is_predicted(monkeypatch: pytest.MonkeyP
 
 
 def test_what_a_run_compiles_is_predicted_as_compiled() -> None:
-    cluster, shape = load("h200:1"), Shape(64, 64, 3)
+    cluster, shape = load("h200:1"), ImageShape(64, 64, 3)
     few, many = ResNetConfig(depth=18, width=8), AmoebaNetDConfig(filters=16)
     assert software_for_images(few, cluster) == COMPILED
     assert software_for_images(many, cluster) == software_for_images(many, cluster, True) == IN_PIECES
@@ -174,7 +174,7 @@ def test_a_run_of_many_different_layers_is_predicted_as_in_pieces(monkeypatch: p
     assert saved(amoebanet, None) == saved(amoebanet, True)
     assert saved(amoebanet, True, local_cluster(1, on_cpu=True)) == uncompiled
     assert 0.5 * uncompiled < saved(amoebanet, True) < 0.8 * uncompiled
-    shape = Shape(size, size, 3)
+    shape = ImageShape(size, size, 3)
     held = {
         software: planned_images(amoebanet, shape, run.plan.precision, cluster, software)
         .held(replace(run.plan, micro_batch=1), 1)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import weft
 from weft.checkpoint.model_state import pieces_to_save
-from weft.comm import Axis, meet
+from weft.comm import Axis, barrier
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
@@ -397,7 +397,7 @@ def test_tiles_of_an_image() -> None:
 
     def rank(_: int) -> list[Any]:
         mesh = Mesh(plan)
-        meet()  # a rank that ends before others have their groups would break them off
+        barrier()  # a rank that ends before others have their groups would break them off
         return [list(tile(image, mesh).shape), tile(image, mesh).flatten().tolist()]
 
     found = run_local(rank, 6)
@@ -431,7 +431,7 @@ def test_names_stay_and_one_rank_saves() -> None:
         names = list(images_for_tests.batch_resnet().state_dict())
         model = parallelize(images_for_tests.batch_resnet(), plan, mesh, example=lambda: (torch.zeros(2, 3, 8, 8),))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        meet()
+        barrier()
         return [list(model.state_dict()) == names, len(list(pieces_to_save(model, optimizer, mesh)))]
 
     first, second = run_local(rank, 2)
@@ -627,7 +627,7 @@ def test_a_tile_of_another_size() -> None:
         model = parallelize(images_for_tests.Classic(), plan, Mesh(plan), example=lambda: (torch.zeros(2, 3, 8, 8),))
         with pytest.raises(PlanError) as error:
             model(torch.zeros(2, 3, 8, 8))
-        meet()
+        barrier()
         return str(error.value)
 
     assert run_local(rank, 2)[1] == (

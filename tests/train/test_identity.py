@@ -26,7 +26,7 @@ from weft.commands import train as train_command
 from weft.commands.run_planning import has_layout
 from weft.errors import CheckpointError, LaunchError
 from weft.launch.environment import Place
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build, save_folder
@@ -365,8 +365,8 @@ def test_a_restart_goes_on_with_the_run_that_was_checked(
             cli._run_as_rank(arguments)
 
     run_file.write_text(f'folder = "{tmp_path / "run"}"\n' + run_file.read_text())
-    with patch.object(shared_memory, "SHARED_MEMORY", memory), Nursery(as_rank) as nursery:
-        train_command.train_here(nursery, run_file, options, verify=False, fresh=False, as_json=True)
+    with patch.object(shared_memory, "SHARED_MEMORY", memory), ForkServer(as_rank) as fork_server:
+        train_command.train_here(fork_server, run_file, options, verify=False, fresh=False, as_json=True)
     assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
     assert not (tmp_path / "elsewhere").exists()
     run = replace(whole, folder=tmp_path / "run")

@@ -1,1 +1,1 @@
-"""Faults at random times and what a run does under them: `weft chaos`."""
+"""Injects faults at random times and measures how a run recovers from them: `weft chaos`."""

@@ -1,4 +1,6 @@
-"""What a storm shows: goodput beside Daly's formula, recoveries, and whether two runs end with the same bits."""
+"""The report of `weft chaos`: measured goodput and Daly's formula, recoveries, and whether two runs end with
+equal bits.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +12,48 @@ from typing import Any
 
 import torch
 
-from weft.chaos.storm import HARMLESS, KINDS, Storm, Struck
+from weft.chaos.storm import HARMLESS, KINDS, FaultRecord, Storm
 from weft.checkpoint import Checkpoint
 from weft.planner.goodput import goodput
 
 
 @dataclass(frozen=True)
-class Predicted:
-    """What Young's and Daly's formula says of a storm, from the measured times of its faults."""
+class GoodputPrediction:
+    """The goodput of a storm by Young's and Daly's formula, from the measured times of its recoveries."""
 
-    interval_seconds: float  # of training, between two copies
-    restart_seconds: float  # mean, from a fault to training
-    write_seconds: float  # from a copy's step to when it counts, by the finished steps that were done again
-    mtbf_seconds: float  # of what stops training
+    interval_seconds: float  # training time between two copies of the state
+    restart_seconds: float  # the mean time from a fault until training continues
+    write_seconds: float  # from a copy's step until the copy is usable, derived from the steps that were done again
+    mtbf_seconds: float  # the mean time between faults that stop training
     goodput: float
 
     @staticmethod
-    def of(storm: Storm, step_seconds: float, mtbf_seconds: float) -> Predicted | None:
-        """None where nothing was recovered from. What a save stalls is part of the undisturbed steps as well."""
-        whole = [one for one in storm.struck if one.seconds is not None and not one.cut_short]
+    def of(storm: Storm, step_seconds: float, mtbf_seconds: float) -> GoodputPrediction | None:
+        """The prediction; None if there was no complete recovery. The time by which a save delays a step is also part
+        of the baseline's steps, so it is not counted here.
+        """
+        whole = [one for one in storm.records if one.seconds is not None and not one.cut_short]
         stopping = [kind for kind in storm.kinds if kind not in HARMLESS]
         if not whole:
             return None
-        # By kind, as many times as it came: long recoveries are cut short more often, and would be missed.
+        # The mean of each kind, weighted by its number of faults: long recoveries are cut short more often, and a plain
+        # mean would count them too rarely.
         taken = {
             kind: [(one.seconds or 0) - (one.redone + 1) * step_seconds for one in whole if one.kind == kind]
             for kind in stopping
         }
         means = {kind: statistics.mean(seconds) for kind, seconds in taken.items() if seconds}
-        restart = statistics.mean(means[one.kind] for one in storm.struck if one.kind in means)
+        restart = statistics.mean(means[one.kind] for one in storm.records if one.kind in means)
         every = storm.run.checkpoint.memory_every or 1
         interval = every * step_seconds
         late = (statistics.mean(one.redone for one in whole) - (every - 1) / 2) * step_seconds
         restart, write = max(0.0, restart), max(0.0, late)
         mtbf = mtbf_seconds * len(storm.kinds) / len(stopping)
-        return Predicted(interval, restart, write, mtbf, goodput(interval, 0.0, restart, mtbf, write))
+        return GoodputPrediction(interval, restart, write, mtbf, goodput(interval, 0.0, restart, mtbf, write))
 
 
 def differences(ours: Path, theirs: Path) -> tuple[int, list[str]]:
-    """How many tensors two checkpoints have, and those that are not the same in both, bit for bit."""
+    """Compare two checkpoints bit for bit. Returns the number of tensors and the names of those that differ."""
     one, other = Checkpoint(ours), Checkpoint(theirs)
     keys = {(entry.kind, entry.name) for entry in one.entries()}
     others = {(entry.kind, entry.name) for entry in other.entries()}
@@ -61,11 +66,13 @@ def differences(ours: Path, theirs: Path) -> tuple[int, list[str]]:
     return len(keys | others), sorted(differ)
 
 
-def by_kind(struck: Sequence[Struck]) -> dict[str, dict[str, Any]]:
-    """Of each kind: how many, how many of them the next one cut short, and the times of the other recoveries."""
+def by_kind(records: Sequence[FaultRecord]) -> dict[str, dict[str, Any]]:
+    """A table for each kind of fault: how many there were, how many recoveries the next fault cut short, and the times
+    of the other recoveries.
+    """
     table: dict[str, dict[str, Any]] = {}
     for kind in (*KINDS, "all"):
-        ones = [one for one in struck if kind in ("all", one.kind)]
+        ones = [one for one in records if kind in ("all", one.kind)]
         times = [one.seconds for one in ones if one.seconds is not None and not one.cut_short]
         if ones:
             ninth = statistics.quantiles(times, n=10, method="inclusive")[-1] if len(times) > 1 else None
@@ -81,8 +88,8 @@ def by_kind(struck: Sequence[Struck]) -> dict[str, dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class Peace:
-    """The undisturbed run: where it is, from its first step to its end, and one step (the median)."""
+class BaselineRun:
+    """The run without faults: its folder, its time from the first step to the end, and the median time of a step."""
 
     folder: str
     seconds: float
@@ -90,14 +97,14 @@ class Peace:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a storm did, and what it did not."""
+class ChaosReport:
+    """The results of a storm, compared with the run without faults."""
 
-    peace: Peace
+    baseline: BaselineRun
     storm: Storm
     mtbf_seconds: float
     seed: int
-    predicted: Predicted | None
+    predicted: GoodputPrediction | None
     status: int
     num_tensors: int
     differ: list[str]
@@ -105,21 +112,23 @@ class Report:
 
     @property
     def goodput(self) -> float:
-        """The effective training time ratio."""
-        return self.peace.seconds / self.storm.seconds
+        """The effective training time ratio: the baseline's time divided by the time under faults."""
+        return self.baseline.seconds / self.storm.seconds
 
     @property
     def training_share(self) -> float:
-        """Of the time under faults, what was not spent on recoveries: as goodput, if steps take as long as in peace."""
+        """The share of the time under faults that was not spent on recoveries. It equals the goodput if steps take as
+        long as in the baseline.
+        """
         return 1 - self.storm.recovering_seconds / self.storm.seconds
 
     @property
     def passed(self) -> bool:
-        """Whether the run ended, with the same bits."""
+        """Whether the run ended with the same bits as the baseline."""
         return self.status == 0 and self.num_tensors > 0 and not self.differ
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """The report as values that JSON can represent."""
         run = self.storm.run
         found = {"run": run.name, "folder": str(run.folder), "log": str(self.log), "plan": run.plan.degrees}
         asked = {"mtbf_seconds": self.mtbf_seconds, "kinds": list(self.storm.kinds), "seed": self.seed}
@@ -129,14 +138,14 @@ class Report:
             **found,
             **asked,
             "steps": run.train.steps,
-            "undisturbed": asdict(self.peace),
+            "undisturbed": asdict(self.baseline),
             **measured,
             "goodput": self.goodput,
             "training_share": self.training_share,
             "recovering_seconds": self.storm.recovering_seconds,
             "predicted": None if self.predicted is None else asdict(self.predicted),
-            "by_kind": by_kind(self.storm.struck),
-            "faults": [asdict(one) for one in self.storm.struck],
+            "by_kind": by_kind(self.storm.records),
+            "faults": [asdict(one) for one in self.storm.records],
             "status": self.status,
             "equal": self.passed,
             "num_tensors": self.num_tensors,

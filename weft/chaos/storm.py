@@ -1,12 +1,12 @@
-"""Faults at random times, from a seed: what `weft chaos` does to a job.
+"""A storm: the faults, drawn from a seed, that `weft chaos` injects into a job.
 
-    schedule(kinds, mtbf, num_ranks, seed)      faults one after the other, as a Poisson process brings them
-    Storm                                       when each strikes what, and the times that are taken
-    StruckNursery(main)                         ranks that meet a storm; the agent above it knows of nothing
+    schedule(kinds, mtbf, num_ranks, seed)      an iterator of faults, whose times are a Poisson process
+    Storm                                       injects the faults into one job and measures recoveries
+    StormForkServer(main)                       a fork server that injects the faults of a storm
 
-The agent asks its nursery for deaths ten times a second. A nursery with a `Storm` first looks at the ranks' pages (see
-status.py), takes the times, and strikes if the next fault is due. No thread, and no code of weft's that is not in use
-when ranks really die.
+The agent asks its fork server for exits ten times a second. A fork server with a `Storm` first reads the status pages
+of the ranks (rank_status.py), measures times, and injects the next fault if it is due. So there is no extra thread, and
+the code that recovers is the code that runs when ranks really die.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weft.errors import ConfigError
-from weft.health.rank_status import FOLDER_VARIABLE, Seen, last_seen
-from weft.launch.fork_server import Death, Nursery
-from weft.resilience.faults import INSIDE, ask, request_path
+from weft.health.rank_status import FOLDER_VARIABLE, StatusPage, read_page
+from weft.launch.fork_server import ForkServer, RankExit
+from weft.resilience.faults import RANK_KINDS, request_fault, request_path
 from weft.resilience.shared_memory import copies_folder
 from weft.run_file import Run
 from weft.train.local_job import newest_source
 from weft.train.run_identity import known_run_id
 
 KINDS = ("kill", "hang", "slow", "nan", "flip", "partition")
-HARMLESS = ("slow",)  # nothing to recover from
-SLOW_SECONDS = 2.0  # stopped for every other tenth of a second of this
-HANG_SECONDS = 3  # a stopped rank is found after so long, and after ten steps
-TIMEOUT_SECONDS = 30  # of a collective: finds ranks that are stopped where silence is allowed, as in a save
-NO_LIMIT = 1_000_000  # of restarts
+HARMLESS = ("slow",)  # kinds that need no recovery
+SLOW_SECONDS = 2.0  # for this time a slow rank is stopped in every other tenth of a second
+HANG_SECONDS = 3  # a stopped rank is detected after this time, and after ten steps
+TIMEOUT_SECONDS = 30  # of a collective: detects ranks that are stopped while they save, where a hang is not detected
+NO_LIMIT = 1_000_000  # restarts
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, so long after the one before, at a rank; `seed` says where inside it."""
+    """A fault of a rank, `after_seconds` after the fault before. `seed` determines its details."""
 
     after_seconds: float
     kind: str
@@ -48,15 +48,17 @@ class Fault:
 
 
 def schedule(kinds: Sequence[str], mtbf_seconds: float, num_ranks: int, seed: int) -> Iterator[Fault]:
-    """Faults without end: exponential gaps with this mean, kinds and victims at random; all follow from the seed."""
-    draw = random.Random(seed)
+    """An endless sequence of faults: exponential gaps with the mean `mtbf_seconds`, random kinds and ranks. The seed
+    determines all of it.
+    """
+    rng = random.Random(seed)
     while True:
-        gap = draw.expovariate(1 / mtbf_seconds)
-        yield Fault(gap, draw.choice(kinds), draw.randrange(num_ranks), draw.getrandbits(32))
+        gap = rng.expovariate(1 / mtbf_seconds)
+        yield Fault(gap, rng.choice(kinds), rng.randrange(num_ranks), rng.getrandbits(32))
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
-    """`kill,nan` as a tuple, in the order of KINDS."""
+    """Parse a list like `kill,nan` to a tuple in the order of KINDS."""
     given = [word.strip() for word in text.split(",")]
     for word in given:
         if word not in KINDS:
@@ -65,7 +67,9 @@ def parse_kinds(text: str) -> tuple[str, ...]:
 
 
 def settings(run: Run, kinds: Sequence[str]) -> list[str]:
-    """Overrides under which a run can survive these kinds; what its file says is left, or refused where it cannot."""
+    """Overrides of the run file with which a run survives these kinds of faults. Raises ConfigError if a setting of the
+    run file prevents that.
+    """
     if run.plan.num_ranks == 1:
         raise ConfigError("weft chaos: the plan has one rank, which nobody starts again; give e.g. plan.data=2")
     changes = [f"restart.limit={NO_LIMIT}", f"restart.hang_seconds={min(HANG_SECONDS, run.restart.hang_seconds)}"]
@@ -93,51 +97,53 @@ def settings(run: Run, kinds: Sequence[str]) -> list[str]:
 
 
 @dataclass
-class Struck:
-    """A fault that was done: when (since training began), with how many steps finished; and what followed."""
+class FaultRecord:
+    """A fault that was injected, and the recovery from it."""
 
     kind: str
     ranks: list[int]
-    at_seconds: float
-    step: int
+    at_seconds: float  # when, since training began
+    step: int  # the number of steps that were finished then
     restarts_before: int
-    seconds: float | None = None  # until the next step that had not been finished before
-    redone: int = 0  # finished steps that were done again
-    cut_short: bool = False  # by the next fault, which came before that
+    seconds: float | None = None  # until the end of the next step that had not been finished before
+    redone: int = 0  # the number of finished steps that were done again
+    cut_short: bool = False  # whether the next fault came before the recovery ended
 
 
 @dataclass
 class Storm:
-    """What happens to one job: its faults, as they come, and the times that are taken."""
+    """Injects faults into one job and measures the recoveries. `requests` is the folder for faults that ranks cause
+    themselves (faults.py).
+    """
 
     run: Run
     faults: Iterator[Fault]
     kinds: Sequence[str]
     requests: Path
-    told: Callable[[int, int], None] = lambda step, num_faults: None  # finished steps, faults
-    most: int | None = None
-    struck: list[Struck] = field(default_factory=list)
+    on_progress: Callable[[int, int], None] = lambda step, num_faults: None  # called with finished steps and faults
+    max_faults: int | None = None
+    records: list[FaultRecord] = field(default_factory=list)
     restarts: int = -1
     began_at: float | None = None
     ended_at: float = 0.0
     step_seconds: list[float] = field(default_factory=list)
-    recovering_seconds: float = 0.0  # from a fault to the next step, over all
+    recovering_seconds: float = 0.0  # the total time of all recoveries
     _pids: Sequence[int] = ()
     _folder: Path = Path()
     _resumed: int = 0
-    _step: int = -1  # finished ones, as last seen
-    _is_over: bool = True  # the attempt
+    _step: int = -1  # the number of finished steps, by the last poll
+    _is_over: bool = True  # whether the attempt has failed or not begun
     _next: Fault | None = None
     _due_at: float = 0.0
-    _asked: Fault | None = None  # of a rank, which has not done it yet
-    _open: list[Struck] = field(default_factory=list)
-    _slow: tuple[int, float] | None = None  # a rank's process, and until when
+    _requested: Fault | None = None  # a fault that a rank was asked to cause and has not caused yet
+    _unrecovered: list[FaultRecord] = field(default_factory=list)
+    _slow: tuple[int, float] | None = None  # the process id of a slow rank, and when it ends
     _is_stopped: bool = False
 
-    # --- what the nursery tells
+    # --- called by the fork server
 
-    def starts(self, pids: Sequence[int], environ: Mapping[str, str]) -> None:
-        """All ranks were started, once more."""
+    def ranks_started(self, pids: Sequence[int], environ: Mapping[str, str]) -> None:
+        """Record that all ranks were started."""
         self.restarts += 1
         self._pids, self._folder, self._is_over = pids, Path(environ[FOLDER_VARIABLE]), False
         run_id = known_run_id(self.run.folder)
@@ -145,59 +151,61 @@ class Storm:
         self._resumed = newest_source(self.run, copies).step
         self._slow, self._is_stopped = None, False
 
-    def died(self, death: Death) -> None:
-        """A rank has ended."""
+    def rank_exited(self, rank_exit: RankExit) -> None:
+        """Record that a rank has exited."""
         self.ended_at = time.monotonic()
-        self._is_over |= death.status != 0
+        self._is_over |= rank_exit.status != 0
 
-    def look(self) -> None:
-        """Take the times, and strike if it is time to."""
+    def poll(self) -> None:
+        """Measure times, and inject the next fault if it is due."""
         now = time.monotonic()
-        found = [last_seen(self._folder, rank) for rank in range(len(self._pids))]
+        found = [read_page(self._folder, rank) for rank in range(len(self._pids))]
         seen = [one for one in found if one is not None]
         if not self._is_over and len(seen) == len(self._pids):
             self._take_times(seen, now)
         self._go_on_slowly(now)
-        if self._asked is not None and not request_path(self.requests, self._asked.rank).exists():
-            self._note(self._asked.kind, [self._asked.rank], now)
-            self._asked = None
+        if self._requested is not None and not request_path(self.requests, self._requested.rank).exists():
+            self._record(self._requested.kind, [self._requested.rank], now)
+            self._requested = None
         if self.began_at is None or self._step >= self.run.train.steps - 1:
-            return  # the last step ends in peace: behind it there is nothing to go on with
+            return  # no fault in the last step: no later step would show the recovery
         if self._next is not None and now >= self._due_at and not self._is_over:
             fault, self._next = self._next, None
             is_training = len(seen) == len(self._pids) and all(one.step_seconds for one in seen)
-            self._strike(fault, is_training and not self._open and self._asked is None, now)
-        num_faults = len(self.struck) + (self._asked is not None)
-        if self._next is None and (self.most is None or num_faults < self.most):
+            self._inject(fault, is_training and not self._unrecovered and self._requested is None, now)
+        num_faults = len(self.records) + (self._requested is not None)
+        if self._next is None and (self.max_faults is None or num_faults < self.max_faults):
             self._next = next(self.faults, None)
             self._due_at = now + (self._next.after_seconds if self._next is not None else 0)
 
-    def _take_times(self, seen: Sequence[Seen], now: float) -> None:
+    def _take_times(self, seen: Sequence[StatusPage], now: float) -> None:
         if self.began_at is None:
             self.began_at = now
         newest = max(seen, key=lambda one: one.step)
-        if newest.step_seconds and newest.step > self._step and not self._open:
+        if newest.step_seconds and newest.step > self._step and not self._unrecovered:
             self.step_seconds.append(newest.step_seconds)
         self._step = max(self._step, newest.step)
-        waiting = [one for one in self._open if newest.step <= one.step or not self._is_answered(one)]
-        if self._open and not waiting:
-            self.recovering_seconds += now - self.began_at - self._open[0].at_seconds
-            for one in self._open:
+        waiting = [one for one in self._unrecovered if newest.step <= one.step or not self._is_answered(one)]
+        if self._unrecovered and not waiting:
+            self.recovering_seconds += now - self.began_at - self._unrecovered[0].at_seconds
+            for one in self._unrecovered:
                 one.seconds = now - self.began_at - one.at_seconds
                 one.redone = max(0, one.step - self._resumed) if one.kind != "nan" else 0
-                one.cut_short = one is not self._open[-1]
-            self._open = []
-        self.told(self._step, len(self.struck))
+                one.cut_short = one is not self._unrecovered[-1]
+            self._unrecovered = []
+        self.on_progress(self._step, len(self.records))
 
-    def _is_answered(self, one: Struck) -> bool:
-        """Others may finish a step that the rank at fault has done its part of: only a restart ends that."""
+    def _is_answered(self, one: FaultRecord) -> bool:
+        """Whether the job has reacted to a fault. Other ranks may finish a step after the faulty rank has done its
+        part, so only a restart counts, except for a NaN.
+        """
         return one.kind == "nan" or self.restarts > one.restarts_before
 
-    # --- strikes
+    # --- faults
 
-    def _strike(self, fault: Fault, is_training: bool, now: float) -> None:
-        """Do a fault. Ranks that start, or recover, can only be killed: whatever comes then is a kill, if kills are
-        among the kinds, and nothing otherwise.
+    def _inject(self, fault: Fault, is_training: bool, now: float) -> None:
+        """Inject a fault. Ranks that start or recover can only be killed. Then any fault becomes a kill if kills are
+        among the kinds, and is left out otherwise.
         """
         kind, ranks = fault.kind, [fault.rank]
         if not is_training:
@@ -205,9 +213,9 @@ class Storm:
                 return
             kind = "kill"
         self._end_slowness()
-        if kind in INSIDE:
-            ask(self.requests, fault.rank, kind, fault.seed)
-            self._asked = fault
+        if kind in RANK_KINDS:
+            request_fault(self.requests, fault.rank, kind, fault.seed)
+            self._requested = fault
             return
         if kind == "partition":
             half = len(self._pids) // 2
@@ -216,14 +224,14 @@ class Storm:
             self._slow = self._pids[fault.rank], now + SLOW_SECONDS
         else:
             self._signal([self._pids[rank] for rank in ranks], signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        self._note(kind, ranks, now)
+        self._record(kind, ranks, now)
 
-    def _note(self, kind: str, ranks: list[int], now: float) -> None:
+    def _record(self, kind: str, ranks: list[int], now: float) -> None:
         assert self.began_at is not None
-        one = Struck(kind, ranks, now - self.began_at, self._step, self.restarts)
-        self.struck.append(one)
+        one = FaultRecord(kind, ranks, now - self.began_at, self._step, self.restarts)
+        self.records.append(one)
         if kind not in HARMLESS:
-            self._open.append(one)
+            self._unrecovered.append(one)
 
     def _go_on_slowly(self, now: float) -> None:
         if self._slow is None:
@@ -244,31 +252,31 @@ class Storm:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    # --- what was learned
+    # --- results
 
     @property
     def seconds(self) -> float:
-        """From the first step to the end."""
+        """The time from the first step to the end."""
         return self.ended_at - self.began_at if self.began_at is not None else 0.0
 
 
-class StruckNursery(Nursery):
-    """A nursery whose ranks meet a storm."""
+class StormForkServer(ForkServer):
+    """A fork server that injects the faults of its `storm` into its ranks."""
 
     storm: Storm | None = None
 
     def start(self, num_ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[int]:
-        """As a nursery does."""
+        """Start the ranks, and tell the storm."""
         pids = super().start(num_ranks, arguments, environ)
         if self.storm is not None:
-            self.storm.starts(pids, environ)
+            self.storm.ranks_started(pids, environ)
         return pids
 
-    def death(self, timeout_seconds: float) -> Death | None:
-        """As a nursery does, after a look at what is due."""
+    def next_exit(self, timeout_seconds: float) -> RankExit | None:
+        """Wait for the next exit of a rank, after the storm has injected a fault if one is due."""
         if self.storm is not None:
-            self.storm.look()
-        death = super().death(timeout_seconds)
-        if self.storm is not None and death is not None:
-            self.storm.died(death)
-        return death
+            self.storm.poll()
+        rank_exit = super().next_exit(timeout_seconds)
+        if self.storm is not None and rank_exit is not None:
+            self.storm.rank_exited(rank_exit)
+        return rank_exit

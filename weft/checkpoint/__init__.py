@@ -1,12 +1,13 @@
-"""Topology-free checkpoints: safetensors shards and one manifest, saved under one layout, loaded under any other.
+"""Checkpoints that do not depend on the layout: saved under one plan, loaded under any other.
 
-The room knows pieces of named tensors, not models, optimizers or process groups. `region` says which part of a
-global tensor a piece is, `manifest` what a checkpoint holds, `save` publishes one, `load` reads one.
+A checkpoint is a folder with safetensors files and one manifest. Except for `model_state`, this package handles pieces
+of named tensors, not models, optimizers or process groups. `region` describes which part of a global tensor a piece
+is, `manifest` describes the contents of a checkpoint, `save` writes one and `load` reads one.
 """
 
 from weft.checkpoint.load import Checkpoint, latest, steps
-from weft.checkpoint.manifest import Entry
+from weft.checkpoint.manifest import TensorEntry
 from weft.checkpoint.region import Region, covers, overlap
 from weft.checkpoint.save import Piece, Saver
 
-__all__ = ["Checkpoint", "Entry", "Piece", "Region", "Saver", "covers", "latest", "overlap", "steps"]
+__all__ = ["Checkpoint", "Piece", "Region", "Saver", "TensorEntry", "covers", "latest", "overlap", "steps"]

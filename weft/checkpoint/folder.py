@@ -1,7 +1,7 @@
-"""The folder of checkpoints: what a published one is called, and which there are.
+"""The folder of checkpoints: the names of files, and the list of complete checkpoints.
 
-A checkpoint gets its name by one rename when it is complete. Names that start with a dot are a saver's work, or
-what a crash left of it, and are never looked into.
+A checkpoint gets its final name by one rename when it is complete. Folders whose name starts with a dot belong to a
+save that runs or that crashed, and are never read.
 """
 
 import os
@@ -25,22 +25,22 @@ def step_of(name: str) -> int | None:
 
 
 def shard_name(rank: int) -> str:
-    """The file of a rank's pieces."""
+    """The name of the file that holds a rank's pieces."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def partial_name(rank: int) -> str:
-    """The manifest of a rank's pieces, until there is one of all."""
+    """The name of the manifest of one rank's pieces, which exists until rank 0 has merged all of them."""
     return f"rank-{rank:05d}.json"
 
 
 def failed_name(rank: int) -> str:
-    """The mark of a rank that could not write its part, so that nobody waits for it."""
+    """The name of the empty file with which a rank tells others that it could not write its part."""
     return f"rank-{rank:05d}.failed"
 
 
 def steps(folder: str | os.PathLike[str]) -> list[int]:
-    """The steps of the complete checkpoints in a folder, in order; none if there is no folder."""
+    """The steps of the complete checkpoints in a folder, in order; empty if there is no folder."""
     folder = Path(folder)
     names = os.listdir(folder) if folder.is_dir() else []
     found = {step: name for name in names if (step := step_of(name)) is not None}

@@ -1,7 +1,7 @@
-"""Loading: open a checkpoint, distrust it, and read the regions that this rank needs, whatever layout wrote it.
+"""Loads checkpoints: checks one and reads the regions that this rank needs, whatever layout saved it.
 
-Opening reads the manifest and every shard's header, and no tensor. Reading copies the overlaps of the stored pieces
-with the wanted region out of memory-mapped files; the parts it touches are hashed first, each once per opened
+Opening reads the manifest and the header of every file, but no tensor. Reading copies the overlap of each stored piece
+with the wanted region from memory-mapped files. The chunks that it reads are hashed first, each once per opened
 checkpoint. Nothing is ever unpickled.
 """
 
@@ -25,9 +25,9 @@ from weft.checkpoint.manifest import (
     HASH_CHUNK_BYTES,
     MANIFEST,
     MAX_MANIFEST_BYTES,
-    Entry,
     Manifest,
     StoredPiece,
+    TensorEntry,
     chunk_hash,
     decode,
     manifest_hash,
@@ -38,9 +38,9 @@ from weft.errors import CheckpointError, DamagedError, FormatError
 
 __all__ = ["Checkpoint", "latest", "steps"]
 
-Stated = TypeVar("Stated")
-MAX_REASON = 1000  # letters
-# Errors of a process, a host or a file server, after which the same file may be read by another, or later.
+Value = TypeVar("Value")
+MAX_REASON = 1000  # characters of an error that are shown
+# Errors of a process, a host or a file server. Another process, or the same one later, may read the same file.
 _HOST_ERRORS = frozenset(
     getattr(errno, name)
     for name in (
@@ -62,7 +62,7 @@ _PICKLED_SUFFIXES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp
 
 
 class Checkpoint:
-    """One published checkpoint: its `step`, its `state`, and its tensors by name and kind."""
+    """A complete checkpoint: its `step`, its `state` (JSON), and its tensors by name and kind."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -76,19 +76,21 @@ class Checkpoint:
         self._check_headers(manifest)
         self._verified: set[tuple[str, str, int]] = set()
 
-    def entries(self, kind: str | None = None) -> list[Entry]:
-        """What is stored: name, kind, dtype, global shape and pieces of each tensor, of one kind or of all."""
+    def entries(self, kind: str | None = None) -> list[TensorEntry]:
+        """The stored tensors of one kind, or of all: the name, kind, dtype, global shape and pieces of each."""
         return [entry for entry in self._entries.values() if kind in (None, entry.kind)]
 
     def read(self, name: str, kind: str) -> Tensor:
-        """A whole tensor."""
+        """Read a whole tensor."""
         shape = self._entry(name, kind).shape
         return self.read_region(name, kind, Region.whole(shape)).reshape(shape)
 
     def read_region(
         self, name: str, kind: str, region: Region, out: Tensor | None = None, cast: bool = False
     ) -> Tensor:
-        """The region's elements, 1-D; into `out` if given. Another dtype in `out` is refused unless `cast`."""
+        """Read the elements of a region as a 1-D tensor, into `out` if given. If `out` has another dtype, raises
+        CheckpointError unless `cast`.
+        """
         entry = self._entry(name, kind)
         what = f"{kind} {name!r} of {self.path}"
         if region.shape != entry.shape:
@@ -97,7 +99,7 @@ class Checkpoint:
             raise CheckpointError(f"{what}: the region has {region.size} elements, `out` has shape {tuple(out.shape)}")
         if out is not None and out.dtype != entry.dtype and not cast:
             raise CheckpointError(f"{what} is {entry.dtype}, `out` is {out.dtype}; pass cast=True to convert")
-        # Many short copies to a device or through a cast are slow: gather on the host, then copy once.
+        # Many short copies to a device or with a cast are slow: gather on the host, then copy once.
         straight = out is not None and out.device.type == "cpu" and out.dtype == entry.dtype
         local = out if out is not None and straight else torch.empty(region.size, dtype=entry.dtype)
         with torch.no_grad():
@@ -109,8 +111,10 @@ class Checkpoint:
                     _copy_runs(runs, stored, local)
             return local if out is None or straight else out.copy_(local)
 
-    def stated(self, key: str, kind: type[Stated]) -> Stated:
-        """A value of the state, which must be of this type: who sealed the manifest may have been somebody else."""
+    def stated(self, key: str, kind: type[Value]) -> Value:
+        """Returns a value of the state. Raises CheckpointError if it is not of the type `kind`: another program may
+        have written the manifest.
+        """
         value = self.state.get(key)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise CheckpointError(
@@ -119,7 +123,7 @@ class Checkpoint:
             )
         return value
 
-    def _entry(self, name: str, kind: str) -> Entry:
+    def _entry(self, name: str, kind: str) -> TensorEntry:
         if (kind, name) not in self._entries:
             raise CheckpointError(f"{self.path} has no {kind} {name!r}; it is of another model or optimizer")
         return self._entries[kind, name]
@@ -168,7 +172,7 @@ class Checkpoint:
             self._refuse_unread(name, error)
 
     def _check_headers(self, manifest: Manifest) -> None:
-        """Each shard must list exactly the keys, dtypes and lengths that the manifest states."""
+        """Raise DamagedError unless each file lists exactly the keys, dtypes and lengths that the manifest states."""
         stated: dict[str, dict[str, tuple[str, list[int]]]] = {name: {} for name in self._files}
         for entry in manifest.entries:
             for piece in entry.pieces:
@@ -180,7 +184,7 @@ class Checkpoint:
                 self._refuse(name, "its header does not list the keys, dtypes and lengths of the manifest")
 
     def _verify(self, piece: StoredPiece, stored: Tensor, runs: npt.NDArray[np.int64]) -> None:
-        """Hash the chunks of a piece that the runs touch."""
+        """Check the hashes of the chunks of a piece that the runs read."""
         begin = runs[:, 0] * stored.itemsize // HASH_CHUNK_BYTES
         last = ((runs[:, 0] + runs[:, 2]) * stored.itemsize - 1) // HASH_CHUNK_BYTES
         depth = np.zeros(num_chunks(len(stored), stored.dtype) + 1, np.int64)
@@ -194,12 +198,16 @@ class Checkpoint:
             self._verified.add((piece.file, piece.key, chunk))
 
     def _refuse_unreadable(self, path: Path, mode: int) -> None:
-        """What may not be read is not damaged: another checkpoint must not take its place."""
+        """Raise CheckpointError if the permission to read is missing. The file is not damaged, so no older checkpoint
+        may be used instead.
+        """
         if not os.access(path, mode, effective_ids=True):
             raise CheckpointError(f"{path} may not be read by user {os.geteuid()}; give it the permission")
 
     def _refuse_unread(self, file: str, error: Exception) -> NoReturn:
-        """What a host cannot read for lack of memory or of its file server is not damaged; anything else is."""
+        """Raise CheckpointError if the host lacks memory or its file server fails, because the file is not damaged
+        then. Otherwise raise DamagedError.
+        """
         if isinstance(error, MemoryError) or _errno(error) in _HOST_ERRORS:
             raise CheckpointError(
                 f"{self.path / file} cannot be read on this host now: {_one_line(str(error))}; the checkpoint is left "
@@ -211,7 +219,9 @@ class Checkpoint:
         raise DamagedError(f"{self.path / file} cannot be used: {_one_line(why)}; {self._advice()}")
 
     def _advice(self) -> str:
-        """Which checkpoint to use instead. This one states what the manifest before it was, where it could be read."""
+        """Text that says which checkpoint to use instead. The manifest, if it could be read, has the hash of the
+        manifest before it.
+        """
         own = step_of(self.path.name)
         earlier = [step for step in steps(self.path.parent) if own is not None and step < own]
         if not earlier:
@@ -224,23 +234,23 @@ class Checkpoint:
 
 
 def _errno(error: Exception) -> int | None:
-    """The number of a system error. Libraries that are not Python's state its words only."""
+    """The number of a system error. Errors of libraries outside Python contain only its text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     return next((code for code in _HOST_ERRORS if f"{os.strerror(code)} (" in str(error)), None)
 
 
 def _one_line(text: str) -> str:
-    """What others said of a file, which may quote it: nothing that moves a terminal's cursor, and not all of it."""
+    """Shorten an error's text and escape its control characters, because it may quote the file's contents."""
     shown = text if len(text) <= MAX_REASON else f"{text[:MAX_REASON]}..."
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in shown)
 
 
 def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None:
-    """Copy each run. Runs of one length at even distances, as a cut by columns gives, are one strided copy."""
-    for group in _even_groups(runs):
+    """Copy each run. Runs of equal length at equal distances, as in a tensor split by columns, are one strided copy."""
+    for group in _evenly_spaced_groups(runs):
         length = int(group[0, 2])
-        # [runs, length] windows on either side, which is 1-D
+        # [runs, length] views of the 1-D tensors
         source, target = (
             tensor[int(at[0]) : int(at[-1]) + length].unfold(0, length, int(at[1] - at[0]) if len(at) > 1 else 1)
             for tensor, at in ((stored, group[:, 0]), (out, group[:, 1]))
@@ -248,10 +258,12 @@ def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None
         target.copy_(source)
 
 
-def _even_groups(runs: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Cut the runs where their length or their distances change; the flat ranges may cut the ends of a row short."""
+def _evenly_spaced_groups(runs: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    """Group consecutive runs of equal length and distance. The flat ranges may shorten the first or last run of
+    a row.
+    """
     step = np.diff(runs, axis=0)
-    # [runs - 1]: a run and the next can be in one copy
+    # [runs - 1]: whether a run and the next can be in one copy
     even = ((step[:, :2] > 0).all(axis=1) & (step[:, 2] == 0)).tolist()
     turns = np.flatnonzero((step[1:] != step[:-1]).any(axis=1)) + 1  # runs whose distances on either side differ
     first = 0

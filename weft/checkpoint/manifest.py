@@ -1,9 +1,9 @@
-"""What a checkpoint holds: the manifest as a value, and its strict, bounded reading and writing as JSON.
+"""The manifest: describes the contents of a checkpoint, and is written and read as JSON.
 
-A manifest is read as if an enemy had written it: size, version, fields, types, names, shapes, regions and coverage
-are checked before any tensor byte is touched. Its first field is the SHA-256 of the rest of the file, so a flipped
-bit in a step or a learning rate is found as surely as one in a tensor. A rank's partial manifest is the same value
-with this rank's pieces only; rank 0 merges them, and the saver's completeness check is the loader's.
+A manifest is untrusted input: its size, version, fields, types, names, shapes, regions and coverage are checked before
+any tensor is read. Its first field is the SHA-256 of the rest of the file, so a flipped bit in a step or a learning
+rate is detected as well as one in a tensor. A rank's partial manifest has the same format and lists only this rank's
+pieces. Rank 0 merges the partial manifests, and checks the result as the loader does.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from weft.errors import CheckpointError, FormatError
 FORMAT = "weft-checkpoint-1"
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 512 * 2**20
-# One hash for each part of a piece, so that a rank that needs a part of a large piece does not read all of it.
+# Each chunk of a piece has its own hash, so that a rank that needs a part of a large piece does not read all of it.
 HASH_CHUNK_BYTES = 4 * 2**20
 
 DTYPES = {
@@ -54,7 +54,9 @@ _SEAL_BYTES = len(_SEAL % (b"0" * 64))
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A part of a tensor: which file and key hold it, and the SHA-256 of each HASH_CHUNK_BYTES of it."""
+    """A stored part of a tensor: its file, its key in the file, its region, and the SHA-256 of each
+    HASH_CHUNK_BYTES.
+    """
 
     file: str
     key: str
@@ -63,8 +65,8 @@ class StoredPiece:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A whole tensor: its global name, its kind ("parameter", "buffer", or an optimizer state) and its pieces."""
+class TensorEntry:
+    """A stored tensor: its global name, its kind ("parameter", "buffer", or an optimizer state) and its pieces."""
 
     name: str
     kind: str
@@ -75,14 +77,16 @@ class Entry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`state` is the caller's JSON; `previous` the hash of the manifest before this one; `files` name → bytes."""
+    """The contents of a checkpoint. `state` is the caller's JSON, `previous` the hash of the manifest of the checkpoint
+    before, `files` maps file names to bytes.
+    """
 
     step: int
     num_ranks: int
     state: dict[str, Any]
     previous: str | None
     files: dict[str, int]
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
 
 
 def chunk_hash(piece: Tensor, chunk: int) -> str:
@@ -92,18 +96,18 @@ def chunk_hash(piece: Tensor, chunk: int) -> str:
 
 
 def manifest_hash(checkpoint: Path) -> str:
-    """The SHA-256 of a checkpoint's manifest, which the next checkpoint states as `previous`."""
+    """The SHA-256 of a checkpoint's manifest, which the next checkpoint stores as `previous`."""
     with (checkpoint / MANIFEST).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def num_chunks(num_elements: int, dtype: torch.dtype) -> int:
-    """How many chunks a piece is hashed in."""
+    """The number of chunks of a piece that are hashed."""
     return -(-num_elements * dtype.itemsize // HASH_CHUNK_BYTES)
 
 
 def check_name(name: str, kind: str) -> None:
-    """Refuse names that could not be told apart in a file's keys or would not survive a terminal."""
+    """Raise CheckpointError for a name or kind that would be ambiguous as a file's key or is not printable."""
     if not _KIND.fullmatch(kind):
         raise CheckpointError(f"kind {kind!r} must be 1 to 64 letters, digits, '_', '.' or '-'")
     if not 0 < len(name) <= 1024 or not name.isprintable():
@@ -111,7 +115,7 @@ def check_name(name: str, kind: str) -> None:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """The file's bytes: JSON with its own hash in front."""
+    """The bytes of the manifest file: JSON whose first field is the hash of the rest."""
     document = {
         "format": FORMAT,
         "step": manifest.step,
@@ -125,14 +129,18 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def seal(text: bytes) -> bytes:
-    """Put the hash of a JSON object in front of its first field; refuse one too large to be read again."""
+    """Insert the hash of a JSON object as its first field. Raises CheckpointError if it is too large to be read
+    again.
+    """
     if len(text) + _SEAL_BYTES > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"the manifest has {len(text)} bytes, more than {MAX_MANIFEST_BYTES}; save less state")
     return _SEAL % hashlib.sha256(text).hexdigest().encode() + text[1:]
 
 
 def decode(raw: bytes, complete: bool = True) -> Manifest:
-    """Read a manifest; anything unexpected is a CheckpointError. `complete` demands every tensor exactly once."""
+    """Read a manifest. Anything unexpected raises CheckpointError. With `complete`, the pieces must cover every tensor
+    exactly once.
+    """
     text = b"{" + raw[_SEAL_BYTES:]
     if raw[:_SEAL_BYTES] != _SEAL % hashlib.sha256(text).hexdigest().encode():
         _refuse_other_seal(raw)
@@ -170,7 +178,7 @@ def decode(raw: bytes, complete: bool = True) -> Manifest:
 
 
 def _refuse_other_format(document: object) -> None:
-    """Before any field is looked at: another version may have others."""
+    """Raise FormatError for another format version. Called before the fields are checked, which may differ there."""
     stated = document.get("format") if isinstance(document, dict) else None
     if isinstance(stated, str) and stated != FORMAT:
         raise FormatError(
@@ -180,8 +188,8 @@ def _refuse_other_format(document: object) -> None:
 
 
 def _refuse_other_seal(raw: bytes) -> None:
-    """A manifest without this version's seal in front may be of another version, which seals it in another way. One
-    with a seal that does not match is damaged, whatever it states.
+    """Raise FormatError if the manifest has no hash in front, as in another format version. A manifest with a hash that
+    does not match is damaged, whatever version it states.
     """
     if _SEALED.match(raw):
         return
@@ -194,8 +202,8 @@ def _refuse_other_seal(raw: bytes) -> None:
 
 
 def merge(partials: Sequence[Manifest]) -> Manifest:
-    """One manifest of all ranks' partial ones; `state` and `previous` are those of rank 0."""
-    first: dict[tuple[str, str], Entry] = {}
+    """Merge the partial manifests of all ranks. `state` and `previous` are those of rank 0."""
+    first: dict[tuple[str, str], TensorEntry] = {}
     pieces: dict[tuple[str, str], list[StoredPiece]] = defaultdict(list)
     files: dict[str, int] = {}
     for rank, partial in enumerate(partials):
@@ -213,7 +221,7 @@ def merge(partials: Sequence[Manifest]) -> Manifest:
 
 
 def parse_json(text: bytes) -> Any:
-    """Strict JSON: no duplicate keys, no NaN, and only CheckpointError for whatever is wrong."""
+    """Parse strict JSON, without duplicate keys or NaN. Any error is a CheckpointError."""
     try:
         return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -232,7 +240,7 @@ def _no_constant(name: str) -> object:
 
 
 def _fields(value: object, where: str, **types: type | tuple[type, ...]) -> dict[str, Any]:
-    """A JSON object with exactly these fields, each of its type (and a bool is no int)."""
+    """Check that a JSON object has exactly these fields with these types (a bool is not an int), and return it."""
     if not isinstance(value, dict) or value.keys() != types.keys():
         raise CheckpointError(f"{where} needs exactly the fields {', '.join(types)}")
     for name, kind in types.items():
@@ -247,7 +255,7 @@ def _list_of(kind: type, values: list[Any], where: str) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _entry_document(entry: Entry) -> dict[str, Any]:
+def _entry_document(entry: TensorEntry) -> dict[str, Any]:
     pieces = [
         {
             "file": piece.file,
@@ -263,14 +271,14 @@ def _entry_document(entry: Entry) -> dict[str, Any]:
     return {"name": entry.name, "kind": entry.kind, "dtype": dtype, "shape": entry.shape, "pieces": pieces}
 
 
-def _entry(value: object, files: Iterable[str]) -> Entry:
+def _entry(value: object, files: Iterable[str]) -> TensorEntry:
     fields = _fields(value, "a tensor", name=str, kind=str, dtype=str, shape=list, pieces=list)
     check_name(fields["name"], fields["kind"])
     where = f"{fields['kind']} {fields['name']!r}"
     if fields["dtype"] not in DTYPES:
         raise CheckpointError(f"{where} has the unknown dtype {fields['dtype'][:20]!r}")
     shape = _list_of(int, fields["shape"], f"the shape of {where}")
-    Region.flat(shape, 0, 0)  # bounds the shape even where there is no piece
+    Region.flat(shape, 0, 0)  # checks the shape even if there is no piece
     dtype = DTYPES[fields["dtype"]]
     pieces = []
     for raw in fields["pieces"]:
@@ -282,11 +290,11 @@ def _entry(value: object, files: Iterable[str]) -> Entry:
         if piece["file"] not in files:
             raise CheckpointError(f"a piece of {where} is in file {piece['file'][:100]!r}, which is not listed")
         pieces.append(StoredPiece(piece["file"], piece["key"], region, hashes))
-    return Entry(fields["name"], fields["kind"], dtype, shape, tuple(pieces))
+    return TensorEntry(fields["name"], fields["kind"], dtype, shape, tuple(pieces))
 
 
 def _region(shape: tuple[int, ...], piece: dict[str, Any], where: str) -> Region:
-    """The region of a piece, which stores the edges of each dim in one list: begin, end, begin, end, ..."""
+    """The region of a piece. The manifest stores the intervals of a dim in one list: begin, end, begin, end, ..."""
     intervals = []
     for edges in _list_of(list, piece["intervals"], f"the intervals of {where}"):
         edges = _list_of(int, edges, f"the intervals of a dim of {where}")

@@ -1,7 +1,8 @@
-"""Between a parallel model and a checkpoint: which pieces this rank writes, and how it takes them back under any plan.
+"""Saves and loads a parallel model and its optimizer: which pieces this rank writes, and how it reads them under any
+plan.
 
 Parameters (in the master dtype) and the optimizer's state are stored under each parameter's own name with the region
-that this rank holds, so the layout that saved and the layout that loads need not agree.
+that this rank holds. So the layout that loads may differ from the layout that saved.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SCALAR = Region.whole(())
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW over this rank's state; matrices decay, vectors (norms, biases) do not."""
+    """AdamW over this rank's parameters. Weight decay applies to matrices, not to vectors (norms, biases)."""
     trained = [(part, piece) for part, piece in named_pieces(model) if piece.requires_grad]
     groups = [
         {"params": [p for part, p in trained if len(part.parameter.shape) >= 2], "weight_decay": config.weight_decay},
@@ -44,7 +45,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
-    """The pieces that this rank writes: its share of what its replicas over `data` hold alike."""
+    """The pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work."""
     data = mesh["data"]
     steps = stepper(optimizer)
     steps.synchronize()
@@ -58,7 +59,7 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
         for kind, value in steps.read_state(piece).items():
             if value.numel() == piece.numel() and value.dim() == piece.dim():
                 yield Piece(name, kind, region, value)
-            elif _begins(part):  # a scalar that every rank holds alike: whoever has the beginning writes it
+            elif _holds_first_element(part):  # a scalar that all ranks share: the rank with the first element writes it
                 yield Piece(name, kind, SCALAR, value)
     if mesh.is_first_of_stage:
         for name, buffer in dict(buffers_to_save(model)).items():
@@ -66,11 +67,11 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
 
 
 def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | None) -> None:
-    """Fill this rank's pieces, and the optimizer's state for them, from a checkpoint saved under any plan."""
+    """Read this rank's parameters, and the optimizer's state for them, from a checkpoint saved under any plan."""
     kinds: dict[str, set[str]] = {}
     for entry in checkpoint.entries():
         kinds.setdefault(entry.name, set()).add(entry.kind)
-    _refuse_leftovers(checkpoint, model)
+    _refuse_unknown_parameters(checkpoint, model)
     steps = None if optimizer is None else stepper(optimizer)
     if steps is not None:
         steps.synchronize()
@@ -98,12 +99,12 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
 
 
 def load_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Fill the parameters only, for evaluation, generation or export."""
+    """Read the parameters and buffers only, for evaluation, generation or export."""
     load_state(checkpoint, model, None)
 
 
-def _refuse_leftovers(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """A checkpoint that holds more than the model is of another model."""
+def _refuse_unknown_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
+    """Raise CheckpointError if the checkpoint has a parameter that the model lacks: it is of another model."""
     names = parameter_names(model)
     for entry in checkpoint.entries("parameter"):
         if entry.name not in names:
@@ -127,7 +128,7 @@ def _region(part: Part) -> Region:
     return Region(cut.shape, cut.intervals, part.start, part.stop)
 
 
-def _begins(part: Part) -> bool:
-    """Whether the part holds the first element of the whole parameter."""
+def _holds_first_element(part: Part) -> bool:
+    """Whether this rank's part holds the first element of the whole parameter."""
     cut = part.parameter.cut
     return part.start == 0 and (cut is None or all(pieces[0][0] == 0 for pieces in cut.intervals if pieces))

@@ -1,8 +1,8 @@
-"""Which part of a global tensor a piece holds, and which parts two pieces share. Pure: no files, no torch.
+"""Regions: which part of a global tensor a piece holds, and which elements two pieces share. No files, no torch.
 
-Tensor axes cut a dim into intervals: one for a plain matrix, several for a fused one, where a rank holds its rows of
-q, of k and of v, stacked. The local block is the product of the stacked intervals of all dims; the shard axis then
-cuts the flattened block into ranges. Loading one layout from another is the overlap of two regions: runs of elements
+Tensor axes split a dim into intervals: one for a plain matrix, several for a fused one, where a rank holds its rows of
+q, of k and of v, stacked. The local block is the product of the stacked intervals of all dims. The shard axis then
+splits the flattened block into ranges. Loading another layout copies the overlap of two regions: runs of elements
 that are contiguous in both pieces, so that a copy moves runs and never single elements.
 """
 
@@ -21,7 +21,7 @@ Intervals = tuple[tuple[int, int], ...]  # (begin, end) pairs of one dim, as sta
 
 MAX_ELEMENTS = 2**63 - 1
 MAX_DIMS = 16
-# Blocks and intervals are compared pair by pair; more than this is no mesh, but a manifest that keeps us busy.
+# Blocks and intervals are compared pair by pair. No mesh has more than this, but a malicious manifest might.
 MAX_BLOCKS = 4096
 MAX_INTERVALS = 4096
 
@@ -30,8 +30,8 @@ MAX_INTERVALS = 4096
 class Region:
     """The flat range [start, stop) of a rank's local block of a tensor of `shape`.
 
-    `intervals` holds for each dim the (begin, end) pairs that the local block stacks, in its order. They are stored
-    without empty ones and joined where one begins at the end of another, so that the same block is the same value.
+    `intervals` has for each dim the (begin, end) pairs that the local block stacks, in its order. Empty intervals are
+    removed and adjacent ones are merged, so that equal blocks compare equal.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Region:
             )
         if min(self.shape, default=1) < 0 or prod(max(size, 1) for size in self.shape) > MAX_ELEMENTS:
             raise CheckpointError(f"shape {self.shape}: sizes must be 0 or more and their product below 2**63")
-        joined = tuple(_joined(self.shape, dim, intervals) for dim, intervals in enumerate(self.intervals))
+        joined = tuple(_merged_intervals(self.shape, dim, intervals) for dim, intervals in enumerate(self.intervals))
         object.__setattr__(self, "intervals", joined)
         num_elements = prod(self.local_shape)
         if not 0 <= self.start <= self.stop <= num_elements:
@@ -59,7 +59,7 @@ class Region:
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> "Region":
-        """The whole tensor."""
+        """The region of a whole tensor."""
         return Region.flat(shape, 0, prod(shape))
 
     @staticmethod
@@ -69,32 +69,35 @@ class Region:
 
     @staticmethod
     def block(shape: tuple[int, ...], intervals: tuple[Intervals, ...]) -> "Region":
-        """A whole local block."""
+        """The region of a whole local block."""
         return Region(tuple(shape), intervals, 0, prod(_local_shape(intervals)))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the local block, of which the piece is a flat range."""
+        """The shape of the local block. The piece is a flat range of this block."""
         return _local_shape(self.intervals)
 
     @property
     def size(self) -> int:
-        """The number of elements held."""
+        """The number of elements of the region."""
         return self.stop - self.start
 
 
 def overlap(stored: Region, wanted: Region) -> npt.NDArray[np.int64]:
-    """Rows (offset in the stored piece, offset in the wanted piece, length): runs contiguous in both. [runs, 3]
+    """The runs of elements that two pieces share and that are contiguous in both, as rows (offset in the stored piece,
+    offset in the wanted piece, length). [runs, 3]
 
-    An array and not a list, because a tensor that is cut by columns has as many runs as rows. The runs of one
-    interval follow each other, so that most have the same distance as the one before.
+    The result is an array, not a list, because a tensor that is split by columns has as many runs as rows. The runs of
+    one interval follow each other, so that most have the same distance as the one before.
     """
     if stored.shape != wanted.shape:
         raise CheckpointError(f"the piece belongs to shape {stored.shape}, wanted is shape {wanted.shape}")
-    shared = [_shared(stored, wanted, dim) for dim in range(len(stored.shape))] or [np.array([[0, 0, 1]], np.int64)]
+    shared = [_shared_segments(stored, wanted, dim) for dim in range(len(stored.shape))] or [
+        np.array([[0, 0, 1]], np.int64)
+    ]
     if stored.size == 0 or wanted.size == 0 or not all(len(segments) for segments in shared):
         return np.empty((0, 3), np.int64)
-    # Trailing dims that both pieces hold whole and alike are contiguous in both, and so is a segment of the next dim.
+    # Trailing dims that both pieces hold whole, in the same order, are contiguous, as is a segment of the dim before.
     outer = len(shared) - 1
     while outer > 0 and shared[outer][0, 2] == stored.local_shape[outer] == wanted.local_shape[outer]:
         outer -= 1
@@ -106,7 +109,7 @@ def overlap(stored: Region, wanted: Region) -> npt.NDArray[np.int64]:
             first = (first[:, None] + _positions(shared[dim], side) * strides[dim]).ravel()
         firsts.append((shared[outer][:, side, None] * strides[outer] + first).ravel())  # [segments, rows] flattened
     length = np.repeat(shared[outer][:, 2] * strides[outer], len(first))
-    # The flat ranges cut runs short at either end, or away.
+    # The flat ranges shorten runs at either end, or remove them.
     skip = np.maximum(0, np.maximum(-firsts[0], -firsts[1]))
     end = np.minimum(length, np.minimum(stored.size - firsts[0], wanted.size - firsts[1]))
     runs = np.stack([firsts[0] + skip, firsts[1] + skip, end - skip], axis=1)
@@ -116,8 +119,8 @@ def overlap(stored: Region, wanted: Region) -> npt.NDArray[np.int64]:
 def covers(shape: tuple[int, ...], regions: Iterable[Region]) -> bool:
     """Whether the regions hold every element of the tensor exactly once.
 
-    The blocks must tile the tensor and the ranges must tile each block, as every mesh cuts it; then the check needs
-    no element-wise work. Regions without elements do not count.
+    The blocks must tile the tensor and the ranges must tile each block, as those of every mesh do. So the check needs
+    no element-wise work. Regions without elements are ignored.
     """
     ranges_of: dict[tuple[Intervals, ...], list[tuple[int, int]]] = defaultdict(list)
     for region in regions:
@@ -131,12 +134,14 @@ def covers(shape: tuple[int, ...], regions: Iterable[Region]) -> bool:
         stops = [0, *(stop for _, stop in ranges)]
         if [*(start for start, _ in ranges), size] != stops:
             return False
-    # Where the volumes add up, the blocks tile the tensor unless two of them overlap.
+    # If the volumes add up, the blocks tile the tensor unless two of them overlap.
     return sum(sizes) == prod(shape) and len(sizes) <= MAX_BLOCKS and _disjoint(list(ranges_of))
 
 
-def _joined(shape: tuple[int, ...], dim: int, intervals: Intervals) -> Intervals:
-    """The checked intervals of one dim, without empty ones, joined where they touch; one empty one if all are."""
+def _merged_intervals(shape: tuple[int, ...], dim: int, intervals: Intervals) -> Intervals:
+    """Check the intervals of one dim, remove empty ones and merge adjacent ones. If all are empty, returns one empty
+    one.
+    """
     if not 0 < len(intervals) <= MAX_INTERVALS:
         raise CheckpointError(f"dim {dim} has {len(intervals)} intervals, it needs 1 to {MAX_INTERVALS}")
     for begin, end in intervals:
@@ -158,16 +163,17 @@ def _local_shape(intervals: tuple[Intervals, ...]) -> tuple[int, ...]:
     return tuple(sum(end - begin for begin, end in dim) for dim in intervals)
 
 
-def _shared(stored: Region, wanted: Region, dim: int) -> npt.NDArray[np.int64]:
-    """What both blocks hold of one dim: rows (index in the stored block, in the wanted block, length). [segments, 3]
+def _shared_segments(stored: Region, wanted: Region, dim: int) -> npt.NDArray[np.int64]:
+    """The segments of one dim that both blocks hold, as rows (index in the stored block, index in the wanted block,
+    length). [segments, 3]
 
-    Of dim 0 only what the flat ranges reach: a rank needs few of the rows of a large tensor that many ranks share.
+    For dim 0, only segments that the flat ranges reach: a rank needs few rows of a large tensor that many ranks share.
     """
     spans = []
     for region in (stored, wanted):
         begin, end = np.array(region.intervals[dim], np.int64).T
         local = np.cumsum(end - begin) - (end - begin)
-        shift = begin - local  # from an index in the local block to the global one
+        shift = begin - local  # add it to an index in the local block to get the global index
         if dim == 0:
             stride = max(prod(region.local_shape[1:]), 1)
             begin = np.maximum(begin, region.start // stride + shift)
@@ -181,7 +187,7 @@ def _shared(stored: Region, wanted: Region, dim: int) -> npt.NDArray[np.int64]:
     segments = np.stack([begin - shift_a[column], begin - shift_b[row], length[row, column]], axis=1)
     if not len(segments):
         return segments
-    # Blocks that stack neighbours alike hold them contiguously, wherever they lie in the tensor.
+    # Segments that follow each other in both blocks are contiguous in both, wherever they are in the tensor.
     follows = np.all(segments[:-1, :2] + segments[:-1, 2:] == segments[1:, :2], axis=1)
     heads = np.flatnonzero(np.concatenate([[True], ~follows]))
     return np.column_stack([segments[heads, :2], np.add.reduceat(segments[:, 2], heads)])
@@ -195,8 +201,8 @@ def _positions(segments: npt.NDArray[np.int64], side: int) -> npt.NDArray[np.int
 
 
 def _disjoint(blocks: list[tuple[Intervals, ...]]) -> bool:
-    """Whether no two blocks overlap. Two do if they share a part of every dim."""
-    meet = np.ones((len(blocks), len(blocks)), bool)
+    """Whether no two blocks overlap. Two blocks overlap if they share a part of every dim."""
+    overlaps = np.ones((len(blocks), len(blocks)), bool)
     for of_dim in zip(*blocks, strict=True):
         numbers = {intervals: number for number, intervals in enumerate(dict.fromkeys(of_dim))}
         if len(numbers) == 1:
@@ -204,17 +210,17 @@ def _disjoint(blocks: list[tuple[Intervals, ...]]) -> bool:
         if sum(len(intervals) for intervals in numbers) > MAX_INTERVALS:
             return False
         number = [numbers[intervals] for intervals in of_dim]
-        meet &= _touch(list(numbers))[np.ix_(number, number)]
-    return int(meet.sum()) == len(blocks)  # each meets itself only
+        overlaps &= _overlapping(list(numbers))[np.ix_(number, number)]
+    return int(overlaps.sum()) == len(blocks)  # each overlaps only itself
 
 
-def _touch(sets: list[Intervals]) -> npt.NDArray[np.bool_]:
-    """Which of these sets of intervals share a part. [sets, sets]"""
+def _overlapping(sets: list[Intervals]) -> npt.NDArray[np.bool_]:
+    """Which pairs of these sets of intervals overlap. [sets, sets]"""
     pairs = sorted((begin, end, number) for number, intervals in enumerate(sets) for begin, end in intervals)
     begin, end, owner = np.array(pairs, np.int64).T
     after = np.arange(1, len(pairs) + 1)
-    inside = np.searchsorted(begin, end) - after  # how many of those after it begin before it ends
+    inside = np.searchsorted(begin, end) - after  # how many later intervals begin before this one ends
     later = _positions(np.stack([after, after, inside], axis=1), 0)
-    touch = np.eye(len(sets), dtype=bool)
-    touch[np.repeat(owner, inside), owner[later]] = True
-    return touch | touch.T
+    overlaps = np.eye(len(sets), dtype=bool)
+    overlaps[np.repeat(owner, inside), owner[later]] = True
+    return overlaps | overlaps.T

@@ -1,11 +1,12 @@
-"""Saving: every rank writes its pieces in the background, rank 0 publishes them by one rename.
+"""Saves checkpoints: every rank writes its pieces in the background, and rank 0 publishes them by one rename.
 
     .saving-step-00000100-<token>-<attempt>/     rank-00003.safetensors, then rank-00003.json (temp + rename)
-    step-00000100/                               the same folder once manifest.json is in it and all is fsynced
+    step-00000100/                               the same folder after manifest.json is in it and all is fsynced
 
-Ranks meet only in the shared folder: there is no collective that a background thread could mix up with training's.
-Rank 0 waits for all partial manifests, checks them as the loader would, and renames. A kill at any instant leaves
-the previous checkpoint or the new one. The token, one per run, and the attempt keep apart what crashed attempts left.
+Ranks communicate only through the shared folder, so no collective of a background thread can interleave with those of
+training. Rank 0 waits for all partial manifests, checks them as the loader does, and renames the folder. A kill at any
+time leaves the previous checkpoint or the new one. The token, one per run, and the number of the attempt distinguish
+the folder of a save from those of crashed attempts.
 """
 
 import json
@@ -29,9 +30,9 @@ from weft.checkpoint.folder import failed_name, partial_name, shard_name, step_n
 from weft.checkpoint.manifest import (
     DTYPE_NAMES,
     MANIFEST,
-    Entry,
     Manifest,
     StoredPiece,
+    TensorEntry,
     check_name,
     chunk_hash,
     decode,
@@ -51,7 +52,7 @@ logger = logging.getLogger("weft")
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a named tensor that this rank writes. Of replicas, one rank passes the piece."""
+    """The part of a named tensor that this rank writes. If several ranks hold the same part, only one passes it."""
 
     name: str
     kind: str
@@ -60,7 +61,7 @@ class Piece:
 
 
 class Saver:
-    """Saves checkpoints of one run. Every rank makes one, and all call `save` with the same steps."""
+    """Saves checkpoints of one run. Every rank creates one, and all ranks call `save` with the same steps."""
 
     def __init__(
         self,
@@ -73,7 +74,10 @@ class Saver:
         timeout_seconds: float = 600.0,
         at: Callable[[str], None] = lambda point: None,
     ) -> None:
-        """`token`: a random word that all ranks agree on. `keep_last`: None keeps all. `at`: see every disk action."""
+        """`token` is a random word that is the same on all ranks. `keep_last` is the number of checkpoints to keep;
+        None keeps all. Checkpoints of multiples of `keep_every` steps are also kept. `at` is called before and after
+        every disk action, for tests.
+        """
         if not re.fullmatch(r"[A-Za-z0-9]{4,64}", token):
             raise CheckpointError(f"token {token!r} must be 4 to 64 letters and digits")
         if not 0 <= rank < num_ranks:
@@ -86,28 +90,30 @@ class Saver:
         self._timeout_seconds = timeout_seconds
         self._at = at
         self._attempt = self._given_up = 0
-        self._abandoned: str | None = None  # why rank 0 is not to wait for more parts of the save under way
-        self._part_ended = threading.Event()  # this rank's part of the save under way is durable, or will not be
+        self._abandoned: str | None = None  # why rank 0 must not wait for more parts of the current save
+        self._part_ended = threading.Event()  # set when this rank's part of the current save is durable or has failed
         self._buffer = HostBuffer()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._final: Path | None = None
-        with _explained(self.folder):
+        with _explain_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if rank == 0:
                 self._remove_leftovers(self._attempt)
-                probe = self.folder / f".saving-step-0-{token}-0"  # what cannot be written is told before training
+                probe = (
+                    self.folder / f".saving-step-0-{token}-0"
+                )  # a folder that cannot be written fails before training
                 probe.mkdir()
                 probe.rmdir()
 
     def save(self, step: int, pieces: Iterable[Piece], state: dict[str, Any], asynchronous: bool = True) -> None:
-        """Copy the pieces now and write them in the background, or write them as they are and wait for it. `state` is
-        JSON; rank 0's is stored.
+        """Copy the pieces now and write them in the background; if not `asynchronous`, write them without a copy and
+        wait. `state` is JSON; rank 0's is stored.
 
-        One save is in flight at a time: this waits for the one before, and raises its error. A step that is there
-        already is left as it is.
+        One save runs at a time: this waits for the save before, and raises its error. A step that is already saved
+        stays unchanged.
         """
-        self._attempt += 1  # first of all, so that ranks count alike whatever fails
+        self._attempt += 1  # before anything can fail, so that the count is the same on all ranks
         self.wait()
         if self._attempt <= self._given_up:
             raise CheckpointError(f"step {step} was not saved: a rank was lost when others had saved their part of it")
@@ -119,9 +125,9 @@ class Saver:
             logger.warning("%s is complete already and is left as it is", self._final)
             return
         tensors = [piece.tensor.detach() for piece in pieces]
-        there = [tensor for tensor in tensors if asynchronous or tensor.is_cuda]
-        copied = iter(self._buffer.copy(there))
-        # What is on the host already and waited for needs no room of its own, which there may not be.
+        to_copy = [tensor for tensor in tensors if asynchronous or tensor.is_cuda]
+        copied = iter(self._buffer.copy(to_copy))
+        # A synchronous save of host tensors needs no copy, for which there may be no memory.
         copies = [next(copied) if asynchronous or tensor.is_cuda else tensor.reshape(-1) for tensor in tensors]
         stored = [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)]
         self._part_ended.clear()
@@ -132,31 +138,33 @@ class Saver:
 
     @property
     def num_saves(self) -> int:
-        """How many have begun; all ranks count alike."""
+        """The number of saves that have begun; the same on all ranks."""
         return self._attempt
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether a save has begun whose end nobody has waited for."""
+        """Whether a save has begun that was not waited for yet."""
         return self._thread is not None
 
-    def without(self, lost: int, num_saves: Sequence[int]) -> None:
-        """Go on without a rank, when living ranks have begun so many saves. One that lacks its part is given up."""
+    def continue_without(self, lost: int, num_saves: Sequence[int]) -> None:
+        """Continue after rank `lost` was lost. `num_saves` has the number of saves that each other rank has begun. A
+        save that lacks the lost rank's part is abandoned.
+        """
         is_even = min(num_saves) == max(num_saves)
         self._given_up = 0 if is_even else max(num_saves)
         name = "" if self._final is None else f".saving-{self._final.name}-{self._token}-{self._attempt}"
         if not (is_even and (self.folder / name / partial_name(lost)).exists()):
             self._abandoned = "a rank was lost before it had saved its part"
         if self._thread is not None:
-            self._thread.join()  # what it has to say is said by the next save
+            self._thread.join()  # the next save raises its error
         self._abandoned = None
         self._rank -= self._rank > lost
         self._num_ranks -= 1
 
     def wait(self, published: bool = False) -> None:
-        """Return when this rank's part is durable (on rank 0: published), or raise why it is not.
+        """Return when this rank's part is durable (on rank 0: published), or raise the error of the save.
 
-        With `published` every rank waits until the last save has its final name.
+        With `published`, every rank waits until the last save has its final name.
         """
         if self._thread is not None:
             self._thread.join()
@@ -169,10 +177,10 @@ class Saver:
             self._poll(manifest.exists, lambda: f"rank 0 did not publish {self._final}")
 
     def settle(self, agree: Callable[[bool], bool]) -> BaseException | None:
-        """End the save under way on all ranks: published, or given up as soon as one rank's part has failed.
+        """End the current save on all ranks: it is published, or abandoned as soon as one rank's part has failed.
 
-        Every rank calls this; `agree(mine)` says whether all ranks say yes. Returns why the step was not saved, as far
-        as this rank knows. After it no rank writes, and what is in the folder stays as it is.
+        Every rank calls this. `agree(value)` returns whether `value` is true on all ranks. Returns this rank's error if
+        the step was not saved. Afterwards no rank writes to the folder.
         """
         if self._thread is not None:
             self._part_ended.wait()
@@ -182,12 +190,12 @@ class Saver:
             self._thread.join()
             self._thread = None
         error, self._error, self._abandoned, self._final = self._error, None, None, None
-        agree(True)  # rank 0 has published by now, or never will
+        agree(True)  # a barrier: rank 0 has published by now, or will not
         return error
 
     def _run(self, attempt: int, manifest: Manifest, pieces: Sequence[Piece]) -> None:
         try:
-            with _explained(self.folder):
+            with _explain_errors(self.folder):
                 self._write(attempt, manifest, pieces)
         except BaseException as error:
             self._error = error  # wait() raises it in the caller's thread
@@ -195,7 +203,7 @@ class Saver:
             self._part_ended.set()
 
     def _write(self, attempt: int, manifest: Manifest, pieces: Sequence[Piece]) -> None:
-        """Make this rank's part durable, and on rank 0 publish."""
+        """Write this rank's part durably. Rank 0 then publishes the checkpoint."""
         final = self.folder / step_name(manifest.step)
         saving = self.folder / f".saving-{final.name}-{self._token}-{attempt}"
         if self._rank == 0:
@@ -203,7 +211,7 @@ class Saver:
         try:
             own = self._write_part(saving, manifest, pieces)
         except Exception:
-            with suppress(OSError):  # an empty file mostly finds room where nothing else does
+            with suppress(OSError):  # an empty file can mostly be created even on a full disk
                 (saving / failed_name(self._rank)).touch()
             raise
         self._part_ended.set()
@@ -212,14 +220,14 @@ class Saver:
             self._retain(manifest.step)
 
     def _write_part(self, saving: Path, manifest: Manifest, pieces: Sequence[Piece]) -> Manifest:
-        """Write this rank's pieces to a folder and, last of all, their partial manifest, which it returns."""
+        """Write this rank's pieces to a folder and then their partial manifest, which it returns."""
         saving.mkdir(exist_ok=True)
         shard = saving / shard_name(self._rank)
         entries, tensors = _index(shard.name, pieces)
         files = {}
         if tensors:
             self._do(f"write {shard.name}", save_file, tensors, shard)
-            shard.chmod(saving.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+            shard.chmod(saving.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
             self._do(f"fsync {shard.name}", _fsync, shard)
             files = {shard.name: shard.stat().st_size}
         own = replace(manifest, files=files, entries=entries)
@@ -227,12 +235,12 @@ class Saver:
         temporary = partial.with_suffix(".json.tmp")
         self._write_file(temporary, encode(own))
         self._do(f"fsync {saving.name}", _fsync, saving)
-        # From here on rank 0 may rename the folder: its own fsync makes this last rename durable.
+        # After this rename rank 0 may rename the folder. Rank 0's fsync makes this rename durable.
         self._do(f"rename {partial.name}", temporary.rename, partial)
         return own
 
     def _publish(self, own: Manifest, saving: Path, final: Path) -> None:
-        """Merge the ranks' manifests and give the folder its name."""
+        """Merge the ranks' manifests and rename the folder to its final name."""
         partials = [saving / partial_name(rank) for rank in range(self._num_ranks)]
         failed = [saving / failed_name(rank) for rank in range(self._num_ranks)]
 
@@ -253,7 +261,7 @@ class Saver:
         )
         merged = merge([own, *(decode(partial.read_bytes(), complete=False) for partial in partials[1:])])
         data = encode(replace(merged, previous=self._previous(own.step)))
-        decode(data)  # what the loader would refuse is not published
+        decode(data)  # raises if the loader would, so that no such checkpoint is published
         self._write_file(saving / MANIFEST, data)
         for partial in partials:
             self._do(f"remove {partial.name}", partial.unlink)
@@ -262,8 +270,8 @@ class Saver:
         self._do(f"fsync {self.folder.name}", _fsync, self.folder)
 
     def _previous(self, step: int) -> str | None:
-        """The hash of the manifest before this step's: each checkpoint vouches for the one before. None if there is no
-        such manifest, or it cannot be read now: this save is no worse for it.
+        """The hash of the manifest of the checkpoint before this step, which the new manifest stores. None if there is
+        no such manifest, or if it cannot be read now, which is no reason to fail the save.
         """
         with suppress(OSError):
             earlier = [other for other in steps(self.folder) if other < step]
@@ -271,8 +279,8 @@ class Saver:
         return None
 
     def _retain(self, saved: int) -> None:
-        """Delete what the retention rules do not keep; never what was just saved. It is published: what cannot be
-        deleted is told.
+        """Delete the checkpoints that the retention rules do not keep, but never the one just saved. A checkpoint that
+        cannot be deleted is only logged, because the save has succeeded.
         """
         if self._keep_last is None:
             return
@@ -283,22 +291,24 @@ class Saver:
             if step == saved or (self._keep_every is not None and step % self._keep_every == 0):
                 continue
             path = self.folder / step_name(step)
-            doomed = self.folder / f".deleting-{path.name}-{self._token}"
+            deleted = self.folder / f".deleting-{path.name}-{self._token}"
             try:
-                self._do(f"rename {doomed.name}", path.rename, doomed)
-                self._do(f"remove {doomed.name}", shutil.rmtree, doomed)
+                self._do(f"rename {deleted.name}", path.rename, deleted)
+                self._do(f"remove {deleted.name}", shutil.rmtree, deleted)
             except OSError as error:
                 logger.warning(
                     "weft: %s is not needed any more and cannot be deleted: %s; the next save tries again", path, error
                 )
 
     def _remove_leftovers(self, attempt: int) -> None:
-        """Remove what no running save can own: ranks ahead of this one write under the same token, later attempts."""
+        """Remove folders of saves that no longer run. Ranks ahead of this one may already write a later attempt under
+        the same token; those are kept.
+        """
         for path in self.folder.iterdir():
             saving = re.fullmatch(r"\.saving-step-[0-9]+-([A-Za-z0-9]+)-([0-9]+)", path.name)
             alive = saving and saving[1] == self._token and int(saving[2]) >= attempt
             if path.name.startswith((".saving-step-", ".deleting-step-")) and not alive:
-                shutil.rmtree(path, ignore_errors=True)  # a dying process may still write there; next time, then
+                shutil.rmtree(path, ignore_errors=True)  # a dying process may still write there; the next save retries
 
     def _write_file(self, path: Path, data: bytes) -> None:
         self._do(f"write {path.name}", path.write_bytes, data)
@@ -321,7 +331,7 @@ class Saver:
 
 
 @contextmanager
-def _explained(folder: Path) -> Iterator[None]:
+def _explain_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -362,16 +372,16 @@ def _check(step: int, pieces: Sequence[Piece]) -> None:
             raise CheckpointError(f"{piece.kind} {piece.name!r} has {piece.tensor.dtype}; a checkpoint holds {known}")
 
 
-def _index(file: str, pieces: Sequence[Piece]) -> tuple[tuple[Entry, ...], dict[str, Tensor]]:
-    """The entries that describe the pieces, and the tensors by their key in the file."""
-    entries: dict[tuple[str, str], Entry] = {}
+def _index(file: str, pieces: Sequence[Piece]) -> tuple[tuple[TensorEntry, ...], dict[str, Tensor]]:
+    """Returns the manifest's entries for the pieces, and the tensors by their key in the file."""
+    entries: dict[tuple[str, str], TensorEntry] = {}
     tensors: dict[str, Tensor] = {}
     for piece in pieces:
         dtype, shape = piece.tensor.dtype, piece.region.shape
-        entry = entries.get((piece.kind, piece.name), Entry(piece.name, piece.kind, dtype, shape, ()))
+        entry = entries.get((piece.kind, piece.name), TensorEntry(piece.name, piece.kind, dtype, shape, ()))
         if (entry.dtype, entry.shape) != (dtype, shape):
             raise CheckpointError(f"the pieces of {piece.kind} {piece.name!r} differ in dtype or global shape")
-        key = f"{piece.kind}/{piece.name}@{len(entry.pieces)}"  # a kind has no '/', a number no '@': one key each
+        key = f"{piece.kind}/{piece.name}@{len(entry.pieces)}"  # unique: a kind has no '/', a number no '@'
         hashes = tuple(chunk_hash(piece.tensor, chunk) for chunk in range(num_chunks(piece.region.size, dtype)))
         stored = StoredPiece(file, key, piece.region, hashes)
         entries[piece.kind, piece.name] = replace(entry, pieces=(*entry.pieces, stored))

@@ -1,8 +1,9 @@
-"""Copies of tensors in host memory, so that training can go on while a thread writes them.
+"""Copies of tensors in host memory, so that training can continue while a thread writes them.
 
-One buffer holds all pieces and is kept from save to save: the first save pays for the memory, later ones only for
-the copy. For CUDA tensors the buffer is page-locked, copies overlap, and one synchronize ends them. It is registered
-rather than allocated as pinned, because torch's pinned allocator rounds up to a power of two.
+One buffer holds all pieces and is kept between saves: the first save allocates the memory, later ones only copy. For
+CUDA tensors the buffer is page-locked, the copies run asynchronously, and one synchronize per device waits for them.
+The buffer is registered rather than allocated as pinned memory, because torch's pinned allocator rounds up to a power
+of two.
 """
 
 import weakref
@@ -22,7 +23,7 @@ class HostBuffer:
         self._unlock: weakref.finalize[[int], HostBuffer] | None = None
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors' values now, each 1-D on the host; valid until the next copy."""
+        """Copy the tensors to the host. Returns one 1-D tensor each, valid until the next call."""
         sizes_bytes = [-(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for tensor in tensors]
         devices = {tensor.device for tensor in tensors if tensor.is_cuda}
         self._reserve(sum(sizes_bytes), page_locked=bool(devices))

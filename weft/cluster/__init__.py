@@ -1,1 +1,1 @@
-"""The machine: its devices, links and rates, from the catalog or measured here."""
+"""Describes clusters: devices, links and their rates, from the catalog or from this machine."""

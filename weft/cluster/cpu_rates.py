@@ -1,4 +1,6 @@
-"""The rates of this machine's CPU, which no catalog has: measured for a prediction, assumed for a plan."""
+"""Compute and memory rates of this machine's CPU, which the catalog lacks: measured for a prediction, assumed for a
+plan.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ import torch
 
 from weft.cluster.hardware import Cluster
 
-SIDE, SMALL_SIDE = 384, 64  # of the matrices
+SIDE, SMALL_SIDE = 384, 64  # the sides of the matrices that are multiplied
 LONG_SECONDS = 0.1
-ASSUMED_FLOPS_PER_SECOND = 5e10  # of a core
-ASSUMED_BYTES_PER_SECOND = 1e10  # of the machine's memory
+ASSUMED_FLOPS_PER_SECOND = 5e10  # per core
+ASSUMED_BYTES_PER_SECOND = 1e10  # the bandwidth of the machine's memory
 
 
 def is_cpu(cluster: Cluster) -> bool:
-    """Whether its devices are processes on a CPU."""
+    """Whether the cluster's devices are processes on a CPU."""
     return cluster.node.host_link_bytes_per_second is None
 
 
 def with_assumed_rates(cluster: Cluster) -> Cluster:
-    """A cluster of CPU processes with usual rates; others are what they are.
+    """Add assumed rates to a cluster of CPU processes. Returns any other cluster unchanged.
 
-    Not measured: each rank of a run plans for itself, and all must come to the same plan.
+    The rates are not measured because each rank of a run plans for itself and all must find the same plan.
     """
     node = cluster.node
     if not is_cpu(cluster) or node.device.peak_flops:
@@ -41,10 +43,10 @@ def with_assumed_rates(cluster: Cluster) -> Cluster:
 
 @lru_cache
 def cpu_flops_per_second(dtype: torch.dtype = torch.float32) -> float:
-    """What one core of this machine does in a matmul, measured in a fraction of a second.
+    """Measure the FLOP/s of a matmul on one core of this machine, in a fraction of a second.
 
-    By small matrices where large ones would take long: without instructions for bf16, torch takes hundreds of times as
-    long as for fp32.
+    Uses small matrices if large ones would take long: on a CPU without bf16 instructions, a bf16 matmul takes hundreds
+    of times as long as one in fp32.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

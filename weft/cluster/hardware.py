@@ -1,10 +1,10 @@
-"""Hardware: nodes x devices with memory, peak rates and links, and the time of a collective on them.
+"""Clusters: nodes x devices with memory, peak rates and links, and the time of a collective on them.
 
 A cluster comes from the catalog `weft/cluster/catalog/*.toml` (`load("h100:32x8")`), where every figure states its
-public source, or from this machine (`load("local")`). The planner asks it two pure questions:
+public source, or from this machine (`load("local")`). The planner uses two functions:
 
-- `Cluster.axis_link`: which bandwidth and latency does one rank of an axis see, inside or across nodes;
-- `ring_seconds`: how long does a collective take on such a link (latency a, bandwidth B, degree p, n bytes):
+- `Cluster.axis_link`: the bandwidth and latency that one rank of an axis gets, inside or across nodes;
+- `ring_seconds`: the time of a collective on such a link (latency a, bandwidth B, degree p, n bytes):
   all-reduce 2(p-1)a + 2(p-1)/p n/B; all-gather, reduce-scatter and all-to-all half of that; broadcast
   (p-1)a + n/B; send a + n/B. See Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
   Operations in MPICH" (2005).
@@ -31,13 +31,13 @@ CATALOG = Path(__file__).parent / "catalog"
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
 
-# Assumed, to be replaced by measurement: what shared memory or loopback moves between processes of one machine.
+# Assumed, to be replaced by measurement: rates of shared memory or loopback between processes of one machine.
 LOOPBACK_BYTES_PER_SECOND = 5e9
 LOOPBACK_LATENCY_SECONDS = 50e-6
 
 
 def _check_positive(value: Any) -> None:
-    """Refuse zero and negative figures; only what a message waits for may be zero."""
+    """Raise ConfigError if a figure is zero or negative. Only latencies may be zero."""
     for item in dataclasses.fields(value):
         figure = getattr(value, item.name)
         if isinstance(figure, bool) or not isinstance(figure, (int, float)) or figure > 0:
@@ -48,17 +48,17 @@ def _check_positive(value: Any) -> None:
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator as a process sees it (an MI250X is two). An empty `peak_flops` means unknown."""
+    """One accelerator as a process sees it (an MI250X is two devices). An empty `peak_flops` means unknown."""
 
     name: str
     memory_bytes: int
     memory_bandwidth_bytes_per_second: float | None  # None: unknown
     peak_flops: Mapping[str, float] = field(hash=False)  # dense matmul FLOP/s by dtype; only dtypes that exist
     num_processors: int | None = None  # multiprocessors, compute units; None: unknown
-    calibration: float = 0.8  # what the best matmul reaches of the peak in training; see planner/kernels.py
-    burst: float | None = None  # what it reaches before power lowers the clock; None: power is not what limits it
-    is_newer: bool = False  # than the matmul instructions that FlashAttention-2 was written for
-    reported_as: tuple[str, ...] = ()  # how the driver's device name ends, to recognise a local device
+    calibration: float = 0.8  # the share of the peak that the best matmul reaches in training; see planner/kernels.py
+    burst: float | None = None  # the share before the power limit lowers the clock; None: power is not the limit
+    is_newer: bool = False  # has newer matmul instructions than those that FlashAttention-2 was written for
+    reported_as: tuple[str, ...] = ()  # endings of the driver's device name, to recognise a local device
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -71,14 +71,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """Bandwidth in one direction: per device for a link inside a node, per node (all NICs) for one between nodes."""
+    """A link. Its bandwidth is that of one direction: per device inside a node, per node (all NICs) between nodes."""
 
     name: str
     bandwidth_bytes_per_second: float
     latency_seconds: float
     num_nics: int = 1
-    share: float | None = None  # of the bandwidth, what collectives were measured to reach; None: the usual one
-    start_seconds: float = 0.0  # that any collective was measured to take beside its hops and bytes
+    share: float | None = None  # the measured share of the bandwidth that collectives reach; None: the usual share
+    start_seconds: float = 0.0  # the measured time of any collective in addition to its hops and bytes
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -100,7 +100,7 @@ class Node:
 
 
 class AxisLink(NamedTuple):
-    """What one rank of an axis sees while every group of that axis communicates."""
+    """Bandwidth and latency that one rank of an axis gets while every group of that axis communicates."""
 
     bandwidth_bytes_per_second: float
     latency_seconds: float
@@ -123,11 +123,11 @@ class Cluster:
     def axis_link(self, inner: int, degree: int) -> AxisLink:
         """The link of an axis of `degree` ranks that lie `inner` ranks apart.
 
-        `inner` is the product of the degrees of the axes inside (varying faster than) this one. The axis stays in
-        a node, on the intra link, when blocks of inner x degree ranks tile the node. Otherwise some group crosses
-        nodes, and since a collective is as slow as its slowest group, all are taken to cross: `inner` groups leave
+        `inner` is the product of the degrees of the axes inside this one, whose index varies faster. The axis stays
+        in a node, on the intra link, if blocks of inner x degree ranks tile the node. Otherwise some group crosses
+        nodes. A collective is as slow as its slowest group, so all groups are assumed to cross: `inner` groups leave
         a node together (at most one per device) and share its NICs, so a rank gets inter / min(num_devices, inner).
-        A ring with several members in a node also runs over the intra link and is never faster than that.
+        A ring with several members in a node also uses the intra link and is never faster than that link.
         """
         if inner < 1 or degree < 1 or inner * degree > self.num_devices:
             raise PlanError(
@@ -146,7 +146,9 @@ class Cluster:
 def ring_seconds(
     op: str, num_bytes: float, degree: int, bandwidth_bytes_per_second: float, latency_seconds: float
 ) -> float:
-    """Time of one collective over `degree` ranks; `num_bytes` is the whole tensor (for all_to_all: of one rank)."""
+    """The time of one collective over `degree` ranks. `num_bytes` is the size of the whole tensor; for all_to_all, of
+    one rank's tensor.
+    """
     if op not in OPS:
         raise ConfigError(f"unknown collective '{op}'{nearest(op, OPS)}")
     if num_bytes < 0 or degree < 1 or bandwidth_bytes_per_second <= 0 or latency_seconds < 0:
@@ -170,8 +172,8 @@ def ring_seconds(
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One catalog file: a node, how many of them a machine has (None: as many as one buys), and the sources."""
+class CatalogEntry:
+    """One catalog file: a node, the number of nodes of a specific machine (None: no limit), and the sources."""
 
     title: str
     node: Node
@@ -179,16 +181,17 @@ class Entry:
     max_nodes: int | None = None
 
 
-def names() -> list[str]:
-    """The names in the catalog, sorted."""
+def catalog_names() -> list[str]:
+    """The names of the clusters in the catalog, sorted."""
     return sorted(path.stem for path in CATALOG.glob("*.toml"))
 
 
-def read_entry(path: Path) -> Entry:
-    """A catalog file, read strictly: no unknown or missing key, no figure without source, no source without figure.
+def read_entry(path: Path) -> CatalogEntry:
+    """Read a catalog file. Raises ConfigError for an unknown or missing key, a figure without source, a source without
+    figure.
 
     `node = "mi250x"` and `node.device = "a100-40"` take the node or the device of another file of the same folder,
-    so that a figure and its source stand in one place.
+    so that each figure and its source are written once.
     """
     table = read_toml(path)
     try:
@@ -198,7 +201,7 @@ def read_entry(path: Path) -> Entry:
             table["node"] = read_entry(_sibling(path, node)).node
         elif isinstance(node, dict) and isinstance(node.get("device"), str):
             node["device"] = read_entry(_sibling(path, node["device"])).node.device
-        entry = build_dataclass(Entry, table)
+        entry = build_dataclass(CatalogEntry, table)
         if entry.max_nodes is not None and entry.max_nodes < 1:
             raise ConfigError(f"max_nodes = {entry.max_nodes} must be greater than 0")
     except ConfigError as error:
@@ -207,7 +210,9 @@ def read_entry(path: Path) -> Entry:
 
 
 def load(spec: str) -> Cluster:
-    """`h100` (one node), `h100:32x8` (nodes x devices per node), `frontier:4096` (nodes), or `local`, `local:1x4`."""
+    """Load a cluster: `h100` (one node), `h100:32x8` (nodes x devices per node), `frontier:4096` (nodes), or `local`,
+    `local:1x4` (this machine).
+    """
     match = re.fullmatch(r"([^:\s]+)(?::([0-9]{1,9})(?:x([0-9]{1,9}))?)?", spec)
     if match is None:
         raise ConfigError(
@@ -221,9 +226,9 @@ def load(spec: str) -> Cluster:
         if num_nodes > 1:
             raise ConfigError(f"cluster '{spec}' asks for {num_nodes} nodes; local is one machine, write local:1xN")
         return local_cluster(num_devices)
-    if name not in names():
-        known = f"; known: {', '.join([*names(), 'local'])}"
-        close = nearest(name, [*names(), "local"])
+    if name not in catalog_names():
+        known = f"; known: {', '.join([*catalog_names(), 'local'])}"
+        close = nearest(name, [*catalog_names(), "local"])
         raise ConfigError(f"unknown cluster '{name}'{close if 'did you mean' in close else ''}{known}")
     entry = read_entry(CATALOG / f"{name}.toml")
     if entry.max_nodes is not None and num_nodes > entry.max_nodes:
@@ -235,7 +240,7 @@ def load(spec: str) -> Cluster:
 
 
 def _use_devices(node: Node, num_devices: int | None, spec: str) -> Node:
-    """The node with only `num_devices` in use. A device drives the NICs next to it, so NICs shrink in proportion."""
+    """The node with only `num_devices` in use. A device uses the NICs next to it, so NICs are reduced in proportion."""
     if num_devices is None or num_devices == node.num_devices:
         return node
     if num_devices > node.num_devices:
@@ -266,7 +271,9 @@ def _figures(table: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _check_sources(table: Mapping[str, Any]) -> None:
-    """Each figure is named in [sources], by its own path or (rates that stand in one datasheet row) its table's."""
+    """Raise ConfigError unless [sources] names each figure, by its own path or by that of its table (for rates from one
+    row of a datasheet).
+    """
     sources = table.get("sources")
     if not isinstance(sources, Mapping):
         raise ConfigError("missing table [sources]: name the public source of every figure")
@@ -285,11 +292,11 @@ def _check_sources(table: Mapping[str, Any]) -> None:
 
 
 def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: bool = False) -> Cluster:
-    """This machine as a cluster of one node: its CUDA devices, or `num_devices` (1) processes on its CPU.
+    """This machine as a cluster of one node: its CUDA devices, or `num_devices` (default 1) processes on its CPU.
 
-    Peak rates are known only for a CUDA device that the catalog recognises; a CPU has none, so no MFU is printed.
-    Processes on a CPU share its memory, so each gets an equal part. Where ranks `share` GPUs there may be more of them,
-    each with an equal part of a GPU's memory.
+    Peak rates are known only for a CUDA device that the catalog recognises. They are unknown for a CPU, so no MFU is
+    printed. Processes on a CPU each get an equal part of its memory. If ranks `share` GPUs, there may be more ranks
+    than GPUs, each with an equal part of a GPU's memory.
     """
     loopback = Link("loopback (assumed)", LOOPBACK_BYTES_PER_SECOND, LOOPBACK_LATENCY_SECONDS)
     host_memory_bytes, num_cpu_cores = _host_memory_bytes(), _num_cpu_cores()
@@ -309,7 +316,7 @@ def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: b
     device = Device(found[0].name, found[0].memory_bytes // num_sharing, None, {})
     intra, host_link = loopback, LOOPBACK_BYTES_PER_SECOND
     if known is not None:
-        # The memory stays what the driver reports; rates and links are the datasheet's.
+        # The memory is what the driver reports; rates and links come from the datasheet.
         device = replace(known.device, memory_bytes=device.memory_bytes)
         intra, host_link = known.intra, known.host_link_bytes_per_second or LOOPBACK_BYTES_PER_SECOND
     node = Node(
@@ -319,7 +326,7 @@ def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: b
 
 
 def usual_precision(spec: str, on_cpu: bool) -> tuple[Literal["bf16", "fp32"], str]:
-    """The precision of a run that names none, and why: bf16 on GPUs that have it, else fp32. `spec` names a cluster."""
+    """The default precision of a run on the cluster `spec`, and the reason: bf16 on GPUs that support it, else fp32."""
     if spec.partition(":")[0] != "local":
         device = load(spec).node.device
         has_bf16, name = "bf16" in device.peak_flops, device.name
@@ -338,16 +345,16 @@ def recognise(reported: str) -> Node | None:
     The end of the name must match, since a longer name is another board of the same chip with other rates
     ("NVIDIA H200" is in the catalog, "NVIDIA H200 NVL" is not).
     """
-    for name in names():
+    for name in catalog_names():
         entry = read_entry(CATALOG / f"{name}.toml")
-        # A machine (max_nodes) may hold the device behind other links; only the vendor's own node speaks for it.
+        # A specific machine (max_nodes) may connect the device by other links, so only the vendor's own node counts.
         if entry.max_nodes is None and reported.endswith(entry.node.device.reported_as):
             return entry.node
     return None
 
 
 def _host_memory_bytes() -> int:
-    """Physical memory, or the control group's limit (a container, a batch job) where that is smaller."""
+    """Physical memory, or the limit of the control group (a container, a batch job) if that is smaller."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -360,12 +367,12 @@ def _host_memory_bytes() -> int:
 
 
 def _num_cpu_cores() -> int:
-    """The cores this process may use; macOS has no affinity, there it is all of them."""
+    """The number of cores that this process may use. On macOS, which has no affinity, all cores."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe(cluster: Cluster) -> str:
-    """Two lines for people: what computes, and what connects."""
+    """Two lines of text that describe the cluster: its devices and its links."""
     node, device = cluster.node, cluster.node.device
     dtype = next((name for name in ("bf16", "fp16", "fp32") if name in device.peak_flops), None)
     peak = f"{device.peak_flops[dtype] / 1e12:g} TFLOP/s {dtype}" if dtype else "peak unknown"

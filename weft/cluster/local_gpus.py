@@ -1,10 +1,10 @@
-"""The GPUs of this machine, and how a process that only starts others learns about them.
+"""The GPUs of this machine, also for a process that must not initialise CUDA.
 
-A process that initialises CUDA cannot fork children that use CUDA, and it holds memory on a GPU that belongs to the
-ranks. So the process of a command does not touch the GPUs: a child looks at them and says what it found.
+A process that initialises CUDA cannot fork children that use CUDA, and it holds GPU memory that the ranks need. So the
+process of a command does not use the GPUs: a child queries them and returns the list.
 
-    gpus()                      what this process sees, or was told
-    with described(found): ..   this process sees no GPU, and `gpus()` is `found`
+    gpus()                      the GPUs that this process sees, or the list given to `hide_gpus`
+    with hide_gpus(found): ..   this process sees no GPU, and `gpus()` returns `found`
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 import torch
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-BF16_CAPABILITY = (8, 0)  # from Ampere on
-_described: tuple[Gpu, ...] | None = None
+BF16_CAPABILITY = (8, 0)  # Ampere and newer
+_gpu_list: tuple[Gpu, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One CUDA device, as the driver reports it. `num_peers`: other devices whose memory it can reach directly;
-    `free_bytes`, where they were asked for.
+    """One CUDA device, as the driver reports it. `num_peers` counts other devices whose memory it can access directly.
+    `free_bytes` is None unless it was queried.
     """
 
     name: str
@@ -39,13 +39,13 @@ class Gpu:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine: those that a child described, or else those that this process sees."""
-    return look() if _described is None else _described
+    """The GPUs of this machine: the list given to `hide_gpus`, or else the GPUs that this process sees."""
+    return query_gpus() if _gpu_list is None else _gpu_list
 
 
-def look(with_free_bytes: bool = False) -> tuple[Gpu, ...]:
-    """The GPUs that this process sees. Initialises CUDA where there are any; to ask for free bytes takes memory on each
-    of them, so a rank does not.
+def query_gpus(with_free_bytes: bool = False) -> tuple[Gpu, ...]:
+    """Returns the GPUs that this process sees. Initialises CUDA if there are any. Querying free bytes allocates memory
+    on each of them, so a rank does not do it.
     """
     if not torch.cuda.is_available():
         return ()
@@ -61,16 +61,18 @@ def look(with_free_bytes: bool = False) -> tuple[Gpu, ...]:
 
 
 @contextmanager
-def described(found: Sequence[Gpu]) -> Iterator[None]:
-    """While it lasts, this process sees no GPU (unless it has initialised CUDA before), and `gpus()` is `found`."""
-    global _described
-    before, visible = _described, os.environ.get(VISIBLE_VARIABLE)
-    _described = tuple(found)
+def hide_gpus(found: Sequence[Gpu]) -> Iterator[None]:
+    """In this context, this process sees no GPU (unless it has initialised CUDA before), and `gpus()` returns
+    `found`.
+    """
+    global _gpu_list
+    before, visible = _gpu_list, os.environ.get(VISIBLE_VARIABLE)
+    _gpu_list = tuple(found)
     os.environ[VISIBLE_VARIABLE] = ""
     try:
         yield
     finally:
-        _described = before
+        _gpu_list = before
         if visible is None:
             del os.environ[VISIBLE_VARIABLE]
         else:

@@ -1,12 +1,12 @@
-"""The only room that talks to other ranks: collectives over named axes, and the ledger that counts them."""
+"""The only package that communicates with other ranks: collectives over named axes, and the ledger that counts them."""
 
 from weft.comm.collectives import (
     Axis,
     Pending,
     all_to_all,
+    barrier,
     broadcast,
     exchange,
-    meet,
     receive,
     send,
     sends_from_host,
@@ -27,10 +27,10 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "barrier",
     "broadcast",
     "exchange",
     "expand",
-    "meet",
     "receive",
     "reduce_scatter",
     "send",

@@ -1,16 +1,17 @@
-"""Collectives over an axis that crosses nodes, in two levels: between nodes, and inside the node (PCCL).
+"""Collectives over an axis that crosses nodes, in two levels: between nodes and inside the node (PCCL).
 
-Rank r of the axis is node r // L and local index r % L, of N nodes with L ranks each. W bytes, whole:
+Rank r of the axis is on node r // L with local index r % L, for N nodes with L ranks each. W is the bytes of the whole
+tensor:
 
     all_gather:      between nodes among equal local indices (W/L), inside the node (W), permute [L, N] to [N, L]
     reduce_scatter:  permute [N, L] to [L, N], inside the node (W), between nodes (W/L)
     all_reduce:      reduce-scatter inside (W), all-reduce between (W/L), all-gather inside (W); no order, no permute
 
-Every rank of a node talks to other nodes at once, so all NICs work and each carries 1/L of the bytes; latency is that
-of N plus that of L ranks instead of N·L. The permute needs a second buffer of W bytes while an operation is under way,
-and the second level starts when the first is waited for. See PCCL (arXiv 2504.18658).
+All ranks of a node communicate with other nodes at the same time, so all NICs are used and each carries 1/L of the
+bytes. The latency is that of N ranks plus that of L ranks instead of N·L. The permute needs a second buffer of W bytes
+while an operation runs, and the second level starts when the caller waits for the first. See PCCL (arXiv 2504.18658).
 
-An axis has `levels` where its mesh found such nodes; others take the flat collective, as do small all-reduces.
+An axis has `levels` if its mesh found such nodes. Other axes, and small all-reduces, use the flat collective.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from weft.comm import collectives
 from weft.comm.collectives import Axis, Pending, Reduction
 from weft.comm.ledger import Key, Traffic, Traffics, add_traffic
 
-# Parts of an all-reduce begin at multiples of this, which GPU links want, and padding to it follows from bytes alone.
+# Parts of an all-reduce start at multiples of this, as GPU links prefer. The padding depends on the bytes only.
 ALIGNMENT_BYTES = 16
 
 
 class _Chain(Pending):
-    """Operations of which each needs the result of the one before; the first is under way."""
+    """A sequence of operations, each of which needs the result of the one before. The first has started."""
 
     def __init__(self, steps: Iterator[Pending]) -> None:
         self._steps = steps
         self._current = next(steps, None)
 
     def wait(self) -> None:
-        """Go through what is left. May be called again."""
+        """Run the remaining operations. May be called again."""
         while self._current is not None:
             self._current.wait()
             self._current = next(self._steps, None)
 
 
 def all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
-    """Fill `whole` with the parts of all ranks in order; `part` may be this rank's place inside `whole`."""
+    """Fill `whole` with the parts of all ranks in order. `part` may be this rank's slice of `whole`."""
     if axis.levels is None:
         return collectives.all_gather(whole, part, axis)
     assert whole.numel() == part.numel() * axis.degree
@@ -50,7 +51,7 @@ def all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
 
 
 def reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
-    """Sum `whole` over the axis and leave this rank's part of it in `part`."""
+    """Sum `whole` over the axis and write this rank's part of the result to `part`."""
     if axis.levels is None:
         return collectives.reduce_scatter(part, whole, axis)
     assert whole.numel() == part.numel() * axis.degree
@@ -58,7 +59,7 @@ def reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
 
 
 def all_reduce(tensor: Tensor, axis: Axis, reduction: Reduction = "sum") -> Pending:
-    """Combine `tensor` in place over the axis."""
+    """Reduce `tensor` in place over the axis."""
     if axis.levels is None or _is_small(tensor.numel() * tensor.element_size(), axis.degree):
         return collectives.all_reduce(tensor, axis, reduction)
     return _Chain(_all_reduce(tensor, *axis.levels, reduction))
@@ -97,11 +98,13 @@ def _all_reduce(tensor: Tensor, between: Axis, inside: Axis, reduction: Reductio
         flat.copy_(whole[: flat.numel()])
 
 
-# --- what it costs
+# --- predicted traffic
 
 
 def expand(traffic: Traffics, levels: Mapping[str, tuple[int, int]]) -> dict[Key, Traffic]:
-    """Flat traffic as the ledger counts it in two levels; `levels` has (nodes, ranks in each) by axis."""
+    """Convert traffic of flat collectives to that of two levels, as the ledger counts it. `levels` maps the names of
+    axes to (number of nodes, ranks per node).
+    """
     expanded: list[Traffics] = []
     for (axis, operation), value in traffic.items():
         for num_bytes, calls in value.sizes.items():
@@ -111,7 +114,7 @@ def expand(traffic: Traffics, levels: Mapping[str, tuple[int, int]]) -> dict[Key
 
 
 def _calls(axis: str, operation: str, num_bytes: int, levels: tuple[int, int] | None) -> list[tuple[Key, int]]:
-    """The calls that one call of a flat operation becomes, with their bytes."""
+    """The calls, with their bytes, that replace one call of a flat operation."""
     if levels is None or (operation == "all_reduce" and _is_small(num_bytes, levels[0] * levels[1])):
         return [((axis, operation), num_bytes)]
     between, inside, num_local = f"{axis}/node", f"{axis}/local", levels[1]
@@ -128,11 +131,11 @@ def _calls(axis: str, operation: str, num_bytes: int, levels: tuple[int, int] | 
 
 
 def _is_small(num_bytes: int, degree: int) -> bool:
-    """Whether an all-reduce has so little for each rank that three steps only cost latency."""
+    """Whether an all-reduce has so few bytes per rank that three operations would only add latency."""
     return num_bytes < ALIGNMENT_BYTES * degree
 
 
 def _padded_bytes(num_bytes: int, num_local: int) -> int:
-    """The bytes of equal, aligned parts for all ranks of a node."""
+    """The bytes of a tensor padded to equal, aligned parts for all ranks of a node."""
     unit = ALIGNMENT_BYTES * num_local
     return -(-num_bytes // unit) * unit

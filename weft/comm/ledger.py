@@ -1,9 +1,9 @@
-"""The ledger: how many calls and bytes a run really made, per (axis, operation).
+"""The ledger: counts the calls and bytes of a run's collectives per (axis, operation).
 
-Bytes are those of the whole tensor that the operation works on: the tensor of an all-reduce or broadcast, the gathered
-result of an all-gather, the input of a reduce-scatter, what a rank holds for an all-to-all, the message of a send.
-What travels on a wire follows from it by the algorithm (ring: all-reduce 2(p-1)/p, all-gather (p-1)/p, ...), so the
-ledger can be held to a prediction to the byte on any back-end.
+Bytes are those of the whole tensor of an operation: the tensor of an all-reduce or broadcast, the result of an
+all-gather, the input of a reduce-scatter, one rank's input of an all-to-all, the message of a send. The bytes on the
+wire follow from these by the algorithm (ring: all-reduce 2(p-1)/p, all-gather (p-1)/p, ...), so the ledger can be
+compared with a prediction to the byte on any back-end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from weft.health.rank_status import Status
 
 @dataclass(frozen=True)
 class Traffic:
-    """Calls and bytes of one (axis, operation). `sizes` counts calls by the bytes of each; not given, all are alike."""
+    """Calls and bytes of one (axis, operation). `sizes` maps the bytes of a call to the number of such calls; if it is
+    not given, all calls have the same size.
+    """
 
     calls: int = 0
     num_bytes: int = 0
@@ -39,7 +41,7 @@ class Traffic:
 
 
 Key = tuple[str, str]
-Entry = tuple[int, str]  # a call's number on its rank, and the block's forward or backward that made it
+CallId = tuple[int, str]  # the number of a call on its rank, and the block's forward or backward that made it
 Traffics = Mapping[Key, Traffic]
 
 
@@ -53,9 +55,9 @@ def add_traffic(*parts: Traffics) -> dict[Key, Traffic]:
 
 
 class Ledger:
-    """Counts every collective of one rank; `doing` names the one that the rank waits in, for the watch over hangs.
+    """Counts every collective of one rank. `doing` names the operation that the rank waits in, for reports of hangs.
 
-    Where somebody watches, `status` is told of calls and waits.
+    If `status` is set, calls and waits are also written to the rank's status page.
     """
 
     def __init__(self) -> None:
@@ -64,46 +66,48 @@ class Ledger:
         self.status: Status | None = None
 
     def record(self, axis: str, operation: str, num_bytes: int) -> None:
-        """Enter one call."""
+        """Count one call."""
         self._entries[axis, operation][num_bytes] += 1
         if self.status is not None:
             self.status.num_calls += 1
 
     def phase(self, doing: str) -> None:
-        """What the rank does from here on."""
+        """Record on the status page what the rank does from now on."""
         if self.status is not None:
             self.status.phase(doing)
 
-    def entered(self) -> Entry | None:
-        """What a call that enters now is known by, where somebody watches."""
+    def call_id(self) -> CallId | None:
+        """The number and block of the call that starts now; None without a status page."""
         return None if self.status is None else (self.status.num_calls, self.status.inside)
 
-    def wait_begins(self, axis: str, operation: str, entry: Entry | None = None, peers: Sequence[int] = ()) -> None:
-        """The rank waits in an operation, entered as the call `entry`, for these other ranks (if they are few)."""
+    def wait_begins(self, axis: str, operation: str, call: CallId | None = None, peers: Sequence[int] = ()) -> None:
+        """Record that the rank waits in an operation. `call` identifies it; `peers` are the ranks it waits for,
+        if few.
+        """
         self.doing = f"{operation} over {axis}"
         if self.status is None:
             return
-        if entry is None:
+        if call is None:
             self.status.wait_begins(self.doing, peers)
         else:
-            number, inside = entry
+            number, inside = call
             self.status.wait_begins(f"{self.doing} (#{number}{', ' if inside else ''}{inside})", peers)
 
     def wait_ends(self) -> None:
-        """It has waited; not said of a wait that fails."""
+        """Record that the wait has ended. Not called after a wait that failed."""
         self.doing = ""
         if self.status is not None:
             self.status.wait_ends()
 
     def entries(self) -> dict[Key, Traffic]:
-        """What has been counted so far, sorted by axis and operation."""
+        """The calls and bytes so far, sorted by axis and operation."""
         return {
             key: Traffic(sizes.total(), sum(size * calls for size, calls in sizes.items()), dict(sizes))
             for key, sizes in sorted(self._entries.items())
         }
 
     def clear(self) -> None:
-        """Start counting anew."""
+        """Reset all counts."""
         self._entries.clear()
 
     def __iter__(self) -> Iterator[tuple[Key, Traffic]]:

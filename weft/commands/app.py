@@ -15,13 +15,13 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
-from weft.chaos.storm import KINDS, StruckNursery
+from weft.chaos.storm import KINDS, StormForkServer
 from weft.cluster.local_gpus import gpus
 from weft.commands.chaos import ChaosOptions, run_chaos
 from weft.commands.console import byte_progress, make_console, print_json, show_findings, show_report
 from weft.commands.doctor import examine
 from weft.commands.export import DTYPES, export
-from weft.commands.jobs import command_nursery, prove
+from weft.commands.jobs import command_fork_server, prove
 from weft.commands.plan import PlanOptions, named_run, predict_plan, search_plans, split_off_file
 from weft.commands.run_planning import has_layout
 from weft.commands.train import PROMPT, train_here, train_under_launcher
@@ -59,8 +59,8 @@ def train_command(
         with run_of_job(run_file, overrides or [], os.environ, place) as run:
             train_under_launcher(run, place, fresh, as_json)
         return
-    with command_nursery(_run_as_rank) as nursery:
-        train_here(nursery, run_file, overrides or [], verify, fresh, as_json)
+    with command_fork_server(_run_as_rank) as fork_server:
+        train_here(fork_server, run_file, overrides or [], verify, fresh, as_json)
 
 
 @app.command(
@@ -106,7 +106,7 @@ def plan_command(
     changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
     if cluster is not None:
         changes = [*changes, f"cluster={cluster}"]
-    with command_nursery(_run_as_rank, warms=False):
+    with command_fork_server(_run_as_rank, warms=False):
         if model is not None:
             run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
         else:
@@ -135,13 +135,13 @@ def verify_command(
     if compiles and device == "cpu":
         raise ConfigError("--compile is for --device cuda, where a run compiles its blocks; leave it out on a CPU")
     console = make_console(as_json)
-    with command_nursery(_run_as_rank) as nursery:
+    with command_fork_server(_run_as_rank) as fork_server:
         if device == "cuda" and not gpus():
             raise ConfigError("--device cuda, but torch sees no GPU; use --device cpu")
         name = gpus()[0].name if device == "cuda" else "CPUs"
         run = load_run(run_file, overrides or [])
         with console.status(f"verifying {run.plan.describe_axes()} on {run.plan.num_ranks} local processes"):
-            report = prove(nursery, run, device, precision, compiles)  # type: ignore[arg-type]
+            report = prove(fork_server, run, device, precision, compiles)  # type: ignore[arg-type]
     if as_json:
         checks = [asdict(check) for check in report.checks]
         found = {"passed": report.passed, "device": device, "precision": precision, "checks": checks}
@@ -162,9 +162,9 @@ def chaos_command(
     as_json: Json = False,
 ) -> None:
     """Train a run in peace and under random faults, and prove that both end with the same bits (else status 1)."""
-    with command_nursery(_run_as_rank, StruckNursery) as nursery:
+    with command_fork_server(_run_as_rank, StormForkServer) as fork_server:
         asks = ChaosOptions(mtbf, kinds, seed, faults)
-        run_chaos(nursery, run_file, overrides or [], asks, make_console(as_json), as_json)
+        run_chaos(fork_server, run_file, overrides or [], asks, make_console(as_json), as_json)
 
 
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")
@@ -232,11 +232,14 @@ def doctor_command(
     give right results.
     """
     console = make_console(as_json)
-    with command_nursery(_run_as_rank, warms=False) as nursery, console.status("examining the machine") as status:
+    with (
+        command_fork_server(_run_as_rank, warms=False) as fork_server,
+        console.status("examining the machine") as status,
+    ):
         findings = examine(os.environ, ranks)
         if check and gpus():
             status.update("training a tiny model on the GPU under several plans: about a minute")
-            findings["gpu_check"] = nursery.call("check_gpu")
+            findings["gpu_check"] = fork_server.call("check_gpu")
     if as_json:
         print_json(findings)
     else:

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from weft.chaos.report import Peace, Predicted, Report, by_kind, differences
-from weft.chaos.storm import Storm, StruckNursery, parse_kinds, schedule, settings
+from weft.chaos.report import BaselineRun, ChaosReport, GoodputPrediction, by_kind, differences
+from weft.chaos.storm import Storm, StormForkServer, parse_kinds, schedule, settings
 from weft.checkpoint.folder import step_name
 from weft.commands.console import format_seconds, print_json
 from weft.commands.run_planning import has_layout
@@ -44,7 +44,12 @@ class ChaosOptions(NamedTuple):
 
 
 def run_chaos(
-    nursery: StruckNursery, run_file: Path, overrides: list[str], asks: ChaosOptions, console: Console, as_json: bool
+    fork_server: StormForkServer,
+    run_file: Path,
+    overrides: list[str],
+    asks: ChaosOptions,
+    console: Console,
+    as_json: bool,
 ) -> None:
     """Both runs, and what they show; status 1 where they end differently."""
     if detect(os.environ) is not None:
@@ -56,19 +61,19 @@ def run_chaos(
     overrides = [*overrides, *settings(run, kinds)]
     base = run.folder.with_name(run.folder.name + ".chaos")
     prepare_data(run)
-    peace = _in_peace(nursery, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)
+    baseline = _in_peace(fork_server, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as requests:
         own = [*overrides, f"folder={_new_folder(base)}"]
         run = load_run(run_file, own)
         faults = schedule(kinds, mtbf_seconds, run.plan.num_ranks, asks.seed)
-        storm = Storm(run, faults, kinds, Path(requests), most=asks.faults)
-        status, log = _train(nursery, storm, console, "under faults")
+        storm = Storm(run, faults, kinds, Path(requests), max_faults=asks.faults)
+        status, log = _train(fork_server, storm, console, "under faults")
     last = Path("checkpoints") / step_name(run.train.steps)
     num_tensors, differ = 0, list[str]()
     if (run.folder / last).is_dir():
-        num_tensors, differ = differences(run.folder / last, Path(peace.folder) / last)
-    predicted = Predicted.of(storm, peace.step_seconds, mtbf_seconds)
-    report = Report(peace, storm, mtbf_seconds, asks.seed, predicted, status, num_tensors, differ, log)
+        num_tensors, differ = differences(run.folder / last, Path(baseline.folder) / last)
+    predicted = GoodputPrediction.of(storm, baseline.step_seconds, mtbf_seconds)
+    report = ChaosReport(baseline, storm, mtbf_seconds, asks.seed, predicted, status, num_tensors, differ, log)
     if as_json:
         print_json(report.to_json())
     else:
@@ -77,35 +82,39 @@ def run_chaos(
         raise SystemExit(1)
 
 
-def _in_peace(nursery: StruckNursery, run_file: Path, overrides: list[str], console: Console) -> Peace:
+def _in_peace(fork_server: StormForkServer, run_file: Path, overrides: list[str], console: Console) -> BaselineRun:
     """The undisturbed run, or what is known of it from an earlier call."""
     run = load_run(run_file, overrides)
     known = run.folder / "chaos.json"
     if known.is_file():
         found = json.loads(known.read_text())
         if found.pop("run") == run.to_toml():
-            return Peace(**found)
+            return BaselineRun(**found)
         raise ConfigError(f"{run.folder} is of another run file; remove it, or give another folder (folder = ...)")
     shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was stopped: its time would be too short
     storm = Storm(run, iter(()), (), Path())
-    status, log = _train(nursery, storm, console, "undisturbed")
+    status, log = _train(fork_server, storm, console, "undisturbed")
     if status or not (run.folder / "checkpoints" / step_name(run.train.steps)).is_dir():
         raise ConfigError(f"the undisturbed run did not end as it should (status {status}); see {log}")
     if not storm.step_seconds:
         raise ConfigError("the undisturbed run was over before it was looked at; give it more steps (train.steps)")
-    peace = Peace(str(run.folder), storm.seconds, statistics.median(storm.step_seconds))
-    known.write_text(json.dumps({"run": run.to_toml(), **asdict(peace)}))
-    return peace
+    baseline = BaselineRun(str(run.folder), storm.seconds, statistics.median(storm.step_seconds))
+    known.write_text(json.dumps({"run": run.to_toml(), **asdict(baseline)}))
+    return baseline
 
 
-def _train(nursery: StruckNursery, storm: Storm, console: Console, title: str) -> tuple[int, Path]:
+def _train(fork_server: StormForkServer, storm: Storm, console: Console, title: str) -> tuple[int, Path]:
     """Train under the agent; its status, and the file with what it said."""
     storm.run.folder.mkdir(parents=True, exist_ok=True)
     log = storm.run.folder / "agent.log"
-    nursery.storm = storm
+    fork_server.storm = storm
     environ = {VARIABLE: str(storm.requests)} if storm.kinds else {}
-    with _bar(console, title, storm.run.train.steps) as storm.told, open(log, "w") as file, redirect_stderr(file):
-        return start_ranks(nursery, storm.run, lambda file: ["train", str(file), "--json"], environ), log
+    with (
+        _bar(console, title, storm.run.train.steps) as storm.on_progress,
+        open(log, "w") as file,
+        redirect_stderr(file),
+    ):
+        return start_ranks(fork_server, storm.run, lambda file: ["train", str(file), "--json"], environ), log
 
 
 @contextmanager
@@ -127,19 +136,19 @@ def _new_folder(base: Path) -> Path:
     return base / f"faults-{number}"
 
 
-def show(console: Console, report: Report) -> None:
+def show(console: Console, report: ChaosReport) -> None:
     """For people."""
     table = Table(title="faults and recoveries", title_justify="left", box=None, pad_edge=False)
     for name in ("kind", "faults", "cut short", "recovered", "median", "90 %", "longest"):
         table.add_column(name, justify="left" if name == "kind" else "right")
-    for kind, row in by_kind(report.storm.struck).items():
+    for kind, row in by_kind(report.storm.records).items():
         times = (row["median_seconds"], row["ninth_decile_seconds"], row["longest_seconds"])
         words = ["" if seconds is None else format_seconds(seconds) for seconds in times]
         counts = (str(row[name]) for name in ("faults", "cut_short", "recovered"))
         table.add_row(kind, *counts, *words, style="bold" if kind == "all" else "")
     console.print(table)
     told = [
-        f"[bold]goodput[/]  {report.goodput:.1%}: {format_seconds(report.peace.seconds)} undisturbed, "
+        f"[bold]goodput[/]  {report.goodput:.1%}: {format_seconds(report.baseline.seconds)} undisturbed, "
         f"{format_seconds(report.storm.seconds)} under faults, {report.storm.restarts} restarts; "
         f"{report.training_share:.1%} of the time was not spent on recoveries"
     ]
@@ -155,7 +164,7 @@ def show(console: Console, report: Report) -> None:
         console.print(line, highlight=False, soft_wrap=True)
 
 
-def _verdict(report: Report) -> str:
+def _verdict(report: ChaosReport) -> str:
     if report.passed:
         return f"[bold green]equal[/]    all {report.num_tensors} tensors have the bits of the undisturbed run"
     if report.differ:

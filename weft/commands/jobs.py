@@ -1,7 +1,7 @@
-"""What commands let a child of the nursery do: whatever touches a GPU, runs a backward or forks ranks of its own.
+"""What commands let a child of the fork server do: whatever touches a GPU, runs a backward or forks ranks of its own.
 
-    with command_nursery(run_as_rank) as nursery:    first of all in a command
-        prove(nursery, run)
+    with command_fork_server(run_as_rank) as fork_server:    first of all in a command
+        prove(fork_server, run)
 
 Arguments and results are JSON's: a run travels as `Run.to_json` writes it.
 """
@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import torch
 
-from weft.cluster.local_gpus import Gpu, described, look
+from weft.cluster.local_gpus import Gpu, hide_gpus, query_gpus
 from weft.comm.backends import DeviceType
 from weft.commands.gpu_check import check_gpu, describe
-from weft.launch.fork_server import Job, Main, Nursery
+from weft.launch.fork_server import ForkServer, Job, Main
 from weft.planner.predict import refuse_run
 from weft.proof.prove import prove_run
 from weft.proof.report import Report, report_from_json, report_to_json
@@ -38,20 +38,20 @@ def import_for_ranks() -> None:
 
 
 @contextmanager
-def command_nursery(main: Main, kind: type[Nursery] = Nursery, warms: bool = True) -> Iterator[Any]:
-    """The nursery (of that kind) of a command; while it lasts, this process sees no GPU and knows what a child saw of
-    them. One that will start ranks `warms` up: it imports what they need.
+def command_fork_server(main: Main, kind: type[ForkServer] = ForkServer, warms: bool = True) -> Iterator[Any]:
+    """The fork server (of that kind) of a command; while it lasts, this process sees no GPU and knows what a child saw
+    of them. One that will start ranks `warms` up: it imports what they need.
     """
     os.environ.setdefault(_ASKS_LIBRARY, "1")
-    with kind(main, import_for_ranks if warms else lambda: None, JOBS) as nursery:
+    with kind(main, import_for_ranks if warms else lambda: None, JOBS) as fork_server:
         has_cuda = torch.version.cuda is not None or torch.version.hip is not None
-        seen = nursery.call("gpus") if has_cuda else []
-        with described([Gpu(**{**one, "capability": tuple(one["capability"])}) for one in seen]):
-            yield nursery
+        seen = fork_server.call("gpus") if has_cuda else []
+        with hide_gpus([Gpu(**{**one, "capability": tuple(one["capability"])}) for one in seen]):
+            yield fork_server
 
 
 def prove(
-    nursery: Nursery,
+    fork_server: ForkServer,
     run: Run,
     device: DeviceType = "cpu",
     precision: Literal["fp64", "bf16"] = "fp64",
@@ -61,12 +61,12 @@ def prove(
     has done.
     """
     refuse_run(run)
-    found = nursery.call("verify", run=run.to_json(), device=device, precision=precision, compiles=compiles)
+    found = fork_server.call("verify", run=run.to_json(), device=device, precision=precision, compiles=compiles)
     return report_from_json(found)
 
 
 def _gpus() -> list[dict[str, Any]]:
-    return [asdict(one) for one in look(with_free_bytes=True)]
+    return [asdict(one) for one in query_gpus(with_free_bytes=True)]
 
 
 def _verify(run: str, device: DeviceType, precision: Literal["fp64", "bf16"], compiles: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planni
 from weft.errors import ConfigError, LocalError
 from weft.launch.environment import Place, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.models import LanguageConfig, VisionConfig
 from weft.planner.predict import predict, run_cluster
 from weft.run_file import Run, load_run
@@ -75,9 +75,9 @@ def _fit(run: Run, place: Place, as_json: bool) -> Run:
 
 
 def train_here(
-    nursery: Nursery, run_file: Path, overrides: list[str], verify: bool, fresh: bool, as_json: bool
+    fork_server: ForkServer, run_file: Path, overrides: list[str], verify: bool, fresh: bool, as_json: bool
 ) -> None:
-    """The whole of it on this machine, with ranks from the nursery."""
+    """The whole of it on this machine, with ranks from the fork server."""
     run = load_run(run_file, overrides)
     device_type(run)  # refuses one that is not there
     console = make_console(as_json)
@@ -101,13 +101,13 @@ def train_here(
         refuse_if_used(run.folder)  # told now, not after the proof
         _prepare(run, console)
         if verify:
-            _verify(nursery, run, console)
-        _run_ranks(nursery, run, as_json)
+            _verify(fork_server, run, console)
+        _run_ranks(fork_server, run, as_json)
     if as_json:
         print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
         if isinstance(run.model, LanguageConfig):
-            _show_sample(nursery, run, run_file, console)
+            _show_sample(fork_server, run, run_file, console)
         else:
             _show_accuracy(run, run_file, console)
 
@@ -150,9 +150,9 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
         raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts come: they must not look as if all were done
 
 
-def _run_ranks(nursery: Nursery, run: Run, as_json: bool) -> None:
+def _run_ranks(fork_server: ForkServer, run: Run, as_json: bool) -> None:
     # Not from the user's file, which may be edited while they train: they may have to start again.
-    status = start_ranks(nursery, run, lambda file: ["train", str(file), *(["--json"] if as_json else [])])
+    status = start_ranks(fork_server, run, lambda file: ["train", str(file), *(["--json"] if as_json else [])])
     if status:
         raise SystemExit(status)
 
@@ -162,7 +162,7 @@ def _show(run: Run, console: Console) -> None:
     show_run(console, run, cluster, micro_batch_profile(run), predict(run, cluster))
 
 
-def _verify(nursery: Nursery, run: Run, console: Console) -> None:
+def _verify(fork_server: ForkServer, run: Run, console: Console) -> None:
     if run.plan.num_ranks > MAX_VERIFIED_RANKS:
         console.print(
             f"not verified here: {run.plan.num_ranks} ranks are more than {MAX_VERIFIED_RANKS} local processes"
@@ -170,7 +170,7 @@ def _verify(nursery: Nursery, run: Run, console: Console) -> None:
         return
     start = time.perf_counter()
     with console.status("verifying the plan"):
-        report = prove(nursery, run)
+        report = prove(fork_server, run)
     show_report(console, report, f"{run.plan.describe_axes()}, {time.perf_counter() - start:.0f} s")
     if report.checks:  # none: the plan fits the run, and no copy that is small enough to be proved
         report.require()
@@ -206,11 +206,11 @@ def _last_event(run: Run) -> dict[str, Any]:
     return {"step": last.get("step"), "evaluation": last.get("evaluation")}
 
 
-def _show_sample(nursery: Nursery, run: Run, run_file: Path, console: Console) -> None:
+def _show_sample(fork_server: ForkServer, run: Run, run_file: Path, console: Console) -> None:
     options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
     try:
         with console.status("generating"):
-            text = nursery.call("sample", folder=str(run.folder), device=device_type(run), options=options)
+            text = fork_server.call("sample", folder=str(run.folder), device=device_type(run), options=options)
         console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
         print(PROMPT + text)
     except LocalError as error:  # the run is finished all the same: the model may be too large for one GPU

@@ -233,4 +233,4 @@ def by_kernel(node: fx.Node) -> Mapping[Any, Run]:
         return {}
     from weft.models.vision import pool_kernel
 
-    return pool_kernel.by_kernel()
+    return pool_kernel.kernel_pools()

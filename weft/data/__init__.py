@@ -1,1 +1,1 @@
-"""Training data: documents, tokens in a memory-mapped cache, and the global order of samples."""
+"""Training data: documents, their tokens in a memory-mapped cache, images, and the global order of samples."""

@@ -1,6 +1,6 @@
-"""Folders that are made once and then only read: built beside their place and renamed into it, one process at a time.
+"""Cache folders that are built once and then only read. One process at a time builds a folder and renames it when done.
 
-So a folder is there whole or not at all, whatever is killed, and processes that start together build it once.
+So a folder is complete or absent even if a process is killed, and processes that start together build it only once.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ logger = logging.getLogger("weft")
 
 @contextlib.contextmanager
 def lock(path: Path, what: str) -> Iterator[None]:
-    """Held by one process of this machine at a time; the system lets go of it if the process is killed."""
+    """Hold a lock that one process of this machine can hold at a time. The system releases it if the process is killed.
+    `what` names the thing that is built, for the log.
+    """
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -29,8 +31,8 @@ def lock(path: Path, what: str) -> Iterator[None]:
 
 
 def build_folder(cache: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder beside `cache`, and rename it there."""
-    # The lock may not reach other machines that share the folder, so each has a place of its own to build in.
+    """Let `write` fill a temporary folder beside `cache`, then rename it to `cache`."""
+    # The lock may not work across machines that share the folder, so each machine builds in its own folder.
     building = cache.with_name(f"{cache.name}.building-{socket.gethostname()}")
     shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
     building.mkdir()
@@ -42,7 +44,7 @@ def build_folder(cache: Path, write: Callable[[Path], None]) -> None:
         except OSError:
             if not cache.exists():
                 raise
-            # Another machine was first; `building` is removed below and its cache, which is equal, is used.
+            # Another machine was first: its cache, which is equal, is used, and `building` is removed below.
         sync_folder(cache.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -55,7 +57,7 @@ def flush_to_disk(file: Any) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names in a folder survive a power cut, as fsync does for the content of a file."""
+    """Write a folder's list of names to disk, so that it survives a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""The `[data]` table of a run file. Its key `kind` says what is trained on: text, slides that are made, or images."""
+"""The `[data]` table of a run file. Its key `kind` selects text, synthetic slides or images."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
 from weft.data import slides
-from weft.data.formats import Shape
+from weft.data.formats import ImageShape
 from weft.data.images import OnBad
 from weft.errors import ConfigError
 from weft.schema import at_least, build_dataclass, nearest
@@ -15,10 +15,10 @@ from weft.schema import at_least, build_dataclass, nearest
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Text: a file, a folder or "stdlib", cut into sequences of `sequence` tokens.
+    """Text: a file, a folder or "stdlib", split into sequences of `sequence` tokens.
 
-    `end_token` ends a document; it is found in the tokenizer's file where none is given. `documents` that share a
-    sequence see each other ("joined"), or do not ("separate").
+    `end_token` ends a document; if it is not given, it is found in the tokenizer's file. Tokens of one document attend
+    to other documents of the same sequence (`documents` = "joined"), or they do not ("separate").
     """
 
     source: str
@@ -38,7 +38,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class SlidesConfig:
-    """Slides made from `seed`, `images` of them of `size` × `size` pixels, whose labels need the whole of each."""
+    """Synthetic slides, generated from `seed`: `images` images of `size` × `size` pixels, whose labels depend on the
+    whole image.
+    """
 
     kind: Literal["slides"]
     images: int = 512
@@ -54,16 +56,16 @@ class SlidesConfig:
             raise ConfigError(f"data.size = {self.size}; it must be from {slides.SMALLEST} to {slides.LARGEST}")
         _check_held_out(self.held_out)
 
-    def shape(self, channels: int) -> Shape:
-        """The shape of an image for a model that takes `channels`."""
-        return Shape(self.size, self.size, channels)
+    def shape(self, channels: int) -> ImageShape:
+        """The shape of an image with `channels` channels."""
+        return ImageShape(self.size, self.size, channels)
 
 
 @dataclass(frozen=True)
 class ImagesConfig:
-    """A folder of images of one size with a labels.csv. `level` is that of a pyramidal TIFF.
+    """A folder of images of one size with a labels.csv. `level` selects a level of a pyramidal TIFF.
 
-    An image that cannot be used is left out (`on_bad = "skip"`) or fatal ("stop").
+    An image that cannot be used is left out (`on_bad = "skip"`) or ends the run ("stop").
     """
 
     kind: Literal["images"]
@@ -79,9 +81,9 @@ class ImagesConfig:
             at_least(f"data.{name}", getattr(self, name), smallest)
         _check_held_out(self.held_out)
 
-    def shape(self, channels: int) -> Shape:
-        """The shape of an image for a model that takes `channels`."""
-        return Shape(self.height, self.width, channels)
+    def shape(self, channels: int) -> ImageShape:
+        """The shape of an image with `channels` channels."""
+        return ImageShape(self.height, self.width, channels)
 
 
 Data = DataConfig | SlidesConfig | ImagesConfig
@@ -89,22 +91,22 @@ KINDS: dict[str, type[Data]] = {"text": DataConfig, "slides": SlidesConfig, "ima
 
 
 def data_from_table(table: Mapping[str, Any]) -> Data:
-    """The config of a run file's table; `kind` is "text" if left out."""
+    """Build the config of a run file's table. `kind` is "text" by default."""
     kind = table.get("kind", "text")
     if kind not in KINDS:
         raise ConfigError(f"unknown 'data.kind' = {kind!r}{nearest(str(kind), KINDS)}")
     return build_dataclass(KINDS[kind], table, "data")
 
 
-# Keys that say where data lies and how it is read. What they change in the samples is in the data's fingerprint.
+# Keys that say where the data is and how it is read. If they change the samples, they change the data's fingerprint.
 _PLACES = ("source", "cache", "tokenizer", "end_token", "text_field", "on_bad")
 
 
 def changed_keys(saved: Mapping[str, Any], data: Data) -> tuple[list[str], list[str]]:
-    """What differs between a saved `[data]` table and the present one, as "data.key = then, now ...": keys that decide
-    which samples there are, and keys that may change as long as the samples do not.
+    """The differences between a saved `[data]` table and the current one, as texts "data.key = then, now ...".
 
-    Every key decides unless it is known not to. A key that was not there yet had its default.
+    Returns two lists: keys that determine the samples, and keys that may change if the samples do not. A key counts as
+    the former unless it is in `_PLACES`. A key that the saved table lacks had its default.
     """
     table = {field.name: getattr(data, field.name) for field in fields(data)}
     before = {field.name: field.default for field in fields(data) if field.default is not MISSING} | dict(saved)

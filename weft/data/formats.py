@@ -1,6 +1,6 @@
-"""Files of images: what is in one, and the pixels of a region of it. One reader for each format.
+"""Readers of image files, one for each format.
 
-`examine` gives the shape after looking whether the file is whole, without decoding it; `read` gives the pixels
+`examine` checks that a file is complete, without decoding it, and returns the image's shape. `read` returns the pixels
 [rows, columns, channels] of a region. Both raise BadImageError, which says what is wrong with the file.
 """
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from weft.errors import DataError
 from weft.schema import nearest
 
-# The most pixels that are decoded at once: of a .png the whole image, of a .tif one tile or strip.
+# The limit for pixels that are decoded at once: the whole image of a .png, one tile or strip of a .tif.
 MAX_DECODED_PIXELS = 1 << 28
 DTYPES = ("uint8", "uint16", "float32", "float64")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -29,11 +29,11 @@ Pixels = NDArray[Any]
 
 
 class BadImageError(Exception):
-    """Says what is wrong with an image file."""
+    """An image file that cannot be used. The message says what is wrong with it."""
 
 
-class Shape(NamedTuple):
-    """An image's size."""
+class ImageShape(NamedTuple):
+    """The shape of an image."""
 
     height: int
     width: int
@@ -44,17 +44,17 @@ class Shape(NamedTuple):
 
 
 class Reader(Protocol):
-    """Of one format."""
+    """Reads image files of one format."""
 
-    def examine(self, path: Path, level: int) -> Shape:
-        """The shape of the image in a file, once the file is known to be whole."""
+    def examine(self, path: Path, level: int) -> ImageShape:
+        """Check that the file is complete, and return the shape of the image at a level of its pyramid."""
 
     def read(self, path: Path, level: int, rows: Interval, columns: Interval) -> Pixels:
-        """The pixels of a region, [rows, columns, channels]."""
+        """Returns the pixels of a region, [rows, columns, channels]."""
 
 
 def reader_of(path: Path) -> Reader:
-    """The reader of a file, by the end of its name."""
+    """The reader for a file, by the suffix of its name."""
     suffix = path.suffix.lower()
     if suffix not in READERS:
         raise DataError(f"{path} is no image that weft reads{nearest(suffix, READERS)}")
@@ -63,7 +63,7 @@ def reader_of(path: Path) -> Reader:
 
 @contextmanager
 def _bad_image() -> Iterator[None]:
-    """What goes wrong in a decoder is the image's fault: they raise errors of all kinds over senseless bytes."""
+    """Convert any error of a decoder to BadImageError: decoders raise many kinds of errors for invalid bytes."""
     try:
         yield
     except (BadImageError, DataError, MemoryError):
@@ -72,14 +72,14 @@ def _bad_image() -> Iterator[None]:
         raise BadImageError(f"{type(error).__name__}: {error}") from None
 
 
-def _shape(shape: tuple[int, ...], dtype: np.dtype[Any], level: int = 0, levels: int = 1) -> Shape:
+def _shape(shape: tuple[int, ...], dtype: np.dtype[Any], level: int = 0, levels: int = 1) -> ImageShape:
     if not 0 <= level < levels:
         raise BadImageError(f"it has {levels} level{'s' * (levels > 1)}, and data.level is {level}")
     if len(shape) not in (2, 3) or 0 in shape:
         raise BadImageError(f"it holds {list(shape)} and not [height, width] or [height, width, channels]")
     if dtype.name not in DTYPES:
         raise BadImageError(f"its pixels are {dtype.name}, not one of {', '.join(DTYPES)}")
-    return Shape(shape[0], shape[1], shape[2] if len(shape) == 3 else 1)
+    return ImageShape(shape[0], shape[1], shape[2] if len(shape) == 3 else 1)
 
 
 def _with_channels(pixels: Pixels) -> Pixels:
@@ -87,9 +87,9 @@ def _with_channels(pixels: Pixels) -> Pixels:
 
 
 class NumpyReader:
-    """.npy, mapped into memory: a region costs its own bytes."""
+    """Reads .npy files, memory-mapped: only the bytes of a region are read."""
 
-    def examine(self, path: Path, level: int) -> Shape:
+    def examine(self, path: Path, level: int) -> ImageShape:
         array = self._map(path)
         return _shape(array.shape, array.dtype, level)
 
@@ -104,9 +104,9 @@ class NumpyReader:
 
 
 class PngReader:
-    """.png through Pillow. The chunks of a file end with one of type IEND, or something is missing."""
+    """Reads .png files with Pillow. A complete file ends with a chunk of type IEND."""
 
-    def examine(self, path: Path, level: int) -> Shape:
+    def examine(self, path: Path, level: int) -> ImageShape:
         with _bad_image(), path.open("rb") as file:
             if file.read(8) != PNG_SIGNATURE:
                 raise BadImageError("it does not begin as a PNG file does")
@@ -146,7 +146,7 @@ class PngReader:
         with _bad_image(), Image.open(path, formats=["PNG"]) as image:
             whole = image.convert("RGB") if image.mode == "P" else image
             pixels = np.asarray(whole)[slice(*rows), slice(*columns)]
-            if pixels.dtype == np.int32:  # how Pillow holds 16 bits
+            if pixels.dtype == np.int32:  # Pillow's type for 16 bits
                 pixels = pixels.astype(np.uint16)
             if pixels.dtype == np.bool_:
                 pixels = pixels.astype(np.uint8) * 255
@@ -156,9 +156,11 @@ class PngReader:
 
 
 class TiffReader:
-    """.tif through tifffile. Of the image, or of one level of a pyramid, the tiles (or strips) of a region are read."""
+    """Reads .tif files with tifffile. Only the tiles (or strips) of a region are read, from the image or from one level
+    of a pyramid.
+    """
 
-    def examine(self, path: Path, level: int) -> Shape:
+    def examine(self, path: Path, level: int) -> ImageShape:
         with self._page(path, level) as (page, shape):
             size_bytes = path.stat().st_size
             for offset, count in zip(page.dataoffsets, page.databytecounts, strict=True):
@@ -182,7 +184,7 @@ class TiffReader:
             return found
 
     @contextmanager
-    def _page(self, path: Path, level: int) -> Iterator[tuple[Any, Shape]]:
+    def _page(self, path: Path, level: int) -> Iterator[tuple[Any, ImageShape]]:
         try:
             import tifffile
         except ImportError:
@@ -200,14 +202,14 @@ class TiffReader:
 
 
 def _segment(page: Any) -> tuple[int, int]:
-    """Height and width of what is decoded at once: a tile, or a strip of rows."""
+    """The height and width of a tile or a strip of rows, which is decoded at once."""
     if page.is_tiled:
         return int(page.tilelength), int(page.tilewidth)
     return min(int(page.rowsperstrip), int(page.imagelength)), int(page.imagewidth)
 
 
 def _decode(page: Any, index: int) -> Pixels | None:
-    """One tile or strip, [rows, columns, channels]."""
+    """Decode one tile or strip, [rows, columns, channels]; None if it is not stored."""
     handle = page.parent.filehandle
     handle.seek(page.dataoffsets[index])
     data = handle.read(page.databytecounts[index])
@@ -221,7 +223,9 @@ def _decode(page: Any, index: int) -> Pixels | None:
 
 
 def _copy(source: Pixels, source_at: tuple[int, int], target: Pixels, target_at: tuple[int, int]) -> None:
-    """What two arrays [rows, columns, channels] have in common, where each begins at a place of one image."""
+    """Copy the overlap of two arrays [rows, columns, channels]. `source_at` and `target_at` are the positions of their
+    first pixels in the image.
+    """
     spans = []
     for dim in range(2):
         begin = max(source_at[dim], target_at[dim])

@@ -1,13 +1,13 @@
-"""Goldfish loss (Hans et al. 2024): one in k targets is left out, chosen by a hash of what stands before it.
+"""Goldfish loss (Hans et al. 2024): leaves one in k targets out of the loss, chosen by a hash of the targets before it.
 
-The same passage loses the same targets wherever it occurs, so it cannot be learnt by heart; as an input every token
-stays. A target is left out if T[key] < 1/k, where key is the product of the last `h` targets, itself among them, with
-the overflow of 64 bits, modulo the length of T: numbers in [0, 1) that torch's CPU generator draws from one seed, on
-any device. The first h - 1 targets of a sequence always count. Of a product the order is lost, and a token 0 makes all
-windows that hold it alike.
+A passage loses the same targets wherever it occurs, so the model cannot memorise it. As an input every token stays. A
+target is left out if T[key] < 1/k. The key is the product of the last `h` targets, including this one, with the
+overflow of 64 bits, modulo the length of T. T holds numbers in [0, 1) that torch's CPU generator draws from one seed,
+whatever the device. The first h - 1 targets of a sequence always count. The product does not depend on the order of the
+targets, and all windows that contain a token 0 have the same key.
 
-Targets are changed before a batch is dealt out, so any layout of the sequence and any form of the loss take the same
-ones, and the count of targets that the loss is divided by is theirs. Held-out loss counts all.
+Targets are masked before a batch is split over ranks, so every layout of the sequence and every implementation of the
+loss leaves out the same ones, and the loss is divided by the number of those that remain. Held-out loss counts all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TABLE_SEED = 2_971_215_073
 
 @dataclass(frozen=True)
 class Goldfish:
-    """One in `k` targets, by a hash of `h` targets."""
+    """Leaves one in `k` targets out, by a hash of `h` targets."""
 
     k: int = 4
     h: int = 13
@@ -39,7 +39,7 @@ class Goldfish:
             raise ConfigError(f"train.goldfish.h = {self.h}; a window holds at least 1 target")
 
     def left_out(self, targets: Tensor) -> Tensor:
-        """Which of the targets [batch, sequence] are left out."""
+        """A mask of the targets [batch, sequence] that are left out."""
         result = torch.zeros_like(targets, dtype=torch.bool)
         num_windows = targets.shape[1] - self.h + 1
         if num_windows < 1:
@@ -51,12 +51,12 @@ class Goldfish:
         return result
 
     def apply(self, targets: Tensor) -> Tensor:
-        """The targets that count; those that did not count before still do not."""
+        """Replace targets that are left out by IGNORE. Targets that are IGNORE already stay so."""
         return targets.masked_fill(self.left_out(targets), IGNORE)
 
 
 @lru_cache(maxsize=1)
 def _table() -> Tensor:
-    # On the CPU, whatever the device: generators of others draw other numbers from the same seed.
+    # Always on the CPU: generators of other devices draw other numbers from the same seed.
     generator = torch.Generator("cpu").manual_seed(TABLE_SEED)
     return torch.rand(TABLE_SIZE, generator=generator, device="cpu")

@@ -1,4 +1,4 @@
-"""A folder of labelled images of one size, of which each reader reads its region only.
+"""A folder of labelled images of one size, from which each rank reads only its region.
 
 `labels.csv` names the images and gives each a class:
 
@@ -6,11 +6,12 @@
     a.tif,0
     b.tif,1
 
-An image is a .npy array [height, width] or [height, width, channels] (mapped into memory), a .tif or .tiff (of a tiled
-one the tiles that the region touches are read; of a pyramid one level), or a .png, which can only be decoded whole.
-All are examined before a run starts: size, type, and that nothing of the file is missing. A bad one is named, and left
-out or fatal as the run says. What is found broken later, when its pixels are decoded, takes no part in the loss of its
-batch, or is fatal. No reader unpickles, and none decodes more than `MAX_DECODED_PIXELS` at once.
+An image is a .npy array [height, width] or [height, width, channels] (memory-mapped), a .tif or .tiff (only the tiles
+that overlap the region are read, of one level if it is a pyramid), or a .png, which can only be decoded whole. Before a
+run starts, all images are checked: their size, their type, and that the file is complete. A bad image is reported, and
+left out or an error, as the run file says. An image that turns out to be broken later, when its pixels are decoded,
+does not count in the loss of its batch, or is an error. No reader unpickles, and none decodes more than
+`MAX_DECODED_PIXELS` at once.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weft.data.formats import BadImageError, Interval, Shape, reader_of
+from weft.data.formats import BadImageError, ImageShape, Interval, reader_of
 from weft.data.tokens import is_held_out
 from weft.errors import DataError
 from weft.models.loss import IGNORE
 
 LABELS = "labels.csv"
 MAX_LABEL_BYTES = 256 * 1024 * 1024
-SAMPLED_BYTES = 4096  # of each file, for the fingerprint
+SAMPLED_BYTES = 4096  # bytes of each file that enter the fingerprint
 
 OnBad = Literal["skip", "stop"]
 logger = logging.getLogger("weft")
@@ -42,7 +43,7 @@ logger = logging.getLogger("weft")
 
 @dataclass(frozen=True)
 class LabelledImage:
-    """One line of the labels file; `number` is its place there."""
+    """One line of the labels file. `number` is the index of the line."""
 
     path: Path
     label: int
@@ -50,11 +51,11 @@ class LabelledImage:
 
 
 class Images:
-    """Images of one shape with their classes. `get` reads some of them, or one region of each."""
+    """Images of one shape with their classes. `get` reads some of them, whole or one region of each."""
 
-    def __init__(self, entries: Sequence[LabelledImage], shape: Shape, level: int, on_bad: OnBad) -> None:
+    def __init__(self, entries: Sequence[LabelledImage], shape: ImageShape, level: int, on_bad: OnBad) -> None:
         self._entries, self.shape, self._level, self._on_bad = entries, shape, level, on_bad
-        self.broken: set[str] = set()  # found so while reading
+        self.broken: set[str] = set()  # the names of files that could not be decoded
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -62,10 +63,10 @@ class Images:
     def get(
         self, indices: NDArray[np.integer[Any]], rows: Interval | None = None, columns: Interval | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pixels [num_indices, channels, rows, columns], from -1 to 1, and classes [num_indices].
+        """Returns pixels [num_indices, channels, rows, columns], from -1 to 1, and classes [num_indices].
 
-        A class is IGNORE for an image that cannot be decoded, where such are skipped. If only a region is read, it is
-        fatal: whoever reads another region may not notice.
+        The class of an image that cannot be decoded is IGNORE if bad images are skipped. If only a region is read, it
+        is always an error, because a rank that reads another region may not notice.
         """
         is_whole = rows is None and columns is None
         rows, columns = rows or (0, self.shape.height), columns or (0, self.shape.width)
@@ -88,8 +89,8 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Region:
-    """One region of each of some images, for whoever needs no more."""
+class ImageRegion:
+    """One region of each image, for a rank that needs no more."""
 
     images: Images
     rows: Interval
@@ -99,13 +100,15 @@ class Region:
         return len(self.images)
 
     def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pixels [num_indices, channels, rows, columns] and classes, as of `Images`."""
+        """Returns pixels [num_indices, channels, rows, columns] and classes, like `Images.get`."""
         return self.images.get(indices, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """What a folder holds, in two parts. `bad` names the images left out, and why."""
+    """The images of a folder, split into training and held-out images. `bad` maps images that are left out to the
+    reason.
+    """
 
     train: Images
     held_out: Images | None
@@ -115,14 +118,16 @@ class ImageFolder:
 
 def open_folder(
     folder: Path,
-    shape: Shape,
+    shape: ImageShape,
     num_classes: int,
     *,
     held_out: float = 0.0,
     level: int = 0,
     on_bad: OnBad = "stop",
 ) -> ImageFolder:
-    """The images of a folder, all of `shape`, split by a hash of their number in the labels file."""
+    """Open and check the images of a folder, all of `shape`. They are split by a hash of their number in the labels
+    file.
+    """
     entries = read_labels(folder, num_classes)
     bad: dict[str, str] = {}
     good = []
@@ -157,7 +162,9 @@ def open_folder(
 
 
 def read_labels(folder: Path, num_classes: int) -> list[LabelledImage]:
-    """The lines of a folder's labels file, strictly: known columns, names inside the folder, each once."""
+    """Read a folder's labels file. Raises DataError for unknown columns, names outside the folder, or repeated
+    names.
+    """
     path = folder / LABELS
     try:
         if path.stat().st_size > MAX_LABEL_BYTES:
@@ -186,14 +193,14 @@ def read_labels(folder: Path, num_classes: int) -> list[LabelledImage]:
     return entries
 
 
-def _examine(path: Path, expected: Shape, level: int) -> None:
+def _examine(path: Path, expected: ImageShape, level: int) -> None:
     found = reader_of(path).examine(path, level)
     if found != expected:
         raise BadImageError(f"it is {found} where the run and its model expect {expected}")
 
 
 def _scaled(region: NDArray[Any]) -> NDArray[np.float32]:
-    """[rows, columns, channels]; integers are brought to -1 ... 1, other numbers stay."""
+    """Scale integer pixels to -1 ... 1; floating-point pixels stay unchanged. [rows, columns, channels]"""
     values = region.astype(np.float32)
     if region.dtype.kind == "u":
         values *= 2.0 / float(np.iinfo(region.dtype).max)
@@ -201,8 +208,10 @@ def _scaled(region: NDArray[Any]) -> NDArray[np.float32]:
     return values
 
 
-def _fingerprint(entries: Sequence[LabelledImage], shape: Shape, level: int, held_out: float) -> str:
-    """Of names, classes, sizes, some bytes of each file, and whether it is held out: to read all may take hours."""
+def _fingerprint(entries: Sequence[LabelledImage], shape: ImageShape, level: int, held_out: float) -> str:
+    """A hash of names, classes, sizes, some bytes of each file, and whether it is held out. Hashing all bytes could
+    take hours.
+    """
     digest = hashlib.sha256(repr((tuple(shape), level)).encode())
     for entry in entries:
         with entry.path.open("rb") as file:

@@ -1,9 +1,9 @@
-"""Which sequences a step trains on: a pure function of (seed, step), whatever the layout.
+"""The order of samples: the sequences of a step follow from (seed, step), whatever the layout.
 
-Every epoch visits each of n sequences once, in an order of its own. The order is a bijection that is computed and
-not stored: a Feistel network over the smallest power of four that holds n, walked until it lands below n (Black
-and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So a resumed run continues at any step, a run on other
-devices sees the same batches, and 10^12 sequences cost no more memory than one batch.
+Every epoch visits each of n sequences once, in its own order. The order is a bijection that is computed, not stored: a
+Feistel network over the smallest power of four that is at least n, applied until the result is below n (Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So a resumed run continues at any step, a run on other devices
+gets the same batches, and 10^12 sequences need no more memory than one batch.
 """
 
 from typing import Any
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 Words = NDArray[np.uint64]
 
-# Four rounds make a random-looking permutation of a large range; ranges of a few sequences need more (measured).
+# Four rounds give a random-looking permutation of a large range; ranges of a few sequences need more (measured).
 NUM_ROUNDS = 12
 GOLDEN = 0x9E3779B97F4A7C15  # the odd number nearest 2^64 / golden ratio: the step of SplitMix64
 WORD_MASK = (1 << 64) - 1
 
 
 def permute(index: NDArray[np.integer[Any]], n: int, seed: int, epoch: int | Indices) -> Indices:
-    """A bijection on range(n) for each (seed, epoch), applied to each index; epoch may differ per index."""
+    """Apply a bijection on range(n), which depends on (seed, epoch), to each index. `epoch` may differ per index."""
     index = np.asarray(index)
     assert n >= 1, n
     assert index.ndim == 1, index.shape
@@ -31,7 +31,7 @@ def permute(index: NDArray[np.integer[Any]], n: int, seed: int, epoch: int | Ind
     keys = mix(mix(start) + np.asarray(epoch, dtype=np.uint64))
 
     result = _feistel(index.astype(np.uint64), keys, half_bits)
-    while (outside := result >= np.uint64(n)).any():  # at most 3 in 4 lie outside, so few turns
+    while (outside := result >= np.uint64(n)).any():  # at most 3 in 4 are outside, so there are few iterations
         result[outside] = _feistel(result[outside], keys[outside], half_bits)
     return result.astype(np.int64)
 
@@ -46,7 +46,7 @@ def _feistel(value: Words, keys: Words, half_bits: int) -> Words:
 
 
 def mix(words: Words) -> Words:
-    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): each input bit moves every output bit."""
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014): each input bit affects every output bit."""
     words = words + np.uint64(GOLDEN)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -54,7 +54,7 @@ def mix(words: Words) -> Words:
 
 
 def batch_indices(step: int, batch: int, num_sequences: int, seed: int) -> Indices:
-    """The sequences of one global step, [batch]. A batch may end one epoch and begin the next."""
+    """The indices of the sequences of one global step, [batch]. A batch may end one epoch and begin the next."""
     assert step >= 0, step
     assert batch >= 1, batch
     positions = np.arange(step * batch, (step + 1) * batch, dtype=np.int64)

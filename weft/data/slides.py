@@ -1,12 +1,14 @@
-"""Made-up whole-slide images whose labels need the whole image, of any size, from a seed: real work with no download.
+"""Synthetic whole-slide images of any size, generated from a seed, whose labels depend on the whole image.
 
-A slide has islands of stained tissue and two lesions in quadrants that lie opposite each other. A lesion is of one of
-two kinds, which its colour and its cells show. The label says whether the two are of one kind (0, a tumour that has
-spread) or of two (1, two tumours). A tile that holds one lesion therefore says nothing about the label: with the other
-lesion changed its pixels are the same and the label is not. Nor does the mean of local features, linearly.
+They are a realistic task without a download. A slide has islands of stained tissue and two lesions in opposite
+quadrants. A lesion is of one of two kinds, which its colour and its cells show. The label says whether both are of the
+same kind (0, a tumour that has spread) or not (1, two tumours). So a tile with one lesion says nothing about the label:
+if the other lesion changes, the label changes and the tile's pixels do not. A linear function of the mean of local
+features does not give the label either.
 
-Every pixel is a function of (slide, row, column), so that any region is drawn by itself and a slide of any size is
-written in strips. Tissue and lesions grow with the slide; cells and grain have a size in pixels, as under a microscope.
+Every pixel is a function of (slide, row, column), so any region can be rendered by itself, and a slide of any size is
+written in strips. Tissue and lesions scale with the slide; cells and grain have a fixed size in pixels, as under a
+microscope.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from weft.errors import DataError
 
 FORMAT_VERSION = 1
 NUM_CLASSES = 2
-SMALLEST = 32  # pixels, below which a lesion is no more than a few
+SMALLEST = 32  # pixels; in a smaller slide a lesion would have only a few pixels
 LARGEST = 1 << 17
 CELL_PIXELS = 6
 STRIP_PIXELS = 1 << 20
@@ -40,12 +42,12 @@ Interval = tuple[int, int]
 Progress = Callable[[int, int], None]
 
 GLASS, TISSUE, NUCLEUS = (243, 241, 244), (226, 168, 198), (128, 84, 160)
-# Of each kind of lesion: its ground, and its cells.
+# The colours of each kind of lesion: its background and its cells.
 LESIONS = (((172, 132, 206), (62, 40, 132)), ((214, 176, 128), (122, 70, 34)))
 
 
 class Spot(NamedTuple):
-    """An ellipse, in parts of the slide's size."""
+    """An ellipse; all numbers are fractions of the slide's size."""
 
     row: float
     column: float
@@ -55,7 +57,7 @@ class Spot(NamedTuple):
 
 @dataclass(frozen=True)
 class Slide:
-    """What is on a slide. `kinds` are those of its two lesions."""
+    """The contents of a slide. `kinds` are those of its two lesions."""
 
     size: int
     islands: tuple[Spot, ...]
@@ -65,33 +67,35 @@ class Slide:
 
     @property
     def label(self) -> int:
-        """Whether the lesions are of two kinds."""
+        """1 if the lesions are of different kinds, else 0."""
         return int(self.kinds[0] != self.kinds[1])
 
 
 def make_slide(seed: int, index: int, size: int) -> Slide:
-    """Slide number `index` of a seed. Every second one has label 1; the kind of either lesion alone is drawn fairly."""
+    """Slide number `index` of a seed. Every second slide has label 1. The kind of each lesion by itself is equally
+    likely to be 0 or 1.
+    """
     if not SMALLEST <= size <= LARGEST:
         raise DataError(f"a slide of {size} × {size} pixels cannot be made; use a size from {SMALLEST} to {LARGEST}")
     digest = hashlib.blake2b(f"slide:{seed}:{index}".encode(), digest_size=8).digest()
-    own = int.from_bytes(digest, "little")
-    draw = np.random.Generator(np.random.PCG64(own))
+    slide_seed = int.from_bytes(digest, "little")
+    rng = np.random.Generator(np.random.PCG64(slide_seed))
 
     def spot(row: float, column: float, sizes: tuple[float, float]) -> Spot:
-        height, width = draw.uniform(*sizes, 2)
-        return Spot(row + draw.uniform(-0.05, 0.05), column + draw.uniform(-0.05, 0.05), height, width)
+        height, width = rng.uniform(*sizes, 2)
+        return Spot(row + rng.uniform(-0.05, 0.05), column + rng.uniform(-0.05, 0.05), height, width)
 
     quadrants = [(row, column) for row in (0.25, 0.75) for column in (0.25, 0.75)]
     islands = [spot(row, column, (0.16, 0.24)) for row, column in quadrants]
-    islands += [Spot(*draw.uniform(0.1, 0.9, 2), *draw.uniform(0.03, 0.08, 2)) for _ in range(draw.integers(2, 6))]
-    first, second = ((0, 3), (1, 2))[int(draw.integers(2))]
+    islands += [Spot(*rng.uniform(0.1, 0.9, 2), *rng.uniform(0.03, 0.08, 2)) for _ in range(rng.integers(2, 6))]
+    first, second = ((0, 3), (1, 2))[int(rng.integers(2))]
     lesions = (spot(*quadrants[first], (0.07, 0.12)), spot(*quadrants[second], (0.07, 0.12)))
-    kind = int(draw.integers(2))
-    return Slide(size, tuple(islands), lesions, (kind, kind ^ (index % 2)), own)
+    kind = int(rng.integers(2))
+    return Slide(size, tuple(islands), lesions, (kind, kind ^ (index % 2)), slide_seed)
 
 
 def render(slide: Slide, rows: Interval, columns: Interval) -> Pixels:
-    """The pixels of a region [rows, columns, 3]; every region of a slide agrees with the whole."""
+    """Render a region, [rows, columns, 3]. The pixels equal those of the whole slide."""
     assert 0 <= rows[0] < rows[1] <= slide.size, rows
     assert 0 <= columns[0] < columns[1] <= slide.size, columns
     ragged = 0.6 * (_noise(slide, "edge", max(4, slide.size // 16), rows, columns) - 0.5)
@@ -113,10 +117,12 @@ def render(slide: Slide, rows: Interval, columns: Interval) -> Pixels:
 
 
 def slide_folder(cache: Path, num_images: int, size: int, seed: int, progress: Progress | None = None) -> Path:
-    """A folder of slides with their labels, from the cache or built into it: slide-00000.npy ..., and labels.csv."""
+    """Returns a folder of slides and their labels, slide-00000.npy ... and labels.csv, which is built in the cache if
+    it is not there.
+    """
     if num_images < 1:
         raise DataError(f"{num_images} slides are none; use at least 1")
-    make_slide(seed, 0, size)  # refuses a size that cannot be
+    make_slide(seed, 0, size)  # raises for an invalid size
     folder = cache / f"slides-{num_images}x{size}-seed{seed}-v{FORMAT_VERSION}"
     if folder.exists():
         return folder
@@ -128,10 +134,10 @@ def slide_folder(cache: Path, num_images: int, size: int, seed: int, progress: P
 
 
 def write_slide(path: Path, slide: Slide) -> None:
-    """A slide as a .npy file [size, size, 3] of bytes, drawn and written in strips."""
+    """Write a slide as a .npy file [size, size, 3] of uint8, rendered in strips."""
     shape = (slide.size, slide.size, 3)
     array = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=shape)
-    _take_room(path)
+    _allocate_file(path)
     step = max(1, STRIP_PIXELS // slide.size)
     for row in range(0, slide.size, step):
         end = min(row + step, slide.size)
@@ -139,8 +145,10 @@ def write_slide(path: Path, slide: Slide) -> None:
     array.flush()
 
 
-def _take_room(path: Path) -> None:
-    """Without room, to write to a mapped file would end the process (SIGBUS)."""
+def _allocate_file(path: Path) -> None:
+    """Allocate disk space for a mapped file, or raise DataError: on a full disk, a write to the mapping would kill the
+    process (SIGBUS).
+    """
     if not hasattr(os, "posix_fallocate"):  # macOS
         return
     with open(path, "r+b") as file:
@@ -167,7 +175,7 @@ def _write(building: Path, num_images: int, size: int, seed: int, progress: Prog
         flush_to_disk(file)
 
 
-# --- what a pixel is
+# --- pixels
 
 
 def _paint(image: Floats, where: NDArray[np.bool_], color: tuple[int, int, int]) -> None:
@@ -175,7 +183,7 @@ def _paint(image: Floats, where: NDArray[np.bool_], color: tuple[int, int, int])
 
 
 def _in_spot(slide: Slide, spot: Spot, rows: Interval, columns: Interval) -> Floats:
-    """1 in the middle of a spot, 0 on its edge, negative outside; [rows, columns]."""
+    """1 at the centre of a spot, 0 on its edge, negative outside. [rows, columns]"""
     down = (np.arange(*rows, dtype=np.float32) / slide.size - spot.row) / spot.height
     across = (np.arange(*columns, dtype=np.float32) / slide.size - spot.column) / spot.width
     distance: Floats = (1 - down[:, None] ** 2 - across[None] ** 2).astype(np.float32)
@@ -183,7 +191,9 @@ def _in_spot(slide: Slide, spot: Spot, rows: Interval, columns: Interval) -> Flo
 
 
 def _inside_cells(slide: Slide, rows: Interval, columns: Interval) -> Floats:
-    """How far a pixel is from the middle of its cell, in cells; the middles lie unevenly on a grid. [rows, columns]"""
+    """The distance of a pixel from the centre of its cell, in cells. The centres are a grid with random offsets.
+    [rows, columns]
+    """
     down, across = np.arange(*rows), np.arange(*columns)
     offsets = [_uniform(slide, name, down // CELL_PIXELS, across // CELL_PIXELS) for name in ("down", "across")]
     y = (down % CELL_PIXELS)[:, None] / CELL_PIXELS - (0.3 + 0.4 * offsets[0])
@@ -192,8 +202,10 @@ def _inside_cells(slide: Slide, rows: Interval, columns: Interval) -> Floats:
 
 
 def _noise(slide: Slide, name: str, spacing: int, rows: Interval, columns: Interval) -> Floats:
-    """Smooth noise between 0 and 1: random values on a grid of `spacing` pixels, linearly between. [rows, columns]"""
-    (down, row_part), (across, column_part) = (_between(spacing, ends) for ends in (rows, columns))
+    """Smooth noise between 0 and 1: random values on a grid of `spacing` pixels, linearly interpolated. [rows,
+    columns]
+    """
+    (down, row_part), (across, column_part) = (_grid_positions(spacing, ends) for ends in (rows, columns))
     grid = _uniform(slide, name, np.arange(down[0], down[-1] + 2), np.arange(across[0], across[-1] + 2))
     down, across = down - down[0], across - across[0]
     above = grid[down] * (1 - row_part[:, None]) + grid[down + 1] * row_part[:, None]  # [rows, grid columns]
@@ -201,14 +213,14 @@ def _noise(slide: Slide, name: str, spacing: int, rows: Interval, columns: Inter
     return result
 
 
-def _between(spacing: int, ends: Interval) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The grid point before each pixel, and how far behind it the pixel lies."""
+def _grid_positions(spacing: int, ends: Interval) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The grid point before each pixel, and the pixel's distance from it in units of `spacing`."""
     pixels = np.arange(*ends)
     return pixels // spacing, pixels % spacing / spacing
 
 
 def _uniform(slide: Slide, name: str, down: NDArray[np.int64], across: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A random number in [0, 1) for each of down × across, that depends on nothing else but slide and name."""
+    """A random number in [0, 1) for each of down × across, which depends only on its position, the slide and `name`."""
     key = int.from_bytes(hashlib.blake2b(f"{slide.seed}:{name}".encode(), digest_size=8).digest(), "little")
     row_keys: Words = mix(down.astype(np.uint64) + np.uint64(key))
     words = mix(row_keys[:, None] + across.astype(np.uint64) * np.uint64(GOLDEN))

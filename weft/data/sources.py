@@ -1,9 +1,9 @@
-"""Where the training text comes from: files on this machine, read as a fixed list of documents.
+"""Training text: files on this machine, read as a fixed list of documents.
 
-`documents` looks at what it is given and returns a `Source`: the name "stdlib" (Python's own library, so that a
-first run needs no download), a text file, .jsonl, .parquet, a folder of one of these, or a folder that
-`datasets.save_to_disk` wrote. The order of documents depends only on names and content, never on the machine, and
-the corpus is streamed: at most a text piece of `PIECE_CHARACTERS`, a line or a batch of rows is in memory.
+`documents` returns a `DocumentSource` for the name "stdlib" (Python's own library, so that a first run needs no
+download), a text file, .jsonl, .parquet, a folder of one of these, or a folder that `datasets.save_to_disk` wrote. The
+order of documents depends only on names and content, not on the machine. The corpus is streamed: at most a text piece
+of `PIECE_CHARACTERS`, a line or a batch of rows is in memory.
 """
 
 import hashlib
@@ -24,29 +24,29 @@ TEXT_SUFFIXES = frozenset(
     | {".rst", ".sh", ".tex", ".text", ".ts", ".txt"}
 )
 PIECE_CHARACTERS = 1 << 20
-ROWS_AT_ONCE = 1024  # rows of a parquet or arrow file that are Python strings at one time
+ROWS_AT_ONCE = 1024  # rows of a parquet or arrow file that are converted to Python strings at once
 HASHED_BYTES = 16 << 20  # files up to this size are identified by their content
 
-# Test data of the standard library is partly not Python on purpose; site-packages is not the standard library.
+# Some test data of the standard library is deliberately not Python; site-packages is not the standard library.
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-# These hold the settings of one build of Python, so they differ between machines.
+# These contain the settings of one build of Python, so they differ between machines.
 STDLIB_BUILD_PREFIXES = ("config-", "_sysconfigdata")
 
 RowReader = Iterator[tuple[str, bool, int]]  # text, whether its document ends here, bytes of the file read so far
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A document, or a part of about `PIECE_CHARACTERS` of a text file that is longer."""
+class TextPiece:
+    """A document, or a part of about `PIECE_CHARACTERS` of a longer text file."""
 
     text: str
     ends_document: bool
-    done_bytes: int  # of the whole source, for a progress bar
+    done_bytes: int  # bytes of the whole source that were read, for a progress bar
 
 
 @dataclass(frozen=True)
-class Source:
-    """A fixed list of documents. Iterating gives their text; `pieces` gives it in bounded memory."""
+class DocumentSource:
+    """A fixed list of documents. Iterating yields their texts; `pieces` yields them in bounded memory."""
 
     description: str
     kind: str
@@ -60,10 +60,10 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Changes when the documents may have changed; the same wherever the folder is.
+        """A hash that changes when the documents may have changed. It does not depend on the folder's location.
 
-        Small files count by content, so a copy or a fresh checkout is recognised. Reading a large corpus through at
-        every start would cost minutes, so large files count by size and modification time.
+        Small files are identified by content, so a copy or a fresh checkout is recognised. Reading a large corpus at
+        every start would take minutes, so large files are identified by size and modification time.
         """
         entries: list[list[str | int]] = []
         for name in self.names:
@@ -74,14 +74,14 @@ class Source:
             entries.append([name, status.st_size, identity])
         return hashlib.sha256(json.dumps([self.kind, self.text_field, entries]).encode()).hexdigest()
 
-    def pieces(self) -> Iterator[Piece]:
-        """All text, in order. Documents without text are left out."""
+    def pieces(self) -> Iterator[TextPiece]:
+        """Yields all text, in order. Documents without text are left out."""
         finished_bytes = 0
         for name in self.names:
             path = self.root / name
             for text, ends_document, read_bytes in READERS[self.kind](path, self.text_field):
                 if text:
-                    yield Piece(text, ends_document, finished_bytes + read_bytes)
+                    yield TextPiece(text, ends_document, finished_bytes + read_bytes)
             finished_bytes += path.stat().st_size
 
     def __iter__(self) -> Iterator[str]:
@@ -93,11 +93,12 @@ class Source:
                 parts = []
 
 
-def documents(path_or_name: str | Path, *, text_field: str = "text") -> Source:
-    """The documents at a path, or of "stdlib" (a folder of that name is "./stdlib").
+def documents(path_or_name: str | Path, *, text_field: str = "text") -> DocumentSource:
+    """The documents at a path, or of "stdlib" (write "./stdlib" for a folder of that name).
 
-    A text file is one document; a .jsonl line and a row are one each, their text in `text_field`. In a folder, hidden
-    files are left out, and text files beside .jsonl or .parquet files (a README, say) are not read.
+    A text file is one document. Each line of a .jsonl file and each row of a table is one, with its text in
+    `text_field`. In a folder, hidden files are left out, and text files beside .jsonl or .parquet files (a README, say)
+    are not read.
     """
     if path_or_name == "stdlib":
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -120,7 +121,7 @@ def documents(path_or_name: str | Path, *, text_field: str = "text") -> Source:
     total_bytes = sum((root / name).stat().st_size for name in names)
     files = f"{len(names):,} {kind} file{'' if len(names) == 1 else 's'}"
     description = f"{path_or_name}: {files}, {total_bytes / 1e6:,.1f} MB" + (f" ({note})" if note else "")
-    return Source(description, kind, root, tuple(names), text_field)
+    return DocumentSource(description, kind, root, tuple(names), text_field)
 
 
 def _kind_of(name: str) -> str | None:
@@ -129,7 +130,7 @@ def _kind_of(name: str) -> str | None:
 
 
 def _walk(root: Path, excluded: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Relative POSIX names of the files below a folder; none that are hidden or behind linked folders."""
+    """Relative POSIX names of the files below a folder, except hidden files and those in linked folders."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in excluded]
         for name in files:
@@ -154,7 +155,7 @@ def _stdlib_names(root: Path) -> tuple[str, ...]:
 
 
 def _folder_names(folder: Path) -> tuple[str, tuple[str, ...], str]:
-    """The kind of files to read in a folder, their names, and a note about what is not read."""
+    """The kind of files to read in a folder, their names, and a note about files that are not read."""
     if (folder / "dataset_dict.json").is_file():
         splits = _read_json_list(folder / "dataset_dict.json", "splits")
         raise DataError(
@@ -185,7 +186,7 @@ def _folder_names(folder: Path) -> tuple[str, tuple[str, ...], str]:
 
 
 def _read_json_list(path: Path, key: str) -> list[Any]:
-    """A list that save_to_disk wrote; it is never empty."""
+    """Read a list that save_to_disk wrote. Raises DataError if it is missing or empty."""
     try:
         entries = json.loads(path.read_bytes())[key]
         if entries and isinstance(entries, list):
@@ -196,7 +197,7 @@ def _read_json_list(path: Path, key: str) -> list[Any]:
 
 
 def _read_text(path: Path, text_field: str) -> RowReader:
-    """One document. Pieces are cut after a line where there is one, so that few words are cut by it."""
+    """Read a text file as one document. Pieces end after a line if possible, so that few words are split."""
     try:
         with path.open("rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
             piece = file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
@@ -246,7 +247,7 @@ def _read_parquet(path: Path, text_field: str) -> RowReader:
 
 
 def _read_arrow(path: Path, text_field: str) -> RowReader:
-    """A data file of save_to_disk: an Arrow stream, read without the datasets library and so without pickle."""
+    """Read a data file of save_to_disk, an Arrow stream, without the datasets library and so without pickle."""
     pyarrow = _import_pyarrow(path)
     try:
         with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:

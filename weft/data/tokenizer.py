@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes, which need nothing, or a `tokenizer.json` of the tokenizers library.
+"""Tokenizers: bytes, which need no file, or a `tokenizer.json` of the tokenizers library.
 
-Weft trains no tokenizer. It only asks four things of one (`Tokenizer`): how many ids, which id ends a document,
-encode, and decode; and a fingerprint, so that tokens on disk are never taken for those of another tokenizer.
+Weft trains no tokenizer. A `Tokenizer` has the number of ids, the id that ends a document, encode, decode, and a
+fingerprint, so that cached tokens are never used with another tokenizer.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from weft.errors import DataError
 
-# The tokens that end a document in well-known vocabularies, tried in this order: first those that are special tokens.
+# Tokens that end a document in well-known vocabularies, tried in this order, special tokens of the vocabulary first.
 END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]")
 MAX_NAMED = 20
 
@@ -21,7 +21,7 @@ MAX_NAMED = 20
 class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """The number of ids: every id is below it."""
 
     @property
     def end(self) -> int:
@@ -29,17 +29,17 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Differs between tokenizers that give different ids."""
+        """A text that differs between tokenizers that give different ids."""
 
     def encode(self, text: str) -> NDArray[np.integer[Any]]:
-        """The ids of a text, without any that mark its beginning or end."""
+        """The ids of a text, without ids that mark its beginning or end."""
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """The text of ids; what is not valid text becomes U+FFFD, document ends become nothing."""
+        """The text of ids. Invalid parts become U+FFFD; ids that end a document are left out."""
 
 
 class ByteTokenizer:
-    """The UTF-8 bytes are the ids 0 to 255, and 256 ends a document: 257 in all."""
+    """Encodes text as its UTF-8 bytes, ids 0 to 255. Id 256 ends a document, so there are 257 ids."""
 
     vocab_size = 257
     end = 256
@@ -50,13 +50,15 @@ class ByteTokenizer:
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         ids = np.asarray(ids)
-        # A model's vocabulary may be padded beyond 257; 0xFF is never valid UTF-8, so such ids show as U+FFFD.
+        # A model's vocabulary may be padded beyond 257. 0xFF is never valid UTF-8, so such ids become U+FFFD.
         data: bytes = np.minimum(ids[ids != self.end], 255).astype(np.uint8).tobytes()
         return data.decode("utf-8", errors="replace")
 
 
 class FileTokenizer:
-    """A `tokenizer.json`. Special tokens written out in a text are taken as such, as transformers does."""
+    """The tokenizer of a `tokenizer.json`. Special tokens that a text contains are encoded as such, as in
+    transformers.
+    """
 
     def __init__(self, path: Path, end_token: str | None) -> None:
         try:
@@ -71,7 +73,7 @@ class FileTokenizer:
             self._backend = Backend.from_buffer(content)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{path} is not a tokenizer.json ({error}); give one that tokenizers wrote") from None
-        # A file may carry settings of the model it was made for, which would cut or fill documents.
+        # A file may contain settings of its model that would truncate or pad documents.
         self._backend.no_truncation()
         self._backend.no_padding()
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
@@ -79,7 +81,7 @@ class FileTokenizer:
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document"
 
     def _find_end(self, path: Path, end_token: str | None) -> int:
-        """The token that is asked for, or the first that is known; special ones before words of the vocabulary."""
+        """The id of `end_token`, or of the first known end token, special tokens before others of the vocabulary."""
         special = [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
         candidates = END_TOKENS if end_token is None else (end_token,)
         for token in sorted(candidates, key=lambda token: token not in special):
@@ -101,7 +103,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(spec: str | Path, *, end_token: str | None = None) -> Tokenizer:
-    """The tokenizer "bytes", or that of a `tokenizer.json` or of a model folder that holds one."""
+    """Load a tokenizer: "bytes", a `tokenizer.json`, or a model folder that contains one."""
     if spec == "bytes":
         if end_token is not None:
             raise DataError(

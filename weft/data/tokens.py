@@ -1,12 +1,12 @@
-"""The corpus as token ids on disk, made once and memory-mapped by every process, and sequences cut from it.
+"""The corpus as token ids on disk, built once and memory-mapped by every process, and its sequences.
 
-A cache is a folder named by its key, with train.npy, held_out.npy and cache.json. It is there whole or not at all, and
-processes of one machine take turns: the first builds, the others find it finished (`cache.py`).
+A cache is a folder named by its key, with train.npy, held_out.npy and cache.json. It is complete or absent, and the
+processes of one machine wait for each other: the first builds it, the others find it complete (`cache.py`).
 
-The split: a document is held out by a hash of its number in the source, so every machine holds out the same ones. It is
-held out whole: parts of several documents are never joined. If this leaves nothing on one side (a single file, few
-documents, a small fraction), the last `held_out` part of all tokens is held out instead, of a long text file from the
-beginning of a line.
+A hash of a document's number in the source decides whether it is held out, so every machine holds out the same ones. A
+document is held out whole; parts of several documents are never joined. If this leaves one side empty (a single file,
+few documents, a small fraction), the last `held_out` part of all tokens is held out instead; in a long text file it
+starts at the beginning of a line.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ import torch
 from numpy.typing import NDArray
 
 from weft.data.cache import build_folder, flush_to_disk, lock
-from weft.data.sources import Source
+from weft.data.sources import DocumentSource
 from weft.data.tokenizer import Tokenizer
 from weft.errors import DataError
 
 FORMAT_VERSION = 2
 SIDES = ("train", "held_out")
 COPY_TOKENS = 1 << 20
-MUCH_HELD_OUT = 1 << 20  # tokens: of less, it is not worth a word that more was held out than asked for
-PROGRESS_BYTES = 1 << 20  # progress is told once per so much, since documents may be a few bytes each
+MUCH_HELD_OUT = 1 << 20  # tokens: no warning about too many held-out tokens if they are fewer than this
+PROGRESS_BYTES = 1 << 20  # progress is reported once per this many bytes, since documents may be a few bytes each
 
 TokenArray = NDArray[np.unsignedinteger[Any]]
 Progress = Callable[[int, int], None]
@@ -42,17 +42,19 @@ logger = logging.getLogger("weft")
 
 @dataclass(frozen=True)
 class Tokens:
+    """The token ids of a corpus, split into training and held-out tokens."""
+
     train: TokenArray  # [num_tokens], memory-mapped, each document followed by the end id
     held_out: TokenArray
-    fingerprint: str  # of the tokens themselves: equal on machines that train on the same ones
+    fingerprint: str  # a hash of the tokens: equal on machines that train on the same tokens
 
 
 def token_cache(
-    source: Source, tokenizer: Tokenizer, held_out: float, folder: Path, progress: Progress | None = None
+    source: DocumentSource, tokenizer: Tokenizer, held_out: float, folder: Path, progress: Progress | None = None
 ) -> Tokens:
-    """The tokens of a source, from the cache in `folder` or built into it.
+    """The tokens of a source, from the cache in `folder`, which is built if it is not there.
 
-    `progress(done_bytes, total_bytes)` is called while building, and not at all when the cache is there.
+    `progress(done_bytes, total_bytes)` is called only while the cache is built.
     """
     if not 0 <= held_out < 1:
         raise DataError(f"held_out = {held_out} is not a fraction; use 0 for none, or for example 0.01")
@@ -60,7 +62,7 @@ def token_cache(
     key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:32]
     cache = folder / key
     if cache.exists():
-        # Without the lock: a finished cache may lie in a folder that cannot be written.
+        # Without the lock: a complete cache may be in a folder that cannot be written.
         with contextlib.suppress(_DamagedCacheError):
             return _open(cache)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,11 +78,11 @@ def token_cache(
 
 
 class _DamagedCacheError(Exception):
-    """Says what does not match."""
+    """A cache whose files do not match its record. The message says what does not match."""
 
 
 def _open(cache: Path) -> Tokens:
-    """Maps a cache after comparing sizes and headers; the content is not read through, as it may be terabytes."""
+    """Map a cache into memory after checking sizes and headers. The content is not checked, as it may be terabytes."""
     try:
         record = json.loads((cache / "cache.json").read_bytes())
         arrays: list[TokenArray] = []
@@ -99,7 +101,7 @@ def _open(cache: Path) -> Tokens:
     return Tokens(arrays[0], arrays[1], fingerprint)
 
 
-def _build(source: Source, tokenizer: Tokenizer, held_out: float, cache: Path, progress: Progress) -> None:
+def _build(source: DocumentSource, tokenizer: Tokenizer, held_out: float, cache: Path, progress: Progress) -> None:
     def write(building: Path) -> None:
         dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
         with _TokenFile(building / "train.npy", dtype) as train, _TokenFile(building / "held_out.npy", dtype) as held:
@@ -116,14 +118,14 @@ def _build(source: Source, tokenizer: Tokenizer, held_out: float, cache: Path, p
 
 
 def _write_tokens(
-    source: Source,
+    source: DocumentSource,
     tokenizer: Tokenizer,
     held_out: float,
     train: "_TokenFile",
     held: "_TokenFile",
     progress: Progress,
 ) -> None:
-    """Write each document to its side."""
+    """Tokenize each document and write it to the training or the held-out file."""
     total_bytes = source.total_bytes
     reported_bytes = number = 0
     progress(0, total_bytes)
@@ -151,7 +153,7 @@ def is_held_out(index: int, held_out: float) -> bool:
     return int.from_bytes(digest, "little") < held_out * 2**64
 
 
-def _ensure_both_sides(train: "_TokenFile", held: "_TokenFile", held_out: float, source: Source) -> None:
+def _ensure_both_sides(train: "_TokenFile", held: "_TokenFile", held_out: float, source: DocumentSource) -> None:
     num_tokens = train.num_tokens + held.num_tokens
     if num_tokens < 2:
         raise DataError(f"{source.description} gives {num_tokens} token, too few to hold some out; use held_out = 0")
@@ -173,13 +175,13 @@ def _ensure_both_sides(train: "_TokenFile", held: "_TokenFile", held_out: float,
 
 
 class _TokenFile:
-    """A one-dimensional .npy file that grows; its header is written last, when the count is known."""
+    """A one-dimensional .npy file to which tokens are appended. Its header is written last, when the count is known."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
         self._file = path.open("w+b")
         self.num_tokens = 0
-        self.cuts: list[int] = []  # after so many tokens a long document goes on with another line
+        self.cuts: list[int] = []  # numbers of tokens after which a new line of a long document begins
         self._write_header()
         self._header_bytes = self._file.tell()
 
@@ -198,7 +200,7 @@ class _TokenFile:
         self.num_tokens += ids.size
 
     def move_tail(self, target: "_TokenFile", num_tokens: int) -> None:
-        """Moves the last tokens to the end of another file."""
+        """Move the last `num_tokens` tokens to the end of another file."""
         kept = self.num_tokens - num_tokens
         self._file.seek(self._header_bytes + kept * self._dtype.itemsize)
         while data := self._file.read(COPY_TOKENS * self._dtype.itemsize):
@@ -208,7 +210,7 @@ class _TokenFile:
         self.num_tokens = kept
 
     def finish(self) -> dict[str, int | str]:
-        """Writes the header and flushes; returns what cache.json says of the file."""
+        """Write the header and flush. Returns the file's record for cache.json."""
         size_bytes = self._file.tell()
         self._file.seek(0)
         self._write_header()
@@ -220,7 +222,9 @@ class _TokenFile:
 
 
 class Sequences:
-    """Tokens cut into sequences: number i reads tokens[i * length : (i + 1) * length] and predicts each next one."""
+    """Splits tokens into sequences. Sequence i has the inputs tokens[i * length : (i + 1) * length]; its labels are the
+    tokens that follow each of them.
+    """
 
     def __init__(self, tokens: TokenArray, sequence_length: int, *, name: str = "training data") -> None:
         if sequence_length < 1:
@@ -239,7 +243,7 @@ class Sequences:
         return (len(self._tokens) - 1) // self.sequence_length
 
     def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels of some sequences, int64 [num_indices, sequence_length] each."""
+        """Returns the inputs and labels of some sequences, int64 [num_indices, sequence_length] each."""
         indices = np.asarray(indices, dtype=np.int64)
         assert indices.size == 0 or (indices.min() >= 0 and indices.max() < len(self)), "no such sequence"
         positions = indices[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)

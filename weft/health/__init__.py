@@ -1,1 +1,1 @@
-"""Where each rank is and whether it makes progress: status pages, the watchdog, lost ranks."""
+"""Tracks what each rank does and whether it makes progress: status pages, the watchdog, lost ranks."""

@@ -1,4 +1,4 @@
-"""Ranks that were lost: how they are named, and the one whose loss the others make good (plan.pipe.shadow)."""
+"""Describes ranks that failed, and tracks a lost rank whose stage another rank takes over (plan.pipe.shadow)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from weft.health.rank_status import Lost, last_seen, read_taken_over, tell_lost
+from weft.health.rank_status import LostRank, read_page, read_takeover, write_lost_rank
 from weft.health.watchdog import Watchdog
 
-_BEGIN_SECONDS, _BEGIN_POLL_SECONDS = 5.0, 0.02  # for all ranks to have begun their first step, when one is lost in it
-_TAKE_OVER_SECONDS = 60.0  # for ranks that live to take the stage of one that does not
+_BEGIN_SECONDS, _BEGIN_POLL_SECONDS = 5.0, 0.02  # how long to wait, when a rank is lost, until all have begun a step
+_TAKE_OVER_SECONDS = 60.0  # how long another rank may take to take over the stage of a lost rank
 
 
 def describe_failures(exit_codes: Mapping[int, int]) -> tuple[str, int]:
-    """What to say of ranks that left with these codes (-n: killed by signal n), and the exit status of the whole.
+    """Describe ranks that exited with these codes (-n: killed by signal n), and return the exit status of the job.
 
-    Ranks that were asked to end with SIGTERM are named only when there is no better culprit. A rank killed by a signal
-    comes first: the others' errors are mostly that they lost it.
+    Ranks that SIGTERM ended are named only if no other rank failed. A rank killed by another signal comes first: the
+    errors of the others are mostly that they lost it.
     """
     culprits = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM} or exit_codes
     ranks_by_code: dict[int, list[int]] = {}
@@ -37,38 +37,42 @@ def describe_failures(exit_codes: Mapping[int, int]) -> tuple[str, int]:
     return "; ".join(phrases), first if first > 0 else 128 - first
 
 
-class Losses:
-    """The rank that the others do without, if there is one; never, unless they are `shadowed`."""
+class LostRankTracker:
+    """Tracks the lost rank without which the others continue. There is at most one, and none unless `shadowed`."""
 
     def __init__(self, folder: Path, num_ranks: int, watchdog: Watchdog, shadowed: bool) -> None:
         self._folder, self._num_ranks, self._watchdog, self._shadowed = folder, num_ranks, watchdog, shadowed
-        self._lost: Lost | None = None
-        self.num_lost = 0  # that are no longer waited for
+        self._lost: LostRank | None = None
+        self.num_lost = 0  # the number of ranks whose exit the agent no longer waits for: 0 or 1
         self._code = 0
         self._is_told = False
 
-    def absorb(self, codes: dict[int, int]) -> None:
-        """Take a rank whose loss others can make good out of `codes`, and tell them."""
+    def accept_loss(self, codes: dict[int, int]) -> None:
+        """If another rank can take over the stage of the rank that was killed, remove it from `codes` and tell the
+        other ranks.
+        """
         failed = [rank for rank, code in codes.items() if code]
         if not self._shadowed or self._lost is not None or len(codes) != 1 or len(failed) != 1:
             return
-        if failed[0] == 0 or codes[failed[0]] >= 0:  # nobody is before rank 0; an error would come again
+        if failed[0] == 0 or codes[failed[0]] >= 0:  # no rank precedes rank 0; an error would happen again
             return
         deadline = time.monotonic() + _BEGIN_SECONDS
-        while any(last_seen(self._folder, rank) is None for rank in range(self._num_ranks)):
+        while any(read_page(self._folder, rank) is None for rank in range(self._num_ranks)):
             if time.monotonic() > deadline:
-                return  # not all have begun to train
+                return  # not all ranks have begun to train
             time.sleep(_BEGIN_POLL_SECONDS)
         self._code = codes.pop(failed[0])
-        self._lost, self.num_lost = Lost(failed[0], time.monotonic()), 1
+        self._lost, self.num_lost = LostRank(failed[0], time.monotonic()), 1
         self._watchdog.lost = failed[0]
-        tell_lost(self._folder, self._lost)
+        write_lost_rank(self._folder, self._lost)
 
-    def look(self, codes: dict[int, int]) -> str | None:
-        """What to say, once it was made good; where that takes too long, it is put back into `codes`."""
+    def poll(self, codes: dict[int, int]) -> str | None:
+        """Returns a message once the lost rank's stage was taken over. If that takes too long, the rank is put back
+        into `codes`.
+        """
         if self._lost is None or self._is_told:
             return None
-        taken, waited = read_taken_over(self._folder), time.monotonic() - self._lost.at
+        taken, waited = read_takeover(self._folder), time.monotonic() - self._lost.at
         if taken is not None:
             self._is_told = True
             rest = "1 rank goes on" if self._num_ranks == 2 else f"{self._num_ranks - 1} ranks go on"
@@ -79,10 +83,10 @@ class Losses:
                 f"lost. {rest} without shadows: another loss starts {everybody} again from the newest checkpoint."
             )
         if waited > max(_TAKE_OVER_SECONDS, self._watchdog.deadline.seconds):
-            self.give_back(codes)
+            self.restore_exit_code(codes)
         return None
 
-    def give_back(self, codes: dict[int, int]) -> None:
-        """Put the rank back into `codes` if its loss was not made good: it explains what became of the others."""
+    def restore_exit_code(self, codes: dict[int, int]) -> None:
+        """Put the lost rank back into `codes` if its stage was not taken over: its loss explains the others' errors."""
         if self._lost is not None and not self._is_told and self.num_lost:
             codes[self._lost.rank], self.num_lost = self._code, 0

@@ -1,8 +1,8 @@
-"""Where each rank is: a page that it shares with whoever watches it, and that outlives it, whatever kills it.
+"""Status pages: each rank writes what it does to a memory-mapped file, which remains when the rank is killed.
 
-A rank writes its step, what it does and in which block into a mapped file, which costs two microseconds; whoever
-watches reads it when the rank has died or does not answer. What ended a rank, if it could still say so, is a small JSON
-file beside it.
+A rank writes its step, its phase and the block that it runs, which costs two microseconds. The agent reads the page
+when the rank has died or does not answer. A rank that fails with an error also writes the error to a small JSON file
+beside its page.
 """
 
 from __future__ import annotations
@@ -22,45 +22,41 @@ from pathlib import Path
 from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError, WeftError
 
 FOLDER_VARIABLE = "WEFT_STATUS"
-WAITING = "waiting in "  # how a rank's words begin while it waits for others
+WAITING = "waiting in "  # the prefix of `StatusPage.doing` while a rank waits for others
 SAVING = "saving"
 GOING_BACK = "loading a checkpoint"
-RESERVING = "reserving memory for copies"  # pages of a large buffer are locked, which takes longer than steps do
-FILES = (SAVING, GOING_BACK, RESERVING)  # may be silent for as long as a file system, or the kernel, takes
-_PAGE = struct.Struct("<qqddd240s144s80s64s")  # see Seen; text that is too long is cut
+RESERVING = "reserving memory for copies"  # locking the pages of a large buffer takes longer than a step
+FILE_PHASES = (SAVING, GOING_BACK, RESERVING)  # a rank in one of these waits for the file system or the kernel: no hang
+_PAGE = struct.Struct("<qqddd240s144s80s64s")  # the fields of StatusPage; text that is too long is truncated
 _NO_STEP = -1
 _STACK_POLL_SECONDS = 0.05
 _LOST, _TAKEN = "lost.json", "taken-over.json"
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A rank as it was last seen: the steps of the run that were done, the collectives that it had entered, how long
-    the last step took (0: none was done yet) and how much of that it computed or loaded data, when this was written
-    (time.monotonic), and what it did: `inside` which block's forward or backward, if in any. `place` says where it is
-    ("host b, pipe stage 2"), `peers` for which ranks it waits, where they are few.
-    """
+class StatusPage:
+    """The contents of a rank's status page."""
 
-    step: int
-    num_calls: int
-    step_seconds: float
-    busy_seconds: float
-    at: float
-    doing: str
-    inside: str = ""
-    place: str = ""
-    peers: tuple[int, ...] = ()
+    step: int  # the number of steps of the run that are done
+    num_calls: int  # the number of collectives that the rank has started
+    step_seconds: float  # the time of the last step; 0 if none was done yet
+    busy_seconds: float  # the part of `step_seconds` in which the rank did not wait for other ranks
+    at: float  # when the page was written (time.monotonic)
+    doing: str  # the phase, or WAITING and the operation that the rank waits for
+    inside: str = ""  # the block whose forward or backward runs, if any
+    place: str = ""  # where the rank is, e.g. "host b, pipe stage 2"
+    peers: tuple[int, ...] = ()  # the ranks that it waits for, if they are few
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for other ranks."""
+        """Whether the rank waits for other ranks."""
         return self.doing.startswith(WAITING)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended a rank. `final` ones would come again: a restart does not help. Those of `chance` (flipped
-    bits) may come at any time; others come again unless some step was done before.
+    """The error that ended a rank. A `final` error would happen again after a restart. An error by `chance` (flipped
+    bits) may happen at any time. Any other error is expected to happen again unless a step was done before it.
     """
 
     message: str
@@ -72,7 +68,9 @@ class Failure:
 
 
 class Status:
-    """This rank's page; in memory of its own where nobody watches."""
+    """Writes this rank's status page: to a file in the folder FOLDER_VARIABLE, or to private memory if it
+    is not set.
+    """
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         self.rank, self.place = rank, ""
@@ -80,7 +78,7 @@ class Status:
         if FOLDER_VARIABLE in environ:
             folder = Path(environ[FOLDER_VARIABLE])
             self._map(folder)
-            # Whoever watches may ask where every thread is. The file stays open for as long as the process.
+            # SIGUSR1 writes the stacks of all threads to this file, which stays open as long as the process runs.
             faulthandler.register(signal.SIGUSR1, open(stack_path(folder, rank), "w"))  # noqa: SIM115
         self._step, self._phase, self.inside, self._peers = _NO_STEP, "", "", ""
         self._step_seconds = self._busy_seconds = 0.0
@@ -89,8 +87,8 @@ class Status:
         self.num_calls = 0
         self._write("")
 
-    def show_in(self, folder: Path) -> None:
-        """From now on others see the page, in a folder of this host."""
+    def publish_in(self, folder: Path) -> None:
+        """Write the page to a file in this folder from now on, where other processes of the host can read it."""
         self._map(folder)
         self._write(self._phase)
 
@@ -98,7 +96,7 @@ class Status:
         path = page_path(folder, self.rank)
         with open(path, "w+b", buffering=0) as file:
             try:
-                file.write(bytes(_PAGE.size))  # takes its room: without it, to write to the mapping ends the process
+                file.write(bytes(_PAGE.size))  # allocates disk space: else a write to the mapping may kill the process
             except OSError as error:
                 path.unlink(missing_ok=True)
                 raise LaunchError(
@@ -106,40 +104,42 @@ class Status:
                 ) from error
             self._page = mmap.mmap(file.fileno(), _PAGE.size)
 
-    def seen(self) -> Seen | None:
-        """This rank's own page, as others would see it."""
+    def page(self) -> StatusPage | None:
+        """This rank's own page; None before its first step."""
         return _read(bytes(self._page))
 
     def step_begins(self, step: int) -> None:
-        """So many steps are done, and the next one begins."""
+        """Record that `step` steps are done and the next one begins."""
         now = time.monotonic()
         if self._step != _NO_STEP:
             self._step_seconds = now - self._step_began_at
         self._step, self._step_began_at, self._waited_seconds = step, now, 0.0
 
     def step_ends(self) -> None:
-        """What every rank does in a step is done; what follows (logs, files) some do for all."""
+        """Record the end of the part of a step that all ranks take part in. Logs and files, which only some ranks
+        write, follow.
+        """
         self._busy_seconds = time.monotonic() - self._step_began_at - self._waited_seconds
         self.phase("between steps")
 
     def phase(self, doing: str) -> None:
-        """What the rank does from here on."""
+        """Record what the rank does from now on."""
         self._phase, self.inside = doing, ""
         self._write(doing)
 
     def enters(self, block: str) -> None:
-        """Of the phase, the rank is in this ("backward of block 7") from here on, until it enters another."""
+        """Record the part of the phase that runs ("backward of block 7"), until the next call."""
         self.inside = block
         self._write(self._phase)
 
     def wait_begins(self, what: str, peers: Sequence[int] = ()) -> None:
-        """The rank waits in this, for these other ranks."""
+        """Record that the rank waits in the operation `what` for the ranks `peers`."""
         self._waiting_since = time.monotonic()
         self._peers = ",".join(map(str, peers))
         self._write(WAITING + what)
 
     def wait_ends(self) -> None:
-        """The rank goes on with what it did."""
+        """Record that the wait has ended and the phase continues."""
         self._waited_seconds += time.monotonic() - self._waiting_since
         self._peers = ""
         self._write(self._phase)
@@ -147,35 +147,35 @@ class Status:
     def _write(self, doing: str) -> None:
         times = (self._step_seconds, self._busy_seconds, time.monotonic())
         texts = (doing.encode(), self.inside.encode(), self.place.encode(), self._peers.encode())
-        # Not pack_into, which clears the page first: whoever looks in between would see a rank that never did anything.
+        # Not pack_into, which clears the page first: a reader could then see the page of a rank that has done nothing.
         self._page[:] = _PAGE.pack(self._step - _NO_STEP, self.num_calls, *times, *texts)
 
 
-def last_seen(folder: Path, rank: int) -> Seen | None:
-    """What a rank wrote last; None if it did not come so far, or has begun no step yet."""
+def read_page(folder: Path, rank: int) -> StatusPage | None:
+    """Read a rank's page; None if the rank has no page or has begun no step yet."""
     path = page_path(folder, rank)
     if not path.exists() or path.stat().st_size < _PAGE.size:
         return None
     return _read(path.read_bytes())
 
 
-def _read(page: bytes) -> Seen | None:
+def _read(page: bytes) -> StatusPage | None:
     begun, num_calls, step_seconds, busy_seconds, at, *texts = _PAGE.unpack(page)
     doing, inside, place, peers = (text.rstrip(b"\0").decode(errors="replace") for text in texts)
-    step = begun + _NO_STEP  # a page on which nothing was written yet says so too
+    step = begun + _NO_STEP  # zero bytes, before the first write, also mean no step
     if step == _NO_STEP:
         return None
     numbers = tuple(int(peer) for peer in peers.split(",") if peer.isdecimal())
-    return Seen(step, num_calls, step_seconds, busy_seconds, at, doing, inside, place, numbers)
+    return StatusPage(step, num_calls, step_seconds, busy_seconds, at, doing, inside, place, numbers)
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Where a rank's stacks go when it is sent SIGUSR1."""
+    """The file to which a rank writes its stacks when it receives SIGUSR1."""
     return folder / f"rank-{rank:05d}.stack"
 
 
 def wait_for_stacks(paths: Sequence[Path], most_seconds: float) -> None:
-    """Leave processes that were sent SIGUSR1 time to say where they are: until their files grow no more."""
+    """Wait until processes that were sent SIGUSR1 have written their stacks: until the files no longer grow."""
     deadline, before = time.monotonic() + most_seconds, [0] * len(paths)
     while time.monotonic() < deadline:
         time.sleep(_STACK_POLL_SECONDS)
@@ -186,7 +186,7 @@ def wait_for_stacks(paths: Sequence[Path], most_seconds: float) -> None:
 
 
 def record_failure(environ: Mapping[str, str], rank: int, error: BaseException) -> int:
-    """Leave a word on what ended this rank; the status to leave with."""
+    """Write the error that ends this rank to its failure file, if there is a folder, and return the exit status."""
     final = isinstance(error, WeftError) and not isinstance(error, (LostRankError, CorruptionError))
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
     status = 2 if isinstance(error, ConfigError) else 1
@@ -198,29 +198,29 @@ def record_failure(environ: Mapping[str, str], rank: int, error: BaseException) 
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
-    """At once, or not at all."""
+    """Write the file atomically."""
     path.with_suffix(".tmp").write_text(json.dumps(value))
     path.with_suffix(".tmp").rename(path)
 
 
-def failures(folder: Path, num_ranks: int) -> dict[int, Failure]:
-    """The errors that ranks left, the earliest first: later ones are mostly that they lost a rank."""
+def read_failures(folder: Path, num_ranks: int) -> dict[int, Failure]:
+    """Read the errors that ranks recorded, the earliest first. Later ones are mostly that a rank lost another one."""
     paths = {rank: _failure_path(folder, rank) for rank in range(num_ranks)}
     found = {rank: Failure(**json.loads(path.read_text())) for rank, path in paths.items() if path.exists()}
     return dict(sorted(found.items(), key=lambda item: item[1].at))
 
 
 @dataclass(frozen=True)
-class Lost:
-    """A rank that was lost and that the others are to do without; when (time.monotonic) they were told."""
+class LostRank:
+    """A lost rank without which the others continue. `at` is when they were told (time.monotonic)."""
 
     rank: int
     at: float
 
 
 @dataclass(frozen=True)
-class TakenOver:
-    """A stage that another rank has taken over: in which step (from 1), how long after `Lost`."""
+class StageTakeover:
+    """Rank `by` has taken over pipe stage `stage` in step `step` (counted from 1), `seconds` after `LostRank.at`."""
 
     stage: int
     by: int
@@ -228,34 +228,34 @@ class TakenOver:
     seconds: float
 
 
-def tell_lost(folder: Path, lost: Lost) -> None:
-    """Let the ranks know that they are to go on without one."""
+def write_lost_rank(folder: Path, lost: LostRank) -> None:
+    """Tell the ranks to continue without a lost rank."""
     _write_json(folder / _LOST, asdict(lost))
 
 
-def read_lost(folder: Path) -> Lost | None:
-    """What they were told, if they were."""
-    return Lost(**json.loads((folder / _LOST).read_text())) if (folder / _LOST).exists() else None
+def read_lost_rank(folder: Path) -> LostRank | None:
+    """Read the lost rank that the agent reported; None if it reported none."""
+    return LostRank(**json.loads((folder / _LOST).read_text())) if (folder / _LOST).exists() else None
 
 
-def tell_taken_over(folder: Path, taken: TakenOver) -> None:
-    """Let the agent know that a stage has been taken over."""
+def write_takeover(folder: Path, taken: StageTakeover) -> None:
+    """Tell the agent that a stage was taken over."""
     _write_json(folder / _TAKEN, asdict(taken))
 
 
-def read_taken_over(folder: Path) -> TakenOver | None:
-    """What it was told, if it was."""
-    return TakenOver(**json.loads((folder / _TAKEN).read_text())) if (folder / _TAKEN).exists() else None
+def read_takeover(folder: Path) -> StageTakeover | None:
+    """Read the takeover that a rank reported; None if there was none."""
+    return StageTakeover(**json.loads((folder / _TAKEN).read_text())) if (folder / _TAKEN).exists() else None
 
 
 def clear(folder: Path) -> None:
-    """Forget the ranks that were."""
+    """Delete all files of an earlier attempt."""
     for path in folder.iterdir():
         os.unlink(path)
 
 
 def page_path(folder: Path, rank: int) -> Path:
-    """Where a rank's page is."""
+    """The file of a rank's status page."""
     return folder / f"rank-{rank:05d}.page"
 
 

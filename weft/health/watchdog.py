@@ -1,11 +1,11 @@
-"""The watch over ranks that live but do not get on: it finds who keeps the others waiting, and who is slow.
+"""The watchdog: finds ranks that hang, and ranks that are slow.
 
-A rank that hangs takes the others with it: they wait in a collective or a receive that it does not serve. So a hang is
-a wait that passes its deadline, or silence of all ranks (none writes to its page, see status.py) for as long. The
-deadline is ten usual steps, and never less than a floor; before a step was measured, ten predicted ones and never less
-than five floors, for what a first step has to make. Whoever does not wait is named; where all wait, whoever has entered
-the fewest collectives. A rank that in each of ten steps computes twice as long as the median rank is a straggler, and
-named once.
+When a rank hangs, the others wait in a collective or a receive that it does not serve. So a hang is a wait that is
+longer than the deadline, or a time as long in which no rank writes its status page (rank_status.py). The deadline is
+ten times the median step, and at least a floor. Before a step was measured it is ten predicted steps, and at least five
+floors, because a first step also compiles, connects and allocates. The report names the ranks that do not wait; if all
+wait, those that have started the fewest collectives. A rank that in each of ten steps computes twice as long as the
+median rank is a straggler and is reported once.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from weft.health.rank_status import FILES, WAITING, Seen, last_seen, stack_path, wait_for_stacks
+from weft.health.rank_status import FILE_PHASES, WAITING, StatusPage, read_page, stack_path, wait_for_stacks
 
 _STEPS_OF_SILENCE = 10
 _FIRST_FLOORS = 5  # compiling, connecting and first allocations take longer than any later step
-_NUM_STEPS = 10  # that a straggler is judged by
+_NUM_STEPS = 10  # the number of steps in which a straggler must be slow
 _SLOW = 2.0
-_MIN_SLOW_SECONDS = 0.1  # a step; below, differences are mostly those of a busy machine
-_STACK_SECONDS = 0.5  # at most: a rank that is stopped says nothing
+_MIN_SLOW_SECONDS = 0.1  # per step; shorter steps differ mostly because the machine is busy
+_STACK_SECONDS = 0.5  # the longest wait for stacks: a stopped rank writes none
 _MAX_NAMED = 4
 
 
 class Deadline:
-    """How long a wait, or silence, may last: from the steps that were measured, or at first from the predicted one."""
+    """How long ranks may wait or write no page. It follows from measured steps, before the first from the
+    predicted one.
+    """
 
     def __init__(self, floor_seconds: float, predicted_seconds: float | None = None) -> None:
         self._floor_seconds, self._predicted_seconds = floor_seconds, predicted_seconds or 0.0
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._step = -1
 
-    def measure(self, seen: Seen) -> None:
-        """Learn from a page."""
-        if seen.step > self._step and seen.step_seconds > 0:
-            self._step = seen.step
-            self._step_seconds.append(seen.step_seconds)
+    def measure(self, page: StatusPage) -> None:
+        """Add the step time of a page."""
+        if page.step > self._step and page.step_seconds > 0:
+            self._step = page.step
+            self._step_seconds.append(page.step_seconds)
 
     @property
     def seconds(self) -> float:
@@ -53,37 +55,37 @@ class Deadline:
 
 
 class Watchdog:
-    """The agent's eyes on one attempt of a job."""
+    """Watches the ranks of one attempt of a job through their status pages."""
 
     def __init__(self, folder: Path, num_ranks: int, deadline: Deadline) -> None:
         self.folder, self._num_ranks, self.deadline = folder, num_ranks, deadline
         self._busy: list[deque[float]] = [deque(maxlen=_NUM_STEPS) for _ in range(num_ranks)]
         self._steps = [-1] * num_ranks
         self._named: set[int] = set()
-        self.lost: int | None = None  # a rank that the others do without
-        self._overdue_since: float | None = None  # at the last look
+        self.lost: int | None = None  # a lost rank without which the others continue
+        self._overdue_since: float | None = None  # as found by the last check
 
-    def look(self) -> tuple[str | None, str | None]:
-        """(who hangs, who is slow), in words; None where there is nothing to say."""
-        seen = {rank: last_seen(self.folder, rank) for rank in range(self._num_ranks) if rank != self.lost}
-        ranks = {rank: one for rank, one in seen.items() if one is not None}
-        if len(ranks) < len(seen):
-            return None, None  # still starting: what they wait for then has its own deadline
+    def check(self) -> tuple[str | None, str | None]:
+        """Returns a description of a hang and one of a straggler; None for each that was not found."""
+        pages = {rank: read_page(self.folder, rank) for rank in range(self._num_ranks) if rank != self.lost}
+        ranks = {rank: page for rank, page in pages.items() if page is not None}
+        if len(ranks) < len(pages):
+            return None, None  # ranks are still starting; the operations they wait for then have their own timeouts
         self._measure(ranks)
         return self._find_hang(ranks), self._find_straggler()
 
-    def _measure(self, ranks: Mapping[int, Seen]) -> None:
+    def _measure(self, ranks: Mapping[int, StatusPage]) -> None:
         self.deadline.measure(max(ranks.values(), key=lambda rank: rank.step))
-        for rank, one in ranks.items():
-            if one.step > self._steps[rank] and one.step_seconds > 0:
-                self._steps[rank] = one.step
-                self._busy[rank].append(one.busy_seconds)
+        for rank, page in ranks.items():
+            if page.step > self._steps[rank] and page.step_seconds > 0:
+                self._steps[rank] = page.step
+                self._busy[rank].append(page.busy_seconds)
 
-    def _find_hang(self, ranks: Mapping[int, Seen]) -> str | None:
+    def _find_hang(self, ranks: Mapping[int, StatusPage]) -> str | None:
         seconds = overdue_seconds(ranks.values())
         since = overdue_since(ranks.values()) if seconds >= self.deadline.seconds else None
         before, self._overdue_since = self._overdue_since, since
-        if since is None or since != before:  # all may just have been stopped for a while: look twice
+        if since is None or since != before:  # all processes may have been stopped for a while, so check twice
             return None
         return describe_hang(ranks, {}, seconds)
 
@@ -92,7 +94,7 @@ class Watchdog:
             return None
         usual = statistics.median_low([statistics.median(busy) for busy in self._busy])
         for rank, busy in enumerate(self._busy):
-            own = min(busy)  # slow in every step: on a busy machine anybody is, now and then
+            own = min(busy)  # slow in every step: on a busy machine any rank is slow now and then
             if own > _SLOW * usual and own > _MIN_SLOW_SECONDS and rank not in self._named:
                 self._named.add(rank)
                 return (
@@ -102,56 +104,63 @@ class Watchdog:
         return None
 
 
-def overdue_seconds(ranks: Collection[Seen]) -> float:
-    """How long the longest wait has lasted, or the silence of all; 0 while a rank is at its files."""
+def overdue_seconds(ranks: Collection[StatusPage]) -> float:
+    """How long the longest wait has lasted, or how long no rank has written its page. 0 while a rank reads or writes
+    files, which may take long without a hang.
+    """
     since = overdue_since(ranks)
     return 0.0 if since is None else time.monotonic() - since
 
 
-def overdue_since(ranks: Collection[Seen]) -> float | None:
-    """When that began (time.monotonic)."""
-    if any(one.doing in FILES for one in ranks):
+def overdue_since(ranks: Collection[StatusPage]) -> float | None:
+    """When the longest wait began, or when the last page was written (time.monotonic). None while a rank reads or
+    writes files.
+    """
+    if any(page.doing in FILE_PHASES for page in ranks):
         return None
-    waiting = [one.at for one in ranks if one.is_waiting]
-    return min([*waiting, max(one.at for one in ranks)])
+    waiting = [page.at for page in ranks if page.is_waiting]
+    return min([*waiting, max(page.at for page in ranks)])
 
 
-def describe_hang(seen: Mapping[int, Seen], silent: Mapping[int, str], seconds: float) -> str:
-    """Who did not come, to what, and where it was last seen; `silent` are the places of ranks that do not answer."""
-    seen = dict(sorted(seen.items()))
-    absent = [rank for rank, one in seen.items() if not one.is_waiting]
+def describe_hang(pages: Mapping[int, StatusPage], silent: Mapping[int, str], seconds: float) -> str:
+    """Describe a hang: which ranks are missing, in which operation, and what they did last.
+
+    `pages` has the pages of ranks that answer, `silent` the places of those that do not, `seconds` how long it lasts.
+    """
+    pages = dict(sorted(pages.items()))
+    absent = [rank for rank, page in pages.items() if not page.is_waiting]
     words = []
     for place in dict.fromkeys(silent.values()):
         ranks = [rank for rank, there in silent.items() if there == place]
         where = f" ({place})" if place else ""
-        words.append(f"{names(ranks)}{where} {'does' if len(ranks) == 1 else 'do'} not answer")
+        words.append(f"{rank_names(ranks)}{where} {'does' if len(ranks) == 1 else 'do'} not answer")
     if silent:
         words[-1] += ": that host, or the link to it, may be down"
-    elif not absent:  # all wait: whoever is behind
-        behind = min((one.step, one.num_calls) for one in seen.values())
-        absent = [rank for rank, one in seen.items() if (one.step, one.num_calls) == behind]
-        if len(absent) == len(seen):
+    elif not absent:  # all ranks wait: name those that are behind
+        behind = min((page.step, page.num_calls) for page in pages.values())
+        absent = [rank for rank, page in pages.items() if (page.step, page.num_calls) == behind]
+        if len(absent) == len(pages):
             absent = []
             words.append("every rank waits for another, and none is behind: a link between them may be down")
     now = time.monotonic()
-    waiting = {rank: one for rank, one in seen.items() if one.is_waiting and rank not in absent}
+    waiting = {rank: page for rank, page in pages.items() if page.is_waiting and rank not in absent}
     for rank in absent[:_MAX_NAMED]:
-        one, missed = seen[rank], _missed(rank, seen[rank], waiting)
-        words.append(f"{_name(rank, one)} {missed}; last seen in {_place(one)}, {now - one.at:.0f} s ago")
+        page, missed = pages[rank], _missed_call(rank, pages[rank], waiting)
+        words.append(f"{_rank_name(rank, page)} {missed}; last seen in {_position(page)}, {now - page.at:.0f} s ago")
     others: dict[str, list[int]] = {}
-    for rank, one in waiting.items():
-        others.setdefault(one.doing, []).append(rank)
-    rest = [f"{names(who)} {'is' if len(who) == 1 else 'are'} {what}" for what, who in others.items()]
+    for rank, page in waiting.items():
+        others.setdefault(page.doing, []).append(rank)
+    rest = [f"{rank_names(who)} {'is' if len(who) == 1 else 'are'} {what}" for what, who in others.items()]
     if len(rest) > _MAX_NAMED:
         rest = [*rest[:_MAX_NAMED], f"{len(rest) - _MAX_NAMED} other waits"]
     return f"no sign of life for {seconds:.0f} s: {'; '.join(words)}" + (f" ({'; '.join(rest)})" if rest else "")
 
 
-def _missed(rank: int, seen: Seen, waiting: Mapping[int, Seen]) -> str:
-    """What the others wait for: what waits for this rank itself before all, and of that the first."""
+def _missed_call(rank: int, page: StatusPage, waiting: Mapping[int, StatusPage]) -> str:
+    """Describe the operation that others wait for: preferably one that waits for this rank itself, and the earliest."""
     if not waiting:
         return "does not get on"
-    first = min(waiting.values(), key=lambda one: (rank not in one.peers, one.step, _number(one), one.at))
+    first = min(waiting.values(), key=lambda page: (rank not in page.peers, page.step, _call_number(page), page.at))
     what = first.doing.removeprefix(WAITING)
     message = re.match(r"(recv|send)_(\w+ of micro-batch \d+) at (stage \d+( of replica \d+)?)", what)
     if message is not None:
@@ -159,34 +168,34 @@ def _missed(rank: int, seen: Seen, waiting: Mapping[int, Seen]) -> str:
         return f"did not {did} the {message[2]} {to} {message[3]}"
     if " over " not in what:
         return f"keeps the others waiting for {what}"
-    has_entered = rank in first.peers and first.step == seen.step and 0 < _number(first) <= seen.num_calls
+    has_entered = rank in first.peers and first.step == page.step and 0 < _call_number(first) <= page.num_calls
     return f"has entered {what} and does not serve it" if has_entered else f"did not enter {what}"
 
 
-def _number(seen: Seen) -> int:
-    """Of the call that a rank waits in; 0 for a message."""
-    found = re.search(r" \(#(\d+)", seen.doing)
+def _call_number(page: StatusPage) -> int:
+    """The number of the collective that a rank waits in; 0 for a message."""
+    found = re.search(r" \(#(\d+)", page.doing)
     return int(found[1]) if found is not None else 0
 
 
-def _place(seen: Seen) -> str:
-    doing = seen.doing.removeprefix(WAITING)
-    if not seen.is_waiting and seen.inside:
-        doing = seen.inside
-    return f"{doing} of step {seen.step + 1} (after {seen.num_calls} collectives)"
+def _position(page: StatusPage) -> str:
+    doing = page.doing.removeprefix(WAITING)
+    if not page.is_waiting and page.inside:
+        doing = page.inside
+    return f"{doing} of step {page.step + 1} (after {page.num_calls} collectives)"
 
 
-def _name(rank: int, seen: Seen) -> str:
-    return f"rank {rank} ({seen.place})" if seen.place else f"rank {rank}"
+def _rank_name(rank: int, page: StatusPage) -> str:
+    return f"rank {rank} ({page.place})" if page.place else f"rank {rank}"
 
 
-def names(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
+def rank_names(ranks: Sequence[int]) -> str:
+    """Ranks as text: "rank 3" or "ranks 1, 2"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def ask_for_stacks(folder: Path, pids: Sequence[int]) -> None:
-    """Ask every rank where its threads are, and leave it a moment to say so."""
+    """Make every rank write the stacks of its threads, and wait briefly for them."""
     asked = []
     for rank, pid in enumerate(pids):
         with suppress(ProcessLookupError):
@@ -195,8 +204,8 @@ def ask_for_stacks(folder: Path, pids: Sequence[int]) -> None:
     wait_for_stacks(asked, _STACK_SECONDS)
 
 
-def keep_stacks(folder: Path, num_ranks: int, target: Path) -> Path:
-    """Put the answers of all ranks into one file."""
+def collect_stacks(folder: Path, num_ranks: int, target: Path) -> Path:
+    """Collect the stacks of all ranks in one file of the folder `target`, and return its path."""
     target.mkdir(parents=True, exist_ok=True)
     path = target / f"hang-{time.strftime('%Y%m%d-%H%M%S')}.txt"
     paths = [stack_path(folder, rank) for rank in range(num_ranks)]

@@ -1,1 +1,1 @@
-"""Starting ranks: launchers' environments, the agent, forked and local processes, one job per run folder."""
+"""Starts ranks: reads launchers' environments, forks and restarts local processes, allows one job per run folder."""

@@ -1,13 +1,15 @@
 """The local agent: starts the ranks of one machine, watches them, and starts them again when one dies.
 
-A rank that is killed or fails takes the others with it: all are ended and started anew, and load the newest complete
-checkpoint. One paragraph says who died, how, in which step, from where the run goes on and what was lost. Errors that
-would come again are not tried again: what a user must change (status 2), and what came before a single step was done.
+When a rank is killed or fails, the agent kills the other ranks and starts all of them again; they load the newest
+complete checkpoint. The agent prints one paragraph: which rank died, how, in which step, where the run resumes and how
+many steps are lost. It does not restart after an error that would happen again: an error that the user must fix
+(status 2), or an error before any step was finished.
 
-Where ranks shadow each other (plan.pipe.shadow), the first that is killed, unless it is rank 0, ends nobody: the others
-are told, and go on without it (resilience/takeover.py). Should they fail to, all start again.
+If ranks shadow each other (plan.pipe.shadow), the agent restarts nothing when the first rank is killed, unless it is
+rank 0. It tells the other ranks, which continue without the lost one (resilience/takeover.py). If they fail to, all
+ranks start again.
 
-    start_local(nursery, num_ranks, arguments, ..) -> the exit status of the whole
+    start_local(fork_server, num_ranks, arguments, ..) -> the exit status of the job
 """
 
 from __future__ import annotations
@@ -24,23 +26,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from weft.health.lost_ranks import Losses, describe_failures
-from weft.health.rank_status import FOLDER_VARIABLE, Failure, clear, failures, last_seen
-from weft.health.watchdog import Deadline, Watchdog, ask_for_stacks, keep_stacks
+from weft.health.lost_ranks import LostRankTracker, describe_failures
+from weft.health.rank_status import FOLDER_VARIABLE, Failure, clear, read_failures, read_page
+from weft.health.watchdog import Deadline, Watchdog, ask_for_stacks, collect_stacks
 from weft.launch.environment import LOCAL_RUN_ID_PREFIX
-from weft.launch.fork_server import SAVE_SECONDS, Nursery
+from weft.launch.fork_server import SAVE_SECONDS, ForkServer
 
 _POLL_SECONDS = 0.1
-_CAUSE_SECONDS = 0.5  # for the cause of an error to show
-_END_SECONDS = 30.0  # for ranks that were asked to end, once one of them has failed
-_HUNG = 124  # the exit status of a job that was given up, as timeout(1) has it
-_SAME_PRESS_SECONDS = 0.5  # wrappers pass on a Ctrl-C that the terminal sends as well: copies are one request
+_CAUSE_SECONDS = 0.5  # how long to wait for the exit of the rank that caused another rank's error
+_END_SECONDS = 30.0  # how long ranks that were asked to stop may take, once one of them has failed
+_HUNG = 124  # the exit status of a job that hung, as timeout(1) uses it
+_SAME_PRESS_SECONDS = 0.5  # a wrapper may forward a Ctrl-C that the terminal also sends: both count as one request
 
 
 @dataclass(frozen=True)
 class Restarts:
-    """How often to start again: at most `limit` times within `window_seconds`. Ranks hang that show no sign of life for
-    `hang_seconds` (and ten of their steps; at first, ten of the predicted `step_seconds`).
+    """When to restart: at most `limit` times within `window_seconds`. Ranks count as hung after no sign of life for
+    `hang_seconds` and for ten steps (before a step was measured, ten times the predicted `step_seconds`).
     """
 
     limit: int = 0
@@ -50,30 +52,31 @@ class Restarts:
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where ranks that start now go on: the step of the newest complete checkpoint, and where it is."""
+class ResumePoint:
+    """Where ranks that start now resume: the step of the newest complete checkpoint, and where it is stored."""
 
     step: int = 0
     where: str = "the beginning: there is no checkpoint yet"
 
 
 def start_local(
-    nursery: Nursery,
+    fork_server: ForkServer,
     num_ranks: int,
     arguments: Sequence[str],
     environ: Mapping[str, str],
     restarts: Restarts = Restarts(),  # noqa: B008 (frozen)
-    newest: Callable[[], Source] = Source,
+    newest: Callable[[], ResumePoint] = ResumePoint,
     stacks: Path | None = None,
     shadowed: bool = False,
 ) -> int:
-    """Run the nursery's program as `num_ranks` local ranks with `environ` added to theirs; the exit status.
+    """Run the fork server's program as `num_ranks` local ranks and return the exit status of the job.
 
-    0 when all ranks left with 0. When one fails, hangs or is killed, the others are killed and all start again, as
-    `restarts` allows; else one line says which rank it was, and the status is that rank's, or 128 + the number of its
-    signal. Stacks of ranks that hang go to a file in the folder `stacks`. With `shadowed` ranks, one may be lost.
-    The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C here asks the ranks to stop with SIGTERM and leaves them 10 minutes
-    to save; a second Ctrl-C kills them.
+    Ranks get this process's environment and `environ`. The status is 0 when all ranks exit with 0. When one fails,
+    hangs or is killed, the others are killed and all start again, as often as `restarts` allows. After that one line
+    names the rank, and the status is that rank's, or 128 + the number of its signal. `newest` returns where a restart
+    resumes. Stacks of ranks that hang go to a file in the folder `stacks`. With `shadowed` ranks, one may be lost
+    without a restart. The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C in this process sends SIGTERM to the ranks and
+    leaves them 10 minutes to save; a second Ctrl-C kills them.
     """
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     threads = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_ranks))}
@@ -84,104 +87,109 @@ def start_local(
             clear(Path(name))
             began_at = newest().step
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
-            pids = nursery.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
+            pids = fork_server.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
             watchdog = Watchdog(Path(name), num_ranks, Deadline(restarts.hang_seconds, restarts.step_seconds))
-            losses = Losses(Path(name), num_ranks, watchdog, shadowed)
-            codes, hang = _watch(nursery, pids, stop, watchdog, losses)
+            losses = LostRankTracker(Path(name), num_ranks, watchdog, shadowed)
+            codes, hang = _watch(fork_server, pids, stop, watchdog, losses)
             if hang is None and not any(codes.values()):
                 return 0
             if hang is not None and stacks is not None:
-                hang += f"; their stacks are in {keep_stacks(Path(name), num_ranks, stacks)}"
-            loss = _Loss.of(Path(name), codes, num_ranks, began_at, hang)
+                hang += f"; their stacks are in {collect_stacks(Path(name), num_ranks, stacks)}"
+            loss = _FailedAttempt.of(Path(name), codes, num_ranks, began_at, hang)
             now = time.monotonic()
             recent = [at for at in ended_at if at > now - restarts.window_seconds]
-            if stop.order is not None or not loss.may_come_right or len(recent) >= restarts.limit:
-                _say(loss.last_words(restarts if recent and stop.order is None else None))
+            if stop.order is not None or not loss.may_succeed_on_restart or len(recent) >= restarts.limit:
+                _say(loss.final_message(restarts if recent and stop.order is None else None))
                 return loss.status
             ended_at.append(now)
-            _say(loss.paragraph(newest(), len(recent) + 1, restarts))
+            _say(loss.restart_message(newest(), len(recent) + 1, restarts))
 
 
 def _watch(
-    nursery: Nursery, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: Losses
+    fork_server: ForkServer, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: LostRankTracker
 ) -> tuple[dict[int, int], str | None]:
-    """Wait until all ranks have ended; what each left with, up to the first that failed and those that died with it.
+    """Wait until all ranks have exited, one has failed, or they hang. Kills all ranks that are left.
 
-    Or until none gets on any more: then who it was, in words.
+    Returns the exit code of each rank that exited, up to the first that failed and those that died with it, and a
+    description of the hang, or None.
     """
     codes: dict[int, int] = {}
     hang: str | None = None
     stop.watch(pids)
     try:
         while len(codes) + losses.num_lost < len(pids) and not any(codes.values()) and hang is None:
-            stop.look_at_the_clock()
-            _collect(nursery, codes)
+            stop.kill_if_overdue()
+            _collect(fork_server, codes)
             if stop.order is None:
-                losses.absorb(codes)
-                made_good = losses.look(codes)
+                losses.accept_loss(codes)
+                made_good = losses.poll(codes)
                 if made_good is not None:
                     _say(f"weft: {made_good}")
             if not codes:
-                hang, slow = watchdog.look()
+                hang, slow = watchdog.check()
                 if slow is not None:
                     _say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
         while stop.order is not None and len(codes) + losses.num_lost < len(pids) and time.monotonic() < deadline:
-            _collect(nursery, codes)  # all were asked to end: the others may still be at it
+            _collect(fork_server, codes)  # all were asked to stop: the others may still be saving
         if hang is not None or any(codes.values()):
-            losses.give_back(codes)
+            losses.restore_exit_code(codes)
         if hang is not None:
             ask_for_stacks(watchdog.folder, pids)
     finally:
         stop.watch([])
-        for pid in pids:  # the living, those that lead no session yet, and what the dead have left running
+        for pid in pids:  # ranks that run, ranks that do not lead a session yet, and children left by dead ranks
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
     for _ in range(len(pids) - len(codes) - losses.num_lost):
-        while nursery.death(_POLL_SECONDS) is None:
+        while fork_server.next_exit(_POLL_SECONDS) is None:
             pass
     return codes, hang
 
 
-def _collect(nursery: Nursery, codes: dict[int, int]) -> None:
-    """Wait a moment for a death; where an error is all that is known, a little longer for what caused it."""
-    death = nursery.death(_POLL_SECONDS)
-    while death is not None:
-        codes[death.rank] = death.status
-        is_explained = not any(codes.values()) or min(codes.values()) < 0  # of a killed rank its peers know first
-        death = nursery.death(0 if is_explained else _CAUSE_SECONDS)
+def _collect(fork_server: ForkServer, codes: dict[int, int]) -> None:
+    """Add exit codes of ranks to `codes`. Waits briefly for one; after an error, longer, for the rank that
+    caused it.
+    """
+    rank_exit = fork_server.next_exit(_POLL_SECONDS)
+    while rank_exit is not None:
+        codes[rank_exit.rank] = rank_exit.status
+        is_explained = not any(codes.values()) or min(codes.values()) < 0  # peers of a killed rank may exit before it
+        rank_exit = fork_server.next_exit(0 if is_explained else _CAUSE_SECONDS)
 
 
 @dataclass(frozen=True)
-class _Loss:
-    """Ranks that ended the job: their exit codes, the error that one of them left, and how far they had come."""
+class _FailedAttempt:
+    """An attempt that failed: the exit codes of its ranks, the error that one of them recorded, the steps they did."""
 
     codes: Mapping[int, int]
     culprit: int | None
     failure: Failure | None
-    step: int | None  # that the rank at fault had finished
-    done: int  # that any rank had finished
+    step: int | None  # the last step that the failed rank finished
+    done: int  # the last step that any rank finished
     began_at: int
     hang: str | None = None
 
     @staticmethod
-    def of(folder: Path, codes: Mapping[int, int], num_ranks: int, began_at: int, hang: str | None) -> _Loss:
+    def of(folder: Path, codes: Mapping[int, int], num_ranks: int, began_at: int, hang: str | None) -> _FailedAttempt:
         codes = {rank: code for rank, code in codes.items() if code}
-        seen = {rank: found.step for rank in range(num_ranks) if (found := last_seen(folder, rank)) is not None}
+        seen = {rank: found.step for rank in range(num_ranks) if (found := read_page(folder, rank)) is not None}
         done = max(seen.values(), default=began_at)
         if hang is not None:
-            return _Loss({}, None, None, done, done, began_at, hang)
+            return _FailedAttempt({}, None, None, done, done, began_at, hang)
         killed = [rank for rank, code in codes.items() if code < 0]
-        left = failures(folder, num_ranks)
+        left = read_failures(folder, num_ranks)
         if killed or not left:  # a killed rank explains the others' errors
-            return _Loss(codes, None, None, seen.get(min(killed or codes)), done, began_at)
+            return _FailedAttempt(codes, None, None, seen.get(min(killed or codes)), done, began_at)
         culprit = next(iter(left))
-        return _Loss(codes, culprit, left[culprit], seen.get(culprit), done, began_at)
+        return _FailedAttempt(codes, culprit, left[culprit], seen.get(culprit), done, began_at)
 
     @property
-    def may_come_right(self) -> bool:
-        """Whether another attempt may end better. Kills and flipped bits may; an error must have let some step pass."""
+    def may_succeed_on_restart(self) -> bool:
+        """Whether a restart may succeed: after a kill, a hang or flipped bits; after an error only if a
+        step was done.
+        """
         if self.hang is not None or any(code < 0 for code in self.codes.values()):
             return True
         if self.failure is None or self.failure.final:
@@ -194,15 +202,15 @@ class _Loss:
             return _HUNG
         return self.failure.status if self.failure is not None else describe_failures(self.codes)[1]
 
-    def _who(self) -> str:
+    def _cause(self) -> str:
         if self.hang is not None:
             return self.hang
         if self.failure is None:
             return describe_failures(self.codes)[0]
         return f"rank {self.culprit} failed: {self.failure.message}"
 
-    def last_words(self, restarts: Restarts | None) -> str:
-        """Why the job ends."""
+    def final_message(self, restarts: Restarts | None) -> str:
+        """The message that says why the job ends."""
         if self.failure is not None and self.failure.final:
             return f"weft: {self.failure.message}"
         trace = f"{self.failure.trace}\n" if self.failure is not None else ""
@@ -212,17 +220,18 @@ class _Loss:
                 f"; that was after {restarts.limit} restarts within {restarts.window_seconds:.0f} s, the most that "
                 f"[restart] allows: look for the cause, then run the same command to go on"
             )
-        return f"{trace}weft: {self._who()}{often}"
+        return f"{trace}weft: {self._cause()}{often}"
 
-    def paragraph(self, source: Source, number: int, restarts: Restarts) -> str:
-        """Who died, how, when, from where it goes on, and what was lost."""
+    def restart_message(self, resume_point: ResumePoint, number: int, restarts: Restarts) -> str:
+        """The message of a restart: which rank died, how and when, where the run resumes, and the steps lost."""
         trace = f"{self.failure.trace}\n" if self.failure is not None else ""
         when = "before the first step" if self.step is None else f"in step {self.step + 1}"
-        again = max(0, self.done - source.step)
+        again = max(0, self.done - resume_point.step)
         lost = "no finished step is lost" if not again else f"{again} finished step{'s' * (again > 1)} to do again"
         return (
-            f"{trace}weft: {self._who()}, {when}. All ranks start again (restart {number} of at most {restarts.limit} "
-            f"within {restarts.window_seconds:.0f} s) and go on after step {source.step}, from {source.where}; {lost}."
+            f"{trace}weft: {self._cause()}, {when}. All ranks start again (restart {number} of at most "
+            f"{restarts.limit} within {restarts.window_seconds:.0f} s) and go on after step {resume_point.step}, "
+            f"from {resume_point.where}; {lost}."
         )
 
 
@@ -235,7 +244,7 @@ def _num_cores() -> int:
 
 
 class _Stop:
-    """The order given to the ranks: none, then SIGTERM, then SIGKILL."""
+    """The stop signal that was sent to the ranks: none, then SIGTERM, then SIGKILL."""
 
     def __init__(self) -> None:
         self.order: signal.Signals | None = None
@@ -245,11 +254,11 @@ class _Stop:
     @staticmethod
     @contextmanager
     def watching() -> Iterator[_Stop]:
-        """Turn signals at this process into signals at the ranks, which live in sessions of their own."""
+        """Forward stop signals of this process to the ranks, which have their own sessions and do not receive them."""
         stop = _Stop()
         before = {}
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup and background jobs ask for
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some signals
                 before[number] = signal.signal(number, stop._handle)
         try:
             yield stop
@@ -258,25 +267,25 @@ class _Stop:
                 signal.signal(number, handler)
 
     def watch(self, pids: Sequence[int]) -> None:
-        """These are the ranks from now on; an order that came before them is for them too."""
+        """Send signals to these ranks from now on. A signal that came before they started is sent to them now."""
         self._pids = list(pids)
         self._send()
 
-    def look_at_the_clock(self) -> None:
-        """Ranks that were asked to save and do not come to an end are killed."""
+    def kill_if_overdue(self) -> None:
+        """Kill the ranks if they were asked to stop and did not save within `SAVE_SECONDS`."""
         if self.order is signal.SIGTERM and time.monotonic() - self._asked_at > SAVE_SECONDS:
-            self._give(signal.SIGKILL, f"weft: not saved within {SAVE_SECONDS:.0f} s; killing the ranks")
+            self._set_order(signal.SIGKILL, f"weft: not saved within {SAVE_SECONDS:.0f} s; killing the ranks")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.order is None:
             self._asked_at = now
             name = signal.Signals(number).name
-            self._give(signal.SIGTERM, f"weft: {name}: the ranks save and stop; Ctrl-C once more kills them")
+            self._set_order(signal.SIGTERM, f"weft: {name}: the ranks save and stop; Ctrl-C once more kills them")
         elif number == signal.SIGINT and now - self._asked_at > _SAME_PRESS_SECONDS:
-            self._give(signal.SIGKILL, "weft: killing the ranks")
+            self._set_order(signal.SIGKILL, "weft: killing the ranks")
 
-    def _give(self, order: signal.Signals, message: str) -> None:
+    def _set_order(self, order: signal.Signals, message: str) -> None:
         self.order = order
         _say(message)
         self._send()
@@ -287,6 +296,6 @@ class _Stop:
         for pid in self._pids:
             with suppress(ProcessLookupError):
                 if self.order is signal.SIGTERM:
-                    os.kill(pid, self.order)  # the rank alone: it may need its data workers to save
+                    os.kill(pid, self.order)  # only the rank, not its group: it may need its data workers to save
                 else:
                     os.killpg(pid, self.order)

@@ -1,14 +1,14 @@
-"""Starting processes: who started this one, and where the ranks meet.
+"""Detects the launcher of this process and joins the world group.
 
-The same command runs under torchrun, SLURM's srun and MPI's mpirun, told apart by the variables that each of them
-sets, and on one machine without any of them: then `weft` starts the local ranks (agent.py). All that weft knows about
-launchers is in this file.
+The same command runs under torchrun, SLURM's srun and MPI's mpirun, which are recognised by the environment variables
+that each of them sets. Without a launcher, `weft` starts the ranks of one machine itself (agent.py). This is the only
+file that depends on the launcher.
 
-    detect(environ)               -> Place, or None when nobody has started ranks yet
-    rendezvous(environ, place)    -> the address and port at which rank 0's store answers
-    init_process_group(place, ..) -> the world group, and this rank's device
+    detect(environ)               -> Place, or None when no launcher started this process
+    rendezvous(environ, place)    -> the address and port of rank 0's store
+    init_process_group(place, ..) -> joins the world group and returns this rank's device
 
-A job on one host listens on loopback only: its store takes orders from whoever can reach it.
+The store of a job on one host listens on loopback only, because a store obeys whoever can connect to it.
 """
 
 import itertools
@@ -40,16 +40,16 @@ _COMMANDS: dict[Launcher, str] = {
     "slurm": "srun",
     "mpi": "mpirun",
 }
-# The elastic run id of ranks that weft's own agent started, which is how they know it was not torchrun.
+# The prefix of the elastic run id of ranks that weft's own agent started. It distinguishes them from torchrun's.
 LOCAL_RUN_ID_PREFIX = "weft-local-"
 _MEETING_POLL_SECONDS = 0.01
-# SLURM numbers what is not an srun (batch scripts, interactive shells) above this.
+# SLURM gives steps that srun did not start (batch scripts, interactive shells) numbers above this.
 _SLURM_MAX_STEP_ID = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in the job. The defaults are a job of one process that nobody launched."""
+    """The rank of this process in its job and on its host. The defaults describe a process without a launcher."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -74,11 +74,11 @@ class Place:
             )
 
 
-# --- who started this process -------------------------------------------------------------------------------------
+# --- the launcher of this process ---------------------------------------------------------------------------------
 
 
 def detect(environ: Mapping[str, str]) -> Place | None:
-    """Read this process's place from its launcher's variables; None when no launcher started ranks.
+    """Read this process's `Place` from the launcher's variables; None if no launcher started it.
 
     The innermost launcher wins: torchrun may run under srun, and mpirun's and hydra's daemons are often started by
     srun, so SLURM's variables come last. `srun --mpi=pmi2` sets PMI_RANK, but only hydra sets MPI_LOCALRANKID.
@@ -100,7 +100,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
     run_id = environ.get("TORCHELASTIC_RUN_ID")
     local_names = ["LOCAL_RANK", "LOCAL_WORLD_SIZE"]
     if run_id is None and not any(name in environ for name in local_names):
-        # Set by hand. Which ranks share a host decides which device each takes: only loopback tells.
+        # Set by hand. A rank's device depends on which ranks share its host, which only a loopback address tells.
         if environ["MASTER_ADDR"] in ("localhost", LOOPBACK, "::1"):
             return Place(rank, num_ranks, rank, num_ranks, 1, "torchrun")
         raise LaunchError(
@@ -118,16 +118,16 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
 
 def _from_mpi(environ: Mapping[str, str], names: list[str]) -> Place:
     rank, num_ranks, local_rank, num_local_ranks = _integers(environ, names, "mpirun")
-    # MPI does not tell the number of hosts: exact when all of them run the same number of ranks.
+    # MPI does not give the number of hosts. This is exact if every host runs the same number of ranks.
     num_hosts = math.ceil(num_ranks / max(1, num_local_ranks))
     return Place(rank, num_ranks, local_rank, num_local_ranks, num_hosts, "mpi")
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as one of several.
+    """Whether srun started this process as one of several tasks.
 
-    A batch script has SLURM_PROCID and the job's SLURM_NTASKS but no step; an interactive shell has a reserved step
-    number. A step of one task is a shell (`srun --pty bash`) or a script, inside which weft starts its own ranks.
+    A batch script has SLURM_PROCID and the job's SLURM_NTASKS but no step. An interactive shell has a reserved step
+    number. A step of one task is a shell (`srun --pty bash`) or a script; in it weft starts its own ranks.
     """
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return False
@@ -143,7 +143,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Place:
     rank, local_rank, host_index = _integers(environ, ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "srun")
     hosts_name = _step_or_job(environ, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES")
     (num_hosts,) = _integers(environ, [hosts_name], "srun")
-    # Not SLURM_NTASKS_PER_NODE: it repeats an option of the batch script, whatever the step was given.
+    # Not SLURM_NTASKS_PER_NODE: it repeats an option of the batch script even if the step was given another value.
     tasks_name = _step_or_job(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     _require(environ, [tasks_name], "srun")
     tasks = _tasks_per_host(tasks_name, environ[tasks_name])
@@ -153,7 +153,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Place:
 
 
 def _step_or_job(environ: Mapping[str, str], step_name: str, job_name: str) -> str:
-    """The step's own variable where SLURM sets it: the job's may be that of a larger allocation."""
+    """The name of the step's variable if SLURM sets it, else the job's, which may describe a larger allocation."""
     return step_name if step_name in environ else job_name
 
 
@@ -186,12 +186,12 @@ def _integers(environ: Mapping[str, str], names: Sequence[str], command: str) ->
 
 
 def is_elastic(environ: Mapping[str, str], place: Place) -> bool:
-    """Whether torchrun may start the ranks again, and then perhaps others: with --max-restarts above 0."""
+    """Whether torchrun may restart the ranks, possibly with another number of them: --max-restarts is above 0."""
     return place.launcher == "torchrun" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def check_world(place: Place, num_ranks: int, degrees: Mapping[str, int]) -> None:
-    """Refuse a job whose launcher started more or fewer processes than the plan's degrees need."""
+    """Raise LaunchError if the launcher started another number of processes than the plan's degrees need."""
     if place.num_ranks == num_ranks:
         return
     product = " × ".join(f"{axis} = {degree}" for axis, degree in degrees.items() if degree > 1)
@@ -206,7 +206,7 @@ def check_world(place: Place, num_ranks: int, degrees: Mapping[str, int]) -> Non
 
 
 def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
-    """The address and port of rank 0's store, the same on every rank without any exchange of messages."""
+    """Returns the address and port of rank 0's store. Every rank computes the same result without communication."""
     if "MASTER_ADDR" in environ or "MASTER_PORT" in environ:
         _require(environ, ["MASTER_ADDR", "MASTER_PORT"], _COMMANDS[place.launcher])
         (port,) = _integers(environ, ["MASTER_PORT"], _COMMANDS[place.launcher])
@@ -214,7 +214,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
             raise LaunchError(f"MASTER_PORT = {port} is not a port; use 1 to 65535")
         return environ["MASTER_ADDR"], port
     if place.num_ranks == 1:
-        return LOOPBACK, 0  # nobody else has to find it: any free port
+        return LOOPBACK, 0  # no other rank connects, so any free port will do
     if place.launcher == "slurm":
         _require(environ, ["SLURM_JOB_ID", "SLURM_STEP_ID"], "srun")
         port = _port(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
@@ -230,7 +230,7 @@ def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
             "but does not tell where rank 0 is; export MASTER_ADDR and MASTER_PORT, "
             "e.g. mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500"
         )
-    # Hydra has no job name: two such jobs on one host need a MASTER_PORT each, as the error on the taken port says.
+    # Hydra sets no job name. Two such jobs on one host need a MASTER_PORT each; the error about the used port says so.
     return LOOPBACK, _port(environ.get("PMIX_NAMESPACE", "mpi"))
 
 
@@ -245,7 +245,7 @@ def expand_hosts(nodelist: str) -> list[str]:
         raise LaunchError(f"node list {nodelist!r} does not read like gpu[003-005,9],login1")
     hosts: list[str] = []
     for name in re.findall(element, nodelist):
-        # re.split with one group: text and bracket contents take turns.
+        # re.split with one group returns text and bracket contents alternately.
         parts = re.split(r"\[([0-9,-]+)\]", name)
         choices = [_numbers(part, nodelist) if index % 2 else [part] for index, part in enumerate(parts)]
         hosts += ["".join(choice) for choice in itertools.product(*choices)]
@@ -265,8 +265,8 @@ def _numbers(ranges: str, nodelist: str) -> list[str]:
 
 
 def take_device(place: Place, device: DeviceType, share_gpus: bool = False) -> torch.device:
-    """This rank's device, which is the current one from here on. Before anything initialises CUDA: every rank of a host
-    would hold memory on its first GPU.
+    """Returns this rank's device and makes it torch's current device. Call it before anything initialises CUDA:
+    otherwise every rank of a host would hold memory on the host's first GPU.
     """
     if device == "cpu":
         return torch.device("cpu")
@@ -277,7 +277,7 @@ def take_device(place: Place, device: DeviceType, share_gpus: bool = False) -> t
 
 
 def init_process_group(place: Place, device: DeviceType, timeout: timedelta, share_gpus: bool = False) -> torch.device:
-    """Join the world group and return this rank's device. `timeout` bounds the meeting and every collective."""
+    """Join the world group and return this rank's device. `timeout` limits the rendezvous and every collective."""
     rank_device = take_device(place, device, share_gpus)
     if place.num_hosts == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -303,17 +303,17 @@ def init_process_group(place: Place, device: DeviceType, timeout: timedelta, sha
 
 
 def world_store() -> Store:
-    """A connection of its own to the store at which the ranks of the world met: who waits in it keeps nobody else."""
+    """Returns a new connection to the world's store. A wait on it does not block users of other connections."""
     store = dist.distributed_c10d._get_default_store()
     return PrefixStore("weft/lookout", store.clone())  # type: ignore[attr-defined]
 
 
 def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
-    """A random name for this start of these ranks, under which their keys are.
+    """Agree on a random name for this start of the ranks, which prefixes their keys in the store.
 
-    After a restart torchrun's store still holds the addresses of dead ranks, which must not be read; and its count of
-    restarts differs between agents of which one came later. Each rank says a random word and waits for rank 0's answer
-    to that word; rank 0 goes on answering until as many ranks as there should be have heard it.
+    After a restart torchrun's store still holds the addresses of dead ranks, which must not be read. torchrun's count
+    of restarts cannot serve as the name: it differs between agents if one joined later. So each rank writes a random
+    word and waits for rank 0's answer to that word. Rank 0 keeps answering until all other ranks have confirmed.
     """
     own = os.urandom(8).hex()
     if place.rank > 0:
@@ -336,13 +336,13 @@ def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
 
 
 def current_store() -> Store:
-    """The store at which the ranks of the world have met."""
-    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]  # kept by torch, for no public name
+    """Returns the store of the world group."""
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]  # torch has no public name for it
 
 
-def meet_again(store: Store, name: str, rank: int, num_ranks: int, timeout: timedelta) -> Store:
-    """Form the world anew, on CPUs, after `shutdown`: with other ranks, under a name that was not used before. The
-    store for what they have to say.
+def rejoin_world(store: Store, name: str, rank: int, num_ranks: int, timeout: timedelta) -> Store:
+    """Form a new world group of these ranks, on CPUs, after `shutdown`. `name` prefixes its keys in the store and must
+    not have been used before. Returns the store under that prefix.
     """
     named = PrefixStore(name, store)
     try:
@@ -359,12 +359,12 @@ def shutdown() -> None:
 
 
 def _num_sharing(place: Place) -> int:
-    """The ranks of this host that use the GPUs which this rank sees."""
+    """The number of ranks on this host that use the GPUs which this rank sees."""
     return 1 if _sees_own_gpu_only(place) else place.num_local_ranks
 
 
 def _sees_own_gpu_only(place: Place) -> bool:
-    """srun --gpus-per-task=1 and its like show each rank its own device only."""
+    """Whether each rank sees only its own GPU, as with srun --gpus-per-task=1."""
     return place.launcher in ("slurm", "mpi") and torch.cuda.device_count() == 1
 
 
@@ -381,7 +381,7 @@ def _cuda_index(place: Place, share_gpus: bool = False) -> int:
 
 
 def _open_store(address: str, port: int, place: Place, timeout: timedelta) -> Store:
-    """Connect to the elastic agent's store, or to the one that rank 0 serves where there is none."""
+    """Connect to the elastic agent's store, or, if there is none, to the store that rank 0 serves."""
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if serves and address == LOOPBACK:
         return _serve_loopback(port, place.num_ranks, timeout)
@@ -389,8 +389,8 @@ def _open_store(address: str, port: int, place: Place, timeout: timedelta) -> St
 
 
 def _serve_loopback(port: int, num_ranks: int | None, timeout: timedelta) -> TCPStore:
-    """A store that only this host can reach; TCPStore by itself listens on every interface."""
-    given = os.environ.pop(LISTENER_VARIABLE, None)  # bound before the ranks were forked
+    """Serve a store that only this host can reach. By default TCPStore listens on every interface."""
+    given = os.environ.pop(LISTENER_VARIABLE, None)  # a socket that was bound before the ranks were forked
     listener = socket.socket(fileno=int(given)) if given is not None else socket.create_server((LOOPBACK, port))
     port = listener.getsockname()[1]
     return TCPStore(LOOPBACK, port, num_ranks, True, timeout, master_listen_fd=listener.detach())

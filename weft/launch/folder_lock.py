@@ -1,8 +1,8 @@
-"""One job for a run folder: a second would write over the first one's metrics and checkpoints.
+"""A lock that allows one job per run folder: a second job would overwrite the first one's metrics and checkpoints.
 
-The lock is the kernel's, on a file: it ends with the process that holds it, however that dies, and is not inherited by
-what it starts. It also ends when the process closes any other descriptor of the file, so a process that holds it never
-opens the file again.
+The lock is a POSIX lock on a file. The kernel releases it when the process ends, even if it is killed, and child
+processes do not inherit it. The kernel also releases it when the process closes any other descriptor of the file, so a
+process that holds the lock never opens the file again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from weft.errors import LaunchError
 
 LOCK = "lock"
 logger = logging.getLogger("weft")
-_held: dict[Path, int] = {}  # folders, and the process that holds them: one that was forked from it does not
+_held: dict[Path, int] = {}  # folder -> id of the process that holds its lock; a forked child does not hold it
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder alone, or refuse."""
+    """Hold the lock of a run folder. Raises LaunchError if this or another process holds it."""
     key = folder.resolve()
     if _held.get(key) == os.getpid():
         raise LaunchError(
@@ -43,7 +43,7 @@ def locked(folder: Path) -> Iterator[None]:
             ) from None
         except OSError as error:
             logger.warning("%s cannot be locked (%s): see to it that no second job uses it", folder, error)
-        with suppress(OSError):  # a full disk: the lock holds without a name in it
+        with suppress(OSError):  # on a full disk the lock works without the holder's name in the file
             file.seek(0)
             file.truncate()
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -67,7 +67,9 @@ def _opened(folder: Path) -> IO[str]:
 
 
 def refuse_if_used(folder: Path) -> None:
-    """Say early that another job has the folder: before the work that comes ahead of locking it."""
+    """Raise LaunchError if another job holds the folder's lock: an early check, before the work that
+    precedes `locked`.
+    """
     if folder.exists():
         with locked(folder):
             pass

@@ -1,9 +1,9 @@
-"""The only place that forks: a process that could not have working children is refused.
+"""The only call of os.fork. It raises an error in a process whose children could not compute.
 
 A child has none of its parent's threads. torch's first backward on a machine with GPUs starts threads for them, and
-every backward in a later child fails; once CUDA is initialised, no child can use it. So children are forked from a
-process that has done neither: the nursery, which every command forks first, or a user's process before its first
-backward.
+every backward in a child that is forked later fails. Once CUDA is initialised, no child can use it. So children are
+forked from a process that has done neither: the fork server, which every command forks first, or a user's process
+before its first backward.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from weft.errors import LaunchError
 
-AUTOGRAD_THREAD = "pt_autograd"  # how torch names the threads of its backward
+AUTOGRAD_THREAD = "pt_autograd"  # the prefix of the names of autograd's threads
 
 
 def fork() -> int:
-    """os.fork, for a child that may compute: 0 in the child, its process id in the parent."""
-    reason = why_not()
+    """os.fork for a child that computes with torch. Returns 0 in the child and the child's process id in the parent."""
+    reason = fork_obstacle()
     if reason is not None:
         raise LaunchError(f"{reason}, so this process cannot fork ranks any more; {REMEDY}")
     sys.stdout.flush()
@@ -35,8 +35,8 @@ REMEDY = (
 )
 
 
-def why_not() -> str | None:
-    """Why children of this process could not compute; None where they can."""
+def fork_obstacle() -> str | None:
+    """The reason why forked children of this process could not compute with torch; None if they can."""
     if torch.cuda.is_initialized():
         return "CUDA is initialised here"
     if any(name.startswith(AUTOGRAD_THREAD) for name in _thread_names()):
@@ -45,11 +45,11 @@ def why_not() -> str | None:
 
 
 def _thread_names() -> list[str]:
-    """The names of this process's threads; none where the system does not tell (macOS, which has no CUDA)."""
+    """The names of this process's threads. Empty on systems without /proc (macOS, which has no CUDA)."""
     names = []
     for path in Path("/proc/self/task").glob("*/comm"):
         try:
             names.append(path.read_text().strip())
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the thread has ended meanwhile
             continue
     return names

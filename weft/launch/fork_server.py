@@ -1,15 +1,16 @@
-"""A process that forks ranks: made before this one computes anything, so that a rank starts in milliseconds.
+"""A process that forks ranks. It is created before this process computes anything, so a rank starts in milliseconds.
 
-Importing torch takes seconds, on every rank and at every restart. The nursery is forked from a process that has
-imported everything but has used neither threads nor a GPU, and stays that way: it waits, forks ranks, tells who died.
+Importing torch takes seconds, on every rank and at every restart. The fork server is forked from a process that has
+imported everything but has started no threads and used no GPU. It stays so: it only waits, forks ranks and reports
+their exits.
 
-    nursery = Nursery(main, jobs={"gpus": look})  early
-    nursery.call("gpus")                          -> what look() returns in a child of the nursery, as JSON
-    pids = nursery.start(4, arguments, environ)   main(arguments) on four ranks, each in a session of its own
-    nursery.death(timeout_seconds)                -> Death(rank, status), or None
+    fork_server = ForkServer(main, jobs={"gpus": look})  # before anything else
+    fork_server.call("gpus")                             # -> look()'s result, computed in a child, as JSON
+    pids = fork_server.start(4, arguments, environ)      # runs main(arguments) on four ranks, each in its own session
+    fork_server.next_exit(timeout_seconds)               # -> RankExit(rank, status), or None
 
-Both talk in lines of JSON over a pair of sockets that nobody else can reach. When this process dies, the nursery asks
-its ranks to save and stop.
+This process and the fork server exchange lines of JSON over a socket pair that no other process can reach. When this
+process dies, the fork server asks its ranks to save and stop.
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ from weft.health.rank_status import record_failure
 from weft.launch.fork import fork
 
 Main = Callable[[list[str]], object]
-Job = Callable[..., Any]  # keyword arguments and a result that JSON can hold
+Job = Callable[..., Any]  # takes keyword arguments and returns a result that JSON can represent
 
 LOOPBACK = "127.0.0.1"
-LISTENER_VARIABLE = "WEFT_LISTENER"  # the descriptor of the socket at which rank 0's store is to answer
+LISTENER_VARIABLE = "WEFT_LISTENER"  # the file descriptor of the socket on which rank 0's store listens
 SAVE_SECONDS = 600.0  # how long ranks that were asked to stop may take to save
 
 
 @dataclass(frozen=True)
-class Death:
-    """A rank that has ended: with this status, or -n for signal n."""
+class RankExit:
+    """The exit of a rank. `status` is its exit status, or -n if signal n killed it."""
 
     rank: int
     status: int
 
 
-class Nursery:
-    """This process's end. Ranks run `main(arguments)`; `jobs` are functions by name, for single children; `warm` is run
-    once, before the first rank, and behind the first job.
+class ForkServer:
+    """Starts the fork server and sends it requests. Ranks run `main(arguments)`. `jobs` maps names to functions that
+    `call` runs in a child each. The fork server runs `warm` once, before the first rank but after the first job.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Nursery:
             finally:
                 os._exit(0)
         theirs.close()
-        self._lines = _Lines(ours)
-        self._deaths: deque[dict[str, Any]] = deque()  # that came while a job's end was waited for
+        self._lines = _JsonLines(ours)
+        self._exits: deque[dict[str, Any]] = deque()  # exits of ranks that arrived while `call` waited for a job
 
     def __enter__(self) -> Self:
         return self
@@ -81,27 +82,27 @@ class Nursery:
         os.waitpid(self._pid, 0)
 
     def start(self, num_ranks: int, arguments: Sequence[str], environ: Mapping[str, str]) -> list[int]:
-        """Start all ranks with this environment and their places in it; their process ids, in order."""
+        """Start all ranks. Each gets `environ` and the variables of its rank. Returns the process ids by rank."""
         self._lines.write({"num_ranks": num_ranks, "arguments": list(arguments), "environ": dict(environ)})
         answer = self._read(None)
         assert answer is not None
         return list(answer["pids"])
 
-    def death(self, timeout_seconds: float) -> Death | None:
-        """The next rank that has ended, if one does in this time."""
-        answer = self._deaths.popleft() if self._deaths else self._read(timeout_seconds)
-        return None if answer is None else Death(answer["rank"], answer["status"])
+    def next_exit(self, timeout_seconds: float) -> RankExit | None:
+        """Wait for the next exit of a rank; None if there is none within `timeout_seconds`."""
+        answer = self._exits.popleft() if self._exits else self._read(timeout_seconds)
+        return None if answer is None else RankExit(answer["rank"], answer["status"])
 
     def call(self, job: str, **arguments: Any) -> Any:
-        """What a job returns, computed in a child of the nursery. Errors of weft's own are raised here again; a child
-        that failed otherwise, or died, is a LocalError.
+        """Run a job in a child of the fork server and return its result. A WeftError of the job is raised here again;
+        any other error, and the child's death, raise LocalError.
         """
         with tempfile.TemporaryDirectory(prefix="weft-job-") as folder:
             path = Path(folder) / "answer"
             self._lines.write({"job": job, "arguments": arguments, "path": str(path)})
             while (ended := self._read(None)) is None or "job" not in ended:
                 if ended is not None:
-                    self._deaths.append(ended)
+                    self._exits.append(ended)
             if not path.exists():
                 raise LocalError(f"the process of '{job}' died with status {ended['status']} and left no answer")
             answer = json.loads(path.read_text())
@@ -119,8 +120,8 @@ class Nursery:
             raise LaunchError("the process that starts the ranks was killed; run the same command to go on") from None
 
 
-class _Lines:
-    """JSON values over a socket, one a line."""
+class _JsonLines:
+    """Sends and receives JSON values over a socket, one per line."""
 
     def __init__(self, link: socket.socket) -> None:
         self.link = link
@@ -130,7 +131,7 @@ class _Lines:
         self.link.sendall(json.dumps(value).encode() + b"\n")
 
     def read(self, timeout_seconds: float | None) -> dict[str, Any] | None:
-        """The next value; None if none came in time. EOFError when the other end is gone."""
+        """Returns the next value, or None if none came in time. Raises EOFError if the other end is closed."""
         while b"\n" not in self._text:
             if not select.select([self.link], [], [], timeout_seconds)[0]:
                 return None
@@ -147,17 +148,17 @@ class _Lines:
 
 
 class _Server:
-    """The nursery's own end."""
+    """The loop that runs in the fork server's process."""
 
     def __init__(self, link: socket.socket, main: Main, jobs: Mapping[str, Job]) -> None:
-        self._lines, self._main, self._jobs = _Lines(link), main, jobs
-        self._ranks: dict[int, int] = {}  # process id -> rank, of those whose end was not told yet
-        self._ended: list[int] = []  # told, but not reaped: until others start, their numbers belong to nobody else
+        self._lines, self._main, self._jobs = _JsonLines(link), main, jobs
+        self._ranks: dict[int, int] = {}  # process id -> rank, for ranks whose exit was not reported yet
+        self._ended: list[int] = []  # ids of ranks that were reported but not reaped, so that their ids are not reused
         self._busy: set[int] = set()  # process ids of jobs
-        self._visible = os.environ.get(VISIBLE_VARIABLE)  # which the parent may hide from itself later
+        self._visible = os.environ.get(VISIBLE_VARIABLE)  # the visible GPUs; the parent may hide them from itself later
 
     def serve(self, warm: Callable[[], object]) -> None:
-        os.setsid()  # signals of the terminal are for the process that asks
+        os.setsid()  # so that the terminal's signals go to the parent only
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
         woken, wake = os.pipe()
@@ -165,7 +166,7 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wake)
         is_warm = has_served = False
-        with suppress(EOFError, OSError):  # OSError: it died while this process wrote to it
+        with suppress(EOFError, OSError):  # OSError: the parent died while this process wrote to it
             while True:
                 if not is_warm and has_served and not self._busy:
                     warm()
@@ -173,12 +174,12 @@ class _Server:
                 ready, _, _ = select.select([self._lines.link.fileno(), woken], [], [])
                 if woken in ready:
                     os.read(woken, 4096)
-                    self._tell_deaths()
-                    self._tell_jobs()
+                    self._report_exits()
+                    self._report_jobs()
                 if self._lines.link.fileno() in ready:
                     request = self._lines.read(None)
                     assert request is not None
-                    if not is_warm and (has_served or "job" not in request):  # a first job need not wait for it
+                    if not is_warm and (has_served or "job" not in request):  # the first job does not wait for warm()
                         warm()
                         is_warm = True
                     has_served = True
@@ -188,9 +189,9 @@ class _Server:
                         self._lines.write({"pids": self._start(**request)})
         self._end()
 
-    def _tell_deaths(self) -> None:
-        """Tell of all that have died by now. They are not reaped yet: whoever is told may still signal them, and a
-        number that was reaped may be another's process by then.
+    def _report_exits(self) -> None:
+        """Report all ranks that have exited by now. They are not reaped yet: the parent may still send them signals,
+        and the process id of a reaped process may be reused.
         """
         for pid in list(self._ranks):
             if hasattr(os, "waitid"):
@@ -218,8 +219,8 @@ class _Server:
             _run_job(self._jobs[request["job"]], request["arguments"], Path(request["path"]))
         self._busy.add(pid)
 
-    def _tell_jobs(self) -> None:
-        """Tell of all jobs that have ended by now."""
+    def _report_jobs(self) -> None:
+        """Report all jobs that have ended by now."""
         for pid in list(self._busy):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
@@ -228,10 +229,10 @@ class _Server:
 
     def _start(self, num_ranks: int, arguments: list[str], environ: dict[str, str]) -> list[int]:
         self._reap()
-        # Bound here, so that the port is known to all ranks and nobody else can take it before rank 0 answers.
         pids = []
         environ.pop(VISIBLE_VARIABLE, None)
         environ |= {VISIBLE_VARIABLE: self._visible} if self._visible is not None else {}
+        # Bound here, so that all ranks know the port and no other process can take it before rank 0 listens.
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
             for rank in range(num_ranks):
@@ -242,7 +243,7 @@ class _Server:
                 pid = fork()
                 if pid == 0:
                     if rank == 0:
-                        listener.set_inheritable(True)  # for programs that it becomes
+                        listener.set_inheritable(True)  # in case the rank calls exec
                     else:
                         listener.close()
                     self._lines.close()
@@ -253,7 +254,7 @@ class _Server:
         return pids
 
     def _end(self) -> None:
-        """Nobody asks any more: let the ranks save, then see them end. Jobs have nothing to save."""
+        """Stop after the parent has exited: kill jobs, let ranks save, wait for them, kill those that take too long."""
         self._reap()
         for pid in self._busy:
             with suppress(ProcessLookupError):
@@ -270,13 +271,13 @@ class _Server:
 
 
 def _run(main: Main, arguments: list[str], environ: dict[str, str]) -> None:
-    """A rank, from its first moment to its last."""
+    """Run a rank in a forked child and exit with its status."""
     status = 1
     try:
         _become_child()
         os.environ.clear()
         os.environ.update(environ)
-        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # OpenMP was loaded before that was set
+        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))  # OpenMP was loaded before the variable was set
         main(arguments)
         status = 0
     except SystemExit as left:
@@ -291,14 +292,14 @@ def _run(main: Main, arguments: list[str], environ: dict[str, str]) -> None:
 
 
 def _become_child() -> None:
-    """Leave the nursery's session and signals."""
+    """Start a new session and remove the fork server's signal handlers."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _run_job(job: Job, arguments: Mapping[str, Any], path: Path) -> None:
-    """A job, from its first moment to its last; its answer is a file that is there whole or not at all."""
+    """Run a job in a forked child, write its answer to `path` and exit. The file appears complete or not at all."""
     status = 1
     try:
         try:

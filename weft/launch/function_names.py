@@ -1,4 +1,4 @@
-"""Functions by the names under which another process can import them: 'module:function', or 'file.py:function'."""
+"""Names under which another process can import a function: 'module:function' or 'file.py:function'."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from typing import Any
 
 from weft.errors import LaunchError
 
-SCRIPT = "__weft_script__"  # __name__ in a program that is read again for its functions
+SCRIPT = "__weft_script__"  # __name__ while a script is run again for its functions
 
 
-def name_of(function: Callable[..., Any], what: str) -> str:
-    """The name of a function for `find` in another process; `what` says in an error which one it is."""
+def importable_name(function: Callable[..., Any], what: str) -> str:
+    """Returns the name with which `import_by_name` finds the function in another process.
+
+    `what` names the argument in an error. Raises LaunchError if another process cannot import the function.
+    """
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     program = sys.modules.get("__main__")
     file, spec = getattr(program, "__file__", None), getattr(program, "__spec__", None)
@@ -31,8 +34,8 @@ def name_of(function: Callable[..., Any], what: str) -> str:
     return f"{file if module == '__main__' else module}:{name}"
 
 
-def find(name: str) -> Any:
-    """The function, or other value, of that name."""
+def import_by_name(name: str) -> Any:
+    """Import the function or other value that `importable_name` named."""
     place, _, attribute = name.rpartition(":")
     if Path(place).is_file():
         return _script(place)[attribute]
@@ -41,5 +44,5 @@ def find(name: str) -> Any:
 
 @lru_cache
 def _script(path: str) -> dict[str, Any]:
-    """What a program defines; what it does under `if __name__ == "__main__"` is not done."""
+    """Run a script and return its globals. Code under `if __name__ == "__main__"` does not run."""
     return runpy.run_path(path, run_name=SCRIPT)

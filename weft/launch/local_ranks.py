@@ -1,9 +1,9 @@
-"""Runs a function on local ranks: processes joined by Gloo or NCCL through a file, without ports or pickles.
+"""Runs a function on local ranks: processes that Gloo or NCCL joins through a file store, without ports or pickles.
 
 Forking after torch is imported starts eight ranks in a fraction of a second, so the verifier, the tests and
-`weft doctor` all use it. A process that cannot have working children any more (`weft/launch/fork.py`) starts fresh ones
-instead, which import the function (`run_spawned`). Results come back as JSON. Nothing hangs: after `timeout_seconds`
-all ranks are ended and the error says for each rank that still ran what it waited for, with its stack.
+`weft doctor` all use it. A process whose forked children could not compute (`weft/launch/fork.py`) starts new processes
+instead, which import the function (`run_spawned`). Results are returned as JSON. Nothing hangs: after
+`timeout_seconds` all ranks are killed, and the error contains the stack of each rank that still ran.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from weft.cluster.local_gpus import VISIBLE_VARIABLE
-from weft.comm import meet
+from weft.comm import barrier
 from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
 from weft.errors import LocalError
 from weft.health.rank_status import wait_for_stacks
 from weft.launch.fork import fork
-from weft.launch.function_names import find
+from weft.launch.function_names import import_by_name
 
 __all__ = ["LocalError", "run_local", "run_spawned"]
 
-_STACK_SECONDS = 10.0  # at most, for ranks that hang to say where
-Start = Callable[["_Place", int], int]  # starts a rank that writes its answer to a descriptor; its process id
+_STACK_SECONDS = 10.0  # the longest time to wait for the stacks of ranks that hang
+Start = Callable[
+    ["_RankPlace", int], int
+]  # starts a rank that writes its answer to the file descriptor; returns its pid
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a rank is: its number, how many there are, the folder where they meet, and what they compute on."""
+class _RankPlace:
+    """The rank of a local process, the number of ranks, the folder of their store, and the device they compute on."""
 
     rank: int
     num_ranks: int
@@ -65,17 +67,17 @@ class _Child:
 def run_local(
     function: Callable[[int], Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
 ) -> list[Any]:
-    """`function(rank)` on `num_ranks` forked processes; what each returns (as JSON) in the order of ranks.
+    """Run `function(rank)` on `num_ranks` forked processes and return their results (as JSON) in the order of ranks.
 
-    With device "cuda", ranks share this machine's GPUs, and each one's current device is set. Not for a process in
-    which CUDA is initialised or a backward has run on a machine with GPUs: see `run_spawned`.
+    With device "cuda", ranks share this machine's GPUs, and each rank's current device is set. Fails in a process in
+    which CUDA is initialised or a backward has run on a machine with GPUs; use `run_spawned` there.
     """
 
     return _run(_forked(function), num_ranks, timeout_seconds, device)
 
 
 def _forked(function: Callable[[int], Any]) -> Start:
-    def start(place: _Place, write: int) -> int:
+    def start(place: _RankPlace, write: int) -> int:
         pid = fork()
         if not pid:
             _serve(place, write, lambda: function(place.rank))
@@ -87,13 +89,14 @@ def _forked(function: Callable[[int], Any]) -> Start:
 def run_spawned(
     entry: str, arguments: Mapping[str, Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
 ) -> list[Any]:
-    """`function(rank, **arguments)` on fresh processes; `entry` is 'module:function', arguments are JSON's.
+    """Run a function as `function(rank, **arguments)` on new processes and return their results in the order of ranks.
 
-    Slower than `run_local` by the time that importing torch takes, and possible in any process.
+    `entry` is 'module:function'; the arguments must be values that JSON can represent. This works in any process and
+    is slower than `run_local` by the time that importing torch takes.
     """
     order = {"entry": entry, "arguments": dict(arguments)}
 
-    def start(place: _Place, write: int) -> int:
+    def start(place: _RankPlace, write: int) -> int:
         path = place.folder / f"order-{place.rank}.json"
         where = {"rank": place.rank, "num_ranks": place.num_ranks, "folder": str(place.folder)}
         where |= {"timeout_seconds": place.timeout_seconds, "device": place.device}
@@ -108,7 +111,7 @@ def run_spawned(
 def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="weft-local-") as name:
         children = [
-            _start(start, _Place(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
+            _start(start, _RankPlace(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
         ]
         try:
             _collect(children, time.monotonic() + timeout_seconds)
@@ -123,7 +126,7 @@ def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceTyp
                 os.close(child.pipe)
 
 
-def _start(start: Start, place: _Place) -> _Child:
+def _start(start: Start, place: _RankPlace) -> _Child:
     read, write = os.pipe()
     pid = start(place, write)
     os.close(write)
@@ -133,8 +136,8 @@ def _start(start: Start, place: _Place) -> _Child:
 # --- in a rank
 
 
-def _serve(place: _Place, write: int, function: Callable[[], Any]) -> None:
-    """A rank, from its first moment to its last: writes its answer and leaves."""
+def _serve(place: _RankPlace, write: int, function: Callable[[], Any]) -> None:
+    """Run a rank: write its answer to the file descriptor `write` and exit."""
     status = 1
     try:
         answer = _answer(place, function)
@@ -146,15 +149,15 @@ def _serve(place: _Place, write: int, function: Callable[[], Any]) -> None:
         os._exit(status)
 
 
-def _answer(place: _Place, function: Callable[[], Any]) -> bytes:
-    """The answer as JSON: the function's result, or the error that it ended with and when."""
+def _answer(place: _RankPlace, function: Callable[[], Any]) -> bytes:
+    """Join the other ranks and call the function. Returns JSON: its result, or its error and the error's time."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with open(place.folder / f"stack-{place.rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
             torch.set_num_threads(1)
-            if torch.backends.mkldnn.is_acl_available():  # on ARM: it would wait for threads that are not forked
+            if torch.backends.mkldnn.is_acl_available():  # on ARM it would wait for threads that the fork did not copy
                 torch.backends.mkldnn.set_flags(_enabled=False)
             _join(place, _take_device(place))
             return json.dumps({"result": function()}).encode()
@@ -163,8 +166,10 @@ def _answer(place: _Place, function: Callable[[], Any]) -> bytes:
             return json.dumps({"error": text, "trace": traceback.format_exc(), "at": time.monotonic()}).encode()
 
 
-def _take_device(place: _Place) -> torch.device | None:
-    """This rank's GPU; on a CPU, none is to be seen: libraries ask about them, and each rank would initialise CUDA."""
+def _take_device(place: _RankPlace) -> torch.device | None:
+    """Set and return this rank's GPU. For CPU ranks return None and hide all GPUs, because libraries query them and
+    each rank would initialise CUDA.
+    """
     if place.device == "cuda":
         prepare_cuda(place.num_ranks)
         device = torch.device("cuda", place.rank % torch.cuda.device_count())
@@ -178,12 +183,14 @@ def _take_device(place: _Place) -> torch.device | None:
 
 
 def _hide_accelerators() -> None:
-    """A forked process cannot use CUDA that its parent has touched, and optimizers ask about it even on a CPU."""
+    """Make torch report no accelerator. A forked process cannot use CUDA that its parent has initialised, and
+    optimizers query CUDA even on a CPU.
+    """
     torch.cuda.is_available = lambda: False
     torch.accelerator.current_accelerator = lambda check_available=False: None
 
 
-def _join(place: _Place, device: torch.device | None) -> None:
+def _join(place: _RankPlace, device: torch.device | None) -> None:
     if place.num_ranks == 1:
         return
     backend = choose_backend(place.device, place.num_ranks)
@@ -195,14 +202,14 @@ def _join(place: _Place, device: torch.device | None) -> None:
         timeout=timedelta(seconds=place.timeout_seconds + 30),
         device_id=device if "nccl" in backend else None,
     )
-    meet()  # a rank that ends at once would break off others that are still connecting to it
+    barrier()  # without it, a rank that exits at once would break connections that other ranks still open to it
 
 
-# --- in the process that asks
+# --- in the parent process
 
 
 def _collect(children: list[_Child], deadline: float) -> None:
-    """Read answers until all ranks ended, one failed (the others would wait for it in vain), or time is up."""
+    """Read answers until all ranks have exited, one has failed (the others would wait for it), or time is up."""
     failed: list[_Child] = []
     while not all(child.done for child in children):
         open_pipes = {child.pipe: child for child in children if not child.done}
@@ -219,12 +226,12 @@ def _collect(children: list[_Child], deadline: float) -> None:
                 child.done = True
                 if child.status != 0:
                     failed.append(child)
-    if failed:  # the first to fail is the cause; others may have failed because they lost it
+    if failed:  # report the first rank that failed; others may have failed because they lost it
         _result(min(failed, key=_failed_at))
 
 
 def _has_answered(child: _Child) -> bool:
-    return child.status in (0, 1) and bool(child.text)  # a killed rank may have left half an answer
+    return child.status in (0, 1) and bool(child.text)  # a killed rank may have written an incomplete answer
 
 
 def _failed_at(child: _Child) -> float:
@@ -246,18 +253,18 @@ def _describe_hang(children: list[_Child], folder: Path, timeout_seconds: float)
         os.kill(child.pid, signal.SIGUSR1)
     paths = [folder / f"stack-{child.rank}" for child in waiting]
     wait_for_stacks(paths, _STACK_SECONDS)
-    said = [path.read_text() if path.exists() else "" for path in paths]  # none of one that has not come to register
-    stacks = [f"rank {child.rank}:\n{text}" for child, text in zip(waiting, said, strict=True)]
+    texts = [path.read_text() if path.exists() else "" for path in paths]  # no file if the rank had not registered yet
+    stacks = [f"rank {child.rank}:\n{text}" for child, text in zip(waiting, texts, strict=True)]
     names = ", ".join(str(child.rank) for child in waiting)
     return f"no answer from rank(s) {names} of {len(children)} after {timeout_seconds:g} s\n" + "\n".join(stacks)
 
 
 def _main() -> None:
-    """A fresh rank: `python -m weft.launch.local_ranks ORDER.json`."""
+    """Run a rank of `run_spawned`: `python -m weft.launch.local_ranks ORDER.json`."""
     order = json.loads(Path(sys.argv[1]).read_text())
     where = order["place"]
-    place = _Place(**{**where, "folder": Path(where["folder"])})
-    _serve(place, order["write"], lambda: find(order["entry"])(place.rank, **order["arguments"]))
+    place = _RankPlace(**{**where, "folder": Path(where["folder"])})
+    _serve(place, order["write"], lambda: import_by_name(order["entry"])(place.rank, **order["arguments"]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Plain models of language and images that know nothing of parallelism, and Hugging Face weights in and out.
+"""Plain language and image models without any code for parallelism, and the import and export of Hugging Face weights.
 
-A config says what a model is; `build` makes the modules, `initialise` or `read_weights` gives them values, and
-`token_loss` is what training minimises.
+A config describes a model. `build` creates its modules, `initialise` or `read_weights` sets their values, and
+`token_loss` is the loss of a language model.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ARCHITECTURES = (*get_args(DecoderArchitecture), "gpt2", *VISION_CONFIGS)
 
 
 def config_from_table(table: Mapping[str, Any], path: str = "model") -> ModelConfig:
-    """The config of a run file's table; its key `architecture` ("llama" if left out) chooses the kind."""
+    """Build the config of a run file's table. Its key `architecture` (default "llama") selects the kind of model."""
     architecture = table.get("architecture", "llama")
     if architecture not in ARCHITECTURES:
         raise ConfigError(

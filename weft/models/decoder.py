@@ -1,15 +1,15 @@
-"""The decoder family Llama, Mistral, Qwen2 and Qwen3: a plain PyTorch model that knows nothing of parallelism.
+"""The decoder family Llama, Mistral, Qwen2 and Qwen3: a plain PyTorch model without any code for parallelism.
 
 Module and parameter names are those of transformers' LlamaForCausalLM, so a Hugging Face folder loads name by name.
-Config keys are those of its config.json. What the four architectures differ in:
+Config keys are those of its config.json. The four architectures differ in these options:
 
     llama     optional biases (attention_bias, mlp_bias), optional Llama-3 scaling of the rotary frequencies
     mistral   optional sliding_window
     qwen2     biases on q, k and v only (qkv_bias)
-    qwen3     an RMSNorm on each head of q and k (qk_norm), head_dim free of hidden_size / heads
+    qwen3     an RMSNorm on each head of q and k (qk_norm), head_dim independent of hidden_size / heads
 
-Rotary tables are computed in each forward from the config: they are a vanishing part of the work, and a model that is
-cast, or built on the meta device and emptied, has no table that could be stale.
+Rotary tables are computed in each forward from the config, at negligible cost. So a model that is cast, or built on the
+meta device and moved by to_empty, has no table with stale values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weft.errors import ConfigError
 
 DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3"]
 
-# Options that only some architectures have, because transformers could not load the others back.
+# Options that are allowed only for some architectures, because transformers could not load them for the others.
 OPTION_ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "attention_bias": ("llama", "qwen3"),
     "mlp_bias": ("llama",),
@@ -37,7 +37,9 @@ OPTION_ARCHITECTURES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama-3 scaling: long wavelengths are divided by `factor`, short ones kept, those between are blended."""
+    """Llama-3 scaling of rotary embeddings: the frequencies of long wavelengths are divided by `factor`, those of short
+    ones are kept, and those between are interpolated.
+    """
 
     factor: float
     low_freq_factor: float
@@ -55,7 +57,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The shape of a decoder. A size of 0 means derived, and holds its derived value after construction.
+    """The config of a decoder. A size of 0 means that it is derived, and is replaced by the derived value.
 
     intermediate_size: 8/3 of hidden_size, rounded up to a multiple of 256 (Llama's rule).
     num_key_value_heads: num_attention_heads. head_dim: hidden_size / num_attention_heads.
@@ -110,10 +112,10 @@ class DecoderConfig:
         return self.num_hidden_layers
 
     def shrunk(self, num_layers: int = 2) -> DecoderConfig:
-        """A tiny config of the same structure, for verification in float64 in a moment.
+        """A tiny config of the same structure, for a quick verification in float64.
 
-        The ratio of query to key heads is kept up to 8, whether heads * head_dim equals hidden_size is kept, and a
-        sliding window or scaled wavelengths still fall inside 64 positions.
+        The ratio of query to key heads is kept up to 8. heads * head_dim equals hidden_size if it did before. A sliding
+        window or scaled wavelengths still take effect within 64 positions.
         """
         group = min(self.num_attention_heads // self.num_key_value_heads, 8)
         num_key_value_heads = min(self.num_key_value_heads, 8 // group)
@@ -172,7 +174,9 @@ class DecoderConfig:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, computed in at least float32 and rounded before the weight."""
+    """Root-mean-square norm over the last dim, computed in at least float32 and rounded before the weight is
+    applied.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -186,10 +190,10 @@ class RMSNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Softmax attention in which position t sees positions t - window < s <= t. Holds no parameters.
+    """Softmax attention in which position t attends to positions t - window < s <= t. It has no parameters.
 
-    A module of its own, so that a strategy that splits the sequence can take its place. Where `documents` [batch,
-    sequence] is set before a forward, a position sees only positions with the same number.
+    It is a separate module so that a strategy that splits the sequence can replace it. If `documents` [batch, sequence]
+    is set before a forward, a position attends only to positions with the same number.
     """
 
     documents: Tensor | None = None
@@ -200,7 +204,9 @@ class CausalAttention(nn.Module):
         self.dropout = dropout
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [batch, heads, sequence, head_dim]; key and value with as many heads or fewer; out like query."""
+        """query is [batch, heads, sequence, head_dim]; key and value have as many heads or fewer. The result has the
+        shape of query.
+        """
         group, sequence = query.shape[1] // key.shape[1], query.shape[2]
         dropout = self.dropout if self.training else 0.0
         windowed = self.sliding_window is not None and sequence > self.sliding_window
@@ -208,7 +214,7 @@ class CausalAttention(nn.Module):
             return F.scaled_dot_product_attention(
                 query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=group > 1
             )
-        # Kernels that take a mask do not take fewer key heads, so here the key heads are repeated.
+        # Kernels that take a mask do not support fewer key heads, so the key heads are repeated.
         key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
         positions = torch.arange(sequence, device=query.device)
         distance = positions[:, None] - positions[None, :]  # [sequence, sequence]
@@ -221,7 +227,7 @@ class CausalAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. Head counts follow from the projections' widths."""
+    """Grouped-query attention with rotary embeddings. The numbers of heads follow from the projections' sizes."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -263,7 +269,7 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One block of the chain: attention and MLP, each behind a norm and beside a residual."""
+    """One block: attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -279,7 +285,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderBody(nn.Module):
-    """Everything but the head: embedding, layers, final norm."""
+    """The model without its head: embedding, layers, final norm."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -300,7 +306,7 @@ class DecoderBody(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """A model whose `lm_head` shares the parameter named `tied_to`, through every cast and move; None if not."""
+    """A model whose `lm_head` shares the parameter named `tied_to`, also after casts and moves. None: not tied."""
 
     lm_head: nn.Linear
     tied_to: str | None
@@ -310,7 +316,7 @@ class TiedHead(nn.Module):
             self.lm_head.weight = self.get_parameter(self.tied_to)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TiedHead:
-        # to_empty from the meta device makes a new parameter per module, which would cut the tie.
+        # to_empty from the meta device creates a new parameter per module, so they would no longer be shared.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.tie()
         return self
@@ -335,7 +341,7 @@ class Decoder(TiedHead):
 def rotary_tables(config: DecoderConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles of `positions` [sequence], each [sequence, head_dim].
 
-    Angles are float32 whatever the dtype, as in transformers: the published weights were trained with their rounding.
+    Angles are float32 for every dtype, as in transformers: the published weights were trained with that rounding.
     """
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
     frequencies = 1.0 / (config.rope_theta**exponents)  # [head_dim / 2]
@@ -347,7 +353,7 @@ def rotary_tables(config: DecoderConfig, positions: Tensor, dtype: torch.dtype) 
 
 
 def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama-3 scaling. `smooth` is 0 at the longest kept wavelength of the blend and 1 at its shortest."""
+    """Llama-3 scaling. `smooth` is 0 at the longest wavelength that is interpolated and 1 at the shortest."""
     wavelengths = 2 * math.pi / frequencies
     original = scaling.original_max_position_embeddings
     smooth = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -357,18 +363,18 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_dim / 2) of heads [batch, heads, sequence, head_dim] by its position's angle."""
+    """Rotate each pair (i, i + head_dim / 2) of heads [batch, heads, sequence, head_dim] by its position's angle."""
     first, second = heads.chunk(2, dim=-1)
     return heads * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def require_positive(config: object, *names: str) -> None:
-    """Refuse the first of the named fields that is not above zero."""
+    """Raise ConfigError for the first of the named fields that is not above zero."""
     for name in names:
         if getattr(config, name) <= 0:
             raise ConfigError(f"{name} = {getattr(config, name)} must be positive; give a value above 0")
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number up to 256, as the end of a message."""
+    """The divisors of a number up to 256, as text for a message."""
     return ", ".join(str(divisor) for divisor in range(1, min(number, 256) + 1) if number % divisor == 0)

@@ -1,8 +1,8 @@
-"""GPT-2: learned positions, LayerNorm, GELU and a tied head; a plain PyTorch model that knows nothing of parallelism.
+"""GPT-2: learned positions, LayerNorm, GELU and a tied head; a plain PyTorch model without any code for parallelism.
 
 Module and parameter names are those of transformers' GPT2LMHeadModel, config keys those of its config.json. The
-projections are nn.Linear, weight [out, in], so that one code path splits the matmuls of all models; transformers keeps
-them transposed (Conv1D), and the reader and writer of Hugging Face folders turn them.
+projections are nn.Linear, weight [out, in], so that the same code splits the matmuls of all models. transformers stores
+them transposed (Conv1D); `hf.py` transposes them when it reads and writes Hugging Face folders.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weft.models.decoder import CausalAttention, TiedHead, divisors, require_pos
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """The shape of a GPT-2. n_inner = None means 4 * n_embd. Dropout is off unless asked for."""
+    """The config of a GPT-2. n_inner = None means 4 * n_embd. Dropout is off by default."""
 
     architecture: Literal["gpt2"] = "gpt2"
     vocab_size: int = 50257
@@ -58,7 +58,7 @@ class GPT2Config:
         return 4 * self.n_embd if self.n_inner is None else self.n_inner
 
     def shrunk(self, num_layers: int = 2) -> GPT2Config:
-        """A tiny config of the same structure, for verification in float64 in a moment."""
+        """A tiny config of the same structure, for a quick verification in float64."""
         num_heads = min(self.n_head, 8)
         return replace(
             self,
@@ -72,7 +72,7 @@ class GPT2Config:
 
 
 class GPT2Attention(nn.Module):
-    """Causal attention whose q, k and v come from one projection, in this order."""
+    """Causal attention. One projection computes q, k and v, in this order."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class GPT2MLP(nn.Module):
 
 
 class GPT2Layer(nn.Module):
-    """One block of the chain: attention and MLP, each behind a norm and beside a residual."""
+    """One block: attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class GPT2Layer(nn.Module):
 
 
 class GPT2Body(nn.Module):
-    """Everything but the head: embeddings, layers, final norm."""
+    """The model without its head: embeddings, layers, final norm."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Hugging Face folders in and out: config.json and safetensors weights, without transformers.
+"""Reads and writes Hugging Face folders: config.json and safetensors weights, without transformers.
 
-Reading is strict. A config key that is neither used nor known to be harmless is refused, because what it means might
-change the mathematics; a tensor that is missing, unexpected or of another shape is refused before anything is loaded.
-Pickled weights are never opened. Writing streams into shards beside the target, which appears by one rename.
-GPT-2's projections are stored transposed (Conv1D), here and only here.
+Reading is strict. A config key that is neither used nor known to be harmless is an error, because it might change the
+mathematics. A tensor that is missing, unexpected or of another shape is an error before anything is loaded. Pickled
+weights are never opened. Writing streams shards into a temporary folder, which is renamed when it is complete. GPT-2's
+projections are stored transposed in these folders (Conv1D); this is the only file that handles that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ARCHITECTURES = {
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 DECODER_KEYS = (*SIZES, "max_position_embeddings", "rms_norm_eps")
 GPT2_SIZES = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
-# Keys that config.json must give: transformers' own defaults for them differ from one architecture to the next.
+# Keys that config.json must contain, because transformers' defaults for them differ between architectures.
 REQUIRED_KEYS = {
     "llama": DECODER_KEYS,
     "mistral": (*DECODER_KEYS, "num_key_value_heads", "sliding_window"),
@@ -59,7 +59,7 @@ OPTIONAL_KEYS = {
     "qwen3": ("attention_bias", "tie_word_embeddings"),
     "gpt2": ("n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop", "tie_word_embeddings"),
 }
-# Keys whose every other value would be another network.
+# Keys for which only this value is supported: any other value is another network.
 DECODER_FIXED = {"hidden_act": "silu", "attention_dropout": 0.0, "partial_rotary_factor": 1.0}
 QWEN_FIXED = {**DECODER_FIXED, "use_sliding_window": False}
 GPT2_FIXED = {
@@ -75,7 +75,7 @@ FIXED_VALUES: dict[str, dict[str, Any]] = {
     "qwen3": QWEN_FIXED,
     "gpt2": GPT2_FIXED,
 }
-# Keys that do not touch the network: provenance, tokens, dtype, the cache, heads that a causal model does not have.
+# Keys that do not affect the network: provenance, tokens, dtype, the cache, heads that a causal model does not have.
 HARMLESS_KEYS = {
     *("architectures", "model_type", "transformers_version", "_name_or_path", "_attn_implementation_autoset"),
     *("torch_dtype", "dtype", "use_cache", "initializer_range", "pretraining_tp", "gradient_checkpointing"),
@@ -84,16 +84,18 @@ HARMLESS_KEYS = {
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
 }
 DECODER_ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-# Without use_sliding_window these say nothing.
+# These have no effect without use_sliding_window.
 QWEN_WINDOW_KEYS = ("sliding_window", "max_window_layers", "layer_types")
 
-# Buffers that old files carry; they follow from the config.
+# Buffers in old files; they follow from the config and are ignored.
 LEGACY_BUFFERS = re.compile(r"(^|\.)(h\.\d+\.attn\.(bias|masked_bias)|self_attn\.rotary_emb\.inv_freq)$")
 CONV1D_WEIGHTS = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 
 
 def read_config(folder: Path) -> LanguageConfig:
-    """The config of a Hugging Face folder, or a ConfigError that names the key that weft cannot honour."""
+    """Read the config of a Hugging Face folder. Raises a ConfigError that names the first key that weft does not
+    support.
+    """
     path = folder / CONFIG_FILE
     raw = _read_json(path)
     names = raw.get("architectures")
@@ -119,7 +121,7 @@ def write_config(folder: Path, config: LanguageConfig) -> None:
     table: dict[str, Any] = {
         "architectures": [name for name, ours in ARCHITECTURES.items() if ours == architecture],
         "model_type": architecture,
-        # Unknown here; transformers' defaults would name tokens of another tokenizer.
+        # Not known here; transformers' defaults are tokens of another tokenizer.
         "bos_token_id": None,
         "eos_token_id": None,
         **FIXED_VALUES[architecture],
@@ -143,14 +145,14 @@ def read_weights(folder: Path, model: LanguageModel) -> None:
 
 
 def weights(folder: Path, config: LanguageConfig) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter of a folder by weft's name, one at a time; a tied head is not one."""
+    """Yields every parameter of a folder by weft's name, one at a time, without a tied head."""
     read = weight_reader(folder, config)
     return ((name, read(name)) for name in parameter_shapes(config))
 
 
 def weight_reader(folder: Path, config: LanguageConfig) -> Callable[[str], Tensor]:
-    """A function from a parameter's name to its tensor, read from the folder when asked; names and shapes are
-    checked at once. Where a folder has a tied head, it must equal the embedding.
+    """Returns a function that reads a parameter's tensor from the folder by its name. Names and shapes of all tensors
+    are checked at once. If the folder has a tied head, it must equal the embedding.
     """
     stored: dict[str, tuple[Path, Any, str]] = {}  # weft's name -> file, its handle, the name inside
     for file, listed in _weight_files(folder).items():
@@ -167,7 +169,7 @@ def weight_reader(folder: Path, config: LanguageConfig) -> Callable[[str], Tenso
 
     def read(name: str) -> Tensor:
         _, handle, raw_name = stored[name]
-        return _turned(name, handle.get_tensor(raw_name), config)
+        return _transposed(name, handle.get_tensor(raw_name), config)
 
     if (
         config.tie_word_embeddings
@@ -194,10 +196,10 @@ def write_weights(
     max_shard_bytes: int = 4 * 1024**3,
     files: Mapping[str, Path] | None = None,
 ) -> None:
-    """Write a folder that transformers loads: config.json and the weights, given by weft's names in any order; and
-    copies of other files by their names there.
+    """Write a folder that transformers loads: config.json and the weights. `tensors` has weft's names, in any order.
+    `files` maps names in the folder to other files to copy there.
 
-    At most one shard is held in memory. A tied head may be given and is left out. The folder appears when complete.
+    At most one shard is in memory. A tied head may be given and is left out. The folder appears when it is complete.
     """
     with _published(folder) as partial:
         write_config(partial, config)
@@ -214,7 +216,7 @@ def write_weights(
             if shard and shard_bytes + tensor.nbytes > max_shard_bytes:
                 _save(partial, num_shards, shard)
                 shard, shard_bytes, num_shards = {}, 0, num_shards + 1
-            shard[name] = _turned(name, tensor.detach().cpu(), config).contiguous()
+            shard[name] = _transposed(name, tensor.detach().cpu(), config).contiguous()
             shard_of[name] = num_shards
             shard_bytes, total_bytes = shard_bytes + tensor.nbytes, total_bytes + tensor.nbytes
         missing = [name for name in shapes if name not in shard_of]
@@ -225,13 +227,13 @@ def write_weights(
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every parameter of a model; a tied head is not one."""
+    """The name and shape of every parameter of a model, without a tied head."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in build(config).named_parameters()}
 
 
 def _mapped_values(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The keys that weft uses, after refusing every key that it would have to ignore."""
+    """Returns the keys that weft uses. Raises ConfigError for a key that it would have to ignore."""
     required, optional, fixed = REQUIRED_KEYS[architecture], OPTIONAL_KEYS[architecture], FIXED_VALUES[architecture]
     for key in required:
         if key not in raw or (raw[key] is None and key != "sliding_window"):
@@ -257,7 +259,7 @@ def _mapped_values(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
             f"model_type = {raw['model_type']!r} contradicts architectures; it should be {architecture!r}"
         )
     values = {key: raw[key] for key in (*required, *optional) if raw.get(key) is not None}
-    if architecture == "gpt2":  # transformers drops out unless told otherwise
+    if architecture == "gpt2":  # transformers' defaults for dropout
         values = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, **values}
     return {**values, "architecture": architecture}
 
@@ -283,7 +285,7 @@ def _rope_values(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{key}.rope_type = {kind!r} is not supported; weft knows 'default' and 'llama3'")
     if kind == "default" and values:
         raise ConfigError(f"{key} = {values!r} is not supported with rope_type 'default', which takes rope_theta only")
-    # 10000 is what every one of these architectures assumes where no theta is written.
+    # 10000 is the default of all these architectures.
     return {
         "rope_theta": 10000.0 if inner_theta is None else inner_theta,
         "rope_scaling": values if kind == "llama3" else None,
@@ -303,8 +305,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
-    """The weight files of a folder and the tensors that the index lists in each; None where there is no index."""
-    if (folder / SINGLE_FILE).exists():  # transformers prefers it, too
+    """The weight files of a folder, and the tensors that the index lists in each; None if there is no index."""
+    if (folder / SINGLE_FILE).exists():  # transformers also prefers it
         return {folder / SINGLE_FILE: None}
     index = folder / INDEX_FILE
     if not index.exists():
@@ -350,7 +352,7 @@ def _check_stored(folder: Path, config: LanguageConfig, stored: Mapping[str, tup
         if name not in shapes:
             raise CheckpointError(f"{file}: unexpected tensor {raw_name}; the config has no such parameter")
         shape = tuple(handle.get_slice(raw_name).get_shape())
-        expected = shapes[name][::-1] if _is_turned(name, config) else shapes[name]
+        expected = shapes[name][::-1] if _is_transposed(name, config) else shapes[name]
         if shape != expected:
             raise CheckpointError(f"{file}: {raw_name} has shape {shape}, but the config needs {expected}")
 
@@ -367,23 +369,25 @@ def _check_tensor(
 
 
 def _weft_name(raw_name: str, config: LanguageConfig) -> str:
-    """Files of a bare GPT2Model lack the prefix `transformer.`."""
+    """The name of a tensor in weft. Files of a bare GPT2Model lack the prefix `transformer.`, which is added."""
     if isinstance(config, GPT2Config) and not raw_name.startswith(("transformer.", "lm_head.")):
         return f"transformer.{raw_name}"
     return raw_name
 
 
-def _is_turned(name: str, config: LanguageConfig) -> bool:
+def _is_transposed(name: str, config: LanguageConfig) -> bool:
     return isinstance(config, GPT2Config) and CONV1D_WEIGHTS.search(name) is not None
 
 
-def _turned(name: str, tensor: Tensor, config: LanguageConfig) -> Tensor:
-    return tensor.t() if _is_turned(name, config) else tensor
+def _transposed(name: str, tensor: Tensor, config: LanguageConfig) -> Tensor:
+    return tensor.t() if _is_transposed(name, config) else tensor
 
 
 @contextmanager
 def _published(folder: Path) -> Iterator[Path]:
-    """A new folder beside the target; it takes the target's name when the block ends well, and is gone otherwise."""
+    """Yields a new folder beside the target. It is renamed to the target when the block succeeds, and removed
+    otherwise.
+    """
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder; choose a new one or remove it")
@@ -402,11 +406,11 @@ def _shard_name(number: int) -> str:
 
 
 def _save(folder: Path, number: int, shard: dict[str, Tensor]) -> None:
-    save_file(shard, folder / _shard_name(number), metadata={"format": "pt"})  # the mark that transformers asks for
+    save_file(shard, folder / _shard_name(number), metadata={"format": "pt"})  # transformers requires this metadata
 
 
 def _name_shards(folder: Path, shard_of: Mapping[str, int], num_shards: int, total_bytes: int) -> None:
-    """Give the shards their final names, now that their number is known, and write the index."""
+    """Rename the shards to their final names, which contain the number of shards, and write the index."""
     if num_shards == 1:
         (folder / _shard_name(1)).rename(folder / SINGLE_FILE)
         return

@@ -1,11 +1,11 @@
-"""How a model comes to be: its modules from a config, and its first values from a seed.
+"""Builds a model from a config and initialises its parameters from a seed.
 
-Every parameter is drawn from its own generator, keyed by (seed, parameter name). The values therefore do not depend
-on the order of drawing, on which rank draws, on the device or on the dtype: any layout starts from the same model (on
-CPUs of another kind, from one that may differ in last bits: torch's normal values take the CPU's own logarithm).
-All are normal; norms are one, biases zero. Models of language have the scheme of GPT-2: deviation 0.02, and projections
-that write to the residual stream scaled by 1 / sqrt(2 * layers). Models of images have that of He et al. (2015), for
-convolutions by what leaves them, as in torchvision: deviation sqrt(2 / (outputs × kernel)).
+Each parameter has its own generator, seeded by (seed, parameter name). So its value does not depend on the order of
+initialisation, the rank, the device or the dtype: every layout starts from the same model. (On another kind of CPU the
+last bits may differ, because torch's normal values use the CPU's own logarithm.) Weights are normal, norms are one,
+biases are zero. Language models use the scheme of GPT-2: standard deviation 0.02, and projections that write to the
+residual stream scaled by 1 / sqrt(2 * layers). Image models use that of He et al. (2015); for convolutions by fan-out,
+as in torchvision: standard deviation sqrt(2 / (outputs × kernel)).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def build(config: LanguageConfig) -> LanguageModel: ...
 @overload
 def build(config: VisionConfig) -> VisionModel: ...
 def build(config: ModelConfig) -> Model:
-    """The model of a config on the current default device, with values that `initialise` or a checkpoint must set."""
+    """Build the model of a config on the default device. `initialise` or a checkpoint must set its values."""
     if isinstance(config, DecoderConfig):
         return Decoder(config)
     return GPT2(config) if isinstance(config, GPT2Config) else build_vision(config)
 
 
 def initialise(model: Model, seed: int) -> None:
-    """Set every parameter of a model in place to its first value."""
+    """Set every parameter of a model in place to its initial value."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
@@ -52,7 +52,7 @@ def initialise(model: Model, seed: int) -> None:
 
 
 def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The first value of one parameter: float32, on the CPU. A tied head has the value of the embedding."""
+    """The initial value of one parameter: float32, on the CPU. A tied head has the value of the embedding."""
     if name.endswith(".bias"):
         return torch.zeros(shape, device="cpu")
     if len(shape) == 1:
@@ -64,10 +64,10 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
         if name.endswith(RESIDUAL_PROJECTIONS):
             deviation /= math.sqrt(2 * config.num_layers)
     elif len(shape) == 2:
-        deviation = math.sqrt(1 / shape[1])  # a classifier: logits as large as the features that it reads
+        deviation = math.sqrt(1 / shape[1])  # a classifier: its logits have the scale of its input features
     else:
         deviation = math.sqrt(2 / (shape[0] * math.prod(shape[2:])))
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    # 63 bits: the range of seeds that every generator accepts.
+    # 63 bits: every generator accepts seeds of this range.
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape, device="cpu", dtype=torch.float32).normal_(0.0, deviation, generator=generator)

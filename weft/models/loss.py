@@ -1,12 +1,13 @@
 """The training loss as a sum and a count, so that every layout can normalise by the global number of tokens.
 
-`head_loss` is the last linear and the loss in one: rows of the logits are made, turned into their own gradient and
-multiplied back some at a time, so that logits never exist whole. Nothing is computed twice: the gradients of hidden
-states and weight are there when the loss is, and backward only scales them. The weight's gradient adds up over the
-parts in float32 at least and is rounded once, as that of one matmul is.
+`head_loss` computes the last linear and the loss together, for some rows at a time: it computes their logits, replaces
+them by their gradient, and multiplies that by the weight. So the whole logits are never in memory. Nothing is computed
+twice: forward computes the gradients of hidden states and weight, and backward only scales them. The weight's gradient
+is accumulated over the parts in at least float32 and rounded once, like that of a single matmul.
 
-A label that is neither a class nor IGNORE makes the loss and its gradient NaN, on every path and device: nothing is
-read outside of a row, nobody waits for the device, and a step that is judged is not made (`count_unknown` names it).
+A label that is neither a class nor IGNORE makes the loss and its gradient NaN, in every implementation and on every
+device. Nothing is read outside of a row, the host does not wait for the device, and a guarded step skips its update
+(`count_unknown` describes the labels).
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.utils._triton import has_triton
 
-IGNORE = -100  # a label that takes no part in the loss
-PART_NUMEL = 2**29  # logits at a time: 1 GiB of bf16
-ROW_MULTIPLE = 64  # of a part, so that parts are alike and kernels get whole tiles
-CLASS_MULTIPLE = 8  # rows of 16 bytes, without which a GPU's matmul of 50,257 classes is at a fifth of its speed
+IGNORE = -100  # a label that does not count in the loss
+PART_NUMEL = 2**29  # the number of logits computed at a time: 1 GiB of bf16
+ROW_MULTIPLE = 64  # a part has a multiple of so many rows, so that parts have equal sizes and kernels get whole tiles
+CLASS_MULTIPLE = 8  # rows aligned to 16 bytes; without it a GPU's matmul of 50,257 classes runs at a fifth of its speed
 
 _in_gradient = False
 
 
 def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Cross-entropy summed over the positions whose label is not IGNORE, and the number of such positions.
+    """Returns the cross-entropy summed over the positions whose label is not IGNORE, and the number of such positions.
 
-    logits [batch, sequence, vocab]; labels [batch, sequence], already shifted: labels[t] is the target of position t.
-    Computed in at least float32. With no valid position the sum is 0 and the count is 0. `z_loss` times the squared
-    logarithm of the softmax's denominator is added for each position, which keeps logits from drifting.
+    logits are [batch, sequence, vocab]. labels are [batch, sequence], already shifted: labels[t] is the target of
+    position t. Computed in at least float32. Without valid positions the sum and the count are 0. `z_loss` times the
+    squared logarithm of the softmax's denominator is added for each position, which keeps logits from drifting.
     """
     wide, flat = logits.to(_wide(logits)).flatten(0, -2), labels.flatten()  # [positions, vocab], [positions]
     unknown, valid = is_unknown(flat, wide.shape[1]), labels != IGNORE
@@ -48,12 +49,12 @@ def token_loss(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> tuple[Ten
 
 
 def is_unknown(labels: Tensor, num_classes: int) -> Tensor:
-    """Which labels are neither a class nor IGNORE."""
+    """A mask of the labels that are neither a class nor IGNORE."""
     return ((labels < 0) | (labels >= num_classes)) & (labels != IGNORE)
 
 
 def count_unknown(labels: Tensor, num_classes: int) -> str | None:
-    """What is wrong with labels, in words; None where each is a class or IGNORE. Waits for the device."""
+    """Describe labels that are neither a class nor IGNORE; None if there are none. Waits for the device."""
     wrong, num_labels = labels[is_unknown(labels, num_classes)], labels.numel()
     if not len(wrong):
         return None
@@ -65,7 +66,9 @@ def count_unknown(labels: Tensor, num_classes: int) -> str | None:
 
 @dataclass(frozen=True)
 class ExampleLoss:
-    """The loss of an example's labels, for a profile; of a model that gives its loss by itself, what it gives."""
+    """The loss of an example, for a profile. If the model's output is a loss already (a scalar), returns it
+    unchanged.
+    """
 
     labels: Callable[[], Tensor]
 
@@ -74,13 +77,14 @@ class ExampleLoss:
 
 
 def rows_loss(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradient: bool) -> Tensor:
-    """The summed loss of some rows [rows, vocab], which are overwritten: by their gradient, where it is asked for.
+    """Returns the summed loss of some rows of logits [rows, vocab], and overwrites them: `with_gradient`, by their
+    gradient.
 
-    None, not 0, leaves the z-loss out: torch.compile makes an input of any number.
+    z_loss = None, not 0, leaves the z-loss out, because torch.compile turns a number into an input.
     """
     wide, valid = logits.to(_wide(logits)), labels != IGNORE
     unknown = is_unknown(labels, wide.shape[1])
-    target = labels.masked_fill(unknown | ~valid, 0)  # whatever takes the place of one that does not count
+    target = labels.masked_fill(unknown | ~valid, 0)  # any class will do for a label that does not count
     scale = wide.logsumexp(-1).masked_fill(unknown, torch.nan)  # [rows]
     chosen = wide.gather(1, target[:, None])[:, 0]
     losses = scale - chosen
@@ -90,7 +94,7 @@ def rows_loss(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradien
     if with_gradient:
         factor = valid if z_loss is None else (1 + 2 * z_loss * scale) * valid
         wide.sub_(scale[:, None]).exp_().mul_(factor[:, None])
-        if torch.compiler.is_compiling():  # as a part of the pass over all, not one of its own
+        if torch.compiler.is_compiling():  # fused into the pass over all logits, not a separate kernel
             classes = torch.arange(wide.shape[1], device=wide.device)
             wide.sub_(((classes == target[:, None]) & valid[:, None]).to(wide.dtype))
         else:
@@ -100,7 +104,7 @@ def rows_loss(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradien
 
 
 def fused_rows_loss(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradient: bool) -> Tensor:
-    """Takes the memory that `rows_loss` takes when it is compiled: it passes over the rows in place."""
+    """Stands for the compiled `rows_loss` in a count of memory: it allocates as much, since it works in place."""
     return logits.sum(dtype=_wide(logits))
 
 
@@ -108,7 +112,7 @@ RowsLoss = Callable[[Tensor, Tensor, float | None, bool], Tensor]
 
 
 def rows_kernel(device: torch.device) -> RowsLoss | None:
-    """`rows_loss` as one kernel, where there is one for the device."""
+    """`rows_loss` as one kernel; None if there is none for the device."""
     if device.type != "cuda" or not has_triton():
         return None
     from weft.models.loss_kernel import rows_loss_by_kernel
@@ -119,13 +123,15 @@ def rows_kernel(device: torch.device) -> RowsLoss | None:
 def head_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float = 0.0, rows: RowsLoss = rows_loss
 ) -> Tensor:
-    """`token_loss(F.linear(hidden, weight, bias), labels, z_loss)[0]`, in parts; `rows` does one part's loss."""
+    """Computes `token_loss(F.linear(hidden, weight, bias), labels, z_loss)[0]` in parts. `rows` computes the loss of
+    one part.
+    """
     total: Tensor = _HeadLoss.apply(hidden, weight, bias, labels, z_loss, rows, torch.is_grad_enabled())
     return total
 
 
-def parts(num_rows: int, num_classes: int) -> list[slice]:
-    """Rows that are done together: as many as PART_NUMEL logits allow, and about equally many in each."""
+def row_slices(num_rows: int, num_classes: int) -> list[slice]:
+    """The slices of rows that are computed together, of about equal size and at most PART_NUMEL logits each."""
     most = max(1, PART_NUMEL // num_classes)
     even = -(-num_rows // max(1, -(-num_rows // most)))
     size = max(1, -(-even // ROW_MULTIPLE)) * ROW_MULTIPLE
@@ -151,10 +157,10 @@ class _HeadLoss(Function):
         of_bias: Tensor | None = None
         total = torch.zeros((), dtype=_wide(hidden), device=hidden.device)
         num_classes, weight, bias = len(weight), _padded(weight), None if bias is None else _padded(bias)
-        for part in parts(len(flat), len(weight)):
-            logits = F.linear(flat[part], weight, bias)  # [rows, classes], and zeros that stay
+        for part in row_slices(len(flat), len(weight)):
+            logits = F.linear(flat[part], weight, bias)  # [rows, classes + padding]; the padding stays zero
             total += rows(logits[:, :num_classes], targets[part], z_loss or None, any(needs))
-            with _gradients():  # logits are their gradient now
+            with _gradients():  # from here on `logits` holds the gradient of the logits
                 if of_hidden is not None:
                     torch.mm(logits, weight, out=of_hidden[part])
                 if needs[1]:
@@ -177,18 +183,18 @@ class _HeadLoss(Function):
         return None if of_hidden is None else of_hidden.view(ctx.shape), of_weight, of_bias, None, None, None, None
 
 
-def _pads(tensor: Tensor) -> bool:
+def _needs_padding(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.element_size() == 2
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """With classes of zeros behind the last, where that makes matmuls faster."""
-    missing = -len(tensor) % CLASS_MULTIPLE if _pads(tensor) else 0
+    """Append classes of zeros if that makes matmuls faster."""
+    missing = -len(tensor) % CLASS_MULTIPLE if _needs_padding(tensor) else 0
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if missing else tensor
 
 
 def _add_product(so_far: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """so_far + left @ right in float32 at least; on a GPU the matmul adds by itself."""
+    """so_far + left @ right in at least float32. On a GPU, the matmul itself accumulates."""
     if so_far is None or left.device.type != "cuda" or left.dtype == so_far.dtype:
         return _add(so_far, left @ right)
     return torch.ops.aten.addmm.dtype_out(so_far, left, right, so_far.dtype, out=so_far)  # type: ignore[no-any-return]
@@ -203,7 +209,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def is_gradient_work() -> bool:
-    """Whether a forward is computing gradients just now, which a count of FLOPs books under backward."""
+    """Whether a forward is computing gradients at the moment. A count of FLOPs adds these to backward."""
     return _in_gradient
 
 

@@ -1,9 +1,9 @@
-"""The model's head as the place where its loss is computed, so that logits never exist whole (`models/loss.py`).
+"""Computes the loss in the model's head, so that the whole logits are never in memory (`models/loss.py`).
 
-A model is not edited: the forward of its last linear gives the loss while labels are set, and logits otherwise. That
-needs a model that returns the linear's result as it is. weft's own do; of another it is asked by running it on fake
-tensors (shapes only) with made-up tokens, and watching every operation on that result: one that is not foreseen, and
-the loss is computed from whole logits.
+The model's code is not changed: the forward of its last linear returns the loss while labels are set, and logits
+otherwise. That requires a model that returns the linear's result unchanged. weft's own models do. Another model is run
+once on fake tensors (shapes only) with example tokens, while every operation on that result is watched. If there is an
+unexpected one, the loss is computed from whole logits.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _ATTRIBUTE = "_weft_loss_head"
 
 
 class LossHead:
-    """Stands in for the forward of a linear; its labels are set for as long as a loss is asked for."""
+    """Replaces the forward of the last linear. While `labels` is set it returns the loss, otherwise logits."""
 
     def __init__(self, module: nn.Linear) -> None:
         self.module, self.inner = module, module.forward
         self.labels: Tensor | None = None
         self.z_loss = 0.0
         self.rows: RowsLoss = rows_loss
-        self.rows_of_shapes: RowsLoss = rows_loss  # of fake tensors
+        self.fake_rows: RowsLoss = rows_loss  # used for fake tensors
 
-    def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's, which may be used
-        """Logits, or the summed loss."""
+    def forward(self, input: Tensor) -> Tensor:  # the argument has nn.Linear's name, as callers may use it
+        """Returns logits or, while labels are set, the summed loss."""
         if self.labels is None:
             return self.inner(input)
         if input.shape[:-1] != self.labels.shape:
@@ -49,12 +49,12 @@ class LossHead:
                 f"the model's last linear is given {list(input.shape[:-1])} positions, and there are labels for "
                 f"{list(self.labels.shape)}; give a label for each position (-100 where none counts)"
             )
-        rows = self.rows_of_shapes if isinstance(input, FakeTensor) else self.rows
+        rows = self.fake_rows if isinstance(input, FakeTensor) else self.rows
         return head_loss(input, self.module.weight, self.module.bias, self.labels, self.z_loss, rows)
 
     @contextmanager
-    def giving(self, labels: Tensor, z_loss: float = 0.0) -> Iterator[None]:
-        """The loss of these labels, for as long as the context lasts."""
+    def computing_loss(self, labels: Tensor, z_loss: float = 0.0) -> Iterator[None]:
+        """In this context the head returns the loss of these labels."""
         self.labels, self.z_loss = labels, z_loss
         try:
             yield
@@ -63,19 +63,19 @@ class LossHead:
 
 
 def loss_head_of(model: nn.Module) -> LossHead | None:
-    """What gives a model's loss; None where it is computed from logits."""
+    """The loss head of a model; None if its loss is computed from logits."""
     return model.__dict__.get(_ATTRIBUTE)
 
 
 def is_loss_in_head(plan: Plan) -> bool:
-    """Whether a plan leaves the loss to the head: over x and y, logits are split and have a loss of their own
+    """Whether the head computes the loss under a plan. If x or y splits the logits, they have a loss of their own
     (`parallel/tensor/vocabulary.py`).
     """
     return plan.tensor.x * plan.tensor.y == 1
 
 
 def install_loss_head(model: nn.Module) -> None:
-    """Let a model's head give its loss, if it returns what its head gives."""
+    """Let a model's head compute the loss, if the model returns the head's result unchanged."""
     module = _find_head(model) if loss_head_of(model) is None else None
     if module is not None:
         head = model.__dict__[_ATTRIBUTE] = LossHead(module)
@@ -83,23 +83,23 @@ def install_loss_head(model: nn.Module) -> None:
 
 
 def is_loss_head(module: nn.Module) -> bool:
-    """Whether a module is a head that can give the loss."""
+    """Whether a module is a head with a `LossHead`."""
     return isinstance(getattr(module.__dict__.get("forward"), "__self__", None), LossHead)
 
 
-def is_giving_loss(module: nn.Module) -> bool:
-    """Whether a module's result is a loss just now."""
+def returns_loss(module: nn.Module) -> bool:
+    """Whether a module is a head that returns the loss at the moment."""
     return is_loss_head(module) and module.__dict__["forward"].__self__.labels is not None
 
 
 @contextmanager
 def example_labels(model: nn.Module, finish: Any) -> Iterator[None]:
-    """While an example runs whose loss is `finish`: a model that gives its loss is told the labels."""
+    """Set the labels of a model's loss head, if it has one, while an example with the loss `finish` runs."""
     head, labels = loss_head_of(model), getattr(finish, "labels", None)
     if head is None or labels is None:
         yield
     else:
-        with head.giving(labels()):
+        with head.computing_loss(labels()):
             yield
 
 
@@ -112,7 +112,7 @@ def logits_of(output: Any) -> Tensor:
 
 
 def _find_head(model: nn.Module) -> nn.Linear | None:
-    """The last linear outside of blocks, if all that happens to its result is that the model returns it."""
+    """The last linear outside of blocks, if the model returns its result and does nothing else with it; else None."""
     blocks = tuple(f"{name}." for name in find_blocks(model))
     outside = [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(blocks)]
     linears = [module for _, module in outside if type(module) is nn.Linear]
@@ -121,8 +121,8 @@ def _find_head(model: nn.Module) -> nn.Linear | None:
     head = linears[-1]
     if _is_shipped(model, head):
         return head
-    watch = _Watch()
-    handle = head.register_forward_hook(watch.take, prepend=True)  # hooks of others may use the result, too
+    watch = _ResultWatch()
+    handle = head.register_forward_hook(watch.take, prepend=True)  # first, because other hooks may use the result
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
@@ -144,13 +144,13 @@ def _find_head(model: nn.Module) -> nn.Linear | None:
 
 
 def _is_shipped(model: nn.Module, head: nn.Linear) -> bool:
-    """Whether a model is one of weft's own, as it was made: they return what their last linear gives."""
+    """Whether a model is one of weft's own without changes. These return the result of their last linear."""
     has_hooks = bool(model._forward_hooks or head._forward_hooks)
     return type(model) in (Decoder, GPT2) and "forward" not in model.__dict__ and not has_hooks
 
 
-class _Watch(TorchDispatchMode):
-    """Sees whether anything is done with a module's result."""
+class _ResultWatch(TorchDispatchMode):
+    """Records whether any operation uses a module's result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _Watch(TorchDispatchMode):
         self.num_calls, self.is_used = 0, False
 
     def take(self, _: nn.Module, __: Any, result: Any) -> None:
-        """The module has its result."""
+        """A forward hook that stores the module's result."""
         self.result, self.num_calls = result, self.num_calls + 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

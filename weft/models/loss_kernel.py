@@ -1,7 +1,7 @@
-"""`rows_loss` of `loss.py` as one Triton kernel, for GPUs: a row is read from memory once, and written once.
+"""`rows_loss` of `loss.py` as one Triton kernel for GPUs, which reads a row from memory once and writes it once.
 
-A program has a row. It reads it for the softmax's denominator, and again for the gradient while it is still in the
-GPU's cache. What torch.compile made of the plain function read the rows three times.
+A program handles one row. It reads the row for the softmax's denominator, and again for the gradient while the row is
+still in the GPU's cache. The kernel that torch.compile made of `rows_loss` read the rows three times.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.models.loss import IGNORE, rows_loss
 
-_WIDTH = 8192  # logits at a time
+_WIDTH = 8192  # the number of logits that are loaded at a time
 _NUM_WARPS = 16
 
 
@@ -33,7 +33,7 @@ def _rows(
     start = logits_ptr + row * stride
     label = tl.load(labels_ptr + row)
     valid = (label != IGNORED).to(tl.float32)
-    # Before anything is written: the sums below let no thread pass before all have read it.
+    # Loaded before anything is written: the reductions below synchronise the threads, so all have read it by then.
     is_class = (label >= 0) & (label < NUM_CLASSES)
     chosen = tl.load(start + label, mask=is_class, other=0.0).to(tl.float32)
     largest, total = float("-inf"), 0.0
@@ -56,7 +56,7 @@ def _rows(
 
 
 def rows_loss_by_kernel(logits: Tensor, labels: Tensor, z_loss: float | None, with_gradient: bool) -> Tensor:
-    """`rows_loss`."""
+    """Computes `rows_loss` by the kernel; falls back to `rows_loss` for float64 and other layouts."""
     if logits.dtype == torch.float64 or logits.stride(1) != 1 or not logits.numel():
         return rows_loss(logits, labels, z_loss, with_gradient)
     losses = torch.empty(len(logits), device=logits.device)

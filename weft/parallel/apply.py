@@ -17,7 +17,7 @@ from weft.memory.offload_weights import WeightPolicy
 from weft.memory.recompute import RecomputePolicy
 from weft.mesh import Mesh
 from weft.models.loss_head import install_loss_head, is_loss_in_head
-from weft.models.vision.pools import mend_averages
+from weft.models.vision.pools import fix_average_gradients
 from weft.parallel.context.axis import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.fp8 import Fp8Matmuls
@@ -100,7 +100,7 @@ def _lay_out(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) -> nn.Mod
     for strategy in STRATEGIES:
         model = strategy.apply(model, plan, mesh, local)
     if not plan.is_viewed:  # a view mends what it sees
-        mend_averages(model)  # last: strategies know layers by their types
+        fix_average_gradients(model)  # last: strategies know layers by their types
     return model
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from weft.compile.saved_bytes import under
 from weft.memory.activation_choice import sendable, sent_blocks
 from weft.memory.recompute import over_root, transient
-from weft.models.loss import parts
+from weft.models.loss import row_slices
 from weft.models.loss_head import is_loss_in_head
 from weft.parallel.tensor.cost import localise, transient_bytes
 from weft.plan import Context, Plan
@@ -74,7 +74,7 @@ class Sizes:
         """
         if not self.loss_rows:
             return self.at_loss * num_sequences
-        found = parts(math.ceil(self.loss_rows * num_sequences), self.num_classes)
+        found = row_slices(math.ceil(self.loss_rows * num_sequences), self.num_classes)
         logits = found[0].stop * self.num_classes
         widened = wide if wide > compute and not self.is_compiled else 0
         at_rows = logits * (compute + widened) - (self.kept_gradient if len(found) == 1 else 0)

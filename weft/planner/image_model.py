@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
 from weft.compile.saved_bytes import in_pieces
-from weft.data.formats import Shape
+from weft.data.formats import ImageShape
 from weft.inspection.blocks import find_blocks
 from weft.models import VisionConfig, build
 from weft.plan import Plan
@@ -68,7 +68,7 @@ class ImageModel(Model):
 
 
 def planned_images(
-    config: VisionConfig, shape: Shape, precision: str, cluster: Cluster, software: Software | None = None
+    config: VisionConfig, shape: ImageShape, precision: str, cluster: Cluster, software: Software | None = None
 ) -> ImageModel:
     """The model for images of a shape on a cluster, as weft runs it uncompiled unless `software` says otherwise."""
     sections = _sections(config, shape, precision)
@@ -78,7 +78,7 @@ def planned_images(
 
 
 @lru_cache(maxsize=8)
-def _sections(config: VisionConfig, shape: Shape, precision: str) -> Sections:
+def _sections(config: VisionConfig, shape: ImageShape, precision: str) -> Sections:
     with torch.device("meta"):
         module = build(config)
 

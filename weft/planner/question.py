@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
-from weft.data.formats import Shape
+from weft.data.formats import ImageShape
 from weft.errors import ConfigError
 from weft.plan import Context, Memory, Pipe, Plan, Precision, Shard, Tensor, Tile
 from weft.schema import nearest
@@ -86,7 +86,7 @@ class Question:
     sequence: int
     precision: Precision = "bf16"
     constraints: tuple[Constraint, ...] = ()
-    shape: Shape | None = None
+    shape: ImageShape | None = None
     exact: bool = True
     compiles: bool | None = None
 

@@ -28,7 +28,7 @@ from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_d
 from weft.inspection.tensor_splits import is_norm
 from weft.models.decoder import CausalAttention
 from weft.models.loss import is_gradient_work
-from weft.models.loss_head import example_labels, is_giving_loss
+from weft.models.loss_head import example_labels, returns_loss
 from weft.profile.branches import Flow
 from weft.profile.flops import GROUPED, KEPT_OPERATIONS, fake_grouped, product
 from weft.profile.parts import Block, Convolution, Flops, Given, Heads, Layer, Matmul, Profile
@@ -234,7 +234,7 @@ class Tally(TorchDispatchMode):
         self.saved.since = 0
         if _is_product(module):
             self.flow.enter(name, tensors_of(args))
-        if is_giving_loss(module):
+        if returns_loss(module):
             self._behind = name
 
     def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:

@@ -108,11 +108,11 @@ def _loss(model: nn.Module, is_fused: bool) -> Iterator[None]:
     if head is None or not is_fused:
         yield
         return
-    head.rows_of_shapes = fused_rows_loss
+    head.fake_rows = fused_rows_loss
     try:
         yield
     finally:
-        head.rows_of_shapes = rows_loss
+        head.fake_rows = rows_loss
 
 
 def _tied_bytes(source: Source) -> int:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.inspection.torch_patches import replaced
-from weft.models.vision.pools import as_by_kernel
+from weft.models.vision.pools import memory_of_kernel_pools
 
 _relu: Any = F.relu
 _pad: Any = F.pad
@@ -25,7 +25,7 @@ def as_in_pieces() -> Iterator[None]:
     """While it lasts, functions of torch keep that, in backward too, where recompute calls them again and modes of
     torch do not reach. Pools compute nothing: for tensors without values.
     """
-    with as_by_kernel(), replaced(F, "relu", _relu_in_piece), replaced(F, "pad", _pad_in_piece):
+    with memory_of_kernel_pools(), replaced(F, "relu", _relu_in_piece), replaced(F, "pad", _pad_in_piece):
         yield
 
 

@@ -28,8 +28,8 @@ from weft.comm.ledger import Key
 from weft.compile.blocks import compile_blocks, wants_compile
 from weft.data.order import local_indices
 from weft.errors import PlanError, WeftError, error_class
-from weft.launch.fork import why_not
-from weft.launch.function_names import find, name_of
+from weft.launch.fork import fork_obstacle
+from weft.launch.function_names import import_by_name, importable_name
 from weft.launch.local_ranks import run_local, run_spawned
 from weft.memory.activation_choice import sending_from
 from weft.mesh import Mesh, level_degrees
@@ -111,11 +111,11 @@ def verify(
     `BF16_TOLERANCES`. `compiles`: with torch.compile, block by block.
     """
     trial = Trial(proved(plan, precision), steps, clip, ranks_per_node, device, compiles, not_proved=inexact(plan))
-    if device == "cpu" and why_not() is None:
+    if device == "cpu" and fork_obstacle() is None:
         return prove_plan(model_fn, batch_fn, objective, trial, tolerance, timeout_seconds)
     arguments = {
-        "model": name_of(model_fn, "model_fn"),
-        "batch": name_of(batch_fn, "batch_fn"),
+        "model": importable_name(model_fn, "model_fn"),
+        "batch": importable_name(batch_fn, "batch_fn"),
         "objective": _objective_names(objective),
         "trial": {**asdict(trial), "plan": to_table(trial.plan)},
     }
@@ -153,7 +153,7 @@ def spawned_rank(
 ) -> dict[str, Any]:
     """A rank in a fresh process, which imports what it needs by name."""
     values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan"), "not_proved": tuple(trial["not_proved"])}
-    own, model_fn, batch_fn = Trial(**values), find(model), find(batch)
+    own, model_fn, batch_fn = Trial(**values), import_by_name(model), import_by_name(batch)
     try:
         split, counted = _counted(model_fn, batch_fn, own.plan)
     except WeftError as error:
@@ -164,13 +164,13 @@ def spawned_rank(
 def _objective_names(objective: Objective) -> dict[str, Any]:
     """An objective by the names of its functions."""
     functions = {"count": objective.count, "total": objective.total, "measure": objective.measure}
-    names = {key: None if one is None else name_of(one, f"objective.{key}") for key, one in functions.items()}
+    names = {key: None if one is None else importable_name(one, f"objective.{key}") for key, one in functions.items()}
     return {**names, "measures": list(objective.measures)}
 
 
 def _objective(names: Mapping[str, Any]) -> Objective:
-    measure = None if names["measure"] is None else find(names["measure"])
-    return Objective(find(names["count"]), find(names["total"]), tuple(names["measures"]), measure)
+    measure = None if names["measure"] is None else import_by_name(names["measure"])
+    return Objective(import_by_name(names["count"]), import_by_name(names["total"]), tuple(names["measures"]), measure)
 
 
 def _counted(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSplit, Profile]:
@@ -217,8 +217,8 @@ def verify_run(
 def prove_run(
     run: Run, device: DeviceType = "cpu", precision: Literal["fp64", "bf16"] = "fp64", compiles: bool = False
 ) -> Report:
-    """`verify_run` of a run that has been checked. Runs no backward and forks ranks: for a child of the nursery. With
-    `compiles`, on a GPU, what the run compiles is compiled, and what it records is recorded.
+    """`verify_run` of a run that has been checked. Runs no backward and forks ranks: for a child of the fork server.
+    With `compiles`, on a GPU, what the run compiles is compiled, and what it records is recorded.
     """
     ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
     kind, refused = torch.device(device), None

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from weft.data.config import DataConfig
-from weft.data.formats import Shape
+from weft.data.formats import ImageShape
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.models import ModelConfig, build, initialise
@@ -156,7 +156,7 @@ def _sizes(small: Task, whole: Task, plan: Plan) -> list[Task]:
     found = [small]
     longest = min(MAX_SIZE, whole.shape.height, whole.shape.width) if plan.tile.degree > 1 else 0
     while (size := 2 * found[-1].shape.height) <= longest:
-        found.append(replace(small, shape=Shape(size, size, small.shape.channels)))
+        found.append(replace(small, shape=ImageShape(size, size, small.shape.channels)))
     return list(found)
 
 

@@ -1,1 +1,1 @@
-"""What lets a run survive bad numbers, corrupted bits, hangs and lost ranks."""
+"""Lets a run survive bad numbers, corrupted bits, hangs and lost ranks."""

@@ -1,11 +1,11 @@
-"""Bad numbers: a loss or gradient norm that is NaN or infinite, and losses that jump above those before (spikes).
+"""Detects bad steps: a loss or gradient norm that is NaN or infinite, and a loss far above those before (a spike).
 
-Each step is judged on the device, before its update, and all ranks take the worst of their verdicts: so an update is
-left out everywhere or nowhere, and no host waits for it. The rule for spikes is median + k · MAD (the median absolute
-deviation) of the last good losses, once there are `window` of them. What follows from a verdict (stop, skip, repeat,
-roll back) is done by the loop, when it reads the verdict with the step's other numbers.
+Each step is judged on the device, before its update, and all ranks take the maximum of their verdicts. So all ranks
+skip an update or none does, and no host waits for the verdict. A loss is a spike if it exceeds median + k · MAD (the
+median absolute deviation) of the last `window` good losses, once there are that many. The training loop reads the
+verdict with the step's other numbers and acts on it: it stops, skips, repeats or rolls back.
 
-    train_step(.., guard)  ->  StepResult.verdict  ->  Policy.after(..)  ->  go on, or go back, or an error
+    train_step(.., guard)  ->  StepResult.verdict  ->  Policy.after(..)  ->  continue, roll back, or an error
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from weft.mesh import Mesh
 from weft.run_tables import NumbersConfig
 
 GOOD, NOT_FINITE, SPIKE = 0, 1, 2
-Interval = tuple[int, int]  # of numbers of batches
+Interval = tuple[int, int]  # the numbers of consecutive batches: first, stop
 
 
 class Guard:
-    """Judges steps, with a memory of the last good losses."""
+    """Judges steps, by comparison with the last good losses."""
 
     def __init__(self, config: NumbersConfig, mesh: Mesh) -> None:
         self._factor, self._world = config.spike, mesh["world"]
-        if mesh.plan.pipe.shadow:  # ranks judge alike by the same numbers, and none is waited for that may be lost
+        if mesh.plan.pipe.shadow:  # all ranks have the same numbers, and none may wait for a rank that may be lost
             self._world = replace(self._world, degree=1, group=None)
         size = config.window if config.spike is not None else 0
         self._losses = torch.full((size,), math.nan, dtype=torch.float64, device=mesh.device)  # the newest last
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """What all ranks say of a step []: GOOD, NOT_FINITE or SPIKE."""
+        """Returns the verdict of all ranks on a step []: GOOD, NOT_FINITE or SPIKE."""
         loss = loss.double()
         verdict = (~(loss.isfinite() & grad_norm.isfinite())).double() * NOT_FINITE
         if self._factor is not None:
-            median = self._losses.median()  # NaN until there are enough, and then nothing is above it
+            median = self._losses.median()  # NaN until there are enough losses; no loss compares greater than NaN
             deviation = (self._losses - median).abs().median()
             is_spike = loss.isfinite() & (loss > median + self._factor * deviation)
             verdict = torch.where(is_spike, float(SPIKE), verdict)
@@ -54,7 +54,7 @@ class Guard:
 
     @property
     def losses(self) -> list[float]:
-        """The last good losses, for a checkpoint."""
+        """The last good losses, to store in a checkpoint."""
         return [loss for loss in self._losses.tolist() if not math.isnan(loss)]
 
     @losses.setter
@@ -66,14 +66,16 @@ class Guard:
 
 @dataclass(frozen=True)
 class Bad:
-    """A step that was bad, in numbers, and what follows: its update is left out, or the run goes back."""
+    """A bad step: its numbers, and the action that follows. Its update is skipped, or the run goes back to a checkpoint
+    to repeat its batch or leave it out.
+    """
 
     step: int
     verdict: int
     loss: float
     grad_norm: float
     follows: Literal["skip", "repeat", "rollback"] = "skip"
-    cause: str | None = None  # where it is known
+    cause: str | None = None  # None if it is not known
 
     def __str__(self) -> str:
         kind = "a spike of the loss" if self.verdict == SPIKE else "no finite number"
@@ -82,21 +84,21 @@ class Bad:
 
 
 class Policy:
-    """Counts bad steps and decides what follows; its memory is part of the checkpoint."""
+    """Counts bad steps and decides on the action that follows. Its state is part of the checkpoint."""
 
     def __init__(self, config: NumbersConfig) -> None:
         self.config = config
-        self.left_out: list[Interval] = []  # of batches, in order
+        self.left_out: list[Interval] = []  # batches that are not used, in order
         self.num_bad = 0
-        self._num_in_a_row = 0  # since a good step or, of rollbacks, a new checkpoint
-        self._repeated: set[int] = set()  # batches that were bad once; a restart forgets them, and tries once more
+        self._num_in_a_row = 0  # bad steps since a good step or, with rollbacks, since a new checkpoint
+        self._repeated: set[int] = set()  # batches that were bad once; not saved, so a restart repeats them once more
         self._last_bad = 0
 
     def after(
         self, step: int, verdict: int, loss: float, grad_norm: float, cause: Callable[[], str | None] = lambda: None
     ) -> Bad | None:
-        """Look at a finished step; raises where the run is to stop. What was bad about it, if anything; `cause`
-        looks for a reason why its loss is no number.
+        """Check a finished step. Returns None for a good step and `Bad` for a bad one. Raises NumbersError if the run
+        must stop. `cause` is called for a NaN loss and returns its cause, if it finds one.
         """
         if verdict == GOOD:
             if self.config.on_bad != "rollback" and step > self._last_bad:
@@ -121,17 +123,19 @@ class Policy:
         return bad
 
     def _what_follows(self, step: int) -> Literal["skip", "repeat", "rollback"]:
-        if self.config.on_bad == "repeat":  # twice bad is no chance event: it is the batch
+        if self.config.on_bad == "repeat":  # a batch that is bad twice is bad itself, not by chance
             return "skip" if self.batch_of(step - 1) in self._repeated else "repeat"
         return "rollback" if self.config.on_bad == "rollback" else "skip"
 
     def saved(self) -> None:
-        """There is a new checkpoint to go back to."""
+        """Record that there is a new checkpoint to go back to."""
         if self.config.on_bad == "rollback":
             self._num_in_a_row = 0
 
     def went_back(self, bad: Bad, step: int, state: Mapping[str, Any], guard: Guard) -> None:
-        """To a checkpoint of `step`: the bad step's batch is used again, or never again, nor those just before it."""
+        """Record that the run went back to the checkpoint of `step`. The bad step's batch is repeated; or it is left
+        out from now on, together with up to `leave_out` - 1 batches before it. `state` is the checkpoint's `to_state`.
+        """
         if bad.follows == "repeat":
             self._repeated.add(self.batch_of(bad.step - 1))  # finished steps count from 1, batches from 0
         else:
@@ -141,7 +145,7 @@ class Policy:
         guard.losses = [float(loss) for loss in state.get("losses", [])]
 
     def batch_of(self, step: int) -> int:
-        """The batch of a step (from 0): the `step`-th that is not left out."""
+        """The number of the batch of a step (both from 0): the `step`-th batch that is not left out."""
         for first, stop in self.left_out:
             if step < first:
                 break
@@ -149,7 +153,7 @@ class Policy:
         return step
 
     def to_state(self, guard: Guard) -> dict[str, Any]:
-        """For a checkpoint: a resumed run decides as this one would have."""
+        """The state to store in a checkpoint, so that a resumed run decides as this one would have."""
         return {
             "left_out": [list(interval) for interval in self.left_out],
             "num_bad": self.num_bad,
@@ -158,7 +162,7 @@ class Policy:
         }
 
     def load(self, state: Mapping[str, Any], guard: Guard) -> None:
-        """Go on from what a checkpoint says; one of before there was such a thing says nothing."""
+        """Restore the state from a checkpoint. Older checkpoints may lack it, or parts of it."""
         self.left_out = [(int(first), int(stop)) for first, stop in state.get("left_out", [])]
         self.num_bad = int(state.get("num_bad", 0))
         self._num_in_a_row = int(state.get("num_in_a_row", 0))
@@ -166,7 +170,7 @@ class Policy:
 
 
 def join(intervals: Sequence[Interval]) -> list[Interval]:
-    """The same numbers in as few intervals as can be, in order."""
+    """Sort intervals and merge those that overlap or touch."""
     joined: list[Interval] = []
     for first, stop in sorted(intervals):
         if joined and first <= joined[-1][1]:

@@ -1,9 +1,10 @@
-"""Silent corruption: bits that differ where they must not, found by comparing, with the rank at fault.
+"""Detects silent corruption: bits that differ where they must be equal, and the rank at fault.
 
-Two checks, each every so many steps. What several ranks hold alike (over `data`, the whole buffers of `shard` stages 1
-and 2, replicas of x × y, mirrored stages, tied parameters) is hashed on each rank and the hashes are compared. And a
-micro-batch, drawn at random, is computed twice on the same rank: loss and gradients must have the same bits. The first
-finds wrong memory and wrong updates; the second wrong arithmetic, whose gradients all replicas would share.
+There are two checks, each done every few steps. The first hashes the tensors of which several ranks hold copies (over
+`data`, the whole buffers of `shard` stages 1 and 2, replicas of x × y, mirrored stages, tied parameters) and compares
+the hashes. It finds wrong memory and wrong updates. The second computes a random micro-batch twice on the same rank and
+compares the bits of its loss and gradients. It finds wrong arithmetic, whose gradients would be the same on all
+replicas.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from weft.run_file import Run
 from weft.sharding.flat_buffer import Flat
 from weft.step.train_step import Checks
 
-Digests = Sequence[Sequence[tuple[int, int]]]  # of each rank: what it holds, by a number for its name, and its hash
+Digests = Sequence[Sequence[tuple[int, int]]]  # for each rank: (hash of the tensor's name, hash of its bits)
 _CHUNK_NUMEL = 1 << 22
-_GOLDEN = -0x61C8864680B583EB  # the odd number nearest 2^64 / golden ratio, as int64 has it
+_GOLDEN = -0x61C8864680B583EB  # the odd number nearest 2^64 / golden ratio, as an int64
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAME_BYTES = 128
 _REMEDY = "A chance event heals when all start again from a checkpoint; if it comes back, that device is broken"
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """A 64-bit hash of a tensor's bits [], on its device. One flipped bit always changes it: a word counts times an odd
-    number that depends on its place, modulo 2^64.
+    """A 64-bit hash of a tensor's bits [], computed on its device: the sum of its words, each times an odd number that
+    depends on the word's index, modulo 2^64. So one flipped bit always changes the hash.
     """
     words = tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -53,7 +54,7 @@ def digest(tensor: Tensor) -> Tensor:
 
 
 def digest_all(tensors: Sequence[Tensor]) -> Tensor:
-    """Of several tensors in order []."""
+    """A 64-bit hash of several tensors, which depends on their order []."""
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device if tensors else None)
     for index, tensor in enumerate(tensors):
         total += (digest(tensor) * (2 * index + 1)).to(total.device)
@@ -61,9 +62,9 @@ def digest_all(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def checks_of(run: Run, step: int, guard: Guard, model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Checks:
-    """What step `step` (from 0) is held to: bad numbers always, replicas and a repetition where they are due.
+    """The checks of step `step` (from 0): bad numbers always, replicas and a repeated micro-batch if they are due.
 
-    Replicas are compared before a checkpoint as well, so that none is saved that is not sound.
+    Replicas are also compared before a checkpoint, so that no corrupted state is saved.
     """
     config, number = run.numbers, step + 1
     checks = Checks(guard.judge)
@@ -72,8 +73,8 @@ def checks_of(run: Run, step: int, guard: Guard, model: nn.Module, optimizer: Op
     if config.compare_every is not None and is_due:
         checks = replace(checks, before_update=partial(compare_replicas, model, optimizer, mesh, number))
     if config.repeat_every is not None and number % config.repeat_every == 0:
-        twice = Twice(model, mesh, number, run.split.accumulation, run.train.seed)
-        checks = replace(checks, micro_batch=twice)
+        repeated = RepeatedMicroBatch(model, mesh, number, run.split.accumulation, run.train.seed)
+        checks = replace(checks, micro_batch=repeated)
     return checks
 
 
@@ -81,21 +82,24 @@ def checks_of(run: Run, step: int, guard: Guard, model: nn.Module, optimizer: Op
 
 
 def compare_replicas(model: nn.Module, optimizer: Optimizer, mesh: Mesh, step: int) -> None:
-    """Compare what ranks hold alike, between a step's backward and its update; every rank calls it."""
+    """Compare the tensors of which several ranks hold copies, and raise CorruptionError if they differ.
+
+    Every rank calls this between a step's backward and its update.
+    """
     stepper(optimizer).synchronize()
-    held = list(_held(model))
-    names = {_number(name): name.partition("|")[0] for name, _ in held}
+    held = list(_replicated_tensors(model))
+    names = {_name_hash(name): name.partition("|")[0] for name, _ in held}
     own = torch.zeros(len(held), 2, dtype=torch.int64)
     if held:
-        own[:, 0] = torch.tensor([_number(name) for name, _ in held])
+        own[:, 0] = torch.tensor([_name_hash(name) for name, _ in held])
         own[:, 1] = torch.stack([digest_all(tensors) for _, tensors in held]).cpu()
-    for number, groups in differing(_gather(own, mesh)).items():
-        what = _say_to_all(names.get(number, ""), mesh)
+    for number, groups in find_differences(_gather(own, mesh)).items():
+        what = _share_name(names.get(number, ""), mesh)
         raise CorruptionError(f"silent corruption in step {step}: {describe(groups, what)}. {_REMEDY}")
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
-    """What this rank holds from step to step, under names that ranks which hold the same have in common."""
+def _replicated_tensors(model: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:
+    """The tensors that this rank keeps between steps. Ranks that hold copies of a tensor give it the same name."""
     for units, names in rank_model(model).named_units():
         for flat in units.flats:
             named = [(names.get(one.name, one.name), one.cut and one.cut.intervals) for one in flat.layout.parameters]
@@ -110,12 +114,12 @@ def _pieces(flat: Flat) -> list[Tensor]:
     return [piece.detach() for piece in flat.pieces if piece.numel()]
 
 
-def _number(name: str) -> int:
+def _name_hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _gather(own: Tensor, mesh: Mesh) -> Digests:
-    """Every rank's rows; ranks may have different numbers of them."""
+    """Gather the rows of all ranks, which may have different numbers of rows."""
     most = torch.tensor([len(own)])
     all_reduce(most, mesh["world"], "max").wait()
     padded = torch.zeros(int(most), 2, dtype=torch.int64)
@@ -125,8 +129,8 @@ def _gather(own: Tensor, mesh: Mesh) -> Digests:
     return [[(int(key), int(value)) for key, value in rows if key] for rows in whole.tolist()]
 
 
-def differing(digests: Digests) -> dict[int, list[list[int]]]:
-    """Of what is not the same everywhere: the ranks that agree with each other, most first."""
+def find_differences(digests: Digests) -> dict[int, list[list[int]]]:
+    """Returns, for each name whose hashes differ, the groups of ranks that agree with each other, the largest first."""
     holders: dict[int, dict[int, list[int]]] = {}
     for rank, rows in enumerate(digests):
         for key, value in rows:
@@ -139,11 +143,11 @@ def differing(digests: Digests) -> dict[int, list[list[int]]]:
 
 
 def describe(groups: Sequence[Sequence[int]], what: str) -> str:
-    """Who is at fault, where more than half agree; else who differs."""
+    """Describe which ranks are at fault if more than half agree; else which ranks differ."""
     most, *others = groups
     rest = sorted(rank for group in others for rank in group)
     if len(most) > len(rest):
-        others_of_it = [rank for rank in most if rank not in rest] or most  # a rank may hold several copies
+        others_of_it = [rank for rank in most if rank not in rest] or most  # a rank may hold several copies itself
         return f"{_hold(rest)} of the parameters '{what}' other bits than {_names(others_of_it)}"
     return (
         f"{_hold([*most, *rest])} different bits of the parameters '{what}', and there is no majority to tell "
@@ -160,8 +164,8 @@ def _hold(ranks: Sequence[int]) -> str:
     return _names(ranks) + (" holds" if len(set(ranks)) == 1 else " hold")
 
 
-def _say_to_all(name: str, mesh: Mesh) -> str:
-    """The name that the first rank which knows one gives."""
+def _share_name(name: str, mesh: Mesh) -> str:
+    """Returns the name of the first rank that has one, on all ranks."""
     text = name.encode()[:_NAME_BYTES]
     own = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
@@ -171,18 +175,18 @@ def _say_to_all(name: str, mesh: Mesh) -> str:
     return next(given for given in names if given)
 
 
-# --- a micro-batch twice
+# --- a repeated micro-batch
 
 
-class Twice:
-    """Computes one micro-batch of a step twice, and compares bits; used as `Checks.micro_batch`."""
+class RepeatedMicroBatch:
+    """Computes one micro-batch of a step twice and compares the bits of the results. Used as `Checks.micro_batch`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, step: int, num_micro_batches: int, seed: int) -> None:
         self._model, self._mesh, self._step = model, mesh, step
         self._chosen = random.Random(f"{seed}:{step}").randrange(num_micro_batches)  # the same on all ranks
 
     def __call__(self, index: int, compute: Callable[[], Tensor]) -> Tensor:
-        """The loss of a micro-batch, whose forward and backward `compute` does."""
+        """Returns the loss of a micro-batch. `compute` runs its forward and backward."""
         if index != self._chosen:
             return compute()
         statistics = running_statistics(self._model)
@@ -191,7 +195,7 @@ class Twice:
         after = [tensor.clone() for tensor in statistics]
         for tensor, old in zip(statistics, before, strict=True):
             tensor.copy_(old)
-        with _rehearsing(self._model):
+        with _keep_gradients(self._model):
             again, second = self._hashed(compute)
         for tensor, new in zip(statistics, after, strict=True):
             tensor.copy_(new)
@@ -199,8 +203,8 @@ class Twice:
         return loss
 
     def _hashed(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """The loss, and a hash of each parameter's gradient as backward delivers it."""
-        parameters = _computing(self._model)
+        """Returns the loss and a hash of each parameter's gradient, as backward computes it."""
+        parameters = _trained_parameters(self._model)
         hashes = torch.zeros(len(parameters), dtype=torch.int64, device=self._mesh.device)
 
         def add(place: int, gradient: Tensor) -> None:
@@ -228,17 +232,19 @@ class Twice:
             )
 
 
-def _computing(model: nn.Module) -> list[nn.Parameter]:
-    """The trained parameters that forward computes with."""
+def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The trained parameters that forward uses."""
     if not all_units(model):
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [parameter for flat in all_flats(model) if flat.trainable for parameter in flat.whole_parameters]
 
 
 @contextmanager
-def _rehearsing(model: nn.Module) -> Iterator[None]:
-    """Backward delivers gradients, and all that was added up before stays as it was."""
-    parameters = _computing(model)
+def _keep_gradients(model: nn.Module) -> Iterator[None]:
+    """In this context backward computes gradients for hooks, and gradients that were accumulated before stay
+    unchanged.
+    """
+    parameters = _trained_parameters(model)
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None

@@ -1,12 +1,13 @@
-"""The watch over hangs where no agent of weft's is: under torchrun, srun or mpirun each rank looks out by itself.
+"""Detects hangs without weft's agent: under torchrun, srun or mpirun, a thread of each rank watches for them.
 
-A thread of each rank looks at the rank's own page (status.py), and asks the store at which the ranks met whether any
-has called. A rank whose wait, or silence, has passed its deadline calls. Then every rank that lives dumps its stacks
-and says what it and the others of its host were last seen doing; a rank that is stopped altogether is thus known by its
-neighbours. The lowest that lives judges, and prints one paragraph; all leave with a status that a launcher takes as a
-failure. While nothing is wrong this costs a question to the store now and then, from a thread.
+The thread reads the rank's own status page (rank_status.py) and asks the world's store whether any rank has raised an
+alarm. A rank raises the alarm when it has waited, or written no page, for longer than its deadline. Then every rank
+that still runs dumps its stacks and reports the pages of all ranks of its host, so that a stopped rank is reported by
+its neighbours. The lowest rank that reported decides whether it is a hang and prints one paragraph. All ranks then exit
+with a status that a launcher treats as a failure. Without an alarm, this costs one query to the store per poll, from a
+thread.
 
-A rank that does not reach the store (a cut link) judges by what its own host knows.
+A rank that cannot reach the store (a broken link) decides by the pages of its own host.
 """
 
 from __future__ import annotations
@@ -27,38 +28,40 @@ from typing import Any, TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]  # as documented
 
 from weft.errors import CheckpointError, LaunchError
-from weft.health.rank_status import FILES, Seen, Status, last_seen, page_path
+from weft.health.rank_status import FILE_PHASES, Status, StatusPage, page_path, read_page
 from weft.health.watchdog import Deadline, describe_hang, overdue_seconds
 from weft.launch.environment import Place
 from weft.resilience.shared_memory import claim, job_folder
 
-HUNG = 124  # the exit status, as timeout(1) has it
-_ANSWER_SECONDS = 5.0  # for all to answer a call
-_STORE_SECONDS = 3.0  # for the store to answer
+HUNG = 124  # the exit status of a hang, as timeout(1) uses it
+_ANSWER_SECONDS = 5.0  # how long to wait for the reports of all ranks
+_STORE_SECONDS = 3.0  # how long to wait for the store
 _POLL_SECONDS = 0.5
 _HEAR_SECONDS = 0.05
-_RANKS_A_SECOND = 2000  # that ask the store, which is one process
+_RANKS_A_SECOND = 2000  # queries per second that the store, a single process, can answer
 
 T = TypeVar("T")
 
 
 class Lookout:
-    """One rank's watch, around its training: an error of a rank that others have left waits for the verdict on them."""
+    """Watches for hangs while a rank trains. On exit it waits for a pending decision, because an error of this rank may
+    be due to ranks that hang.
+    """
 
     def __init__(self, status: Status, place: Place, store: Store, deadline: Deadline, folder: Path) -> None:
         self._status, self._place, self._deadline, self._folder = status, place, deadline, folder
-        self._mail = _Mail(store)
+        self._client = _StoreClient(store)
         self._host_folder, self._claim = _open_host_folder(store, place)
         if self._host_folder is not None:
-            with suppress(LaunchError):  # no room: this rank's page stays its own
-                status.show_in(self._host_folder)
+            with suppress(LaunchError):  # no memory for the file: other ranks cannot see this rank's page
+                status.publish_in(self._host_folder)
         store.set(f"place/{place.rank}", status.place)
         self._store_place = store.get("place/0").decode() if place.rank else status.place
         self._call, self._quiet_until = 0, 0.0
-        self._overdue: Seen | None = None  # the page at the last look, if it was that
+        self._overdue: StatusPage | None = None  # the page at the last poll, if it was overdue
         self._closed, self._is_settled = threading.Event(), threading.Event()
         self._is_settled.set()
-        self._thread = threading.Thread(target=self._look_out, name="lookout", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="lookout", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Lookout:
@@ -74,119 +77,123 @@ class Lookout:
                 if not list(self._host_folder.glob("rank-*")):
                     shutil.rmtree(self._host_folder)
 
-    def _look_out(self) -> None:
+    def _watch(self) -> None:
         poll_seconds = max(_POLL_SECONDS, self._place.num_ranks / _RANKS_A_SECOND)
         while not self._closed.wait(poll_seconds):
-            seen = self._status.seen()
-            if seen is None:
-                continue  # setting up: what it waits for there has its own deadline
-            self._deadline.measure(seen)
-            is_due = self._is_overdue(seen)
-            if (is_due and self._overdue == seen) or self._mail.has(f"call/{self._call}"):
-                self._alarm()
-            self._overdue = seen if is_due else None  # all may just have been stopped for a while: look twice
+            page = self._status.page()
+            if page is None:
+                continue  # still starting: the operations it waits for then have their own timeouts
+            self._deadline.measure(page)
+            is_due = self._is_overdue(page)
+            if (is_due and self._overdue == page) or self._client.has(f"call/{self._call}"):
+                self._handle_call()
+            self._overdue = page if is_due else None  # all may have been stopped for a while, so check twice
 
-    def _is_overdue(self, seen: Seen) -> bool:
-        return time.monotonic() > self._quiet_until and overdue_seconds([seen]) > self._deadline.seconds
+    def _is_overdue(self, page: StatusPage) -> bool:
+        return time.monotonic() > self._quiet_until and overdue_seconds([page]) > self._deadline.seconds
 
-    # --- after a call
+    # --- after an alarm
 
-    def _alarm(self) -> None:
-        """Say what this rank knows, hear the verdict, and leave or go on."""
+    def _handle_call(self) -> None:
+        """Raise or answer the alarm: report the pages of this host, wait for the decision, and exit if it is a hang."""
         self._is_settled.clear()
-        stamp = self._mail.call(f"call/{self._call}", time.strftime("%Y%m%d-%H%M%S"))
+        stamp = self._client.set_once(f"call/{self._call}", time.strftime("%Y%m%d-%H%M%S"))
         stacks = self._dump_stacks(stamp or time.strftime("%Y%m%d-%H%M%S"))
-        known = _known(self._host_folder, self._status)
-        is_overdue = self._is_overdue(known[self._place.rank])
-        said = _encode(known, is_overdue)
-        if stamp is not None and self._mail.set(f"said/{self._call}/{self._place.rank}", said):
-            is_hang = self._hear(stacks)
+        pages_here = _host_pages(self._host_folder, self._status)
+        is_overdue = self._is_overdue(pages_here[self._place.rank])
+        report = _encode(pages_here, is_overdue)
+        if stamp is not None and self._client.set(f"said/{self._call}/{self._place.rank}", report):
+            is_hang = self._await_verdict(stacks)
         else:
-            is_hang = is_overdue and self._judge_alone(known, stacks)
+            is_hang = is_overdue and self._decide_locally(pages_here, stacks)
         if is_hang:
             os._exit(HUNG)
         self._call, self._quiet_until = self._call + 1, time.monotonic() + self._deadline.seconds
         self._is_settled.set()
 
-    def _hear(self, stacks: Path) -> bool:
-        """Whether it is a hang, as the lowest rank that lives finds; which may be this one."""
-        said, verdict = f"said/{self._call}", f"verdict/{self._call}"
+    def _await_verdict(self, stacks: Path) -> bool:
+        """Wait until the lowest rank that reported, possibly this one, has decided. Returns whether it is a hang."""
+        report, verdict = f"said/{self._call}", f"verdict/{self._call}"
         deadline = time.monotonic() + _ANSWER_SECONDS
-        others = [f"{said}/{rank}" for rank in range(self._place.num_ranks)]
-        while time.monotonic() < deadline and not self._mail.has(verdict):
-            if self._place.rank == 0 and self._mail.has(*others):
+        others = [f"{report}/{rank}" for rank in range(self._place.num_ranks)]
+        while time.monotonic() < deadline and not self._client.has(verdict):
+            if self._place.rank == 0 and self._client.has(*others):
                 break
             time.sleep(_HEAR_SECONDS)
-        if not self._mail.has(verdict) and not any(self._mail.has(one) for one in others[: self._place.rank]):
-            found = self._judge(stacks)
-            if self._mail.set(verdict, "hang" if found else "") and found:
-                time.sleep(1.0)  # for the others to hear of it: the store may be in this process
+        if not self._client.has(verdict) and not any(self._client.has(one) for one in others[: self._place.rank]):
+            found = self._decide(stacks)
+            if self._client.set(verdict, "hang" if found else "") and found:
+                time.sleep(1.0)  # leave others time to read the verdict: the store may be in this process
             return found
         deadline = time.monotonic() + _ANSWER_SECONDS
-        while time.monotonic() < deadline and not self._mail.has(verdict):
+        while time.monotonic() < deadline and not self._client.has(verdict):
             time.sleep(_HEAR_SECONDS)
-        return self._mail.get(verdict) != ""  # none at all: whoever judged is gone as well
+        return self._client.get(verdict) != ""  # no verdict at all: the rank that was to decide is gone as well
 
-    def _judge(self, stacks: Path) -> bool:
-        """Put together what all have said; say so and return True if it is a hang."""
-        seen: dict[int, Seen] = {}
+    def _decide(self, stacks: Path) -> bool:
+        """Combine the reports of all ranks. If it is a hang, print a description and return True."""
+        known: dict[int, StatusPage] = {}
         is_overdue = False
-        for rank, text in self._mail.get_all(f"said/{self._call}", range(self._place.num_ranks)).items():
+        for rank, text in self._client.get_all(f"said/{self._call}", range(self._place.num_ranks)).items():
             pages, finds_it_overdue = _decode(text)
             is_overdue = is_overdue or finds_it_overdue
             for number, page in pages.items():
-                if number == rank or number not in seen:  # a rank knows itself best
-                    seen[number] = page
-        if not is_overdue or any(page.doing in FILES for page in seen.values()):
+                if number == rank or number not in known:  # prefer a rank's own report of its page
+                    known[number] = page
+        if not is_overdue or any(page.doing in FILE_PHASES for page in known.values()):
             return False
-        silent = [rank for rank in range(self._place.num_ranks) if rank not in seen]
-        places = self._mail.get_all("place", silent)
-        self._say(describe_hang(seen, places, overdue_seconds(seen.values())), stacks)
+        silent = [rank for rank in range(self._place.num_ranks) if rank not in known]
+        places = self._client.get_all("place", silent)
+        self._print_report(describe_hang(known, places, overdue_seconds(known.values())), stacks)
         return True
 
-    def _judge_alone(self, known: Mapping[int, Seen], stacks: Path) -> bool:
-        """By what this host knows. The lowest rank of it speaks for those that call as well."""
-        if any(page.doing in FILES for page in known.values()):
+    def _decide_locally(self, pages_here: Mapping[int, StatusPage], stacks: Path) -> bool:
+        """Decide by the pages of this host. Of its ranks that cannot reach the store, the lowest prints the
+        description. Returns whether it is a hang.
+        """
+        if any(page.doing in FILE_PHASES for page in pages_here.values()):
             return False
         if self._host_folder is not None:
             own = self._host_folder / f"called-{self._place.rank:05d}"
-            with suppress(FileNotFoundError):  # another has spoken, and removed the folder
+            with suppress(FileNotFoundError):  # another rank has printed the description and removed the folder
                 own.touch()
                 time.sleep(_ANSWER_SECONDS)
             if own != min(self._host_folder.glob("called-*"), default=None):
                 return True
         whose = f"rank 0 ({self._store_place})" if self._store_place else "rank 0"
-        here = known[self._place.rank].place
-        self._say(
+        here = pages_here[self._place.rank].place
+        self._print_report(
             f"{here + ': ' if here else ''}the store of {whose} does not answer, so that host or the link to it may be "
-            f"down; what is known here: {describe_hang(known, {}, overdue_seconds(known.values()))}",
+            f"down; what is known here: {describe_hang(pages_here, {}, overdue_seconds(pages_here.values()))}",
             stacks,
         )
         return True
 
-    def _say(self, words: str, stacks: Path) -> None:
+    def _print_report(self, words: str, stacks: Path) -> None:
         text = f"weft: {words}; stacks are in {stacks}. All ranks end with status {HUNG}, for the launcher to restart."
         print(text, file=sys.stderr, flush=True)
         with suppress(OSError):
             (stacks / f"what-{self._place.rank:05d}.txt").write_text(text + "\n")
-        if self._host_folder is not None:  # whoever speaks is the last to need it
+        if self._host_folder is not None:  # no other rank needs it after this
             shutil.rmtree(self._host_folder, ignore_errors=True)
 
     def _dump_stacks(self, stamp: str) -> Path:
-        """Where all threads of this rank are, in a folder that all ranks share."""
+        """Write the stacks of all threads of this rank to a folder that all ranks share, and return the folder."""
         folder = self._folder / f"hang-{stamp}"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / f"rank-{self._place.rank:05d}.txt", "w") as file:
-                seen = self._status.seen()
-                file.write(f"rank {self._place.rank}: {seen}\n")
+                page = self._status.page()
+                file.write(f"rank {self._place.rank}: {page}\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
         return folder
 
 
 def _open_host_folder(store: Store, place: Place) -> tuple[Path | None, Any]:
-    """A folder of this host's for the pages of its ranks, and what holds it; none where there is no shared memory."""
+    """Open a folder for the pages of this host's ranks. Returns the folder and the lock that keeps it; (None, None)
+    without shared memory.
+    """
     if place.rank == 0:
         store.set("lookout", os.urandom(8).hex())
     try:
@@ -196,53 +203,53 @@ def _open_host_folder(store: Store, place: Place) -> tuple[Path | None, Any]:
         return None, None
 
 
-def _known(folder: Path | None, status: Status) -> dict[int, Seen]:
-    """What the ranks of this host were last seen doing; this one has begun a step."""
-    found: dict[int, Seen] = {}
+def _host_pages(folder: Path | None, status: Status) -> dict[int, StatusPage]:
+    """The status pages of the ranks of this host. This rank must have begun a step."""
+    found: dict[int, StatusPage] = {}
     for path in folder.glob("rank-*.page") if folder is not None else []:
         rank = int(path.stem.partition("-")[2])
-        seen = last_seen(path.parent, rank)
-        if seen is not None:
-            found[rank] = seen
-    own = status.seen()
+        page = read_page(path.parent, rank)
+        if page is not None:
+            found[rank] = page
+    own = status.page()
     assert own is not None
     return {**found, status.rank: own}
 
 
-def _encode(known: Mapping[int, Seen], is_overdue: bool) -> str:
-    """As JSON, with ages in place of times: clocks of hosts do not agree."""
+def _encode(pages_here: Mapping[int, StatusPage], is_overdue: bool) -> str:
+    """Encode pages as JSON, with ages instead of times, because the clocks of hosts differ."""
     now = time.monotonic()
-    pages = {rank: {**asdict(seen), "at": now - seen.at} for rank, seen in known.items()}
+    pages = {rank: {**asdict(page), "at": now - page.at} for rank, page in pages_here.items()}
     return json.dumps({"pages": pages, "is_overdue": is_overdue})
 
 
-def _decode(text: str) -> tuple[dict[int, Seen], bool]:
-    """What a rank knows, and whether it finds its own wait overdue."""
-    now, said = time.monotonic(), json.loads(text)
+def _decode(text: str) -> tuple[dict[int, StatusPage], bool]:
+    """Decode a rank's report: the pages of its host, and whether its own wait is overdue."""
+    now, report = time.monotonic(), json.loads(text)
     pages = {
-        int(rank): Seen(**{**page, "at": now - page["at"], "peers": tuple(page["peers"])})
-        for rank, page in said["pages"].items()
+        int(rank): StatusPage(**{**page, "at": now - page["at"], "peers": tuple(page["peers"])})
+        for rank, page in report["pages"].items()
     }
-    return pages, said["is_overdue"]
+    return pages, report["is_overdue"]
 
 
-class _Mail:
-    """The store, asked in a thread of its own: behind a cut link it may not answer for many minutes."""
+class _StoreClient:
+    """Queries the store in a separate thread, because it may not answer for many minutes if a link is broken."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._asking: threading.Thread | None = None
 
     def has(self, *keys: str) -> bool:
-        """Whether all are there, as far as is known."""
+        """Whether all keys are set; False if the store does not answer."""
         return bool(self._ask(lambda: self._store.check(list(keys))))
 
     def get(self, key: str) -> str | None:
-        """A value; None if it is not there, or the store does not answer."""
+        """The value of a key; None if it is not set or the store does not answer."""
         return self._ask(lambda: self._store.get(key).decode()) if self.has(key) else None
 
     def get_all(self, prefix: str, ranks: Iterable[int]) -> dict[int, str]:
-        """The values of ranks that have given one."""
+        """The values of the keys `prefix/rank` that are set, by rank."""
 
         def read() -> dict[int, str]:
             keys = {rank: f"{prefix}/{rank}" for rank in ranks}
@@ -251,7 +258,7 @@ class _Mail:
         return self._ask(read) or {}
 
     def set(self, key: str, value: str) -> bool:
-        """Whether the value is there now."""
+        """Set a key. Returns False if the store does not answer."""
 
         def write() -> bool:
             self._store.set(key, value)
@@ -259,8 +266,8 @@ class _Mail:
 
         return bool(self._ask(write))
 
-    def call(self, key: str, value: str) -> str | None:
-        """The value that the first who called gave; None if the store does not answer."""
+    def set_once(self, key: str, value: str) -> str | None:
+        """Set a key if it is not set. Returns the value of the rank that set it; None if the store does not answer."""
         return self._ask(lambda: self._store.compare_set(key, "", value).decode())
 
     def _ask(self, question: Callable[[], T]) -> T | None:

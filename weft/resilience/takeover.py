@@ -1,9 +1,9 @@
-"""Going on without a rank: those that are left form the world anew, agree on where they were, and finish the step.
+"""Recovers from the loss of a rank: the others form a new world group, compare their progress, and finish the step.
 
-Whoever loses a connection lets go of all others, so that every rank that waits learns of it, and waits for the agent's
-word on who was lost. Then the ranks meet again, tell each other how far they have come (`sections.py`), and the rank
-that shadowed the lost one's stage takes it over (`schedule/shadow.py`). Where that cannot be, the error ends the rank,
-and the agent starts all again.
+A rank that loses a connection closes all others, so that every waiting rank notices. Then it waits until the agent says
+which rank was lost. The remaining ranks form a new world group and exchange their progress (`pipeline/sections.py`),
+and the rank that shadowed the lost rank's stage takes it over (`schedule/shadow.py`). If that is not possible, the
+error ends the rank, and the agent restarts all ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # as document
 
 from weft.checkpoint import Saver
 from weft.errors import LostRankError, PlanError
-from weft.health.rank_status import FOLDER_VARIABLE, Lost, TakenOver, read_lost, tell_taken_over
-from weft.launch.environment import Place, current_store, meet_again, shutdown
+from weft.health.rank_status import FOLDER_VARIABLE, LostRank, StageTakeover, read_lost_rank, write_takeover
+from weft.launch.environment import Place, current_store, rejoin_world, shutdown
 from weft.mesh import Mesh
 from weft.pipeline.rank_model import pipeline_of
 from weft.pipeline.runtime import Pipeline
@@ -32,37 +32,38 @@ from weft.pipeline.sections import Numbers, Sections
 from weft.schedule.actions import Action
 
 _POLL_SECONDS = 0.005
-_WORD_SECONDS = 30.0  # for the agent to say who was lost
+_LOST_RANK_SECONDS = 30.0  # how long to wait for the agent to report the lost rank
 
 
 @dataclass(frozen=True)
 class _Progress:
-    """How far a rank has come: its section, what the one before ended with, what it has done of a training step in it,
-    whether its shadow has that step's gradients, and how many saves it has begun.
-    """
+    """The progress of a rank."""
 
-    number: int
-    last: Numbers
-    done: list[dict[str, Any]]
-    has_gradients: bool
-    num_saves: int
+    number: int  # the number of its section
+    last: Numbers  # the results of the section before
+    done: list[dict[str, Any]]  # the actions of a training step that it has done in its section
+    has_gradients: bool  # whether its shadow has the gradients of that step
+    num_saves: int  # the number of saves that it has begun
 
 
-class TakeOver:
-    """What one rank needs to go on without another."""
+class LostRankRecovery:
+    """Recovers one rank from the loss of another. `step` returns the number of steps that are done."""
 
     def __init__(
         self, model: Pipeline, mesh: Mesh, saver: Saver, folder: Path, step: Callable[[], int], timeout: timedelta
     ) -> None:
         self._model, self._mesh, self._saver, self._folder, self._step = model, mesh, saver, folder, step
         self._timeout = timeout
-        self._rank = mesh.rank  # as the agent knows it
+        self._rank = mesh.rank  # the rank at the start, by which the agent knows this process
         self._has_lost = False
         self.sections = Sections(self._recover)
         model.sections = self.sections
 
     def _recover(self, why: str) -> Numbers | None:
-        """See `Sections`."""
+        """Form a new world group without the lost rank and take over its stage. `why` is the error of the connection.
+        Returns the results of this rank's section if others have finished it; None if it must be repeated. `Sections`
+        calls this.
+        """
         if self._has_lost:
             raise LostRankError(f"{why}; a rank had been lost before, and there are no shadows any more")
         self._has_lost = True
@@ -71,36 +72,36 @@ class TakeOver:
         self._model.let_go()
         mesh.let_go()
         shutdown()
-        gc.collect()  # groups are closed when nobody holds them
-        lost = self._await_word(why)
+        gc.collect()  # process groups are closed when they are no longer referenced
+        lost = self._await_lost_rank(why)
         new_rank = self._rank - (self._rank > lost.rank)
-        named = meet_again(store, f"weft/without-{lost.rank}", new_rank, num_ranks - 1, self._timeout)
-        told = self._tell_all(named, [rank for rank in range(num_ranks) if rank != lost.rank])
-        newest = max(one.number for one in told.values())
-        if any(one.number < newest - 1 for one in told.values()):
-            numbers = {rank: one.number for rank, one in told.items()}
+        named = rejoin_world(store, f"weft/without-{lost.rank}", new_rank, num_ranks - 1, self._timeout)
+        progress = self._exchange_progress(named, [rank for rank in range(num_ranks) if rank != lost.rank])
+        newest = max(one.number for one in progress.values())
+        if any(one.number < newest - 1 for one in progress.values()):
+            numbers = {rank: one.number for rank, one in progress.items()}
             raise LostRankError(f"{why}; ranks are in sections that do not follow each other: {numbers}")
-        ahead = [one for one in told.values() if one.number == newest]
+        ahead = [one for one in progress.values() if one.number == newest]
         done = [Action(**action) for one in ahead for action in one.done]
-        before = told[lost.rank - 1]
+        before = progress[lost.rank - 1]
         mesh.without_one()
         self._model.take_over(lost.rank, newest, done, before.has_gradients and before.number == newest)
-        self._saver.without(lost.rank, [one.num_saves for one in told.values()])
+        self._saver.continue_without(lost.rank, [one.num_saves for one in progress.values()])
         if self._rank == lost.rank - 1:
             seconds = time.monotonic() - lost.at
-            tell_taken_over(self._folder, TakenOver(lost.rank, self._rank, self._step() + 1, seconds))
+            write_takeover(self._folder, StageTakeover(lost.rank, self._rank, self._step() + 1, seconds))
         return None if self.sections.number == newest else ahead[0].last
 
-    def _await_word(self, why: str) -> Lost:
-        """Who was lost, by the agent, which ends this process if nobody can take over."""
-        deadline = time.monotonic() + _WORD_SECONDS
-        while (lost := read_lost(self._folder)) is None:
+    def _await_lost_rank(self, why: str) -> LostRank:
+        """Wait until the agent reports the lost rank. The agent kills this process if no rank can take over."""
+        deadline = time.monotonic() + _LOST_RANK_SECONDS
+        while (lost := read_lost_rank(self._folder)) is None:
             if time.monotonic() > deadline:
-                raise LostRankError(f"{why}; nobody said within {_WORD_SECONDS:.0f} s that a rank was lost")
+                raise LostRankError(f"{why}; nobody said within {_LOST_RANK_SECONDS:.0f} s that a rank was lost")
             time.sleep(_POLL_SECONDS)
         return lost
 
-    def _tell_all(self, store: Store, ranks: list[int]) -> dict[int, _Progress]:
+    def _exchange_progress(self, store: Store, ranks: list[int]) -> dict[int, _Progress]:
         done, has_gradients = self._model.progress()
         actions, sections = [action._asdict() for action in done], self.sections
         own = _Progress(sections.number, sections.last, actions, has_gradients, self._saver.num_saves)
@@ -111,8 +112,8 @@ class TakeOver:
 def take_over_losses(
     model: nn.Module, mesh: Mesh, saver: Saver, place: Place, step: Callable[[], int], timeout: timedelta
 ) -> Sections | None:
-    """Let a run with shadows outlive the loss of a rank, where an agent would tell of it. `step` gives the steps that
-    are done; `timeout` bounds every collective.
+    """Prepare a run with shadows for the loss of a rank; None without shadows or without weft's agent, which reports
+    the loss. `step` returns the number of steps that are done; `timeout` limits every collective.
     """
     folder, pipeline = os.environ.get(FOLDER_VARIABLE), pipeline_of(model)
     if pipeline is None or not mesh.plan.pipe.shadow:
@@ -121,4 +122,4 @@ def take_over_losses(
         raise PlanError("plan.pipe.shadow = true works on CPUs, with Gloo; use train.device = 'cpu', or leave it out")
     if folder is None or place.launcher != "weft":
         return None
-    return TakeOver(pipeline, mesh, saver, Path(folder), step, timeout).sections
+    return LostRankRecovery(pipeline, mesh, saver, Path(folder), step, timeout).sections

@@ -1,4 +1,4 @@
-"""Text from a trained model: one process, sampling token by token. The serving engine with its cache comes later."""
+"""Generates text with a trained model in one process, token by token, without a key-value cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.models import GPT2, Decoder, LanguageConfig, build, config_from_table,
 from weft.models.hf import parameter_shapes
 from weft.schema import build_dataclass, parse_toml
 
-MAX_SIZE = 2**27  # of anything in a model that a checkpoint states
+MAX_SIZE = 2**27  # the limit for any number in the model table of a checkpoint
 
 
 def generate(
@@ -35,8 +35,8 @@ def generate(
     context: int = 1024,
     seconds: float = math.inf,
 ) -> str:
-    """`num_tokens` tokens after the prompt (fewer where the document ends, or `seconds` have passed). Temperature 0
-    takes the likeliest.
+    """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
+    Temperature 0 takes the most likely token.
     """
     device, deadline = next(model.parameters()).device, time.monotonic() + seconds
     tokens = torch.from_numpy(np.asarray(tokenizer.encode(prompt), dtype=np.int64))
@@ -60,8 +60,8 @@ def generate(
 def load_for_generation(
     path: Path, tokenizer: str | None = None, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, Tokenizer, int]:
-    """The model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a GPU
-    the model computes in bf16.
+    """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
+    GPU that supports it, the model computes in bf16.
     """
     device = torch.device(device)
     if (path / "config.json").is_file():
@@ -72,32 +72,34 @@ def load_for_generation(
         if not tokenizer and not Path(spec).is_file():
             raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
-        return _ready(model, device), load_tokenizer(spec), context
+        return _prepare(model, device), load_tokenizer(spec), context
     checkpoint = open_checkpoint(path)
     saved = saved_model(checkpoint)
     data = saved_data(checkpoint)
     model = _empty(saved, device).to(checkpoint.entries("parameter")[0].dtype)
     load_parameters(checkpoint, model)
-    end_token = data.end_token if tokenizer is None else None  # another tokenizer has ends of its own
+    end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
-    return _ready(model, device), own, data.sequence
+    return _prepare(model, device), own, data.sequence
 
 
 def _empty(config: LanguageConfig, device: torch.device) -> Decoder | GPT2:
-    """A model whose values are to be read: none are drawn, which would take a large one long."""
+    """A model without values, to be read afterwards. Initialising a large model would take long."""
     with torch.device("meta"):
         model = build(config)
-    assert not list(model.buffers()), "they would be left without values"
+    assert not list(model.buffers()), "buffers would be left without values"
     return model.to_empty(device=device)
 
 
-def _ready(model: nn.Module, device: torch.device) -> nn.Module:
+def _prepare(model: nn.Module, device: torch.device) -> nn.Module:
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     return (model.to(torch.bfloat16) if has_bf16 else model).eval()
 
 
 def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
-    """The model of language that a checkpoint is of; nothing but the checkpoint is needed."""
+    """The config of the language model in a checkpoint, which needs no run file. Raises ConfigError for other
+    models.
+    """
     table = checkpoint.stated("model", dict)
     if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in table.values()):
         raise CheckpointError(
@@ -114,14 +116,16 @@ def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
 
 
 def _refuse_other_shapes(checkpoint: Checkpoint, config: LanguageConfig) -> None:
-    """Before any room is made for a model: what it would hold must be what the checkpoint holds."""
+    """Raise CheckpointError unless the config's parameters are those of the checkpoint. Called before memory for the
+    model is allocated.
+    """
     held = {entry.name: entry.shape for entry in checkpoint.entries("parameter")}
     if config.num_layers > len(held) or parameter_shapes(config) != held:
         raise CheckpointError(f"{checkpoint.path} states a model whose parameters are not those that it holds")
 
 
 def saved_data(checkpoint: Checkpoint) -> DataConfig:
-    """What a checkpoint's run was trained on."""
+    """The `[data]` table of a checkpoint's run."""
     data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
     if not isinstance(data, dict):
         raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
@@ -129,8 +133,8 @@ def saved_data(checkpoint: Checkpoint) -> DataConfig:
 
 
 def saved_tokenizer(checkpoint: Checkpoint) -> str:
-    """The tokenizer of a checkpoint's run: "bytes", or where its file or folder is. A relative path is meant from where
-    the run was started, which its folder tells, or else from here.
+    """The tokenizer of a checkpoint's run: "bytes", or the path of its file or folder. A relative path starts at the
+    folder in which the run was started, if that can be derived from the run's folder, or else at the current folder.
     """
     spec = saved_data(checkpoint).tokenizer
     if spec == "bytes" or Path(spec).is_absolute():
@@ -140,7 +144,9 @@ def saved_tokenizer(checkpoint: Checkpoint) -> str:
 
 
 def _started_in(checkpoint: Checkpoint) -> Path | None:
-    """The folder that a checkpoint's run was started in, if the checkpoint still lies where the run wrote it."""
+    """The folder in which a checkpoint's run was started; None if the checkpoint is no longer where the run
+    wrote it.
+    """
     folder = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("folder")
     if not isinstance(folder, str) or not folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
         return None
@@ -151,7 +157,7 @@ def _started_in(checkpoint: Checkpoint) -> Path | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at a path: itself, or the newest one of a run folder."""
+    """Open the checkpoint at a path, or the newest one of a run folder."""
     for folder in (path / "checkpoints", path):
         newest = latest(folder)
         if newest is not None:

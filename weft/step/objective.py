@@ -37,7 +37,7 @@ def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
     head = loss_head_of(model)
     if head is None:
         return cross_entropy(logits_of(model(batch[0])), batch[1], vocabulary_of(model), z_loss)[0]
-    with head.giving(batch[1], z_loss):
+    with head.computing_loss(batch[1], z_loss):
         return logits_of(model(batch[0]))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.data.config import DataConfig
-from weft.data.formats import Shape
+from weft.data.formats import ImageShape
 from weft.models import IGNORE, LanguageConfig, ModelConfig, VisionConfig
 from weft.run_file import Run
 from weft.step.objective import CLASSIFICATION, Batch, Objective, with_z_loss
@@ -79,7 +79,7 @@ class LanguageTask(Task):
 class ImageTask(Task):
     """The class of each image."""
 
-    shape: Shape
+    shape: ImageShape
 
     unit = "images"
 
@@ -95,7 +95,7 @@ class ImageTask(Task):
     def shrunk(self, model: ModelConfig) -> ImageTask:
         assert isinstance(model, VisionConfig)
         size = -(-SMALL_SIZE // model.size_multiple) * model.size_multiple
-        return replace(self, shape=Shape(size, size, self.shape.channels))
+        return replace(self, shape=ImageShape(size, size, self.shape.channels))
 
     def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
         assert isinstance(model, VisionConfig)

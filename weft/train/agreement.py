@@ -22,7 +22,7 @@ import torch
 
 from weft.comm import Axis, Ledger, all_gather, all_reduce, broadcast
 from weft.errors import LaunchError
-from weft.health.watchdog import names
+from weft.health.watchdog import rank_names
 from weft.mesh import Mesh
 from weft.run_file import Run
 from weft.schema import to_table
@@ -136,7 +136,7 @@ def _shown(value: str) -> str:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    few = names(ranks[:_MAX_NAMED])
+    few = rank_names(ranks[:_MAX_NAMED])
     return few if len(ranks) <= _MAX_NAMED else f"{few} and {len(ranks) - _MAX_NAMED} more"
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.comm import Axis
 from weft.data.config import DataConfig, SlidesConfig
-from weft.data.images import Images, Region, open_folder
+from weft.data.images import ImageRegion, Images, open_folder
 from weft.data.order import batch_indices, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
@@ -90,7 +90,7 @@ def _on_tile(samples: Samples, mesh: Mesh) -> Samples:
         share(size, mesh[name].degree, mesh[name].index)
         for name, size in zip(("rows", "columns"), samples.shape[:2], strict=True)
     )
-    return Region(samples, *intervals)
+    return ImageRegion(samples, *intervals)
 
 
 def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from weft.errors import CheckpointError
-from weft.launch.agent import Restarts, Source, start_local
+from weft.launch.agent import Restarts, ResumePoint, start_local
 from weft.launch.environment import LOCAL_RUN_ID_PREFIX, Place, is_elastic
-from weft.launch.fork_server import Nursery
+from weft.launch.fork_server import ForkServer
 from weft.planner.predict import predict, run_cluster
 from weft.resilience.shared_memory import claim, complete_steps, copies_folder, job_folder
 from weft.run_file import FROZEN_SUFFIX, Run, load_run
@@ -23,8 +23,10 @@ from weft.train.run_identity import make_run_id
 Arguments = Sequence[str] | Callable[[Path], Sequence[str]]
 
 
-def start_ranks(nursery: Nursery, run: Run, arguments: Arguments, environ: Mapping[str, str] | None = None) -> int:
-    """Train a run on local ranks of the nursery's program, again and again if need be; the exit status.
+def start_ranks(
+    fork_server: ForkServer, run: Run, arguments: Arguments, environ: Mapping[str, str] | None = None
+) -> int:
+    """Train a run on local ranks of the fork server's program, again and again if need be; the exit status.
 
     Where `arguments` is a function, it is given a file from which `load_run` reads this very run: ranks that start
     again go on with what was checked, whatever the user's file says by then.
@@ -43,13 +45,13 @@ def start_ranks(nursery: Nursery, run: Run, arguments: Arguments, environ: Mappi
         frozen = Path(folder) / f"run{FROZEN_SUFFIX}"
         given = arguments(frozen) if callable(arguments) else arguments
 
-        def newest() -> Source:
+        def newest() -> ResumePoint:
             """Called before each start: by then the file may have fallen to whoever cleans temporary folders."""
             _freeze(run, frozen)
             return newest_source(run, copies)
 
         try:
-            return start_local(nursery, run.plan.num_ranks, given, environ, restarts, newest, run.folder, shadowed)
+            return start_local(fork_server, run.plan.num_ranks, given, environ, restarts, newest, run.folder, shadowed)
         finally:
             if held is not None and copies is not None:
                 shutil.rmtree(copies, ignore_errors=True)
@@ -98,7 +100,7 @@ def _parent() -> str:
     return f"{parent} {Path(f'/proc/{parent}/stat').read_text().rpartition(')')[2].split()[19]}"
 
 
-def newest_source(run: Run, copies: Path | None) -> Source:
+def newest_source(run: Run, copies: Path | None) -> ResumePoint:
     """From where ranks that start now would go on."""
     found = found_checkpoints(run.folder / "checkpoints", complete_steps(copies) if copies is not None else [])
-    return Source(found[0].step, str(found[0].path or "memory")) if found else Source()
+    return ResumePoint(found[0].step, str(found[0].path or "memory")) if found else ResumePoint()

@@ -1,6 +1,6 @@
-"""Models by name: shapes that papers and model cards publish, each file with its source.
+"""A catalog of models: configs that papers and model cards publish, each file with its source.
 
-A file holds the keys of a `[model]` table; `load_model("llama3-8b")` gives the config.
+A file has the keys of a `[model]` table; `load_model("llama3-8b")` returns the config.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CATALOG = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The names in the catalog, sorted."""
+    """The names of the models in the catalog, sorted."""
     return sorted(path.stem for path in CATALOG.glob("*.toml"))
 
 

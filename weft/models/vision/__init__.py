@@ -1,7 +1,7 @@
-"""Models of images: plain PyTorch, as published, that know nothing of parallelism.
+"""Image models as published, in plain PyTorch without any code for parallelism.
 
-Everything spatial is a module (convolution, pool, norm, padding, upsampling) and never a slice or a function call, so
-that an axis that splits the image can take each one's place.
+Every spatial operation is a module (convolution, pool, norm, padding, upsampling), never a slice or a function call, so
+that an axis that splits the image can replace it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = [
 VisionConfig = ResNetConfig | DeepResNetConfig | AmoebaNetDConfig | UNetConfig
 VisionModel = ResNet | DeepResNet | AmoebaNetD | UNet
 
-# The name that `model.architecture` gives in a run file to its config.
+# The config class of each value of `model.architecture` in a run file.
 VISION_CONFIGS: dict[str, type[VisionConfig]] = {config().architecture: config for config in get_args(VisionConfig)}
 
 
 def build_vision(config: VisionConfig) -> VisionModel:
-    """The model of a config on the current default device; its running statistics are set, its parameters are not."""
+    """Build the model of a config on the default device. Its running statistics are initialised, its parameters not."""
     model: VisionModel
     match config:
         case ResNetConfig():
@@ -56,7 +56,9 @@ def build_vision(config: VisionConfig) -> VisionModel:
 
 
 def _start_statistics(model: nn.Module) -> None:
-    """Running statistics are small and no parameters: they are made on the CPU also when the model is on meta."""
+    """Create running statistics on the CPU even if the model is on the meta device: they are small and no
+    parameters.
+    """
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None and module.running_mean.is_meta:
             for name, buffer in module._buffers.items():

@@ -1,9 +1,9 @@
 """AmoebaNet-D (Real et al., 2018) of any number of layers and filters, as GPipe (Huang et al., 2018) trains it.
 
-Every cell takes the results of the two cells before it, brings both to its own channels, combines pairs of states five
-times and concatenates some of the states. A state is an input or a sum of two operations on earlier states. Normal
-cells keep the image's size; reduction cells halve it. The order of pairs is that of the reference implementation of
-Google, and of torchgpipe; with it the parameter counts of GPipe's table come out: (18, 208) has 82 million.
+Every cell takes the results of the two cells before it, maps both to its number of channels, combines pairs of states
+five times and concatenates some of the states. A state is an input or a sum of two operations on earlier states. Normal
+cells keep the image's size; reduction cells halve it. The order of pairs is that of Google's reference implementation
+and of torchgpipe. It gives the parameter counts of GPipe's table: (18, 208) has 82 million.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from weft.models.vision.norm import NormKind, make_norm
 
 
 class Genotype(NamedTuple):
-    """Pairs of (state, operation) that each make the next state, and the states that are the result.
+    """The structure of a cell. Each pair of (state, operation) gives the next state; `result` lists the states that are
+    concatenated.
 
-    States 0 and 1 are the results of the last cell and of the one before it.
+    States 0 and 1 are the results of the previous cell and of the cell before that.
     """
 
     pairs: tuple[tuple[tuple[int, str], tuple[int, str]], ...]
@@ -49,12 +50,14 @@ REDUCTION = Genotype(
     ),
     (4, 5, 6),
 )
-NUM_GROUPS = 3  # of normal cells, with a reduction between
+NUM_GROUPS = 3  # groups of normal cells, with a reduction cell between groups
 
 
 @dataclass(frozen=True)
 class AmoebaNetDConfig:
-    """The shape of an AmoebaNet-D: `layers` normal cells; convolutions have from `filters` up to 4 × `filters`."""
+    """The config of an AmoebaNet-D with `layers` normal cells, whose convolutions have `filters` to 4 × `filters`
+    channels.
+    """
 
     architecture: Literal["amoebanet-d"] = "amoebanet-d"
     layers: int = 18
@@ -63,7 +66,9 @@ class AmoebaNetDConfig:
     in_channels: int = 3
     norm: NormKind = "batch"
 
-    size_multiple: ClassVar[int] = 32  # it is halved five times, by operations that must agree on the size
+    size_multiple: ClassVar[int] = (
+        32  # the size is halved five times, by operations whose results must have equal sizes
+    )
     is_dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -77,11 +82,11 @@ class AmoebaNetDConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many cells there are: two of the stem, and two between the groups."""
+        """The number of cells, including two of the stem and two between the groups."""
         return self.layers + 4
 
     def shrunk(self, num_layers: int = 2) -> AmoebaNetDConfig:
-        """A tiny config of the same structure, for verification in float64 in a moment."""
+        """A tiny config of the same structure, for a quick verification in float64."""
         layers = NUM_GROUPS * max(1, -(-(num_layers - 4) // NUM_GROUPS))
         return replace(
             self,
@@ -122,7 +127,9 @@ class AmoebaNetD(nn.Module):
 
 
 class Cell(nn.Module):
-    """One cell. `last` and `before` are the channels of its inputs; `halved` says that the last cell reduced."""
+    """One cell. `last` and `before` are the channels of the results of the previous cell and of the cell before that;
+    `halved` says that the previous cell was a reduction.
+    """
 
     def __init__(self, norm: NormKind, last: int, before: int, channels: int, reduces: bool, halved: bool) -> None:
         super().__init__()
@@ -148,13 +155,13 @@ class Cell(nn.Module):
 
 
 class FactorizedReduce(nn.Module):
-    """Half the size, with the even pixels in half of the channels and the odd ones in the others."""
+    """Halves the size: even pixels give half of the channels, odd pixels the other half."""
 
     def __init__(self, norm: NormKind, inputs: int, outputs: int) -> None:
         super().__init__()
         self.relu = nn.ReLU()
         self.even = nn.Conv2d(inputs, outputs // 2, 1, stride=2, bias=False)
-        self.shift = nn.ZeroPad2d((-1, 1, -1, 1))  # the pixel below and to the right takes each one's place
+        self.shift = nn.ZeroPad2d((-1, 1, -1, 1))  # replaces each pixel by the one below and to the right of it
         self.odd = nn.Conv2d(inputs, outputs // 2, 1, stride=2, bias=False)
         self.norm = make_norm(norm, outputs)
 
@@ -165,7 +172,7 @@ class FactorizedReduce(nn.Module):
 
 
 def operation(norm: NormKind, name: str, channels: int, stride: int) -> nn.Module:
-    """An operation of a cell by name, which keeps the channels."""
+    """The operation of a cell with this name. It keeps the number of channels."""
     inner = channels // 4
     match name:
         case "identity":
@@ -198,7 +205,7 @@ def operation(norm: NormKind, name: str, channels: int, stride: int) -> nn.Modul
 def conv(
     norm: NormKind, inputs: int, outputs: int, kernel: tuple[int, int] = (1, 1), stride: tuple[int, int] = (1, 1)
 ) -> nn.Sequential:
-    """ReLU, convolution, norm."""
+    """A sequence of ReLU, convolution and norm."""
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
         nn.ReLU(), nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), make_norm(norm, outputs)

@@ -1,10 +1,10 @@
 """ResNets of any depth for small images: version 1 of depth 6n + 2, version 2 of depth 9n + 2 (ResNet-1001 and deeper).
 
-The networks that HyPar-Flow and GEMS train, which are those of Keras' CIFAR example: three stages of n blocks of 16, 32
+HyPar-Flow and GEMS train these networks, which are those of Keras' CIFAR example: three stages of n blocks of 16, 32
 and 64 channels (version 1: two 3 × 3 convolutions), or of 64, 128 and 256 (version 2: bottlenecks whose norms come
 before their convolutions). Shortcuts have no norm. Version 2 is wider inside than in He et al. (2016): the inside of a
-bottleneck has the channels that the stage before gives (16, 64, 128, not 16, 32, 64). Keras' convolutions have biases,
-which norms behind them take away or have themselves; here they have none.
+bottleneck has as many channels as the output of the stage before (16, 64, 128, not 16, 32, 64). Keras' convolutions
+have biases, which the norms after them cancel or replace; here they have none.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from weft.models.decoder import require_positive
 from weft.models.vision.norm import NormKind, make_norm
 
 NUM_STAGES = 3
-# Convolutions of one more block in each stage.
+# The number of layers that one more block per stage adds to the depth.
 LAYERS_OF = {1: 6, 2: 9}
 
 
 @dataclass(frozen=True)
 class DeepResNetConfig:
-    """The shape of a deep ResNet. `width` is the channels of the stem."""
+    """The config of a deep ResNet. `width` is the number of channels of the stem."""
 
     architecture: Literal["deep-resnet"] = "deep-resnet"
     depth: int = 110
@@ -55,11 +55,11 @@ class DeepResNetConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return NUM_STAGES * self.blocks_per_stage
 
     def shrunk(self, num_layers: int = 2) -> DeepResNetConfig:
-        """A tiny config of the same structure, for verification in float64 in a moment."""
+        """A tiny config of the same structure, for a quick verification in float64."""
         blocks = min(self.blocks_per_stage, -(-num_layers // NUM_STAGES))
         return replace(
             self,
@@ -70,7 +70,7 @@ class DeepResNetConfig:
 
 
 class BlockV1(nn.Module):
-    """Two 3 × 3 convolutions, each behind it a norm, beside the input; ReLU over the sum."""
+    """Two 3 × 3 convolutions, each followed by a norm, and a residual connection; ReLU of the sum."""
 
     def __init__(self, config: DeepResNetConfig, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class BlockV1(nn.Module):
 
 
 class BlockV2(nn.Module):
-    """A bottleneck whose convolutions each have a norm and a ReLU before them, beside the input.
+    """A bottleneck with a norm and a ReLU before each convolution, and a residual connection.
 
-    The first block of all has none before its first convolution: the stem ends with them.
+    The first block of the model has none before its first convolution, because the stem ends with them.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class BlockV2(nn.Module):
 
 
 class DeepResNet(nn.Module):
-    """images [batch, channels, height, width] -> logits [batch, classes]; the image is quartered on the way."""
+    """images [batch, channels, height, width] -> logits [batch, classes]. Height and width are halved twice."""
 
     def __init__(self, config: DeepResNetConfig) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The norm behind every convolution: BatchNorm as published, or GroupNorm, which does not mix the images of a batch."""
+"""The norm of convolutions: BatchNorm as published, or GroupNorm, which does not mix the images of a batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CHANNELS_PER_GROUP = 16
 
 
 def make_norm(kind: NormKind, channels: int) -> nn.Module:
-    """A norm of `channels`; groups are of 16 channels, or of as many of them as divide."""
+    """A norm for `channels` channels. Groups have 16 channels, or the greatest common divisor of 16 and `channels`."""
     if kind == "batch":
         return BatchNorm(channels)
     return nn.GroupNorm(channels // math.gcd(channels, CHANNELS_PER_GROUP), channels)
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """nn.BatchNorm2d that also computes where its parameters are narrower than its running statistics.
+    """nn.BatchNorm2d whose parameters may have a narrower dtype than its running statistics.
 
-    Under bf16 statistics stay wide, or the small steps of their means would be lost; and torch takes parameters of
-    their dtype only.
+    With bf16 parameters the statistics stay wide, because the small updates of their means would be lost otherwise.
+    torch requires parameters and statistics of the same dtype, so parameters are cast here.
     """
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Max and average pools of images as Triton kernels, for GPUs.
 
-torch's own kernels for images with channels last took 40 % of AmoebaNet-D's step, and keep 8 bytes for every result of
-a max pool, where its pixel was in the image; here that is one, where it was in the window. torch.compile takes 6 to 9
-seconds for a pool of every size. Results are those of torch, and so are gradients but for the order of their sums.
+torch's own kernels for channels-last images took 40 % of AmoebaNet-D's step. They save 8 bytes for every result of a
+max pool: the index of its pixel in the image. These kernels save one byte: its index in the window. torch.compile takes
+6 to 9 seconds for each size of pool. Results equal torch's, and so do gradients, except for the order of their sums.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from weft.models.vision.pools import NONE, TOGETHER, Window, instead
+from weft.models.vision.pools import CHANNELS_PER_THREAD, NO_CODE, PoolWindow, pool_replacements
 
-_PIXELS, _CHANNELS = 16, 128  # of a program, at most
-_NONE, _TOGETHER = tl.constexpr(NONE), tl.constexpr(TOGETHER)
+_PIXELS, _CHANNELS = 16, 128  # of one program; fewer channels if the image has fewer
+_NO_CODE, _CHANNELS_PER_THREAD = tl.constexpr(NO_CODE), tl.constexpr(CHANNELS_PER_THREAD)
 
 
 @triton.jit
 def _split(pixel, height, width):
-    """The row and the column of a pixel, and its image."""
+    """Returns the row, the column and the image of a pixel."""
     line = pixel // width
     return line % height, pixel % width, line // height
 
 
 @triton.jit
 def _start(image, row, column, height, width, channels):
-    """Where a pixel's channels begin [pixels, 1]."""
+    """The offset of a pixel's first channel [pixels, 1]."""
     return (((image * height + row) * width + column).to(tl.int64) * channels)[:, None]
 
 
 @triton.jit
 def _in_window(row, column, height, width, K0: tl.constexpr, K1: tl.constexpr):
-    """How many pixels of the image are in the window that begins here [pixels, 1]."""
+    """The number of pixels of the image in the window that begins at (row, column) [pixels, 1]."""
     rows = tl.minimum(row + K0, height) - tl.maximum(row, 0)
     columns = tl.minimum(column + K1, width) - tl.maximum(column, 0)
     return (rows * columns).to(tl.float32)[:, None]
@@ -66,14 +66,14 @@ def _pool(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    channels = num_eights * _TOGETHER  # so that it is known to be a multiple
+    channels = num_eights * _CHANNELS_PER_THREAD  # so that the compiler knows that it is a multiple
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     inside = (pixel < num_results)[:, None] & (channel < channels)
     row, column, image = _split(pixel, num_rows, num_columns)
     top, left = row * S0 - P0, column * S1 - P1
     best = tl.full([PIXELS, CHANNELS], float("-inf") if IS_MAX else 0.0, tl.float32)
-    first = tl.maximum(-top, 0) * K1 + tl.maximum(-left, 0)  # place in the window that is in the image
+    first = tl.maximum(-top, 0) * K1 + tl.maximum(-left, 0)  # the first position of the window inside the image
     code = tl.zeros([PIXELS, CHANNELS], tl.int32) + first[:, None]
     for y in tl.static_range(K0):
         for x in tl.static_range(K1):
@@ -81,7 +81,7 @@ def _pool(
             start = _start(image, top + y, left + x, height, width, channels)
             outside = float("-inf") if IS_MAX else 0.0
             value = tl.load(images_ptr + start + channel, mask=inside & here[:, None], other=outside).to(tl.float32)
-            if IS_MAX:  # as torch: the first of the largest, or the last that is no number
+            if IS_MAX:  # as in torch: the first of the largest values, or the last NaN
                 is_best = (value > best) | (value != value)
                 best = tl.where(is_best, value, best)
                 code = tl.where(is_best, y * K1 + x, code)
@@ -117,8 +117,8 @@ def _pool_backward(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Every pixel of the image adds up what it gets from the windows that it is in."""
-    channels = num_eights * _TOGETHER
+    """Every pixel of the image sums the gradients of the windows that contain it."""
+    channels = num_eights * _CHANNELS_PER_THREAD
     pixel = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
     inside = (pixel < num_pixels)[:, None] & (channel < channels)
@@ -126,14 +126,14 @@ def _pool_backward(
     total = tl.zeros([PIXELS, CHANNELS], tl.float32)
     for y in tl.static_range(K0):
         for x in tl.static_range(K1):
-            low, left = row + P0 - y, column + P1 - x  # the window's, times its stride
+            low, left = row + P0 - y, column + P1 - x  # the window's row and column, times the stride
             here = (low >= 0) & (left >= 0) & (low % S0 == 0) & (left % S1 == 0)
             here = here & (low // S0 < num_rows) & (left // S1 < num_columns)
             start = _start(image, low // S0, left // S1, num_rows, num_columns, channels)
             is_read = inside & here[:, None]
             gradient = tl.load(gradients_ptr + start + channel, mask=is_read, other=0.0).to(tl.float32)
             if IS_MAX:
-                code = tl.load(codes_ptr + start + channel, mask=is_read, other=_NONE)
+                code = tl.load(codes_ptr + start + channel, mask=is_read, other=_NO_CODE)
                 total += tl.where(code == y * K1 + x, gradient, 0.0)
             elif COUNTS_PADDING:
                 total += gradient
@@ -145,20 +145,20 @@ def _pool_backward(
     tl.store(results_ptr + place, total.to(results_ptr.dtype.element_ty), mask=inside)
 
 
-def by_kernel() -> dict[Any, Callable[..., Any]]:
-    """What stands for torch's functions on a GPU."""
+def kernel_pools() -> dict[Any, Callable[..., Any]]:
+    """Maps torch's pool functions to functions that use the kernels where they fit."""
 
-    def fits(images: Tensor, window: Window) -> bool:
+    def fits(images: Tensor, window: PoolWindow) -> bool:
         return window.fits(images) and images.is_contiguous(memory_format=torch.channels_last)
 
-    return instead(_Pool.apply, fits)
+    return pool_replacements(_Pool.apply, fits)
 
 
 class _Pool(torch.autograd.Function):
-    """images [batch, channels, height, width], channels last -> the same of fewer pixels."""
+    """Pools images [batch, channels, height, width], channels last, to images of fewer pixels."""
 
     @staticmethod
-    def forward(ctx: Any, images: Tensor, window: Window, is_max: bool, counts_padding: bool) -> Tensor:
+    def forward(ctx: Any, images: Tensor, window: PoolWindow, is_max: bool, counts_padding: bool) -> Tensor:
         results = _like(images, *window.results(images))
         has_codes = is_max and ctx.needs_input_grad[0]
         codes = torch.empty_like(results, dtype=torch.uint8) if has_codes else results
@@ -166,13 +166,13 @@ class _Pool(torch.autograd.Function):
         _run(_pool, (images, results, codes), results, images, results, window, flags)
         if has_codes:
             ctx.save_for_backward(codes)
-        ctx.told = images.shape[2:], window, is_max, counts_padding
+        ctx.settings = images.shape[2:], window, is_max, counts_padding
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        sizes, window, is_max, counts_padding = ctx.told
+        sizes, window, is_max, counts_padding = ctx.settings
         gradients = gradients.contiguous(memory_format=torch.channels_last)
         made = _like(gradients, *sizes)
         codes = ctx.saved_tensors[0] if is_max else made
@@ -192,14 +192,14 @@ def _run(
     made: Tensor,
     images: Tensor,
     results: Tensor,
-    window: Window,
+    window: PoolWindow,
     flags: dict[str, bool],
 ) -> None:
-    """A program for some pixels and channels of what is made; images and results are those of forward, or their
-    gradients.
+    """Run a kernel with one program for some pixels and channels of `made`. `images` and `results` are those of
+    forward, or their gradients.
     """
     batch, channels, height, width = made.shape
     num_pixels, together = batch * height * width, min(_CHANNELS, int(triton.next_power_of_2(channels)))
     grid = triton.cdiv(num_pixels, _PIXELS), triton.cdiv(channels, together)
-    sizes = *images.shape[2:], *results.shape[2:], channels // TOGETHER
+    sizes = *images.shape[2:], *results.shape[2:], channels // CHANNELS_PER_THREAD
     kernel[grid](*tensors, num_pixels, *sizes, **window.settings(), **flags, PIXELS=_PIXELS, CHANNELS=together)

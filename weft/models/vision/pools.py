@@ -1,10 +1,10 @@
-"""Pools of images for which weft has kernels on GPUs (pool_kernel.py): which they are, and what they keep.
+"""Image pools for which weft has GPU kernels (pool_kernel.py): when the kernels fit, and what they save for backward.
 
-A max pool keeps one byte for each result, its place in the window, and an average nothing; torch's keep their images,
-and 8 bytes for each result of a max pool.
+A max pool saves one byte for each result, its index in the window, and an average pool saves nothing. torch's pools
+save their images, and 8 bytes for each result of a max pool.
 
-torch's own average is mended, whose gradient is wrong without a word: on GPUs for padded images with channels last
-(https://github.com/pytorch/pytorch/issues/188344, seen with 2.11), and compiled where windows reach over the edge
+This file also fixes torch's own average pool, whose gradient is silently wrong: on GPUs for padded channels-last images
+(https://github.com/pytorch/pytorch/issues/188344, seen with 2.11), and compiled if windows reach beyond the edge
 (https://github.com/pytorch/pytorch/issues/198119, seen with 2.13).
 """
 
@@ -21,25 +21,25 @@ from torch.utils._triton import has_triton
 
 from weft.inspection.torch_patches import replaced
 
-TOGETHER = 8  # channels that a thread reads at once
-NONE = 255  # no place in a window
-MOST_PIXELS = 2**31 - 2**10  # that kernels number in 32 bits, those of the last program beside the image too
-COMPILED_PIXELS = 25  # of a window for which torch's compiler has a gradient of its own
+CHANNELS_PER_THREAD = 8  # channels that a thread reads at once
+NO_CODE = 255  # not an index in a window
+MOST_PIXELS = 2**31 - 2**10  # the limit for 32-bit indices, including those of the last program beyond the image
+COMPILED_PIXELS = 25  # the largest window for which torch's compiler generates its own gradient
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX: Any = F.max_pool2d
 _AVERAGE: Any = F.avg_pool2d
-Sizes = int | tuple[int, ...] | list[int]  # of rows and columns
+Sizes = int | tuple[int, ...] | list[int]  # a size of rows and columns
 
 
-class Window(NamedTuple):
-    """Rows and columns of each."""
+class PoolWindow(NamedTuple):
+    """The window of a pool: its size, stride and padding, each as (rows, columns)."""
 
     size: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
 
     @classmethod
-    def of(cls, size: Sizes, stride: Sizes | None, padding: Sizes) -> Window:
+    def of(cls, size: Sizes, stride: Sizes | None, padding: Sizes) -> PoolWindow:
         return cls(_pair(size), _pair(stride or size), _pair(padding))
 
     def fits(self, images: Tensor) -> bool:
@@ -49,15 +49,15 @@ class Window(NamedTuple):
         batch, channels, height, width = images.shape
         rows, columns = self.results(images)
         return (
-            channels % TOGETHER == 0
+            channels % CHANNELS_PER_THREAD == 0
             and 0 < batch * max(height * width, rows * columns) < MOST_PIXELS
-            and self.size[0] * self.size[1] < NONE
+            and self.size[0] * self.size[1] < NO_CODE
             and all(2 * padding <= size for padding, size in zip(self.padding, self.size, strict=True))
             and min(rows, columns) > 0
         )
 
     def results(self, images: Tensor) -> tuple[int, int]:
-        """Rows and columns of them."""
+        """The numbers of rows and columns of the results."""
         rows, columns = (
             (length + 2 * self.padding[axis] - self.size[axis]) // self.stride[axis] + 1
             for axis, length in enumerate(images.shape[2:])
@@ -65,16 +65,16 @@ class Window(NamedTuple):
         return rows, columns
 
     def settings(self) -> dict[str, int]:
-        """By the kernels' names."""
+        """The kernel's arguments K0, K1, S0, S1, P0 and P1."""
         names = zip("KSP", self, strict=True)
         return {f"{name}{axis}": pair[axis] for name, pair in names for axis in range(2)}
 
 
-Pool = Callable[[Tensor, Window, bool, bool], Any]  # of maxima or not; whether padding counts in an average
+Pool = Callable[[Tensor, PoolWindow, bool, bool], Any]  # images, window, whether it is a max pool, count_include_pad
 
 
-def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Callable[..., Any]]:
-    """For functions of torch those that pool by `pool` what fits it."""
+def pool_replacements(pool: Pool, fits: Callable[[Tensor, PoolWindow], bool]) -> dict[Any, Callable[..., Any]]:
+    """Maps torch's pool functions to functions that call `pool` for images that fit, and torch otherwise."""
 
     def maxima(
         input: Tensor,
@@ -85,7 +85,7 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        window = Window.of(kernel_size, stride, padding)
+        window = PoolWindow.of(kernel_size, stride, padding)
         if fits(input, window) and _pair(dilation) == (1, 1) and not ceil_mode and not return_indices:
             return pool(input, window, True, True)
         return _MAX(input, kernel_size, stride, padding, dilation, ceil_mode, return_indices)
@@ -99,7 +99,7 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> Any:
-        window = Window.of(kernel_size, stride, padding)
+        window = PoolWindow.of(kernel_size, stride, padding)
         if fits(input, window) and not ceil_mode and divisor_override is None:
             return pool(input, window, False, count_include_pad)
         return avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
@@ -107,18 +107,18 @@ def instead(pool: Pool, fits: Callable[[Tensor, Window], bool]) -> dict[Any, Cal
     return {_MAX: maxima, torch.max_pool2d: maxima, _AVERAGE: averages}
 
 
-# --- averages with the right gradient
+# --- average pools with a correct gradient
 
 
-def mend_averages(model: nn.Module) -> None:
-    """Let a model's average pools have the right gradient. What it calls as a function stays as it is."""
+def fix_average_gradients(model: nn.Module) -> None:
+    """Fix the gradient of a model's nn.AvgPool2d modules. Calls of F.avg_pool2d are not changed."""
     for module in model.modules():
         if type(module) is nn.AvgPool2d:
-            module.__class__ = _Average
+            module.__class__ = _FixedAveragePool
 
 
-class _Average(nn.AvgPool2d):
-    """Compiled where torch's compiler has a gradient of its own which is right."""
+class _FixedAveragePool(nn.AvgPool2d):
+    """An average pool that is compiled only if the gradient of torch's compiler is correct."""
 
     def forward(self, images: Tensor) -> Tensor:
         settings = (self.ceil_mode, self.count_include_pad, self.divisor_override)
@@ -131,19 +131,19 @@ class _Average(nn.AvgPool2d):
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
 def _uncompiled(images: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes, *settings: Any) -> Any:
-    """By kernel where torch's is wrong."""
+    """Uses weft's kernel if torch's gradient would be wrong and Triton is available."""
     pool = avg_pool2d
     if has_wrong_gradient(images, padding) and has_triton():
-        from weft.models.vision.pool_kernel import by_kernel
+        from weft.models.vision.pool_kernel import kernel_pools
 
-        pool = by_kernel()[_AVERAGE]
+        pool = kernel_pools()[_AVERAGE]
     return pool(images, kernel_size, stride, padding, *settings)
 
 
 def avg_pool2d(
     input: Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, *more: Any, **named: Any
 ) -> Any:
-    """torch's with the right gradient: that of a copy with channels first, where torch's would be wrong."""
+    """F.avg_pool2d with a correct gradient: pools a channels-first copy if torch's gradient would be wrong."""
     if not has_wrong_gradient(input, padding):
         return _AVERAGE(input, kernel_size, stride, padding, *more, **named)
     first = input.clone(memory_format=torch.contiguous_format)
@@ -151,24 +151,26 @@ def avg_pool2d(
 
 
 def has_wrong_gradient(images: Tensor, padding: Sizes) -> bool:
-    """Whether torch's average of these would have one."""
+    """Whether the gradient of torch's average pool is wrong for these images."""
     return images.is_cuda and images.dim() == 4 and images.stride(1) == 1 and any(_pair(padding))
 
 
-# --- what kernels keep
+# --- memory that the kernels save for backward
 
 
-def keeping() -> dict[Any, Callable[..., Any]]:
-    """Functions that keep what kernels would keep. They compute nothing: for tensors without values."""
-    return instead(_Kept.apply, lambda images, window: window.fits(images))
+def memory_only_pools() -> dict[Any, Callable[..., Any]]:
+    """Maps torch's pool functions to functions that save as much memory as the kernels but compute nothing, for tensors
+    without values.
+    """
+    return pool_replacements(_MemoryOnlyPool.apply, lambda images, window: window.fits(images))
 
 
 @contextmanager
-def as_by_kernel() -> Iterator[None]:
-    """While it lasts they stand for torch's, in backward too, where recompute pools again and modes of torch do not
-    reach.
+def memory_of_kernel_pools() -> Iterator[None]:
+    """In this context the functions of `memory_only_pools` replace torch's. Also in backward, where recompute calls
+    pools again and torch's modes are not active.
     """
-    found = keeping()
+    found = memory_only_pools()
     with (
         replaced(F, "max_pool2d", found[_MAX]),
         replaced(torch, "max_pool2d", found[torch.max_pool2d]),
@@ -177,9 +179,9 @@ def as_by_kernel() -> Iterator[None]:
         yield
 
 
-class _Kept(torch.autograd.Function):
+class _MemoryOnlyPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, images: Tensor, window: Window, is_max: bool, counts_padding: bool) -> Tensor:
+    def forward(ctx: Any, images: Tensor, window: PoolWindow, is_max: bool, counts_padding: bool) -> Tensor:
         is_last = images.is_contiguous(memory_format=torch.channels_last)
         form = torch.channels_last if is_last else torch.contiguous_format
         shape = (*images.shape[:2], *window.results(images))

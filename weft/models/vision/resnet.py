@@ -1,7 +1,7 @@
 """ResNet and ResNeXt for large images (He et al., 2015; Xie et al., 2016): images [batch, 3, height, width] -> logits.
 
-Module and parameter names are torchvision's, and so is the stride of a bottleneck (in its 3 × 3 convolution), so its
-weights load name by name. ResNeXt-50 32x4d is depth 50, groups 32 and width_per_group 4.
+Module and parameter names are torchvision's, and so is the stride of a bottleneck (in its 3 × 3 convolution), so
+torchvision's weights load name by name. ResNeXt-50 32x4d is depth 50, groups 32 and width_per_group 4.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.models.decoder import require_positive
 from weft.models.vision.norm import NormKind, make_norm
 
-# Depth to the kind of block and how many of it each of the four stages has.
+# depth -> the kind of block, and the number of blocks in each of the four stages
 BLOCKS: dict[int, tuple[Literal["basic", "bottleneck"], tuple[int, int, int, int]]] = {
     10: ("basic", (1, 1, 1, 1)),
     14: ("bottleneck", (1, 1, 1, 1)),
@@ -31,7 +31,9 @@ BLOCKS: dict[int, tuple[Literal["basic", "bottleneck"], tuple[int, int, int, int
 
 @dataclass(frozen=True)
 class ResNetConfig:
-    """The shape of a ResNet. `width` is the channels of the first stage; `width_per_group` counts for that of 64."""
+    """The config of a ResNet. `width` is the number of channels of the first stage. `width_per_group` is the width of a
+    group in a stage of 64 channels, as in torchvision.
+    """
 
     architecture: Literal["resnet"] = "resnet"
     depth: int = 50
@@ -42,8 +44,8 @@ class ResNetConfig:
     width_per_group: int = 64
     norm: NormKind = "batch"
 
-    size_multiple: ClassVar[int] = 1  # what height and width must be multiples of
-    is_dense: ClassVar[bool] = False  # one label for an image, not one for each pixel
+    size_multiple: ClassVar[int] = 1  # height and width must be multiples of this
+    is_dense: ClassVar[bool] = False  # whether there is a label for each pixel, not one for each image
 
     def __post_init__(self) -> None:
         require_positive(self, "num_classes", "in_channels", "width", "groups", "width_per_group")
@@ -69,12 +71,12 @@ class ResNetConfig:
 
     @property
     def stages(self) -> tuple[int, int, int, int]:
-        """How many blocks each stage has."""
+        """The number of blocks of each stage."""
         return BLOCKS[self.depth][1]
 
     @property
     def num_layers(self) -> int:
-        """How many blocks there are."""
+        """The number of blocks."""
         return sum(self.stages)
 
     def inner(self, channels: int) -> int:
@@ -82,7 +84,7 @@ class ResNetConfig:
         return channels * self.width_per_group // 64 * self.groups
 
     def shrunk(self, num_layers: int = 2) -> ResNetConfig:
-        """A tiny config of the same structure, for verification in float64 in a moment."""
+        """A tiny config of the same structure, for a quick verification in float64."""
         deep_enough = (
             depth
             for depth, (kind, counts) in BLOCKS.items()
@@ -103,7 +105,7 @@ class ResNetConfig:
 
 
 class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions beside the input."""
+    """Two 3 × 3 convolutions with a residual connection."""
 
     def __init__(self, config: ResNetConfig, inputs: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -122,7 +124,9 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1 × 1 down to few channels, 3 × 3 among them (in groups), 1 × 1 up to four times `channels`; beside the input."""
+    """Three convolutions with a residual connection: 1 × 1 to few channels, 3 × 3 (in groups), 1 × 1 to 4 ×
+    `channels`.
+    """
 
     def __init__(self, config: ResNetConfig, inputs: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -145,7 +149,7 @@ class Bottleneck(nn.Module):
 
 
 def shortcut(config: ResNetConfig, inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
-    """What brings a block's input to the shape of its output, where it is another one."""
+    """A convolution and norm that map a block's input to the shape of its output; None if the shapes are equal."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(
@@ -155,7 +159,9 @@ def shortcut(config: ResNetConfig, inputs: int, outputs: int, stride: int) -> nn
 
 
 class ResNet(nn.Module):
-    """A stem that quarters the image, four stages of blocks of which all but the first halve it, and a classifier."""
+    """A stem that divides height and width by 4, four stages of blocks, of which all but the first halve them, and a
+    classifier.
+    """
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
@@ -181,7 +187,7 @@ class ResNet(nn.Module):
 
 
 def _stage(config: ResNetConfig, inputs: int, index: int) -> nn.Sequential:
-    """Blocks of one size; the first brings what the stage before gives to it."""
+    """A stage: blocks of one size, of which the first takes the output of the stage before."""
     channels, count, stride = config.width * 2**index, config.stages[index], 1 if index == 0 else 2
     if config.kind == "basic":
         rest = [BasicBlock(config, channels, channels, 1) for _ in range(count - 1)]

@@ -1,7 +1,9 @@
-"""U-Net (Ronneberger et al., 2015): a class for each pixel. Convolutions are padded, so the image keeps its size.
+"""U-Net (Ronneberger et al., 2015): predicts a class for each pixel. Convolutions are padded, so the image keeps its
+size.
 
-Down: two convolutions and a pool, `depth` times, with twice the channels each time. Up: the image is doubled, joined
-with what had this size on the way down, and taken through two convolutions. With BatchNorm, as is usual today.
+Down: two convolutions and a pool, `depth` times, with twice the channels each time. Up: the image is upsampled by two,
+concatenated with the features of this size from the way down, and passed through two convolutions. It has BatchNorm,
+as is usual today.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from weft.models.vision.norm import NormKind, make_norm
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """The shape of a U-Net. `up` doubles the image by a transposed convolution, or bilinearly and a 1 × 1 one."""
+    """The config of a U-Net. `up` selects how the image is upsampled: by a transposed convolution, or bilinearly
+    followed by a 1 × 1 convolution.
+    """
 
     architecture: Literal["unet"] = "unet"
     depth: int = 4
@@ -35,22 +39,22 @@ class UNetConfig:
 
     @property
     def size_multiple(self) -> int:
-        """What height and width must be multiples of."""
+        """Height and width must be multiples of this."""
         return int(2**self.depth)
 
     @property
     def num_layers(self) -> int:
-        """How many pairs of convolutions there are."""
+        """The number of pairs of convolutions."""
         return 2 * self.depth + 1
 
     def shrunk(self, num_layers: int = 2) -> UNetConfig:
-        """A tiny config of the same structure, for verification in float64 in a moment."""
+        """A tiny config of the same structure, for a quick verification in float64."""
         depth = max(2, -(-(num_layers - 1) // 2))
         return replace(self, depth=min(self.depth, depth), width=min(self.width, 4))
 
 
 class DoubleConv(nn.Sequential):
-    """Twice a 3 × 3 convolution, a norm and a ReLU."""
+    """Two times a 3 × 3 convolution, a norm and a ReLU."""
 
     def __init__(self, norm: NormKind, inputs: int, outputs: int) -> None:
         super().__init__(
@@ -63,8 +67,8 @@ class DoubleConv(nn.Sequential):
         )
 
 
-class Doubled(nn.Sequential):
-    """An image of twice the size, bilinearly, with half the channels."""
+class BilinearUpsample(nn.Sequential):
+    """Upsamples an image by two, bilinearly, and halves its channels by a 1 × 1 convolution."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(
@@ -87,7 +91,11 @@ class UNet(nn.Module):
         self.doubles, self.up = nn.ModuleList(), nn.ModuleList()
         for level in reversed(range(config.depth)):
             bigger, smaller = widths[level + 1], widths[level]
-            doubles = nn.ConvTranspose2d(bigger, smaller, 2, stride=2) if config.up == "transposed" else Doubled(bigger)
+            doubles = (
+                nn.ConvTranspose2d(bigger, smaller, 2, stride=2)
+                if config.up == "transposed"
+                else BilinearUpsample(bigger)
+            )
             self.doubles.append(doubles)
             self.up.append(DoubleConv(config.norm, bigger, smaller))
         self.classifier = nn.Conv2d(config.width, config.num_classes, 1)
@@ -97,7 +105,7 @@ class UNet(nn.Module):
         for level, convolve in enumerate(self.down):
             hidden = convolve(hidden if level == 0 else self.pool(hidden))
             passed.append(hidden)
-        passed.pop()  # the smallest is `hidden` itself
+        passed.pop()  # the smallest features are `hidden` itself
         for double, convolve in zip(self.doubles, self.up, strict=True):
             hidden = convolve(torch.cat([passed.pop(), double(hidden)], dim=1))
         logits: Tensor = self.classifier(hidden)
