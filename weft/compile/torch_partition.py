@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from weft.inspection.functional_call import call_with
-from weft.inspection.memory_traffic import Moves
+from weft.inspection.memory_traffic import FusedTraffic
 from weft.parallel.fp8 import traced_as_on_a_gpu
 from weft.profile import cast, fake
 from weft.profile.parts import Given
 
-NO_MOVES = Moves()
+NO_TRAFFIC = FusedTraffic()
 EXTERNAL = ("attention", "convolution")  # in names of operations that have kernels of their own, as those in -mm
 
 
@@ -40,7 +40,7 @@ class Partition:
     behind: Mapping[str, int]
     backward_bytes: int
     made: tuple[int, ...] = ()
-    moves: Moves = NO_MOVES
+    moves: FusedTraffic = NO_TRAFFIC
 
 
 class _Graphs(NamedTuple):
@@ -149,7 +149,7 @@ class _Fused(NamedTuple):
     read: set[int | None]
 
 
-def _moves(graphs: _Graphs) -> Moves:
+def _moves(graphs: _Graphs) -> FusedTraffic:
     """Selective recompute is fused into backward's kernels, which read most of its inputs anyway: it costs to write
     once more what matmuls and attention read, and to read what backward without it does not.
     """
@@ -166,7 +166,7 @@ def _moves(graphs: _Graphs) -> Moves:
             again += sum(sizes[storage] for storage in kernel.read - there)
             again_kernels += 1
     totals = [_fused_bytes(kernels, of) for kernels, of in ((forward, sizes), (backward, sizes_behind))]
-    return Moves(totals[0], len(forward), totals[1], len(backward), again, again_kernels)
+    return FusedTraffic(totals[0], len(forward), totals[1], len(backward), again, again_kernels)
 
 
 def _fused_bytes(kernels: Sequence[_Fused], sizes: Mapping[int | None, int]) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weft.comm.ledger import Key
 from weft.errors import PlanError
 from weft.inspection.parameter_cut import share
-from weft.inspection.rng import TileDraws
+from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
@@ -93,7 +93,7 @@ class TileAxis(Strategy):
             mesh["rows"],
             mesh["columns"],
             mesh["tile"],
-            TileDraws(mesh["tile"], mesh.device),
+            TileRng(mesh["tile"], mesh.device),
             samples=mesh["samples"] if is_over_batch else None,
             batch=mesh["batch"] if is_over_batch else None,
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.inspection.memory_traffic import Moved
+from weft.inspection.memory_traffic import MemoryTraffic
 from weft.inspection.split_probe import is_convolution
 from weft.planner.workload import Filter, Part, Product
 from weft.profile import Block, Convolution, Profile
@@ -100,8 +100,8 @@ def _filter(one: Convolution) -> Filter:
     return Filter(one.batch * rows, one.batch * in_rows, inputs, outputs, math.prod(one.kernel), one.groups)
 
 
-def moved_of(block: Block) -> Moved:
-    total = Moved()
+def moved_of(block: Block) -> MemoryTraffic:
+    total = MemoryTraffic()
     for one in block.moved_behind.values():
         total = total.plus(one)
     return total

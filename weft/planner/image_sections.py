@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.compile.saved_bytes import compiled
-from weft.inspection.memory_traffic import Moved, tensors_of
+from weft.inspection.memory_traffic import MemoryTraffic, tensors_of
 from weft.plan import Plan, Tile
 from weft.planner.image_chain import (
     POLICIES,
@@ -190,7 +190,7 @@ class Sections:
             part,
             products=tuple(replace(one, rows=max(1, math.ceil(one.rows * linear))) for one in part.products),
             filters=tuple(one.shared(share * (1 + extra.flops * edge)) for one in part.filters),
-            outer=Moved(
+            outer=MemoryTraffic(
                 int(outer.num_bytes * eager),
                 reference.num_kernels,
                 int(outer.fused_bytes * fused),

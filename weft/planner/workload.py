@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.errors import PlanError
-from weft.inspection.memory_traffic import Moved, Moves
+from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.tensor_splits import Split
 from weft.profile import Block, Profile
 
-NOTHING = Moved()
+NOTHING = MemoryTraffic()
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Part:
     num_key_heads: int = 1
     num_logits: int = 0  # that the loss reads
     other_flops: int = 0  # of one forward: products of the block's own, and convolutions beside text
-    inner: Moved = NOTHING
-    outer: Moved = NOTHING
-    compiled: Moves | None = None  # what both move where the block is compiled
+    inner: MemoryTraffic = NOTHING
+    outer: MemoryTraffic = NOTHING
+    compiled: FusedTraffic | None = None  # what both move where the block is compiled
     num_parameters: int = 0
     filters: tuple[Filter, ...] = ()
     told: tuple[Call, ...] = ()
@@ -186,9 +186,9 @@ def _products(profile: Profile, splits: Mapping[str, Split], is_here: Callable[[
     return tuple(found)
 
 
-def _by_place(moved: Mapping[str, Moved], splits: Mapping[str, Split]) -> tuple[Moved, Moved]:
+def _by_place(moved: Mapping[str, MemoryTraffic], splits: Mapping[str, Split]) -> tuple[MemoryTraffic, MemoryTraffic]:
     """(inside of regions, on the residual stream): behind a column, or a head, features are split over x."""
-    inner, outer = Moved(), Moved()
+    inner, outer = MemoryTraffic(), MemoryTraffic()
     for layer, one in moved.items():
         split = splits.get(layer)
         if split is not None and split.kind in ("column", "head"):

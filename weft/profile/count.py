@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.functional_call import call_with
-from weft.inspection.memory_traffic import MovedTally, bytes_of, is_view, tensors_of
+from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
 from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
 from weft.inspection.tensor_splits import is_norm
 from weft.models.decoder import CausalAttention
@@ -104,7 +104,7 @@ class Tally(TorchDispatchMode):
         self.attentions: dict[str, Heads] = {}
         self.given: dict[str, Any] = {}  # by block, its arguments
         self.stream_shape: tuple[int, ...] = ()
-        self.saved, self.moved, self.flow = SavedTally(), MovedTally(), Flow()
+        self.saved, self.moved, self.flow = SavedTally(), TrafficCounter(), Flow()
         self._behind = ""
         self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
 
@@ -124,7 +124,7 @@ class Tally(TorchDispatchMode):
             boundary_bytes=found.boundary_bytes,
             saved_bytes={policy: sum(saved[policy].get(block.name, {}).values()) for policy in POLICIES},
             saved_behind={policy: saved[policy].get(block.name, {}) for policy in POLICIES},
-            moved_behind={layer: one for (name, layer), one in self.moved.by_place.items() if name == block.name},
+            moved_behind={layer: one for (name, layer), one in self.moved.by_layer.items() if name == block.name},
             matmuls=dict(found.matmuls),
             convolutions=tuple(found.convolutions),
             branches=self.flow.branches(inside),

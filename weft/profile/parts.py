@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.inspection.memory_traffic import Moved, Moves
+from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut
 from weft.inspection.tensor_splits import Pairing
@@ -89,7 +89,7 @@ class Block:
     Of a compiled block `saved_bytes["none"]` is what torch.compile keeps, and `backward_bytes` the most that its
     backward holds over it (`compile/torch_partition.py`). `sendable` are, by `memory.recompute`, the storages that
     backward needs and that no other block is given, with their bytes, whichever block is the first to save them.
-    `compiled_moves` are the bytes that its fused kernels move (`Moves` there); None where it is not compiled.
+    `compiled_moves` are the bytes that its fused kernels move (`FusedTraffic` there); None where it is not compiled.
 
     `matmuls` says how often each shape occurs (attention apart), `convolutions` are in the order of computation.
     `branches` are the places where data forks into paths that need nothing of each other (see `flow.py`).
@@ -107,14 +107,14 @@ class Block:
     boundary_bytes: int = 0
     saved_bytes: Mapping[str, int] | None = None
     saved_behind: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    moved_behind: Mapping[str, Moved] = field(default_factory=dict)
+    moved_behind: Mapping[str, MemoryTraffic] = field(default_factory=dict)
     matmuls: Mapping[Matmul, int] = field(default_factory=dict)
     convolutions: tuple[Convolution, ...] = ()
     experts: tuple[Experts, ...] = ()
     branches: tuple[Paths, ...] = ()
     backward_bytes: int | None = None
     sendable: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
-    compiled_moves: Moves | None = None
+    compiled_moves: FusedTraffic | None = None
 
     @property
     def numel(self) -> int:

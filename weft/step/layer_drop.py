@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
-from weft.inspection.chain_ends import hidden_of
+from weft.inspection.chain_ends import hidden_states_of
 from weft.plan import Plan
 from weft.run_tables import LayerDrop
 
@@ -76,7 +76,7 @@ def _call(block: nn.Module, gates: Gates, layer: int, *args: Any, **kwargs: Any)
     if not block.training:
         return block._call_impl(*args, **kwargs)
     is_kept, probability = gates.gate(layer)
-    hidden = hidden_of(args, kwargs)
+    hidden = hidden_states_of(args, kwargs)
     if hidden is None:
         raise PlanError("train.layer_drop needs blocks whose first argument is the stream of hidden states")
     if not is_kept:

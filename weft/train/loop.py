@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from weft.checkpoint.model_state import make_optimizer, pieces_to_save
 from weft.compile.blocks import compile_blocks, wants_compile
 from weft.health.rank_status import GOING_BACK, RESERVING, SAVING, Status
-from weft.inspection.rng import keyed, seed_draws
+from weft.inspection.rng import derive_seed, seed_rng
 from weft.launch.environment import Place, check_world
 from weft.launch.folder_lock import locked
 from weft.mesh import Mesh
@@ -252,7 +252,7 @@ def _before_micro_batch(run: Run, step: int, mesh: Mesh, gates: Gates | None, mi
     """
     if gates is not None:
         gates.begin(step, micro_batch)
-    seed_draws(keyed(run.train.seed, step, micro_batch, mesh["batch"].index), mesh.device)
+    seed_rng(derive_seed(run.train.seed, step, micro_batch, mesh["batch"].index), mesh.device)
 
 
 def _report(

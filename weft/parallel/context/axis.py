@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.comm import Axis
 from weft.comm.ledger import Key
 from weft.errors import PlanError
-from weft.inspection.rng import Draws
+from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.decoder import CausalAttention
 from weft.parallel.context.attention import (
@@ -100,9 +100,9 @@ class ContextAxis(Strategy):
             if isinstance(module, CausalAttention):
                 setattr(module, "forward", partial(_attend, module, plan.context.kind, axis))  # noqa: B010 (to mypy)
         model.register_forward_pre_hook(partial(_add_positions, axis), with_kwargs=True)
-        draws = Draws({"context": [axis]}, mesh.device)  # all that a rank has in the model is of its own tokens
-        model.register_forward_pre_hook(partial(_draw_apart, draws))
-        model.register_forward_hook(lambda *_: draws.end())
+        rng = ScopedRng({"context": [axis]}, mesh.device)  # all that a rank has in the model is of its own tokens
+        model.register_forward_pre_hook(partial(_draw_apart, rng))
+        model.register_forward_hook(lambda *_: rng.end())
         units = units_of(model)
         assert units is not None
         for flat in units.flats:
@@ -140,9 +140,9 @@ def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: 
         return attention(query, key, value, axis, sliding_window=module.sliding_window, documents=module.documents)
 
 
-def _draw_apart(draws: Draws, *_: Any) -> None:
-    draws.begin()
-    draws.enter("context")
+def _draw_apart(rng: ScopedRng, *_: Any) -> None:
+    rng.begin()
+    rng.enter("context")
 
 
 def _add_positions(axis: Axis, model: nn.Module, args: Any, kwargs: Any) -> Any:

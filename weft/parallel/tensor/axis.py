@@ -32,7 +32,7 @@ from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut, share
-from weft.inspection.rng import INNER, PART, WHOLE, Draws, has_dropout
+from weft.inspection.rng import INNER, PART, WHOLE, ScopedRng, has_dropout
 from weft.inspection.split_probe import linear_sizes
 from weft.inspection.tensor_splits import Pairing, Split, is_norm
 from weft.memory.recompute_context import carry
@@ -112,10 +112,10 @@ class _Applier:
     def __init__(self, model: nn.Module, pairing: Pairing, plan: Plan, mesh: Mesh) -> None:
         self.model, self.pairing = model, pairing
         self.x, self.y = mesh["x"], mesh["y"]
-        self.draws = _scopes_of(model, pairing, mesh) if has_dropout(model) else None
+        self.rng = _scopes_of(model, pairing, mesh) if has_dropout(model) else None
         is_split = plan.tensor.sequence and self.x.degree > 1
         self.stream = Stream(plan.tensor.chunks, plan.tensor.regather) if is_split else None
-        self.chain = Chain(self.x, ends_of(pairing, plan), self.stream, self.draws)
+        self.chain = Chain(self.x, ends_of(pairing, plan), self.stream, self.rng)
 
     def apply(self) -> None:
         self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)
@@ -133,24 +133,24 @@ class _Applier:
                 _replace_forward(norm, partial(split_norm, norm, self.y))
         if self.stream is not None and self.pairing.blocks:  # a stage of a pipeline may have no block
             self.chain.attach(self.model, self.pairing.blocks[0], self.pairing.blocks[-1])
-        if self.draws is not None:
-            self._scopes(self.draws)
+        if self.rng is not None:
+            self._scopes(self.rng)
         for name, scaled in self.pairing.scaled.items():
             scaled.apply(self.model.get_submodule(name), self.x.degree)
 
-    def _scopes(self, draws: Draws) -> None:
+    def _scopes(self, rng: ScopedRng) -> None:
         """Draw in the scope of the residual stream from each block on, and where a module drops before any of them.
 
         One between a column and its row, which may be blocks themselves, stays in their scope.
         """
         stream = WHOLE if self.stream is None else PART
         for block in find_blocks(self.model).values():
-            block.register_forward_pre_hook(partial(_enter, draws, stream), prepend=True)
-            carry(block, draws)
+            block.register_forward_pre_hook(partial(_enter, rng, stream), prepend=True)
+            carry(block, rng)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and self.pairing.block_of(name) is None:
-                module.register_forward_pre_hook(lambda *_: draws.enter_first(WHOLE))
-        self.model.register_forward_hook(lambda *_: draws.end())
+                module.register_forward_pre_hook(lambda *_: rng.enter_first(WHOLE))
+        self.model.register_forward_hook(lambda *_: rng.end())
 
     def _linears(self) -> None:
         entering: dict[str, list[SplitLinear]] = {}
@@ -161,7 +161,7 @@ class _Applier:
                 continue
             is_split = self.pairing.block_of(split.module) is not None or split.module == self.chain.ends.head
             stream = self.stream if is_split else None
-            linear = SplitLinear(module, split, self.x, self.y, stream, self.chain, self.draws, self.pairing.is_whole)
+            linear = SplitLinear(module, split, self.x, self.y, stream, self.chain, self.rng, self.pairing.is_whole)
             _replace_forward(module, getattr(linear, split.kind))
             if split.parent is not None:
                 entering.setdefault(split.parent, []).append(linear)
@@ -174,15 +174,15 @@ class _Applier:
             _replace_forward(module, Entrance(parent, module.forward, columns).forward)
 
     def _convolution(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        if self.draws is not None and split.kind in ("column", "row"):
-            self.draws.enter(INNER if split.kind == "column" else WHOLE)
+        if self.rng is not None and split.kind in ("column", "row"):
+            self.rng.enter(INNER if split.kind == "column" else WHOLE)
         kinds = {"gathered": convolution.gathered, "column": convolution.column, "row": convolution.row}
         return kinds[split.kind](module, self.x, self.y, value)
 
     def _embedding(self, name: str, module: nn.Embedding, begin: int, tokens: Tensor) -> Tensor:
         rows = split_embedding(module, tokens, begin)
-        if self.draws is not None:
-            self.draws.enter(WHOLE)
+        if self.rng is not None:
+            self.rng.enter(WHOLE)
         if name != self.chain.ends.embedding:
             return leave(rows, self.x)
         self.chain.given = rows
@@ -195,15 +195,15 @@ class _Applier:
                 "labels out and use weft.train_step, or weft.cross_entropy(logits, labels, weft.vocabulary_of(model))"
             )
         self.chain.reset()
-        if self.draws is not None:
-            self.draws.begin()
+        if self.rng is not None:
+            self.rng.begin()
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     setattr(module, "forward", forward)  # noqa: B010 (a method to mypy)
 
 
-def _scopes_of(model: nn.Module, pairing: Pairing, mesh: Mesh) -> Draws | None:
+def _scopes_of(model: nn.Module, pairing: Pairing, mesh: Mesh) -> ScopedRng | None:
     """The scopes of a model over x and y; None where no rank holds other elements than another.
 
     The residual stream has its features over y, and with `tensor.sequence` its tokens over x; between a column and its
@@ -213,11 +213,11 @@ def _scopes_of(model: nn.Module, pairing: Pairing, mesh: Mesh) -> Draws | None:
     of_stream = [] if pairing.is_whole or y.degree == 1 else [y]
     if x.degree == 1 and not of_stream:
         return None
-    return Draws({WHOLE: of_stream, PART: [*of_stream, x], INNER: [x]}, mesh.device)
+    return ScopedRng({WHOLE: of_stream, PART: [*of_stream, x], INNER: [x]}, mesh.device)
 
 
-def _enter(draws: Draws, scope: str, *_: Any) -> None:
-    draws.enter(scope)
+def _enter(rng: ScopedRng, scope: str, *_: Any) -> None:
+    rng.enter(scope)
 
 
 def _outer_norms(model: nn.Module, pairing: Pairing) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.inspection.chain_ends import Ends
+from weft.inspection.chain_ends import ChainEnds
 from weft.inspection.parameter_cut import Cut, Interval, share
 from weft.inspection.tensor_splits import Pairing
 from weft.plan import Plan
@@ -22,9 +22,9 @@ def parameter_cuts(
     return {name: make.cut(name, shape) for name, shape in shapes.items()}
 
 
-def ends_of(pairing: Pairing, plan: Plan) -> Ends:
+def ends_of(pairing: Pairing, plan: Plan) -> ChainEnds:
     """Where `tensor.sequence` splits the sequence beyond the chain of blocks."""
-    return pairing.ends if plan.tensor.sequence and plan.tensor.x > 1 and not pairing.is_whole else Ends()
+    return pairing.ends if plan.tensor.sequence and plan.tensor.x > 1 and not pairing.is_whole else ChainEnds()
 
 
 class _CutMaker:
@@ -44,12 +44,12 @@ class _CutMaker:
         if split.kind == "row":
             if leaf == "bias":
                 return self._make(shape, {0: self._over_y(shape[0])}, y=1, sums=self._outside_sums(name))
-            inner, outer = (0, 1) if split.turned else (1, 0)
+            inner, outer = (0, 1) if split.transposed else (1, 0)
             return self._make(shape, {inner: over_x, outer: self._over_y(shape[outer])}, x=1, y=1)
         sums = (f"x:{repeats}",) if repeats > 1 else ()
         if leaf == "bias":
             return self._make(shape, {0: over_x}, x=1, repeats=repeats, sums=sums)
-        inner, outer = (0, 1) if split.turned else (1, 0)
+        inner, outer = (0, 1) if split.transposed else (1, 0)
         cuts = {outer: over_x, inner: self._over_y(shape[inner])}
         return self._make(shape, cuts, x=1, y=1, repeats=repeats, sums=sums)
 

@@ -93,9 +93,9 @@ def apply(operation: type[Function], *args: Any) -> Any:
     return operation.apply(*args)
 
 
-def linear(value: Tensor, weight: Tensor, turned: bool) -> Tensor:
-    """A product with a weight [out, in], or [in, out] if `turned`."""
-    return value @ (weight if turned else weight.t())
+def linear(value: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """A product with a weight [out, in], or [in, out] if `transposed`."""
+    return value @ (weight if transposed else weight.t())
 
 
 def gather_along(value: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -41,27 +41,27 @@ class Stream:
 
 
 def into_region(
-    value: Tensor, weights: Sequence[Tensor], turned: bool, axis: Axis, stream: Stream | None = None
+    value: Tensor, weights: Sequence[Tensor], transposed: bool, axis: Axis, stream: Stream | None = None
 ) -> tuple[Tensor, ...]:
-    """The products of one input with weights [out, in] ([in, out] if `turned`) that are split over the axis.
+    """The products of one input with weights [out, in] ([in, out] if `transposed`) that are split over the axis.
 
     With `stream` the input is a rank's part of the sequence, and the products are of the whole.
     """
     if axis.degree == 1:
-        return tuple(linear(value, weight, turned) for weight in weights)
+        return tuple(linear(value, weight, transposed) for weight in weights)
     products: tuple[Tensor, ...]
     if stream is None:
-        products = apply(_Columns, value, turned, axis, *weights)
+        products = apply(_Columns, value, transposed, axis, *weights)
     else:
-        products = apply(_GatheredColumns, value, turned, axis, stream, *weights)
+        products = apply(_GatheredColumns, value, transposed, axis, stream, *weights)
     return products
 
 
-def out_of_region(value: Tensor, weight: Tensor, turned: bool, x: Axis, y: Axis, stream: Stream) -> Tensor:
+def out_of_region(value: Tensor, weight: Tensor, transposed: bool, x: Axis, y: Axis, stream: Stream) -> Tensor:
     """A rank's part of the sequence of the product with a weight whose inputs are split over x, and outputs over y."""
     kept = _Kept(value.requires_grad)
     value = apply(_Keep, value, weight, kept)
-    out: Tensor = apply(_ScatteredRow, value, weight, turned, x, y, stream, kept)
+    out: Tensor = apply(_ScatteredRow, value, weight, transposed, x, y, stream, kept)
     return out
 
 
@@ -119,8 +119,8 @@ def _pieces(value: Tensor, chunks: int, ranks: int) -> Tensor:
 
 def _join(pieces: Sequence[Tensor]) -> Tensor:
     """Pieces [ranks, tokens, batch, ..., features] to [batch, sequence, ..., features]."""
-    turned = [piece.movedim(2, 0) for piece in pieces]  # [batch, ranks, tokens, ..., features]
-    whole = turned[0].unsqueeze(2) if len(turned) == 1 else torch.stack(turned, 2)
+    transposed = [piece.movedim(2, 0) for piece in pieces]  # [batch, ranks, tokens, ..., features]
+    whole = transposed[0].unsqueeze(2) if len(transposed) == 1 else torch.stack(transposed, 2)
     joined = whole.flatten(1, 3).contiguous()
     # Nobody else sees the storage; as a view, autograd would forbid the model to change it in place.
     return torch.ops.aten._unsafe_view(joined, joined.shape)  # type: ignore[no-any-return]
@@ -129,45 +129,45 @@ def _join(pieces: Sequence[Tensor]) -> Tensor:
 # --- matmuls
 
 
-def _input_gradient(gradients: Sequence[Tensor | None], weights: Sequence[Tensor], turned: bool) -> Tensor:
+def _input_gradient(gradients: Sequence[Tensor | None], weights: Sequence[Tensor], transposed: bool) -> Tensor:
     """The sum of each dO with its weight."""
     total: Tensor | None = None
     for gradient, weight in zip(gradients, weights, strict=True):
         if gradient is not None and total is None:
-            total = linear(gradient, weight, not turned).contiguous()
+            total = linear(gradient, weight, not transposed).contiguous()
         elif gradient is not None and total is not None:
-            total.view(-1, total.shape[-1]).addmm_(gradient.flatten(0, -2), weight.t() if turned else weight)
+            total.view(-1, total.shape[-1]).addmm_(gradient.flatten(0, -2), weight.t() if transposed else weight)
     assert total is not None
     return total
 
 
-def _weight_gradient(gradient: Tensor | None, value: Tensor, turned: bool, needed: bool) -> Tensor | None:
+def _weight_gradient(gradient: Tensor | None, value: Tensor, transposed: bool, needed: bool) -> Tensor | None:
     """dO and I, in whatever order of tokens, to dW."""
     if gradient is None or not needed:
         return None
     rows, columns = gradient.flatten(0, -2), value.flatten(0, -2)
-    return columns.t() @ rows if turned else rows.t() @ columns
+    return columns.t() @ rows if transposed else rows.t() @ columns
 
 
 class _Columns(Function):
     """Of an input that is whole."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, turned: bool, axis: Axis, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, value: Tensor, transposed: bool, axis: Axis, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.turned, ctx.axis = turned, axis
+        ctx.transposed, ctx.axis = transposed, axis
         ctx.save_for_backward(value if any(ctx.needs_input_grad[3:]) else None, *weights)
-        return tuple(linear(value, weight, turned) for weight in weights)
+        return tuple(linear(value, weight, transposed) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         value, *weights = ctx.saved_tensors
         total = pending = None
         if ctx.needs_input_grad[0]:
-            total = _input_gradient(gradients, weights, ctx.turned)
+            total = _input_gradient(gradients, weights, ctx.transposed)
             pending = all_reduce(total, ctx.axis)
         needed = ctx.needs_input_grad[3:]
-        found = [_weight_gradient(g, value, ctx.turned, n) for g, n in zip(gradients, needed, strict=True)]
+        found = [_weight_gradient(g, value, ctx.transposed, n) for g, n in zip(gradients, needed, strict=True)]
         if pending is not None:
             pending.wait()
         return total, None, None, *found
@@ -178,12 +178,12 @@ class _GatheredColumns(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, turned: bool, axis: Axis, stream: Stream, *weights: Tensor
+        ctx: Any, value: Tensor, transposed: bool, axis: Axis, stream: Stream, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.turned, ctx.axis, ctx.stream = turned, axis, stream
+        ctx.transposed, ctx.axis, ctx.stream = transposed, axis, stream
         gathering = _Gathering(value, axis, stream.chunks)
-        products = [[linear(piece, weight, turned) for weight in weights] for piece in gathering]
+        products = [[linear(piece, weight, transposed) for weight in weights] for piece in gathering]
         kept = value if stream.regather else gathering.wait()
         ctx.save_for_backward(kept if any(ctx.needs_input_grad[4:]) else None, *weights)
         return tuple(_join(pieces) for pieces in zip(*products, strict=True))
@@ -196,9 +196,11 @@ class _GatheredColumns(Function):
         pieces = [None if g is None else _pieces(g, stream.chunks, axis.degree) for g in gradients]
         scattering = _Scattering(axis)
         for chunk in range(stream.chunks if ctx.needs_input_grad[0] else 0):
-            scattering.start(_input_gradient([None if p is None else p[chunk] for p in pieces], weights, ctx.turned))
+            scattering.start(
+                _input_gradient([None if p is None else p[chunk] for p in pieces], weights, ctx.transposed)
+            )
         whole = kept if again is None else again.wait()
-        found = [_weight_gradient(p, whole, ctx.turned, n) for p, n in zip(pieces, needed, strict=True)]
+        found = [_weight_gradient(p, whole, ctx.transposed, n) for p, n in zip(pieces, needed, strict=True)]
         return scattering.wait() if ctx.needs_input_grad[0] else None, None, None, None, *found
 
 
@@ -229,12 +231,12 @@ class _ScatteredRow(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, weight: Tensor, turned: bool, x: Axis, y: Axis, stream: Stream, kept: _Kept
+        ctx: Any, value: Tensor, weight: Tensor, transposed: bool, x: Axis, y: Axis, stream: Stream, kept: _Kept
     ) -> Tensor:
-        ctx.turned, ctx.x, ctx.y, ctx.chunks, ctx.kept = turned, x, y, stream.chunks, kept
+        ctx.transposed, ctx.x, ctx.y, ctx.chunks, ctx.kept = transposed, x, y, stream.chunks, kept
         scattering = _Scattering(x)
         for piece in _pieces(value, stream.chunks, x.degree):
-            scattering.start(linear(piece, weight, turned))
+            scattering.start(linear(piece, weight, transposed))
         return scattering.wait()
 
     @staticmethod
@@ -243,10 +245,10 @@ class _ScatteredRow(Function):
         gathering = _Gathering(gradients[0], ctx.x, ctx.chunks)
         total = pending = None
         if ctx.kept.needs_input:
-            total = _join([linear(piece, weight, not ctx.turned) for piece in gathering])
+            total = _join([linear(piece, weight, not ctx.transposed) for piece in gathering])
             pending = all_reduce(total, ctx.y)
         pieces = _pieces(value, ctx.chunks, ctx.x.degree)
-        found = _weight_gradient(gathering.wait(), pieces, ctx.turned, ctx.needs_input_grad[1])
+        found = _weight_gradient(gathering.wait(), pieces, ctx.transposed, ctx.needs_input_grad[1])
         if pending is not None:
             pending.wait()
         return total, found, None, None, None, None, None

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.errors import PlanError
-from weft.inspection.chain_ends import Ends, hidden_of, with_hidden
-from weft.inspection.rng import PART, WHOLE, Draws
+from weft.inspection.chain_ends import ChainEnds, hidden_states_of, with_hidden_states
+from weft.inspection.rng import PART, WHOLE, ScopedRng
 from weft.parallel.tensor.operations import gather, scatter, scatter_sum
 from weft.parallel.tensor.overlapped_matmul import SEQUENCE_DIM, Stream
 
@@ -22,8 +22,8 @@ from weft.parallel.tensor.overlapped_matmul import SEQUENCE_DIM, Stream
 class Chain:
     """Hooks on the ends of a chain of blocks."""
 
-    def __init__(self, axis: Axis, ends: Ends, stream: Stream | None, draws: Draws | None) -> None:
-        self.axis, self.ends, self.stream, self.draws = axis, ends, stream, draws
+    def __init__(self, axis: Axis, ends: ChainEnds, stream: Stream | None, rng: ScopedRng | None) -> None:
+        self.axis, self.ends, self.stream, self.rng = axis, ends, stream, rng
         self.given: Tensor | None = None  # what an end has given, and the next module there has yet to take
         self._passed: set[str] = set()  # the ends that this forward has come by
 
@@ -53,7 +53,7 @@ class Chain:
     def _before_first(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         self._pass("first")
         assert self.stream is not None
-        hidden, parts = hidden_of(args, kwargs), self.axis.degree * self.stream.chunks
+        hidden, parts = hidden_states_of(args, kwargs), self.axis.degree * self.stream.chunks
         if hidden is None or hidden.dim() != 3 or hidden.shape[SEQUENCE_DIM] % parts:
             over = f"x = {self.axis.degree}" + (f" × chunks = {self.stream.chunks}" if self.stream.chunks > 1 else "")
             raise PlanError(
@@ -61,17 +61,17 @@ class Chain:
                 f"{None if hidden is None else list(hidden.shape)}; use a sequence that {parts} divides, or "
                 f"tensor.sequence = false"
             )
-        if self.draws is not None:
-            self.draws.enter(PART)
+        if self.rng is not None:
+            self.rng.enter(PART)
         if self.ends.embedding is None:
-            return with_hidden(args, kwargs, scatter(hidden, self.axis, SEQUENCE_DIM))
+            return with_hidden_states(args, kwargs, scatter(hidden, self.axis, SEQUENCE_DIM))
         self.take(hidden, "the first block")
-        return with_hidden(args, kwargs, scatter_sum(hidden, self.axis, SEQUENCE_DIM))
+        return with_hidden_states(args, kwargs, scatter_sum(hidden, self.axis, SEQUENCE_DIM))
 
     def _after_last(self, _: nn.Module, __: Any, out: Any) -> Any:
         self._pass("last")
-        if self.draws is not None:
-            self.draws.enter(WHOLE)
+        if self.rng is not None:
+            self.rng.enter(WHOLE)
         hidden = out[0] if isinstance(out, tuple) else out
         if self.ends.head is not None:
             self.given = hidden

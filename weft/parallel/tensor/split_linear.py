@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.errors import PlanError
-from weft.inspection.rng import INNER, PART, WHOLE, Draws
+from weft.inspection.rng import INNER, PART, WHOLE, ScopedRng
 from weft.inspection.split_probe import linear_sizes
 from weft.inspection.tensor_splits import Split
 from weft.parallel.tensor.operations import gather, leave, own_part, scatter
@@ -32,14 +32,19 @@ class SplitLinear:
         y: Axis,
         stream: Stream | None,
         chain: Chain,
-        draws: Draws | None,
+        rng: ScopedRng | None,
         is_whole: bool,
     ) -> None:
         """`stream`, where the linear's input (or a row's result) is split along the sequence; `is_whole`, where the
         residual stream has all its features on every rank of y.
         """
-        self.module, self.split, self.turned, self.has_parent = module, split, split.turned, split.parent is not None
-        self.x, self.y, self.stream, self.chain, self.draws = x, y, stream, chain, draws
+        self.module, self.split, self.transposed, self.has_parent = (
+            module,
+            split,
+            split.transposed,
+            split.parent is not None,
+        )
+        self.x, self.y, self.stream, self.chain, self.rng = x, y, stream, chain, rng
         self.is_whole = is_whole and y.degree > 1
         self.width = linear_sizes(module)[0] // (1 if self.is_whole else y.degree)  # of what columns are given
         self.given: Tensor | None = None
@@ -55,19 +60,19 @@ class SplitLinear:
                     f"'{self.split.module}' was called twice, or given something else than '{self.split.parent}' was, "
                     f"which tensor.sequence = true does not split; use false"
                 )
-            if self.draws is not None:
-                self.draws.enter(INNER)
+            if self.rng is not None:
+                self.rng.enter(INNER)
             product = self._enter(value)
         return self._add_bias(leave(product, self.y))
 
     def row(self, value: Tensor) -> Tensor:
         """By inputs; partial sums over x."""
-        if self.draws is not None:
-            self.draws.enter(WHOLE if self.stream is None else PART)
+        if self.rng is not None:
+            self.rng.enter(WHOLE if self.stream is None else PART)
         if self.stream is not None:
-            out = out_of_region(value, self.module.weight, self.turned, self.x, self.y, self.stream)
+            out = out_of_region(value, self.module.weight, self.transposed, self.x, self.y, self.stream)
         else:
-            out = leave(into_region(value, [self.module.weight], self.turned, self.y)[0], self.x)
+            out = leave(into_region(value, [self.module.weight], self.transposed, self.y)[0], self.x)
         out = self._add_bias(out)
         return gather(out, self.y, -1) if self.is_whole else out
 
@@ -83,7 +88,7 @@ class SplitLinear:
         return self._add_bias(leave(self._enter(value), self.y))
 
     def _enter(self, value: Tensor) -> Tensor:
-        return into_region(self.own(value), [self.module.weight], self.turned, self.x, self.stream)[0]
+        return into_region(self.own(value), [self.module.weight], self.transposed, self.x, self.stream)[0]
 
     def own(self, value: Tensor) -> Tensor:
         """Our features of a stream that is whole over y; elsewhere we have only ours."""
@@ -115,11 +120,11 @@ class Entrance:
                 f"'{self.name}' got {len(inputs)} tensors with {width} features, but the tensor axes split attention "
                 f"to one input (self-attention) only; use tensor.x = tensor.y = 1"
             )
-        if first.draws is not None:
-            first.draws.enter(INNER)
+        if first.rng is not None:
+            first.rng.enter(INNER)
         value = given[inputs[0]]
         weights = [column.module.weight for column in self.columns]
-        products = into_region(first.own(value), weights, first.turned, first.x, first.stream)
+        products = into_region(first.own(value), weights, first.transposed, first.x, first.stream)
         if first.stream is not None:
             value = given[inputs[0]] = value.new_full((), float("nan")).expand(*products[0].shape[:-1], width)
         for column, product in zip(self.columns, products, strict=True):
