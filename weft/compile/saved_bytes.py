@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.compile.torch_partition import Partition, partition
 from weft.inspection.blocks import find_blocks
 from weft.plan import Plan
-from weft.profile import Block, Given, Profile, Source
+from weft.profile import Block, Profile, ProfileSource, TensorForm
 from weft.profile import profile as profile_of
 from weft.profile.saved_in_pieces import as_in_pieces
 
@@ -46,13 +46,13 @@ def compiled(profile: Profile, matmul: str = "compute") -> Profile:
     if profile.source is None or not profile.blocks:
         return profile
     key = f"compiled {matmul}"
-    if key not in profile.kept:
-        profile.kept[key] = _compiled(profile, profile.source, matmul)
-    found: Profile = profile.kept[key]
+    if key not in profile.cache:
+        profile.cache[key] = _compiled(profile, profile.source, matmul)
+    found: Profile = profile.cache[key]
     return found
 
 
-def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
+def _compiled(profile: Profile, source: ProfileSource, matmul: str) -> Profile:
     if in_pieces(find_blocks(source.model).values()):
         return _in_pieces(profile, source)
     found = _partitions(source, profile.blocks, matmul)
@@ -64,14 +64,14 @@ def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
     return replace(
         profile,
         blocks=blocks,
-        source=replace(source, blocks=named, eager=source, found={}),
-        kept={**profile.kept, "eager": profile, "assumptions": _assumptions(failed)},
+        source=replace(source, blocks=named, eager=source, cache={}),
+        cache={**profile.cache, "eager": profile, "assumptions": _assumptions(failed)},
     )
 
 
 def assumptions(profile: Profile) -> tuple[str, ...]:
     """What a profile of compiled blocks assumes where a block could not be traced, in words."""
-    found: tuple[str, ...] = profile.kept.get("assumptions", ())
+    found: tuple[str, ...] = profile.cache.get("assumptions", ())
     return found
 
 
@@ -87,29 +87,29 @@ def _assumptions(failed: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _in_pieces(profile: Profile, source: Source) -> Profile:
+def _in_pieces(profile: Profile, source: ProfileSource) -> Profile:
     with as_in_pieces():
         found = profile_of(source.model, source.example, source.finish, source.dtype)
     assert found.source is not None
-    return replace(found, source=replace(found.source, in_pieces=True), kept={**profile.kept, "eager": profile})
+    return replace(found, source=replace(found.source, in_pieces=True), cache={**profile.cache, "eager": profile})
 
 
 def under(profile: Profile, plan: Plan) -> Profile:
     """The profile that tells what a plan keeps, of one that may be of compiled blocks."""
-    eager: Profile | None = profile.kept.get("eager")
+    eager: Profile | None = profile.cache.get("eager")
     if eager is None:
         return profile
     return eager if plan.tensor.y > 1 else compiled(eager, plan.matmul)
 
 
-def _kept(block: Block, profile: Profile, source: Source, found: Partition | None, seen: set[int]) -> Block:
+def _kept(block: Block, profile: Profile, source: ProfileSource, found: Partition | None, seen: set[int]) -> Block:
     """A block with what it keeps when it is compiled; of what it was given, what none before it has kept. Selective
     recompute does not keep the result of the last matmul, which nothing in backward reads.
     """
     if found is None:
         return block
     behind = {f"{block.name}.{layer}" if layer else "": size for layer, size in found.behind.items()}
-    tensors = [leaf for leaf in tree_leaves(source.given[block.name]) if isinstance(leaf, Given)]
+    tensors = [leaf for leaf in tree_leaves(source.given[block.name]) if isinstance(leaf, TensorForm)]
     for one in (tensors[index] for index in found.given):
         if one.storage not in seen:
             seen.add(one.storage)
@@ -130,7 +130,7 @@ def _kept(block: Block, profile: Profile, source: Source, found: Partition | Non
 
 
 def _sendable(
-    block: Block, found: Partition, tensors: Sequence[Given], last: Sequence[int]
+    block: Block, found: Partition, tensors: Sequence[TensorForm], last: Sequence[int]
 ) -> dict[str, Mapping[Any, int]]:
     """What it made, and the stream that it was given, if it keeps that; selective, all but results of `last` bytes."""
     made: dict[Any, int] = {f"{block.name}:{number}": size for number, size in enumerate(found.made)}
@@ -142,7 +142,7 @@ def _sendable(
     return {**block.sendable, "none": made, "selective": selective}
 
 
-def _partitions(source: Source, blocks: Sequence[Block], matmul: str) -> dict[str, Partition | str | None]:
+def _partitions(source: ProfileSource, blocks: Sequence[Block], matmul: str) -> dict[str, Partition | str | None]:
     """By block: its partition, why it has none, or None for one that has no backward."""
     modules = find_blocks(source.model)
     keys = {block.name: (matmul, _key(block, source, modules[block.name])) for block in blocks if _has_backward(block)}
@@ -164,12 +164,12 @@ def _has_backward(block: Block) -> bool:
     return block.in_backward and block.calls == 1 and block.saved_bytes is not None
 
 
-def _key(block: Block, source: Source, module: torch.nn.Module) -> Any:
+def _key(block: Block, source: ProfileSource, module: torch.nn.Module) -> Any:
     """The structure of a block, the forms of its arguments, and what was counted of it."""
     held = module.state_dict(keep_vars=True).items()
     state = tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in held)
     forms = tree_map(
-        lambda leaf: replace(leaf, storage=0) if isinstance(leaf, Given) else leaf, source.given[block.name]
+        lambda leaf: replace(leaf, storage=0) if isinstance(leaf, TensorForm) else leaf, source.given[block.name]
     )
     counted = block.flops, str(block.saved_bytes), str({**block.saved_behind}.get("none", {}).values())
     return str(module), module.training, state, str(source.dtype), str(forms), counted

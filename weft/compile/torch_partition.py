@@ -23,7 +23,7 @@ from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import FusedTraffic
 from weft.parallel.fp8 import traced_as_on_a_gpu
 from weft.profile import cast, fake
-from weft.profile.parts import Given
+from weft.profile.parts import TensorForm
 
 NO_TRAFFIC = FusedTraffic()
 EXTERNAL = ("attention", "convolution")  # in names of operations that have kernels of their own, as those in -mm
@@ -51,7 +51,7 @@ class _Graphs(NamedTuple):
 
 def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: str = "compute") -> Partition:
     """The partition of a block that computes in `dtype`, with the plan's `matmul`, for arguments (args, kwargs) whose
-    tensors are `Given`.
+    tensors are `TensorForm`.
     """
     multiplying = traced_as_on_a_gpu(block) if matmul == "fp8" else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), multiplying:
@@ -72,7 +72,7 @@ def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: st
 
 def _show(leaf: Any) -> Any:
     """A fake tensor of the form that was given."""
-    if not isinstance(leaf, Given):
+    if not isinstance(leaf, TensorForm):
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu")
     return made.requires_grad_(leaf.requires_grad)

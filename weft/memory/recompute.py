@@ -21,7 +21,7 @@ from weft.memory.activation_choice import ahead_bytes, sent_bytes
 from weft.memory.recompute_context import carried_by, carrying
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import KEPT_OPERATIONS, WHOLE, Block, Profile
+from weft.profile import FULL_SHARES, KEPT_OPERATIONS, Block, Profile
 from weft.profile.peak_bytes import Peaks, peaks
 from weft.sharding.layout import COMPUTE_DTYPE, needs_units
 from weft.strategy import Cost, Strategy, Transient, Values
@@ -150,7 +150,7 @@ def _with_gradients(profile: Profile, plan: Plan, sent: Mapping[str, int]) -> in
 
 def _tile_share(profile: Profile, local: Block, whole: Block) -> float:
     """A rank's share of a block's images, by what it saves of them; what the tensor axes share is said otherwise."""
-    is_shared = profile.shares == WHOLE and _saved(whole, "none") > 0
+    is_shared = profile.shares == FULL_SHARES and _saved(whole, "none") > 0
     return _saved(local, "none") / _saved(whole, "none") if is_shared else 1.0
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from weft.comm.ledger import Key
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import Block, Places, Profile, profile
+from weft.profile import Block, ParameterUses, Profile, profile
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.host_memory import check_room
 from weft.sharding.layout import (
@@ -221,7 +221,7 @@ def _plain_cost(profile: Profile, plan: Plan) -> Cost:
 
 def _make_flats(
     block: Block,
-    places: Mapping[str, Places],
+    places: Mapping[str, ParameterUses],
     plan: Plan,
     mesh: Mesh,
     values: Values,

@@ -105,7 +105,7 @@ class Staging:
             whole = localise_tile(whole, self.plan, {"rows": key[1][0], "columns": key[1][1]})
             made = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
             if self.tracer.tiling is not None:
-                made.kept["said"] = self.route_at(coordinates).said(stage)
+                made.cache["said"] = self.route_at(coordinates).said(stage)
             self._profiles[key] = made
         return self._profiles[key]
 

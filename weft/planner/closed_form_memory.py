@@ -241,13 +241,13 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     """A rank's part of one block and of the ends, from a profile of one sequence; that of a head which gives the loss,
     if there is one, where a plan leaves the loss to the head.
     """
-    in_head = profile.kept.get(IN_HEAD) if is_loss_in_head(plan) else None
+    in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
     profile = under(in_head or profile, plan)
     part = f"part of {plan.tensor} in {plan.precision}"
-    if part not in profile.kept:
+    if part not in profile.cache:
         at = dict.fromkeys(plan.degrees, 0)
-        profile.kept[part] = localise(profile, replace(plan, context=Context()), at)
-    local: Profile = profile.kept[part]
+        profile.cache[part] = localise(profile, replace(plan, context=Context()), at)
+    local: Profile = profile.cache[part]
     block, policy = local.blocks[-1], plan.memory.recompute
     names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
     embeddings = profile.pairing.embeddings

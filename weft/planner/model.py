@@ -50,7 +50,7 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
     found, in_head = profiled(in_head=False), profiled(in_head=True)
     if software.compiled:
         found, in_head = compiled(found), compiled(in_head)
-    found.kept[IN_HEAD] = in_head
+    found.cache[IN_HEAD] = in_head
     work = workload(found)
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())

@@ -1,8 +1,8 @@
-"""One forward on fake tensors (shapes only), counted: what each block multiplies, moves, saves and hands on.
+"""Counts FLOPs, memory traffic, saved activations and outputs of each block in one forward on fake tensors.
 
-Nothing is computed and no backward runs, so a model of any size takes seconds and no memory, and ranks may be forked
-behind it (torch's backward starts threads that no fork survives). What backward costs follows from which operands
-have gradients; operations inside an autograd.Function of the model's own count for forward only.
+Nothing is computed and no backward runs, so a model of any size takes seconds and no memory. Ranks can still be forked
+afterwards (torch's backward starts threads that do not survive a fork). The FLOPs of backward follow from which
+operands require gradients. Operations inside an autograd.Function of the model count for forward only.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from weft.inspection.tensor_splits import is_norm
 from weft.models.decoder import CausalAttention
 from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, is_giving_loss
-from weft.profile.branches import Flow
-from weft.profile.flops import GROUPED, KEPT_OPERATIONS, fake_grouped, product
-from weft.profile.parts import Block, Convolution, Flops, Given, Heads, Layer, Matmul, Profile
+from weft.profile.branches import DataFlow
+from weft.profile.flops import GROUPED, KEPT_OPERATIONS, count_product, fake_grouped
+from weft.profile.parts import Block, Convolution, Flops, Heads, Layer, Matmul, Profile, TensorForm
 from weft.profile.saved_bytes import POLICIES, SavedTally
 
 NO_FLOPS = Flops()
 aten = torch.ops.aten
 LOOKUPS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
-WHOLE_NORMS = (aten.native_batch_norm, aten.native_group_norm)  # of which each statistic is of a whole image
+WHOLE_NORMS = (aten.native_batch_norm, aten.native_group_norm)  # each statistic is over a whole image
 
 
 def count(
@@ -49,13 +49,16 @@ def count(
     structure: Profile,
     tally: Tally | None = None,
 ) -> Profile:
-    """A model's structure with the counts of one forward."""
+    """Returns the profile `structure` with the counts of one forward of the model added.
+
+    `example`, `finish` and `dtype` are those of `weft.profile.profile`; `tally` is the counter to use.
+    """
     tally = tally or Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
         state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.saved.ignore(state.values())
-        given = tree_map(partial(cast, dtype=dtype), example())  # which is there before the forward
+        given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
         with tally.watching(model):
             with example_labels(model, finish):
                 output = call_with(model, state, given)
@@ -79,7 +82,7 @@ def count(
 
 @dataclass
 class _Counts:
-    """Of one block, as they grow."""
+    """Counts of one block so far."""
 
     calls: int = 0
     in_backward: bool = False
@@ -92,7 +95,7 @@ class _Counts:
 
 
 class Tally(TorchDispatchMode):
-    """Counts each operation for the block that is running ("" is the root)."""
+    """Counts each operation of a forward for the block that is running ("" is the root)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,14 +105,14 @@ class Tally(TorchDispatchMode):
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
         self.layers: dict[str, Layer] = {}
         self.attentions: dict[str, Heads] = {}
-        self.given: dict[str, Any] = {}  # by block, its arguments
+        self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorForm` for tensors
         self.stream_shape: tuple[int, ...] = ()
-        self.saved, self.moved, self.flow = SavedTally(), TrafficCounter(), Flow()
-        self._behind = ""
-        self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
+        self.saved, self.moved, self.flow = SavedTally(), TrafficCounter(), DataFlow()
+        self._behind = ""  # the linear or convolution that ran last
+        self._unsaved: list[str] = []  # the layers of this block after which nothing was saved so far
 
     def counted(self, block: Block) -> Block:
-        """The block with its counts."""
+        """Returns the block with its counts added."""
         found, saved = self.blocks.get(block.name, _Counts()), self.saved.by_place
         inside = [name for name in self.layers if name == block.name or name.startswith(f"{block.name}.")]
         return replace(
@@ -133,12 +136,12 @@ class Tally(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Count while the model runs forward."""
+        """Count the operations of the model inside the context."""
         handles = []
         for name, module in find_units(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter_unit, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave_node, name)))
-        for name, module in model.named_modules():  # before those of blocks, which may be such layers themselves
+        for name, module in model.named_modules():  # before the hooks of blocks: a block may itself be such a layer
             if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
                 handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
                 handles.append(module.register_forward_hook(partial(self._measure, name)))
@@ -162,7 +165,7 @@ class Tally(TorchDispatchMode):
         result = fake_grouped(*args[:2]) if is_grouped else func(*args, **kwargs)
         inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         self.flow.operation(inputs, outputs)
-        here, found = self.blocks[self.running], product(func, args, kwargs, result)
+        here, found = self.blocks[self.running], count_product(func, args, kwargs, result)
         if found is not None and is_gradient_work():
             later = Flops(backward=found.flops.all)
             here.flops = here.flops.plus(later)
@@ -182,10 +185,12 @@ class Tally(TorchDispatchMode):
         else:
             return result
         here.read_bytes += sum(map(bytes_of, inputs))
-        if func._overloadpacket in LOOKUPS:  # of the table it reads as much as it gives
+        if func._overloadpacket in LOOKUPS:  # of the table, only the elements of the output are read
             here.read_bytes -= max(0, bytes_of(inputs[0]) - sum(map(bytes_of, outputs)))
         here.written_bytes += sum(map(bytes_of, outputs))
-        if func in KEPT_OPERATIONS and self.running:  # the root keeps what it saves, and nothing else
+        if (
+            func in KEPT_OPERATIONS and self.running
+        ):  # the root is not recomputed: it keeps what autograd saves, and nothing else
             for tensor in outputs:
                 self._save(tensor, "selective")
         return result
@@ -215,7 +220,7 @@ class Tally(TorchDispatchMode):
         self.blocks.setdefault(name, _Counts()).calls += 1
         self.given.setdefault(name, tree_map(_form, (args, kwargs)))
         given = tensors_of((args, kwargs))
-        self.saved.stay(given[1:])  # tables, masks: given to every block
+        self.saved.stay(given[1:])  # tables and masks, which every block gets
         for tensor in given:
             self.stream_shape = self.stream_shape or tuple(tensor.shape)
             self._save(tensor, "selective", "full")
@@ -243,7 +248,7 @@ class Tally(TorchDispatchMode):
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
         in_rows = value.numel() // width
         weight: Any = module.weight
-        out = output.shape[dim] if output.dim() else len(weight)  # a head that gives a loss
+        out = output.shape[dim] if output.dim() else len(weight)  # a head that returns a loss has no dims
         rows = output.numel() // out if output.dim() else in_rows
         self.layers[name] = Layer(
             rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module)
@@ -268,17 +273,17 @@ def _form(value: Any) -> Any:
         return value
     storage = value.untyped_storage()
     form = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
-    return Given(*form, storage._cdata, storage.nbytes())
+    return TensorForm(*form, storage._cdata, storage.nbytes())
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """A floating-point tensor in another dtype, as a leaf; anything else as it is."""
+    """Returns a floating-point tensor as a leaf of another dtype; any other value unchanged."""
     if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().to(dtype).requires_grad_(value.requires_grad)
 
 
 def fake(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, inside a FakeTensorMode."""
+    """Returns an empty CPU tensor of the same shape and dtype. Call it inside a FakeTensorMode."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)

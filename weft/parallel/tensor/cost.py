@@ -26,7 +26,7 @@ from weft.parallel.tensor.cuts import ends_of, parameter_cuts
 from weft.parallel.tensor.norm import ALONE, split_norm
 from weft.parallel.tensor.vocabulary import loss_bytes
 from weft.plan import Plan
-from weft.profile import Block, Profile, Shares
+from weft.profile import BackwardShares, Block, Profile
 from weft.sharding.layout import COMPUTE_DTYPE
 
 Calls = Iterator[tuple[Key, int]]
@@ -205,7 +205,7 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
         blocks=tuple(blocks),
         layers=layers,
         stream_numel=profile.stream_numel // context,
-        shares=Shares(*[1 / context] * 4),
+        shares=BackwardShares(*[1 / context] * 4),
     )
     if plan.tensor.x == plan.tensor.y == 1:
         return profile
@@ -225,15 +225,15 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
     )
 
 
-def _shares(profile: Profile, plan: Plan, over: int) -> Shares:
+def _shares(profile: Profile, plan: Plan, over: int) -> BackwardShares:
     """Of what only backward holds. The loss over split classes makes its gradient in one buffer, not two."""
     context, x = plan.context.degree, plan.tensor.x
     if not any(split.kind == "head" for split in profile.pairing.splits.values()):
-        return Shares(1 / context / x, 1 / context / over, 1 / context, 1 / context)
+        return BackwardShares(1 / context / x, 1 / context / over, 1 / context, 1 / context)
     narrow = COMPUTE_DTYPE[plan.precision].itemsize
     wide = max(4, narrow)
     loss = (wide + (narrow if narrow < wide else 0)) / (2 * wide) if x > 1 else 1.0
-    return Shares(1 / context / x, 1 / context / over, 1 / context / x, loss / context / x)
+    return BackwardShares(1 / context / x, 1 / context / over, 1 / context / x, loss / context / x)
 
 
 def transient_bytes(profile: Profile, plan: Plan) -> int:
@@ -266,7 +266,7 @@ class _Stream:
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.dtype = COMPUTE_DTYPE[plan.precision]
         self.ends = ends_of(self.pairing, plan)
-        self._per_row: dict[Any, int] = profile.kept.setdefault("saved by norms", {})
+        self._per_row: dict[Any, int] = profile.cache.setdefault("saved by norms", {})
 
     def local(self, block: Block) -> Block:
         """The block with a rank's FLOPs and saved bytes."""
