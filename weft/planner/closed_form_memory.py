@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from weft.compile.saved_bytes import under
+from weft.compile.saved_bytes import profile_under
 from weft.memory.activation_choice import sendable, sent_blocks
 from weft.memory.recompute import over_root, transient
 from weft.models.loss import parts
@@ -242,7 +242,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     if there is one, where a plan leaves the loss to the head.
     """
     in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
-    profile = under(in_head or profile, plan)
+    profile = profile_under(in_head or profile, plan)
     part = f"part of {plan.tensor} in {plan.precision}"
     if part not in profile.cache:
         at = dict.fromkeys(plan.degrees, 0)

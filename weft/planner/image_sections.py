@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.compile.saved_bytes import compiled
+from weft.compile.saved_bytes import compiled_profile
 from weft.inspection.memory_traffic import MemoryTraffic, tensors_of
 from weft.plan import Plan, Tile
 from weft.planner.image_chain import (
@@ -91,7 +91,7 @@ class Sections:
         """
         model, example = self.profile.model, self.profile.example
         assert model is not None
-        blocks = compiled(profile(model, example, _any_loss, self.profile.dtype)).blocks
+        blocks = compiled_profile(profile(model, example, _any_loss, self.profile.dtype)).blocks
         kept = {block.name: (block.saved_bytes or {})["none"] for block in blocks}
         return tuple(
             replace(one, saved_bytes={**one.saved_bytes, "none": kept.get(one.name, one.saved_bytes["none"])})
