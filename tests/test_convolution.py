@@ -384,7 +384,7 @@ def test_finds_a_skipped_all_reduce_of_dI(monkeypatch: Patch, name: str) -> None
         counted(ctx.axis, "all_reduce", gradients[0])
         return gradients[0], None
 
-    monkeypatch.setattr(tensor_ops._Enter, "backward", staticmethod(backward))
+    monkeypatch.setattr(tensor_ops._AllReduceGradient, "backward", staticmethod(backward))
     found = failures(check(name, grid(2)))
     assert "worst gradient" in found
     assert "loss" in found  # of the later steps
@@ -397,7 +397,7 @@ def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, name: str, p
         counted(over, "all_reduce", value)
         return value.clone()
 
-    monkeypatch.setattr(tensor_ops._Leave, "forward", staticmethod(forward))
+    monkeypatch.setattr(tensor_ops._AllReduce, "forward", staticmethod(forward))
     found = failures(check(name, plan))
     assert "loss" in found
     assert without_traffic(found)

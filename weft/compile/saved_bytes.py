@@ -166,9 +166,7 @@ def _partitions(source: ProfileSource, blocks: Sequence[Block], matmul: str) -> 
 def _try_partition(module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul: str) -> Partition | str:
     try:
         return partition(module, given, dtype, matmul)
-    except (
-        Exception
-    ) as error:  # anything that the user's code, or torch's trace of it, may raise; `assumptions` reports it
+    except Exception as error:  # anything that the user's code or torch's trace may raise; `assumptions` reports it
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 

@@ -52,9 +52,7 @@ class TrafficCounter:
         self.by_layer: dict[TrafficKey, MemoryTraffic] = {}
         self._segment = 0  # the number of this run of operations without a matmul
         self._is_open = False  # whether the segment has a kernel already
-        self._written: dict[
-            int, tuple[int, TrafficKey, int]
-        ] = {}  # storage -> (segment, key, bytes), until used outside
+        self._written: dict[int, tuple[int, TrafficKey, int]] = {}  # storage -> (segment, key, bytes), until used
         self._read: set[int] = set()  # outside storages that this segment has read
         self._alive: list[Tensor] = []  # keeps storages alive: addresses of freed ones are used again
 

@@ -188,9 +188,7 @@ class Tally(TorchDispatchMode):
         if func._overloadpacket in LOOKUPS:  # of the table, only the elements of the output are read
             here.read_bytes -= max(0, bytes_of(inputs[0]) - sum(map(bytes_of, outputs)))
         here.written_bytes += sum(map(bytes_of, outputs))
-        if (
-            func in KEPT_OPERATIONS and self.running
-        ):  # the root is not recomputed: it keeps what autograd saves, and nothing else
+        if func in KEPT_OPERATIONS and self.running:  # the root is not recomputed: it keeps what autograd saves
             for tensor in outputs:
                 self._save(tensor, "selective")
         return result

@@ -31,9 +31,7 @@ from weft.models.loss_head import example_labels, loss_head_of
 from weft.profile import Block, Profile, ProfileSource, cast, fake
 from weft.profile.saved_in_pieces import as_in_pieces
 
-Wrap = Callable[
-    [Callable[..., Any]], Callable[..., Any]
-]  # takes a block's forward and returns it under a memory policy
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # applies a memory policy to a block's forward
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,26 @@
-"""Axes `x` and `y`: every linear split by outputs and inputs (AxoNN; Megatron is y = 1). With `shard`, a 3-D matmul.
+"""Axes `x` and `y`: split every linear by outputs and inputs (AxoNN; Megatron is y = 1). With `shard`, a 3-D matmul.
 
 For O = I·W with I [m, k], m tokens of one batch rank, and W [k, n]:
 
     column  W: n over x, k over y     I: k over y      O = sum over y, n over x       dI = sum over x
     row     W: n over y, k over x     I: k over x      O = sum over x, n over y       dI = sum over y
 
-Columns and rows alternate, so a row's output is laid out as the next column takes it: the residual stream has its
-features over y and is the same on all ranks of x; between column and row, features (heads) go over x. Bytes per layer
-and micro-batch, at c bytes an element: column backward m·k/y·c over x (once for several columns with one input),
-forward m·n/x·c over y; row forward m·n/y·c over x, backward m·k/x·c over y. With `tensor.sequence` the residual stream
-is also split along the sequence over x between the regions: each all-reduce over x becomes an all-gather and a
-reduce-scatter of the same size, and norms and their activations are split too; from the embedding to the head, where
-nothing but the chain of blocks and a norm stands between (`ends.py`).
+Columns and rows alternate, so a row's output has the layout of the next column's input. The residual stream has its
+features split over y, and is the same on all ranks of x. From a column to its row (a *region*), features or heads are
+split over x. Bytes per layer and micro-batch, with c bytes an element:
 
-The embedding's rows (vocabulary) go over x, its features over y; the head likewise, and its logits stay split
-(`vocabulary.py`). Norms over y sum their moments over y. What has no partner is gathered after its matmul.
-Convolutions are in `convolution.py`; in a model that has some, the stream between layers is whole on every rank of y:
-a column takes its part of it, and a row's parts are gathered.
+    column   forward m·n/x·c over y, backward m·k/y·c over x (once for several columns with the same input)
+    row      forward m·n/y·c over x, backward m·k/x·c over y
+
+With `tensor.sequence` the residual stream is also split along the sequence over x, outside of the regions. Each
+all-reduce over x becomes an all-gather and a reduce-scatter of the same size, and norms and their activations are
+split, too. The sequence stays split from the embedding to the head if only the chain of blocks and a norm lie between
+them (`inspection/chain_ends.py`).
+
+The embedding's rows (vocabulary) are split over x and its features over y; the head is split in the same way, and its
+logits stay split (`vocabulary.py`). Norms sum their moments over y. The outputs of a linear without a partner are
+gathered after its matmul. Convolutions are in `convolution.py`. In a model with convolutions, every rank of y holds the
+whole values between layers: a column takes its part of them, and the parts of a row's output are gathered.
 """
 
 from __future__ import annotations
@@ -42,10 +46,10 @@ from weft.parallel.tensor.cost import localise, traffic, transient_bytes
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
 from weft.parallel.tensor.norm import split_norm
 from weft.parallel.tensor.operations import gather, leave
-from weft.parallel.tensor.overlapped_matmul import Stream
+from weft.parallel.tensor.overlapped_matmul import StreamSplit
 from weft.parallel.tensor.refuse import refuse_sizes
-from weft.parallel.tensor.sequence_stream import Chain
-from weft.parallel.tensor.split_linear import Entrance, SplitLinear
+from weft.parallel.tensor.sequence_stream import SequenceSplitter
+from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
 from weft.profile import CUTS_ATTRIBUTE, Profile
@@ -55,7 +59,7 @@ __all__ = ["TensorAxes", "localise"]
 
 
 class TensorAxes(Strategy):
-    """Matmuls over `x` and `y`."""
+    """Splits matmuls and convolutions over `x` and `y`."""
 
     name = "tensor"
 
@@ -72,9 +76,9 @@ class TensorAxes(Strategy):
         if plan.tensor.x == plan.tensor.y == 1:
             return Cost()
         calls = list(traffic(profile, plan, coordinates["x"], coordinates["y"])) * split.accumulation
-        beside = transient_bytes(profile, plan)
-        told = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
-        return Cost(told, transient=Transient(0, beside, beside))
+        temporary_bytes = transient_bytes(profile, plan)
+        communication = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
+        return Cost(communication, transient=Transient(0, temporary_bytes, temporary_bytes))
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if plan.tensor.x == plan.tensor.y == 1:
@@ -89,11 +93,11 @@ class TensorAxes(Strategy):
         return model
 
 
-# --- what each module does
+# --- changes to modules
 
 
 def _shrink(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Put parameters of the local shapes in place; their values come when the state is laid out."""
+    """Replace parameters by ones of the local shapes on the meta device. `ShardAxis` sets their values."""
     made: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
@@ -107,15 +111,15 @@ def _shrink(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 
 class _Applier:
-    """Replaces forwards and adds hooks; modules, names and classes stay."""
+    """Replaces forwards and adds hooks. Modules, their names and classes stay."""
 
     def __init__(self, model: nn.Module, pairing: Pairing, plan: Plan, mesh: Mesh) -> None:
         self.model, self.pairing = model, pairing
         self.x, self.y = mesh["x"], mesh["y"]
         self.rng = _scopes_of(model, pairing, mesh) if has_dropout(model) else None
         is_split = plan.tensor.sequence and self.x.degree > 1
-        self.stream = Stream(plan.tensor.chunks, plan.tensor.regather) if is_split else None
-        self.chain = Chain(self.x, ends_of(pairing, plan), self.stream, self.rng)
+        self.stream = StreamSplit(plan.tensor.chunks, plan.tensor.regather) if is_split else None
+        self.chain = SequenceSplitter(self.x, ends_of(pairing, plan), self.stream, self.rng)
 
     def apply(self) -> None:
         self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)
@@ -139,9 +143,9 @@ class _Applier:
             scaled.apply(self.model.get_submodule(name), self.x.degree)
 
     def _scopes(self, rng: ScopedRng) -> None:
-        """Draw in the scope of the residual stream from each block on, and where a module drops before any of them.
+        """Enter the rng scope of the residual stream before each block, and before dropout ahead of all blocks.
 
-        One between a column and its row, which may be blocks themselves, stays in their scope.
+        Dropout between a column and its row stays in their scope; column and row may themselves be blocks.
         """
         stream = WHOLE if self.stream is None else PART
         for block in find_blocks(self.model).values():
@@ -171,7 +175,7 @@ class _Applier:
                 set_vocabulary(self.model, Vocabulary(begin, end, num_classes, self.x))
         for parent, columns in entering.items():
             module = self.model.get_submodule(parent)
-            _replace_forward(module, Entrance(parent, module.forward, columns).forward)
+            _replace_forward(module, SharedInput(parent, module.forward, columns).forward)
 
     def _convolution(self, module: Any, split: Split, value: Tensor) -> Tensor:
         if self.rng is not None and split.kind in ("column", "row"):
@@ -185,7 +189,7 @@ class _Applier:
             self.rng.enter(WHOLE)
         if name != self.chain.ends.embedding:
             return leave(rows, self.x)
-        self.chain.given = rows
+        self.chain.expected = rows
         return rows
 
     def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -204,10 +208,10 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def _scopes_of(model: nn.Module, pairing: Pairing, mesh: Mesh) -> ScopedRng | None:
-    """The scopes of a model over x and y; None where no rank holds other elements than another.
+    """Returns the rng scopes of a model over x and y; None if all ranks hold the same elements.
 
-    The residual stream has its features over y, and with `tensor.sequence` its tokens over x; between a column and its
-    row features (heads) are over x, the same on all ranks of y.
+    The residual stream has its features split over y, and with `tensor.sequence` its tokens over x. Between a column
+    and its row, features (heads) are split over x, and all ranks of y hold the same ones.
     """
     x, y = mesh["x"], mesh["y"]
     of_stream = [] if pairing.is_whole or y.degree == 1 else [y]
@@ -221,7 +225,7 @@ def _enter(rng: ScopedRng, scope: str, *_: Any) -> None:
 
 
 def _outer_norms(model: nn.Module, pairing: Pairing) -> list[str]:
-    """The norms whose features are split over y: all but those of single heads."""
+    """Returns the names of norms whose features are split over y: all but those of single heads."""
     return [
         name
         for name, module in model.named_modules()
