@@ -37,7 +37,7 @@ from weft.parallel.tensor.cost import traffic
 from weft.plan import Memory, Plan, Recompute, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.proof.prove import Report, verify
+from weft.proof.prove import ProofReport, verify
 from weft.sharding.units import units_of
 from weft.step.objective import CROSS_ENTROPY
 
@@ -237,7 +237,7 @@ def grid(x: int = 1, y: int = 1, shard: int = 1, data: int = 1, recompute: Recom
     return Plan(data=data, shard=Shard(shard, stage), tensor=TensorPlan(x, y), memory=Memory(recompute), **others)
 
 
-def check(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None) -> Report:
+def check(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None) -> ProofReport:
     """Verify the named model under a plan: loss, gradients, three steps; bytes; state."""
     return verify(make or MODELS[name], BATCHES.get(name, image_batch), plan)
 

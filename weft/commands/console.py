@@ -19,7 +19,7 @@ from weft.cluster.hardware import Cluster, describe
 from weft.errors import ConfigError
 from weft.planner.predict import Prediction
 from weft.profile import Profile
-from weft.proof.report import Report
+from weft.proof.report import ProofReport
 from weft.run_file import Run
 from weft.schedule.draw import heading, to_text, write
 from weft.train.metrics import StepMetrics
@@ -130,7 +130,7 @@ def show_timeline(console: Console, prediction: Prediction, path: Path | None) -
         console.print(to_text(prediction.timeline, max(40, console.width - 24)), highlight=False, soft_wrap=True)
 
 
-def show_report(console: Console, report: Report, what: str) -> None:
+def show_report(console: Console, report: ProofReport, what: str) -> None:
     """The proof as a table."""
     precision = "bf16, within a tolerance," if report.plan.precision == "bf16" else "float64"
     table = Table(

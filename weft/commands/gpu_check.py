@@ -16,7 +16,7 @@ from weft.comm.backends import describe_backend
 from weft.models import DecoderConfig, build, initialise
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.proof.prove import Trial, prove_plan, proved
+from weft.proof.prove import Trial, plan_to_prove, prove_plan
 from weft.step.objective import CROSS_ENTROPY, Batch
 
 NUM_RANKS = 2
@@ -50,10 +50,10 @@ def check_gpu() -> list[dict[str, Any]]:
     """A row for each check: what, whether its results are right, the seconds, and what was found."""
     rows = []
     for axis, plan in PLANS.items():
-        trial = Trial(proved(plan, "fp64"), device="cuda")
+        trial = Trial(plan_to_prove(plan, "fp64"), device="cuda")
         rows.append(_row(f"{axis} = {NUM_RANKS}, float64", trial))
     compiled = Plan(memory=Memory(recompute="selective"), micro_batch=2)
-    rows.append(_row("one rank, bf16, compiled", Trial(proved(compiled, "bf16"), device="cuda", compiles=True)))
+    rows.append(_row("one rank, bf16, compiled", Trial(plan_to_prove(compiled, "bf16"), device="cuda", compiles=True)))
     return rows
 
 

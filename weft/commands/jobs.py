@@ -23,7 +23,7 @@ from weft.commands.gpu_check import check_gpu, describe
 from weft.launch.fork_server import Job, Main, Nursery
 from weft.planner.predict import refuse_run
 from weft.proof.prove import prove_run
-from weft.proof.report import Report, report_from_json, report_to_json
+from weft.proof.report import ProofReport, report_from_json, report_to_json
 from weft.run_file import Run, run_from_json
 from weft.serve.generate import generate, load_for_generation
 
@@ -56,7 +56,7 @@ def prove(
     device: DeviceType = "cpu",
     precision: Literal["fp64", "bf16"] = "fp64",
     compiles: bool = False,
-) -> Report:
+) -> ProofReport:
     """`verify_run`: the run itself is checked here, and proved in a child, which can fork ranks whatever this process
     has done.
     """
