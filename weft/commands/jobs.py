@@ -1,9 +1,9 @@
-"""What commands let a child of the nursery do: whatever touches a GPU, runs a backward or forks ranks of its own.
+"""Jobs that commands run in a child process of the nursery: those that use a GPU, run a backward or fork ranks.
 
     with command_nursery(run_as_rank) as nursery:    first of all in a command
         prove(nursery, run)
 
-Arguments and results are JSON's: a run travels as `Run.to_json` writes it.
+Arguments and results are JSON values; a run is passed as the text of `Run.to_json`.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from weft.proof.report import ProofReport, report_from_json, report_to_json
 from weft.run_file import Run, run_from_json
 from weft.serve.generate import generate, load_for_generation
 
-# With it torch asks NVIDIA's management library whether there is a GPU, which leaves a process as it was; by itself it
-# asks CUDA, and no child of that process can use a GPU any more.
+# With this variable torch asks NVIDIA's management library whether there is a GPU. Without it torch initialises CUDA,
+# and then no forked child of the process can use a GPU.
 _ASKS_LIBRARY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def import_for_ranks() -> None:
-    """What ranks would otherwise each import: optimizers and profiles need it, for seconds."""
+    """Import a slow module that optimizers and profiles need, so that each forked rank need not import it (seconds)."""
     import torch._dynamo  # noqa: F401
 
 
 @contextmanager
 def command_nursery(main: Main, kind: type[Nursery] = Nursery, warms: bool = True) -> Iterator[Any]:
-    """The nursery (of that kind) of a command; while it lasts, this process sees no GPU and knows what a child saw of
-    them. One that will start ranks `warms` up: it imports what they need.
+    """Start a nursery of class `kind` for a command, and yield it.
+
+    A child lists the GPUs; inside the context, this process uses that list and does not touch a GPU. With `warms`, the
+    nursery imports what ranks need before it starts any.
     """
     os.environ.setdefault(_ASKS_LIBRARY, "1")
     with kind(main, import_for_ranks if warms else lambda: None, JOBS) as nursery:
@@ -57,8 +59,9 @@ def prove(
     precision: Literal["fp64", "bf16"] = "fp64",
     compiles: bool = False,
 ) -> ProofReport:
-    """`verify_run`: the run itself is checked here, and proved in a child, which can fork ranks whatever this process
-    has done.
+    """Like `verify_run`: checks the run in this process, and proves it in a child of the nursery.
+
+    The child can fork ranks, also if this process has run a backward.
     """
     refuse_run(run)
     found = nursery.call("verify", run=run.to_json(), device=device, precision=precision, compiles=compiles)
@@ -79,7 +82,7 @@ def _sample(folder: str, device: DeviceType, options: Mapping[str, Any]) -> str:
 
 
 def _check_gpu() -> dict[str, Any]:
-    rows = check_gpu()  # first: it forks
+    rows = check_gpu()  # before `describe`, which initialises CUDA: it forks
     return {"backend": describe(), "rows": rows}
 
 
