@@ -186,6 +186,6 @@ def with_saves(run: Run, cost: Failures, step_seconds: float) -> Run:
 
 
 def with_traffic(answer: Answer, run: Run) -> Answer:
-    """Returns the answer with a rank's traffic of one step of the first plan, to the byte, as its strategies state it."""
+    """Returns the answer with a rank's traffic in a step of the first plan, to the byte, as its strategies state it."""
     planned = with_plan(run, answer)
     return replace(answer, traffic=cost(micro_batch_profile(planned), planned.plan, planned.split).traffic)

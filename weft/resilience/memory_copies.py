@@ -54,7 +54,7 @@ class MemoryCopies(Saver):
         self._world, self._place, self._say = mesh["world"], place, say
         self._hop = place.num_local_ranks  # to the same place on the next host
         # With a ledger of its own: it waits in another thread, and what it says is no part of a step.
-        self._ring = replace(mesh.again("world", "memory"), ledger=Ledger()) if place.num_hosts > 1 else None
+        self._ring = replace(mesh.with_own_group("world", "memory"), ledger=Ledger()) if place.num_hosts > 1 else None
         self._is_on: bool | None = None  # not known before the first save
         self._last: Key | None = None
         self._held: list[Listing] = []

@@ -67,7 +67,7 @@ class TakeOver:
         store, mesh = current_store(), self._mesh
         num_ranks = mesh.plan.num_ranks
         self._model.let_go()
-        mesh.let_go()
+        mesh.release_groups()
         shutdown()
         gc.collect()  # groups are closed when nobody holds them
         lost = self._await_word(why)
@@ -81,7 +81,7 @@ class TakeOver:
         ahead = [one for one in told.values() if one.number == newest]
         done = [Action(**action) for one in ahead for action in one.done]
         before = told[lost.rank - 1]
-        mesh.without_one()
+        mesh.drop_pipe_rank()
         self._model.take_over(lost.rank, newest, done, before.has_gradients and before.number == newest)
         self._saver.without(lost.rank, [one.num_saves for one in told.values()])
         if self._rank == lost.rank - 1:

@@ -41,7 +41,7 @@ class Gates:
     def gate(self, layer: int) -> tuple[bool, float]:
         """Whether a block is kept, and how probable that was."""
         step, micro_batch = self._now
-        kept = self.config.kept(step, layer, self.num_layers)
+        kept = self.config.keep_probability(step, layer, self.num_layers)
         key = f"layer drop:{self.seed}:{step}:{micro_batch}:{layer}"
         drawn = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()) / 2**56
         return drawn < kept, kept
