@@ -115,24 +115,24 @@ def _with_partition(
     """
     if found is None:
         return block
-    behind = {f"{block.name}.{layer}" if layer else "": size for layer, size in found.behind.items()}
+    saved_by_layer = {f"{block.name}.{layer}" if layer else "": size for layer, size in found.saved_by_layer.items()}
     tensors = [leaf for leaf in tree_leaves(source.given[block.name]) if isinstance(leaf, TensorForm)]
-    for one in (tensors[index] for index in found.given):
+    for one in (tensors[index] for index in found.saved_inputs):
         if one.storage not in seen:
             seen.add(one.storage)
-            behind[""] = behind.get("", 0) + one.storage_bytes
+            saved_by_layer[""] = saved_by_layer.get("", 0) + one.storage_bytes
     inside = [layer for name, layer in profile.layers.items() if name.startswith(f"{block.name}.")]
     width = tensors[0].dtype.itemsize
     last = [layer.rows * layer.out_features * width for layer in inside if layer.is_linear and layer.is_last]
-    saved = {**(block.saved_bytes or {}), "none": sum(behind.values())}
+    saved = {**(block.saved_bytes or {}), "none": sum(saved_by_layer.values())}
     saved["selective"] -= sum(last)
     return replace(
         block,
         saved_bytes=saved,
-        saved_behind={**block.saved_behind, "none": behind},
+        saved_by_layer={**block.saved_by_layer, "none": saved_by_layer},
         backward_bytes=found.backward_bytes,
         sendable=_sendable(block, found, tensors, last),
-        compiled_moves=found.moves,
+        compiled_traffic=found.traffic,
     )
 
 
@@ -144,8 +144,8 @@ def _sendable(
     Without recompute these are the tensors that the block computed and saves, and its input if it saves it. With
     selective recompute they are those of the uncompiled block, except results of `last` bytes.
     """
-    made: dict[Any, int] = {f"{block.name}:{number}": size for number, size in enumerate(found.made)}
-    made |= {f"{block.name}:": tensors[0].storage_bytes} if 0 in found.given else {}
+    made: dict[Any, int] = {f"{block.name}:{number}": size for number, size in enumerate(found.saved_sizes)}
+    made |= {f"{block.name}:": tensors[0].storage_bytes} if 0 in found.saved_inputs else {}
     selective = dict(block.sendable.get("selective", {}))
     for size in last:
         key = next((key for key in reversed(selective) if selective[key] == size), None)
@@ -182,5 +182,5 @@ def _key(block: Block, source: ProfileSource, module: torch.nn.Module) -> Any:
     forms = tree_map(
         lambda leaf: replace(leaf, storage=0) if isinstance(leaf, TensorForm) else leaf, source.given[block.name]
     )
-    counted = block.flops, str(block.saved_bytes), str({**block.saved_behind}.get("none", {}).values())
+    counted = block.flops, str(block.saved_bytes), str({**block.saved_by_layer}.get("none", {}).values())
     return str(module), module.training, state, str(source.dtype), str(forms), counted

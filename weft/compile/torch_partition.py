@@ -33,16 +33,17 @@ EXTERNAL = ("attention", "convolution")  # in names of operations with a library
 class Partition:
     """The tensors that a compiled block saves for backward.
 
-    `given`: indices of the input tensors that are saved. `behind`: bytes of other saved tensors, by the layer of the
-    block after which they are computed. `made`: the bytes of each of these. `backward_bytes`: the peak of backward
-    above all saved tensors, without gradients of parameters. `moves`: the memory traffic of its fused kernels.
+    `saved_inputs`: indices of the input tensors that are saved. `saved_by_layer`: bytes of other saved tensors, by the
+    layer of the block after which they are computed. `saved_sizes`: the bytes of each of these. `backward_bytes`: the
+    peak of backward above all saved tensors, without gradients of parameters. `traffic`: the memory traffic of its
+    fused kernels.
     """
 
-    given: tuple[int, ...]
-    behind: Mapping[str, int]
+    saved_inputs: tuple[int, ...]
+    saved_by_layer: Mapping[str, int]
     backward_bytes: int
-    made: tuple[int, ...] = ()
-    moves: FusedTraffic = NO_TRAFFIC
+    saved_sizes: tuple[int, ...] = ()
+    traffic: FusedTraffic = NO_TRAFFIC
 
 
 class _Graphs(NamedTuple):
@@ -116,30 +117,32 @@ def _read(graphs: _Graphs, names: Sequence[str]) -> Partition:
     given = {_storage(node): index - len(names) for index, node in inputs.items() if index >= len(names)}
     outputs, gradients = _outputs(graphs.forward), _outputs(graphs.backward)[: len(names)]
     results = {_storage(node) for node in outputs[: graphs.num_results] if isinstance(node, fx.Node)}
-    places = _layers_of(graphs.forward, own)
-    kept, behind, seen = set[int](), dict[str, int](), {*own, *results, None}
-    made: list[int] = []
+    layers = _layers_of(graphs.forward, own)
+    saved_inputs, saved_by_layer, seen = set[int](), dict[str, int](), {*own, *results, None}
+    saved_sizes: list[int] = []
     for node in outputs[graphs.num_results :]:
         storage = _storage(node)
         if storage in given:
-            kept.add(given[storage])
+            saved_inputs.add(given[storage])
         elif storage not in seen:
-            behind[places[node]] = behind.get(places[node], 0) + _bytes(node)
+            saved_by_layer[layers[node]] = saved_by_layer.get(layers[node], 0) + _bytes(node)
             seen.add(storage)
-            made.append(_bytes(node))
-    over = backward_peak_bytes(graphs.backward, {*own, *map(_storage, gradients)})
-    return Partition(tuple(sorted(kept)), behind, over, tuple(made), _fused_traffic(graphs))
+            saved_sizes.append(_bytes(node))
+    peak_bytes = backward_peak_bytes(graphs.backward, {*own, *map(_storage, gradients)})
+    return Partition(
+        tuple(sorted(saved_inputs)), saved_by_layer, peak_bytes, tuple(saved_sizes), _fused_traffic(graphs)
+    )
 
 
 def _layers_of(graph: fx.Graph, own: Mapping[int | None, str]) -> dict[fx.Node, str]:
     """Returns for each node the last layer whose matrix was multiplied before it; '' before all layers."""
-    found, behind = {}, ""
+    layers, layer = {}, ""
     for node in graph.nodes:
         if _is_external(node):
             matrices = [own[_storage(one)] for one in node.all_input_nodes if _storage(one) in own and _rank(one) > 1]
-            behind = matrices[0].rpartition(".")[0] if matrices else behind
-        found[node] = behind
-    return found
+            layer = matrices[0].rpartition(".")[0] if matrices else layer
+        layers[node] = layer
+    return layers
 
 
 # --- memory traffic
@@ -159,7 +162,7 @@ def _fused_traffic(graphs: _Graphs) -> FusedTraffic:
     the inputs of matmuls and attention again, and reading tensors that backward would not read without it.
     """
     forward, sizes = _fused_kernels(graphs.forward)
-    backward, sizes_behind = _fused_kernels(graphs.backward)
+    backward, backward_sizes = _fused_kernels(graphs.backward)
     there = {_storage(node) for node in _outputs(graphs.forward)[graphs.num_results :]}
     there |= {_storage(node) for node in graphs.forward.find_nodes(op="placeholder")}
     external = [one for node in graphs.forward.nodes if _is_external(node) for one in node.all_input_nodes]
@@ -170,7 +173,7 @@ def _fused_traffic(graphs: _Graphs) -> FusedTraffic:
         if multiplied & {_storage(node) for node in kernel.written} and kernel.read - there:
             again += sum(sizes[storage] for storage in kernel.read - there)
             again_kernels += 1
-    totals = [_fused_bytes(kernels, of) for kernels, of in ((forward, sizes), (backward, sizes_behind))]
+    totals = [_fused_bytes(kernels, of) for kernels, of in ((forward, sizes), (backward, backward_sizes))]
     return FusedTraffic(totals[0], len(forward), totals[1], len(backward), again, again_kernels)
 
 

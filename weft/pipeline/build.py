@@ -247,7 +247,7 @@ def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
         return {name: float(flops.all) for name, flops in whole.units.items()}
     assert whole.model is not None
     kind, blocks = plan.memory.recompute, {block.name: block for block in whole.blocks}
-    behind = whole.root.saved_behind.get(kind, {})
+    behind = whole.root.saved_by_layer.get(kind, {})
     weights = {}
     for name, module in find_units(whole.model).items():
         saved = (blocks[name].saved_bytes or {})[kind] if name in blocks else 0

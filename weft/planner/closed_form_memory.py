@@ -257,7 +257,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     if any(f"{head}.weight" not in names for head in split_heads):  # tied: both ends hold it
         tied = max(names.values(), default=0.0)
     root = (local.root.saved_bytes or {}).get(policy, 0)
-    behind = max(0, root - local.root.saved_behind.get(policy, {}).get("", 0))
+    behind = max(0, root - local.root.saved_by_layer.get(policy, {}).get("", 0))
     end = transient(replace(local, blocks=(block,)), policy)  # without what tied parameters wait for
     over, compute = over_root(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
     heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}

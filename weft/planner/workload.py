@@ -140,7 +140,7 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
     inside = f"{block.name}."
     products = _products(profile, splits, lambda name: name == block.name or name.startswith(inside))
     heads = [heads for name, heads in profile.attentions.items() if name.startswith(inside)]
-    inner, outer = _by_place(block.moved_behind, splits)
+    inner, outer = _by_place(block.traffic_by_layer, splits)
     scores = sum(one.batch * one.num_heads * one.sequence**2 for one in heads)
     keys = sum(one.batch * one.num_key_heads * one.sequence * one.head_dim for one in heads)
     others = block.flops - block.attention_flops - sum(product.flops for product in products)
@@ -155,7 +155,7 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
         other_flops=max(0, others),
         inner=inner,
         outer=outer,
-        compiled=block.compiled_moves,
+        compiled=block.compiled_traffic,
         num_parameters=len(block.parameters),
     )
 
@@ -164,7 +164,7 @@ def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_he
     """What lies outside of blocks: before all layers it belongs to the first end, behind any to the last."""
     in_blocks = tuple(f"{name}." for name in blocks)
     products = _products(profile, splits, lambda n: n not in blocks and not n.startswith(in_blocks) and is_here(n))
-    moved = {layer: moved for layer, moved in profile.root.moved_behind.items() if is_here(layer)}
+    moved = {layer: moved for layer, moved in profile.root.traffic_by_layer.items() if is_here(layer)}
     heads = {name for name, split in splits.items() if split.kind == "head" and name in moved}
     num_logits = sum(profile.layers[name].rows * profile.layers[name].out_features for name in heads)
     # What lies behind the head is the loss: how often it passes over the logits is the software's.

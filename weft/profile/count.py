@@ -107,13 +107,13 @@ class Tally(TorchDispatchMode):
         self.attentions: dict[str, Heads] = {}
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorForm` for tensors
         self.stream_shape: tuple[int, ...] = ()
-        self.saved, self.moved, self.flow = SavedTally(), TrafficCounter(), DataFlow()
-        self._behind = ""  # the linear or convolution that ran last
+        self.saved, self.traffic, self.flow = SavedTally(), TrafficCounter(), DataFlow()
+        self._last_layer = ""  # the linear or convolution that ran last
         self._unsaved: list[str] = []  # the layers of this block after which nothing was saved so far
 
     def counted(self, block: Block) -> Block:
         """Returns the block with its counts added."""
-        found, saved = self.blocks.get(block.name, _Counts()), self.saved.by_place
+        found, saved = self.blocks.get(block.name, _Counts()), self.saved.by_layer
         inside = [name for name in self.layers if name == block.name or name.startswith(f"{block.name}.")]
         return replace(
             block,
@@ -126,8 +126,8 @@ class Tally(TorchDispatchMode):
             written_bytes=found.written_bytes,
             boundary_bytes=found.boundary_bytes,
             saved_bytes={policy: sum(saved[policy].get(block.name, {}).values()) for policy in POLICIES},
-            saved_behind={policy: saved[policy].get(block.name, {}) for policy in POLICIES},
-            moved_behind={layer: one for (name, layer), one in self.moved.by_layer.items() if name == block.name},
+            saved_by_layer={policy: saved[policy].get(block.name, {}) for policy in POLICIES},
+            traffic_by_layer={layer: one for (name, layer), one in self.traffic.by_layer.items() if name == block.name},
             matmuls=dict(found.matmuls),
             convolutions=tuple(found.convolutions),
             branches=self.flow.branches(inside),
@@ -176,12 +176,12 @@ class Tally(TorchDispatchMode):
             self.units[self.unit] = self.units.get(self.unit, NO_FLOPS).plus(found.flops)
             here.matmuls.update([found.matmul] if found.matmul is not None else [])
             here.convolutions += [found.convolution] if found.convolution is not None else []
-            self.moved.product(inputs, outputs)
+            self.traffic.product(inputs, outputs)
         elif func._overloadpacket in ALLOCATIONS:
             return result
         elif not is_view(func, inputs, outputs):
             reads_twice = func._overloadpacket in WHOLE_NORMS
-            self.moved.operation(inputs, outputs, (self.running, self._behind), reads_twice)
+            self.traffic.operation(inputs, outputs, (self.running, self._last_layer), reads_twice)
         else:
             return result
         here.read_bytes += sum(map(bytes_of, inputs))
@@ -195,12 +195,12 @@ class Tally(TorchDispatchMode):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._unsaved.clear()
-        self.moved.saved(tensor)
+        self.traffic.saved(tensor)
         self._save(tensor, *(["none"] if self.running else POLICIES))
         return tensor
 
     def _save(self, tensor: Tensor, *policies: str) -> None:
-        self.saved.add(policies, tensor, self.running, self._behind)
+        self.saved.add(policies, tensor, self.running, self._last_layer)
 
     # --- units and blocks
 
@@ -238,7 +238,7 @@ class Tally(TorchDispatchMode):
         if _is_product(module):
             self.flow.enter(name, tensors_of(args))
         if is_giving_loss(module):
-            self._behind = name
+            self._last_layer = name
 
     def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         value = args[0]
@@ -253,7 +253,7 @@ class Tally(TorchDispatchMode):
         )
         self._unsaved.append(name)
         if _is_product(module):
-            self._behind = name
+            self._last_layer = name
             self.flow.leave(name, [output])
 
     def _measure_heads(self, name: str, _: nn.Module, args: Any) -> None:

@@ -86,12 +86,12 @@ class Block:
     of the forward that is attention, which a causal mask halves.
 
     Memory traffic: `read_bytes` and `written_bytes` are those of an eager forward, in which each operation is a kernel.
-    `moved_behind` has the traffic of operations other than matmuls, by the linear or convolution that they follow (see
-    `inspection/memory_traffic.py`). `compiled_moves` is the traffic of the fused kernels of a compiled block; None if
-    it is not compiled.
+    `traffic_by_layer` has the traffic of operations other than matmuls, by the linear or convolution that they follow
+    (see `inspection/memory_traffic.py`). `compiled_traffic` is the traffic of the fused kernels of a compiled block;
+    None if it is not compiled.
 
     Saved activations: `saved_bytes` has the bytes that backward needs for each value of `memory.recompute`, and
-    `saved_behind` splits them by the linear or convolution after which they are saved. For a compiled block,
+    `saved_by_layer` splits them by the linear or convolution after which they are saved. For a compiled block,
     `saved_bytes["none"]` is what torch.compile saves, and `backward_bytes` the peak of its backward above that
     (`compile/torch_partition.py`). `sendable` has, for each value of `memory.recompute`, the bytes of the storages that
     backward needs and that no other block is given; a storage is listed for every block that saves it.
@@ -112,15 +112,15 @@ class Block:
     written_bytes: int = 0
     boundary_bytes: int = 0
     saved_bytes: Mapping[str, int] | None = None
-    saved_behind: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    moved_behind: Mapping[str, MemoryTraffic] = field(default_factory=dict)
+    saved_by_layer: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    traffic_by_layer: Mapping[str, MemoryTraffic] = field(default_factory=dict)
     matmuls: Mapping[Matmul, int] = field(default_factory=dict)
     convolutions: tuple[Convolution, ...] = ()
     experts: tuple[Experts, ...] = ()
     branches: tuple[Paths, ...] = ()
     backward_bytes: int | None = None
     sendable: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
-    compiled_moves: FusedTraffic | None = None
+    compiled_traffic: FusedTraffic | None = None
 
     @property
     def numel(self) -> int:

@@ -18,7 +18,7 @@ class SavedTally:
     """Saved bytes by policy, block, and the linear or convolution after which they were saved."""
 
     def __init__(self) -> None:
-        self.by_place: dict[str, dict[str, dict[str, int]]] = {policy: {} for policy in POLICIES}
+        self.by_layer: dict[str, dict[str, dict[str, int]]] = {policy: {} for policy in POLICIES}
         self.since = 0  # bytes that `none` saved since this was last set to 0
         self.sendable: dict[str, dict[str, dict[int, int]]] = {}  # block -> policy -> number of a storage -> bytes
         self._staying = set[int]()  # storages that are not sent to the host: state, and inputs of several blocks
@@ -40,8 +40,8 @@ class SavedTally:
             self._alive.append(tensor)
         self.stay(tensors)
 
-    def add(self, policies: Iterable[str], tensor: Tensor, block: str, behind: str) -> None:
-        """Count a tensor that these policies save in `block`, after the layer `behind`."""
+    def add(self, policies: Iterable[str], tensor: Tensor, block: str, layer: str) -> None:
+        """Count a tensor that these policies save in `block`, after the layer `layer`."""
         storage = tensor.untyped_storage()
         for policy in policies:
             if storage._cdata not in self._staying:
@@ -52,5 +52,5 @@ class SavedTally:
             self._seen[policy].add(storage._cdata)
             self._alive.append(tensor)
             self.since += storage.nbytes() if policy == "none" else 0
-            saved = self.by_place[policy].setdefault(block, {})
-            saved[behind] = saved.get(behind, 0) + storage.nbytes()
+            saved = self.by_layer[policy].setdefault(block, {})
+            saved[layer] = saved.get(layer, 0) + storage.nbytes()

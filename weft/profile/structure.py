@@ -132,19 +132,19 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         return name in names or name.startswith(inside)
 
     flops = [whole.units[name] for name in names if name not in blocks and name in whole.units]
-    behind = {
+    saved_by_layer = {
         kind: {name: size for name, size in saved.items() if is_here(name) or (not name and is_first)}
-        for kind, saved in whole.root.saved_behind.items()
+        for kind, saved in whole.root.saved_by_layer.items()
     }
     root = replace(
         own.root,
         flops=sum(one.all for one in flops),
         attention_flops=sum(one.attention for one in flops),
         backward_flops=sum(one.backward for one in flops),
-        saved_bytes={kind: sum(saved.values()) for kind, saved in behind.items()} if whole.counted else None,
-        saved_behind=behind,
-        moved_behind={
-            name: one for name, one in whole.root.moved_behind.items() if is_here(name) or (not name and is_first)
+        saved_bytes={kind: sum(saved.values()) for kind, saved in saved_by_layer.items()} if whole.counted else None,
+        saved_by_layer=saved_by_layer,
+        traffic_by_layer={
+            name: one for name, one in whole.root.traffic_by_layer.items() if is_here(name) or (not name and is_first)
         },
     )
     found = tuple(replace(blocks[block.name], parameters=block.parameters) for block in own.blocks)

@@ -305,7 +305,7 @@ class _LocalCounts:
 
     def _behind_columns(self, block: Block) -> int:
         """Returns the bytes saved inside of regions: after columns and the head, not after rows and gathered layers."""
-        behind, none = block.saved_behind.get("none", {}), (block.saved_bytes or {}).get("none", 0)
+        behind, none = block.saved_by_layer.get("none", {}), (block.saved_bytes or {}).get("none", 0)
         regions = [name for name, split in self.pairing.splits.items() if split.kind in ("column", "head")]
         outside = sum(size for name, size in behind.items() if name not in regions)
         return none - outside * none // max(1, sum(behind.values()))
@@ -315,7 +315,7 @@ class _LocalCounts:
         assert block.saved_bytes is not None
         saved = {}
         for kind, num_bytes in block.saved_bytes.items():
-            in_regions = sum(block.saved_behind[kind].get(name, 0) for name in inside)
+            in_regions = sum(block.saved_by_layer[kind].get(name, 0) for name in inside)
             saved[kind] = num_bytes - in_regions + in_regions // self.x
         if self.y > 1:  # this rank's part of each input is saved, and the whole input if other layers save it, too
             saved["none"] += sum(self._change_over_y(split) for split in self._splits(block.name))
