@@ -31,7 +31,7 @@ from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, is_giving_loss
 from weft.profile.branches import DataFlow
 from weft.profile.flops import GROUPED, KEPT_OPERATIONS, count_product, fake_grouped
-from weft.profile.parts import Block, Convolution, Flops, Heads, Layer, Matmul, Profile, TensorForm
+from weft.profile.parts import Block, Convolution, Flops, Heads, LayerShape, Matmul, Profile, TensorForm
 from weft.profile.saved_bytes import POLICIES, SavedTally
 
 NO_FLOPS = Flops()
@@ -103,7 +103,7 @@ class Tally(TorchDispatchMode):
         self.unit = ""  # the unit that runs, or ran last
         self.units: dict[str, Flops] = {}
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
-        self.layers: dict[str, Layer] = {}
+        self.layers: dict[str, LayerShape] = {}
         self.attentions: dict[str, Heads] = {}
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorForm` for tensors
         self.stream_shape: tuple[int, ...] = ()
@@ -248,7 +248,7 @@ class Tally(TorchDispatchMode):
         weight: Any = module.weight
         out = output.shape[dim] if output.dim() else len(weight)  # a head that returns a loss has no dims
         rows = output.numel() // out if output.dim() else in_rows
-        self.layers[name] = Layer(
+        self.layers[name] = LayerShape(
             rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module)
         )
         self._unsaved.append(name)

@@ -129,7 +129,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerShape:
     """A linear, convolution, embedding or norm in one forward of the example batch.
 
     `in_features` and `out_features` are channels for a convolution. `rows` is the number of tokens (or pixels) of the
@@ -232,7 +232,7 @@ class Profile:
     buffer_bytes: int = 0
     batch_mixers: tuple[str, ...] = ()
     counted: bool = False
-    layers: Mapping[str, Layer] = field(default_factory=dict)
+    layers: Mapping[str, LayerShape] = field(default_factory=dict)
     attentions: Mapping[str, Heads] = field(default_factory=dict)
     stream_numel: int = 0
     stream_shape: tuple[int, ...] = ()

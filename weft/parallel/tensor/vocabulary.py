@@ -80,7 +80,7 @@ def loss_bytes(num_targets: int, itemsize: int) -> list[int]:
 
 
 def num_right(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """How many labels that count have the largest logit; over the split classes, where logits are split."""
+    """Returns the number of valid labels whose logit is the largest, among all classes also if logits are split."""
     wide, flat = logits.detach().flatten(0, -2), labels.flatten()  # [targets, classes]
     if vocabulary is None:
         return (wide.argmax(-1) == flat).sum()
