@@ -34,7 +34,7 @@ from plain_llama import PlainLlama, chunk_loss, plain_step
 from torch import Tensor, nn
 
 from weft.cluster.hardware import load
-from weft.compile.attention_kernel import Shape, fastest_attention
+from weft.compile.attention_kernel import AttentionShape, fastest_attention
 from weft.compile.blocks import compile_blocks
 from weft.errors import WeftError
 from weft.mesh import Mesh
@@ -154,7 +154,9 @@ def weft_contender(name: str, case: Case, device: torch.device, stack: ExitStack
 
     plan = build_dataclass(Plan, PLANS[name], "plan")
     model = case.model
-    shape = Shape(case.batch, model.num_attention_heads, model.num_key_value_heads, case.sequence, model.head_dim)
+    shape = AttentionShape(
+        case.batch, model.num_attention_heads, model.num_key_value_heads, case.sequence, model.head_dim
+    )
     stack.enter_context(fastest_attention(shape, torch.bfloat16, device))
     with torch.device("meta"):
         whole = build(model)

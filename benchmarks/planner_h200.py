@@ -32,7 +32,7 @@ from torch import Tensor
 
 from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.hardware import Cluster, load
-from weft.compile.attention_kernel import Shape, fastest_attention
+from weft.compile.attention_kernel import AttentionShape, fastest_attention
 from weft.compile.blocks import compile_blocks
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
@@ -140,7 +140,7 @@ def measure(case: Case, is_tiny: bool) -> dict[str, Any]:
     device = torch.device("cpu" if is_tiny else "cuda")
     plan, config = plan_of(case), config_of(case, is_tiny)
     heads, keys = config.num_attention_heads, config.num_key_value_heads
-    shape = Shape(case.micro_batch, heads, keys, case.sequence, config.head_dim)
+    shape = AttentionShape(case.micro_batch, heads, keys, case.sequence, config.head_dim)
     with ExitStack() as stack:
         kernel = stack.enter_context(fastest_attention(shape, torch.bfloat16, device))
         with torch.device("meta"):

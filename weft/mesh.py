@@ -1,13 +1,18 @@
-"""The mesh: a plan's axes as named process groups. The only file that makes groups; it is passed, never global.
+"""The mesh: a plan's axes as named process groups. Only this file creates groups, and no mesh is global.
 
-Ranks are laid out in the order of `plan.AXES`, outermost first. Besides each axis there are joint ones, over all ranks
-that differ in some of them: `batch` (take different samples), `tile` (different parts of their images), `samples`
-(either: statistics over the batch), `tokens` (different tokens or pixels: counts of targets), `losses` (and different
-stages, of which the last knows the loss), `state` (hold different parts of the model: the gradient norm) and `world`
-(decisions to stop).
+Ranks are numbered in the order of `plan.AXES`, outermost first. Besides each axis there are joint axes, each of which
+combines several:
 
-A hierarchical plan gives two levels to every axis that crosses nodes: `data/node` between nodes among equal local
-indices, and `data/local` inside the node. Nodes are runs of `ranks_per_node` ranks.
+    batch     ranks with different samples
+    tile      ranks with different parts of the same images
+    samples   both of these, for statistics over the batch
+    tokens    ranks with different tokens or pixels, to count targets
+    losses    these and different stages, of which the last knows the loss
+    state     ranks with different parts of the model, for the gradient norm
+    world     all ranks, for decisions to stop
+
+A hierarchical plan gives two levels to every axis that crosses nodes: `data/node` connects ranks with equal local
+indices on different nodes, and `data/local` the ranks inside a node. A node is `ranks_per_node` consecutive ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +46,10 @@ JOINT_AXES = {
 
 
 class Mesh:
-    """One rank's view of the plan's axes. `mesh["shard"]` is an `Axis`. `ranks_per_node` is for hierarchical plans."""
+    """The plan's axes as one rank sees them. `mesh["shard"]` is an `Axis`.
+
+    torch.distributed must be initialised with the plan's number of ranks. `ranks_per_node` is for hierarchical plans.
+    """
 
     def __init__(self, plan: Plan, device: torch.device | str = "cpu", ranks_per_node: int | None = None) -> None:
         self.plan = plan
@@ -67,13 +75,13 @@ class Mesh:
         degree, index = 1, 0
         for axis in members:
             degree, index = degree * self.plan.degree(axis), index * self.plan.degree(axis) + self.coordinates[axis]
-        group = self._groups.get(self._talking(members))
+        group = self._groups.get(self._split(members))
         return Axis(name, degree, index, group, self.ledger, self._levels.get(name))
 
     def neighbours(self, name: str, degree: int) -> Axis:
-        """The part of an axis that this rank is in when it is cut into runs of `degree` neighbours.
+        """Returns this rank's part of an axis that is cut into parts of `degree` neighbours.
 
-        Makes groups, so all ranks must call it in the same order; asked again, it gives the same ones.
+        It creates groups, so all ranks must call it in the same order. A second call returns the same groups.
         """
         whole = self[name]
         assert whole.degree % degree == 0
@@ -81,38 +89,48 @@ class Mesh:
         group = self._group_among(runs, f"{name}:{degree}") if degree > 1 else None
         return Axis(f"{name}:{degree}", degree, whole.index % degree, group, self.ledger)
 
-    def again(self, name: str, label: str) -> Axis:
-        """The axis with a group of its own, where nothing waits for what is said on the axis. See `neighbours`."""
+    def with_own_group(self, name: str, label: str) -> Axis:
+        """Returns the axis with a new group, whose communication does not wait for that of the axis' own group.
+
+        It creates groups, so all ranks must call it in the same order.
+        """
         whole = self[name]
         group = self._group_among(ranks_of(self.plan, name), f"{name} {label}", label)
         return Axis(name, whole.degree, whole.index, group, self.ledger)
 
     def among(self, name: str, indices: Sequence[int], label: str) -> Axis | None:
-        """The ranks at these indices of an axis, as an axis called `label`; None elsewhere. See `neighbours`."""
+        """Returns the ranks at these indices of an axis as an axis called `label`; None on other ranks.
+
+        It creates groups, so all ranks must call it in the same order.
+        """
         rows = ranks_of(self.plan, name)[:, list(indices)]
         index = self.coordinates[name]
         group = self._group_among(rows, label, label) if len(indices) > 1 else None
         return Axis(label, len(indices), indices.index(index), group, self.ledger) if index in indices else None
 
     def pair(self, name: str, one: int, other: int, label: str) -> Axis | None:
-        """Two ranks of an axis with a group of their own, for messages from `one` to `other` that `label` names.
+        """Returns two ranks of an axis as an axis with its own group, for messages from `one` to `other`.
 
-        Index 0 is the lower of the two. None on other ranks. See `neighbours`.
+        `label` names the messages. Index 0 is the lower of the two ranks. None on other ranks. It creates groups, so
+        all ranks must call it in the same order.
         """
         found = self.among(name, sorted((one, other)), f"{name} {one} to {other} {label}")
         return None if found is None else replace(found, name=name)
 
-    def line(self, name: str) -> list[int]:
-        """The world's ranks along an axis through this rank."""
+    def global_ranks(self, name: str) -> list[int]:
+        """Returns the global ranks of this rank's group of an axis, in the order of the axis."""
         rows: list[list[int]] = ranks_of(self.plan, name).tolist()
         return next(row for row in rows if self.rank in row)
 
-    def let_go(self) -> None:
-        """Forget all groups: their connections close once nobody else holds them, which whoever waits in them sees."""
+    def release_groups(self) -> None:
+        """Drop all references to groups. When no other is left, their connections close, and ranks that wait fail."""
         self._groups, self._made, self._levels = {}, {}, {}
 
-    def without_one(self) -> None:
-        """Go on in a world that was formed anew without a rank of `pipe`, the plan's only axis."""
+    def drop_pipe_rank(self) -> None:
+        """Reduce `pipe`, which must be the plan's only axis, by one rank.
+
+        torch.distributed must be initialised anew without that rank.
+        """
         pipe = self.plan.pipe
         assert self.plan.num_ranks == pipe.degree
         self.plan = replace(self.plan, pipe=replace(pipe, degree=pipe.degree - 1))
@@ -122,12 +140,12 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the job."""
+        """Is this rank 0, which prints and writes for the job?"""
         return self.rank == 0
 
     @property
     def is_first_of_stage(self) -> bool:
-        """Whether this rank speaks for its place on `pipe`."""
+        """Is this the first rank with its coordinate on `pipe`?"""
         return not any(index for axis, index in self.coordinates.items() if axis != "pipe")
 
     def _coordinates(self) -> dict[str, int]:
@@ -136,29 +154,29 @@ class Mesh:
             rest, coordinates[axis] = divmod(rest, self.plan.degree(axis))
         return coordinates
 
-    def _talking(self, members: tuple[str, ...]) -> tuple[str, ...]:
-        """The members that have anyone to talk to: joint axes whose other members have degree 1 share a group."""
+    def _split(self, members: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns the members with a degree above 1. Joint axes that are equal in these share a group."""
         return tuple(axis for axis in members if self.plan.degree(axis) > 1)
 
     def _make_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
-        talking = self._talking(AXES)
-        shape = tuple(self.plan.degree(axis) for axis in talking)
-        device_mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=talking)
-        groups: dict[tuple[str, ...], dist.ProcessGroup] = {(axis,): device_mesh.get_group(axis) for axis in talking}
+        split = self._split(AXES)
+        shape = tuple(self.plan.degree(axis) for axis in split)
+        device_mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=split)
+        groups: dict[tuple[str, ...], dist.ProcessGroup] = {(axis,): device_mesh.get_group(axis) for axis in split}
         for name, members in JOINT_AXES.items():
-            joint = self._talking(members)
-            if len(joint) > 1 and joint != talking and joint not in groups:
+            joint = self._split(members)
+            if len(joint) > 1 and joint != split and joint not in groups:
                 groups[joint] = device_mesh[joint]._flatten(name).get_group()
         assert dist.group.WORLD is not None
-        groups[talking] = dist.group.WORLD
+        groups[split] = dist.group.WORLD
         return groups
 
     def _group_among(self, rows: Tensor, description: str, label: str = "") -> dist.ProcessGroup | None:
-        """This rank's group among rows of ranks [groups, members]; made once for the same rows and label."""
+        """Returns this rank's group among rows of ranks [groups, members]. It is created once per rows and label."""
         key = (label, *sorted(tuple(row) for row in rows.tolist()))
         if key not in self._made:
             self._made[key] = None
-            for row in key[1:]:  # every rank makes all groups, in one order
+            for row in key[1:]:  # every rank creates all groups, in the same order
                 group = dist.new_group(list(row), group_desc=description)
                 if self.rank in row:
                     self._made[key] = group
@@ -167,7 +185,10 @@ class Mesh:
     # --- two levels
 
     def _agree(self, ranks_per_node: int | None) -> int | None:
-        """What all ranks say, or None: ranks that saw different nodes would make different groups and wait for ever."""
+        """Returns `ranks_per_node` if all ranks give the same number, else None.
+
+        With different numbers, ranks would create different groups and wait for ever.
+        """
         given = ranks_per_node or 0
         bounds = torch.tensor([given, -given], device=self.device)
         unrecorded = Axis("world", self.plan.num_ranks, self.rank, dist.group.WORLD, Ledger())
@@ -201,7 +222,7 @@ class Mesh:
 
 
 def ranks_of(plan: Plan, name: str) -> Tensor:
-    """The world's ranks as the groups of an axis, or joint axis: [groups, degree], in the order of the axis."""
+    """Returns the global ranks of all groups of an axis, or joint axis: [groups, degree], in the order of the axis."""
     members = [AXES.index(axis) for axis in JOINT_AXES.get(name, (name,))]
     others = [dim for dim in range(len(AXES)) if dim not in members]
     degree = math.prod(plan.degree(AXES[dim]) for dim in members)
@@ -210,7 +231,10 @@ def ranks_of(plan: Plan, name: str) -> Tensor:
 
 
 def rectangle(plan: Plan, name: str, ranks_per_node: int) -> tuple[int, int] | None:
-    """(nodes, ranks in each) where every group of the axis fills the same places of equally many nodes, else None."""
+    """Returns (nodes, ranks in each node) of a group of the axis; None if groups differ in this.
+
+    Every group must use the same number of nodes, and the same local ranks of each of its nodes.
+    """
     ranks = ranks_of(plan, name)  # [groups, degree]
     nodes, places = ranks // ranks_per_node, ranks % ranks_per_node
     num_local = int((nodes[0] == nodes[0, 0]).sum())
@@ -225,7 +249,7 @@ def rectangle(plan: Plan, name: str, ranks_per_node: int) -> tuple[int, int] | N
 
 
 def level_degrees(plan: Plan, ranks_per_node: int | None) -> dict[str, tuple[int, int]]:
-    """(nodes, ranks in each) of the axes whose collectives a mesh of these nodes makes in two levels."""
+    """Returns (nodes, ranks in each node) of the axes whose collectives have two levels on nodes of this size."""
     if not plan.hierarchical or ranks_per_node is None:
         return {}
     found = {name: rectangle(plan, name, ranks_per_node) for name in _names(plan)}
@@ -233,5 +257,5 @@ def level_degrees(plan: Plan, ranks_per_node: int | None) -> dict[str, tuple[int
 
 
 def _names(plan: Plan) -> list[str]:
-    """Axes and joint axes that have anyone to talk to."""
+    """Returns the axes and joint axes with a degree above 1."""
     return [name for name in (*AXES, *JOINT_AXES) if ranks_of(plan, name).shape[1] > 1]

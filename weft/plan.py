@@ -1,7 +1,7 @@
-"""The plan: a frozen value that says how the work is split. A degree for each axis, the memory policy, the precision.
+"""The plan: a frozen value with a degree for each axis, the memory policy and the precision of a run.
 
-Read and written as TOML. `AXES` is the mesh order, outermost first: the axes that talk most come last, so that they
-fall inside a node. A new axis adds a field to `Plan` and its name to `AXES`.
+It is read and written as TOML. `AXES` is the mesh order, outermost first: the axes that communicate most come last, so
+that they lie inside a node. A new axis adds a field to `Plan` and its name to `AXES`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weft.schema import convert, dump_toml, read_toml, to_table
 
 AXES = ("data", "pipe", "shard", "rows", "columns", "context", "x", "y")
 MAX_RANKS = 1 << 20
-HOST_SHARES = ("offload", "activations", "weights")  # of `Memory`: what goes to the host
+HOST_SHARES = ("offload", "activations", "weights")  # fields of `Memory`: shares that are kept in host memory
 
 Precision = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 
 
 def _number(value: Any, path: str, keys: str) -> int:
-    """What stands where a table may: a bare degree."""
+    """Returns a degree that is given in place of a table; raises ConfigError if it is not an integer."""
     if type(value) is not int:
         raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ {keys} }}")
     return value
@@ -32,12 +32,13 @@ def _number(value: Any, path: str, keys: str) -> int:
 
 @dataclass(frozen=True)
 class Pipe:
-    """The `pipe` axis: the model's chain over ranks, in stages. `schedule` orders forwards and backwards.
+    """The `pipe` axis: splits the model's chain of blocks into stages over ranks.
 
-    `chunks` are the stages of each rank (interleaved), `batches` the parts of a step that take turns (gems),
-    `in_flight` the micro-batches between a stage's forward and backward (message). Stages are balanced by `balance`, or
-    begin (all but the first) at the modules that `split` names. `shadow`: each rank also keeps the next one's stage,
-    and takes it over when that rank is lost.
+    `schedule` is the order of forwards and backwards. `chunks` is the number of stages of each rank (interleaved),
+    `batches` the number of parts of a step that alternate (gems), and `in_flight` the number of micro-batches between a
+    stage's forward and backward (message). Stages are balanced by `balance`; with `split`, all stages but the first
+    begin at the modules that it names. `shadow`: each rank also keeps the next rank's stage, and takes it over if that
+    rank is lost.
     """
 
     degree: int = 1
@@ -56,25 +57,25 @@ class Pipe:
 
     @property
     def num_stages(self) -> int:
-        """Into how many parts the model is cut."""
+        """The number of stages of the model."""
         return self.degree * ((self.chunks or 2) if self.schedule == "interleaved" else 1)
 
     @property
     def is_mirrored(self) -> bool:
-        """Whether every stage is on two ranks, by a schedule of two replicas."""
-        one_by_one = self.schedule == "gems" and self.batches == 1  # which needs no second
+        """Is every stage on two ranks, because the schedule has two replicas of the model?"""
+        one_by_one = self.schedule == "gems" and self.batches == 1  # needs no second replica
         return self.degree > 1 and self.schedule in ("gems", "bidirectional") and not one_by_one
 
     @property
     def options(self) -> dict[str, int]:
-        """The schedule's own options, where given."""
+        """The options of the schedule that are given."""
         given = {"chunks": self.chunks, "batches": self.batches, "in_flight": self.in_flight}
         return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The `shard` axis. `stage` is ZeRO's: 1 shards optimizer state, 2 also gradients, 3 also parameters."""
+    """The `shard` axis. `stage` is that of ZeRO: 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
 
     degree: int = 1
     stage: Literal[1, 2, 3] = 3
@@ -87,11 +88,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class Tensor:
-    """The `x` and `y` axes of every matmul: outputs and inputs of a layer, swapped in alternate layers.
+    """The `x` and `y` axes: split the outputs and the inputs of every matmul, swapped in alternate layers.
 
-    `sequence` also splits activations along the sequence over x between the matmuls of a block. `regather` then gathers
-    what enters the matmuls again in backward instead of keeping it whole: less memory, one more all-gather. `chunks`
-    cuts what is gathered and scattered, so that pieces of it travel while others are multiplied.
+    `sequence` also splits the activations outside of attention and MLPs along the sequence over x. `regather` then
+    gathers the inputs of matmuls again in backward instead of saving them whole: less memory, one more all-gather.
+    `chunks` is the number of pieces of each gather and scatter, so that some pieces are sent while others are
+    multiplied.
     """
 
     x: int = 1
@@ -108,7 +110,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Context:
-    """The `context` axis: the sequence over ranks. `kind` is how attention sees the rest of it."""
+    """The `context` axis: splits sequences over ranks. `kind` is how attention gets the keys of other ranks."""
 
     degree: int = 1
     kind: Literal["ring", "all-to-all"] = "ring"
@@ -121,11 +123,11 @@ class Context:
 
 @dataclass(frozen=True)
 class Tile:
-    """The axes `rows` and `columns`: each image in tiles over ranks.
+    """The axes `rows` and `columns`: split each image into tiles over ranks.
 
-    `until` names the module before which tiles are handed over; "" is the first operation that needs whole images.
-    `hand_over`: "gather" gives every rank the whole, of which all compute the same; "batch" gives each its share of the
-    samples. `fused` layers share one exchange of a wider halo.
+    `until` names the module before which tiles end; "" is the first operation that needs whole images. `hand_over` is
+    what happens there. "gather": every rank gets the whole images, and all ranks compute the same from there on.
+    "batch": each rank gets whole images of its share of the samples. `fused` layers share one exchange of a wider halo.
     """
 
     rows: int = 1
@@ -136,24 +138,27 @@ class Tile:
 
     @property
     def degree(self) -> int:
-        """How many tiles an image has."""
+        """The number of tiles of an image."""
         return self.rows * self.columns
 
 
 @dataclass(frozen=True)
 class Memory:
-    """`recompute`: which activations are computed again in backward instead of kept.
+    """The memory policy.
 
-    `accumulate`: where gradients of several micro-batches add up. "whole" communicates once a step and holds whole
-    gradients meanwhile; "slice" reduces each micro-batch and holds only the rank's slice (shard stages 2 and 3).
+    `recompute`: which activations are recomputed in backward instead of saved.
 
-    `master`: fp32 weights beside those in bf16; without them updates are rounded at random. `state`: the bits of both
-    moments of AdamW, as the master weights or fewer. Fewer bits need `plan.exact = false`. `offload`: the share of
-    master weights and moments that lives in host memory, 0 to 1. `delay`: each step's update runs behind the forward
-    and backward of the next, which compute with the weights before it; needs `plan.exact = false`.
+    `accumulate`: how gradients of several micro-batches are summed. "whole" communicates once a step, and holds whole
+    gradients until then. "slice" reduces after each micro-batch, and holds only the rank's slice (shard stages 2, 3).
 
-    `activations`: the share of blocks, 0 to 1, whose saved activations wait for backward in host memory. `weights`: the
-    share of blocks whose weights live there with their gradients, master weights and moments.
+    `master`: keep fp32 weights beside those in bf16. Without them, updates are rounded stochastically. `state`: the
+    dtype of AdamW's two moments, that of the master weights or fewer bits. Without master weights, or with fewer bits,
+    `plan.exact` must be false. `offload`: the share of master weights and moments that is kept in host memory, 0 to 1.
+    `delay`: each step's update overlaps with the forward and backward of the next step, which use the weights before
+    that update; needs `plan.exact = false`.
+
+    `activations`: the share of blocks, 0 to 1, whose saved activations are kept in host memory until backward.
+    `weights`: the share of blocks whose weights, gradients, master weights and moments are kept in host memory.
     """
 
     recompute: Recompute = "none"
@@ -167,12 +172,12 @@ class Memory:
 
     @property
     def keeps_state_on_host(self) -> bool:
-        """Whether anything that lives from step to step does so in host memory."""
+        """Is any state that persists between steps kept in host memory?"""
         return self.offload > 0 or self.weights > 0
 
     @property
     def words(self) -> str:
-        """`, recompute full, offload 0.35, activations 0.5`; nothing where there is none of it."""
+        """The policy as text, such as `, recompute full, offload 0.35`; empty if nothing is set."""
         again = "" if self.recompute == "none" else f", recompute {self.recompute}"
         shares = {name: getattr(self, name) for name in HOST_SHARES}
         return again + "".join(f", {name} {share:g}" for name, share in shares.items() if share)
@@ -180,13 +185,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the work is split. `micro_batch` is sequences per forward and rank; None means one micro-batch a step.
+    """How the work is split over ranks.
 
-    `matmul = "fp8"`: linears of blocks multiply numbers of 8 bits instead of `precision`.
-    `exact = false` admits what changes the mathematics (statistics over a part of the batch, for instance).
-    `statistics`: which samples batch norms take theirs over: a "rank"'s micro-batch, or the "batch" that the
-    micro-batches of all ranks are together.
-    `hierarchical`: two-level collectives on axes that cross nodes, between nodes and inside each.
+    `micro_batch` is the number of sequences (or images) per forward and rank; None means one micro-batch a step.
+    `matmul = "fp8"`: linears of blocks multiply in fp8 instead of `precision`.
+    `exact = false` allows options that change the mathematics, such as statistics over a part of the batch.
+    `statistics`: batch norms take statistics over a "rank"'s micro-batch, or over the "batch", which is the
+    micro-batches of all ranks together.
+    `hierarchical`: collectives on axes that cross nodes have two levels, inside each node and between nodes.
     """
 
     data: int = 1
@@ -244,8 +250,8 @@ class Plan:
             )
         if not self.memory.master and self.precision != "bf16":
             raise PlanError(
-                f"plan.memory.master = false leaves out what precision = 'bf16' has beside its weights, and precision "
-                f"is '{self.precision}'; use bf16, or master = true"
+                f"plan.memory.master = false leaves out the fp32 weights of precision = 'bf16', and precision is "
+                f"'{self.precision}'; use bf16, or master = true"
             )
 
     def _check_delay(self) -> None:
@@ -262,7 +268,8 @@ class Plan:
         if self.memory.weights:
             raise PlanError(
                 f"plan.memory.delay = true keeps the weights of two steps, and plan.memory.weights = "
-                f"{self.memory.weights:g} one on the host; use weights = 0 with offload, or delay = false"
+                f"{self.memory.weights:g} keeps those of one step, on the host; use weights = 0 with offload, or "
+                f"delay = false"
             )
         is_freed = self.shard.degree > 1 and self.shard.stage == 3
         if self.precision != "bf16" or not self.memory.master or is_freed:
@@ -274,7 +281,7 @@ class Plan:
 
     def _check_sequence(self) -> None:
         if self.tensor.chunks < 1:
-            raise PlanError(f"plan.tensor.chunks = {self.tensor.chunks}; what travels is cut into at least 1")
+            raise PlanError(f"plan.tensor.chunks = {self.tensor.chunks}; it must be at least 1")
         if self.tensor.chunks > 1 and not self.tensor.sequence:
             raise PlanError(
                 f"plan.tensor.chunks = {self.tensor.chunks} cuts what tensor.sequence = true gathers and scatters, and "
@@ -287,8 +294,8 @@ class Plan:
             )
         if self.tensor.regather and self.memory.recompute != "none":
             raise PlanError(
-                f"plan.tensor.regather = true, but memory.recompute = '{self.memory.recompute}' gathers again what "
-                f"enters the matmuls of a block as it is; use regather = false"
+                f"plan.tensor.regather = true, but memory.recompute = '{self.memory.recompute}' already gathers the "
+                f"inputs of a block's matmuls again; use regather = false"
             )
 
     def degree(self, axis: str) -> int:
@@ -297,7 +304,7 @@ class Plan:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Axis to degree, in mesh order: that of `AXES`."""
+        """The degree of each axis, in the mesh order (`AXES`)."""
         return {
             "data": self.data,
             "pipe": self.pipe.degree,
@@ -311,31 +318,31 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """How many processes the plan needs."""
+        """The number of processes that the plan needs."""
         return math.prod(self.degrees.values())
 
     @property
     def num_batch_ranks(self) -> int:
-        """How many ranks take different samples: the product of the axes that split the batch."""
+        """The number of ranks with different samples: the product of the axes that split the batch."""
         return self.data * self.shard.degree
 
     @property
     def has_batch_statistics(self) -> bool:
-        """Whether batch norms talk to ranks that take other samples."""
+        """Do batch norms communicate with ranks that have other samples?"""
         return self.statistics == "batch" and self.num_batch_ranks > 1
 
     @property
     def is_viewed(self) -> bool:
-        """Whether models run under the view of `weft.spatial`: in tiles, or with statistics of the whole batch."""
+        """Do models run under the view of `weft.spatial`? They do with tiles, or with statistics of the whole batch."""
         return self.tile.degree > 1 or self.has_batch_statistics
 
     def inner(self, axis: str) -> int:
-        """The product of the degrees inside `axis`: how far apart neighbours on the axis are."""
+        """Returns the product of the degrees of the axes after `axis`: the distance of neighbours on it, in ranks."""
         degrees = self.degrees
         return math.prod(degrees[other] for other in AXES[AXES.index(axis) + 1 :])
 
     def describe_axes(self) -> str:
-        """`data 2 × shard 4 (stage 3)`, or `1 process`."""
+        """Returns the axes as text, such as `data 2 × shard 4 (stage 3)`, or `1 process`."""
         notes = {
             "pipe": f" ({self.pipe.schedule}{', shadow' if self.pipe.shadow else ''})",
             "shard": f" (stage {self.shard.stage})",
@@ -357,7 +364,7 @@ class Plan:
         return " × ".join(parts) or "1 process"
 
     def to_toml(self) -> str:
-        """The plan as a `[plan]` table."""
+        """Returns the plan as a `[plan]` table of TOML."""
         return dump_toml({"plan": to_table(self)})
 
 
@@ -370,7 +377,7 @@ class BatchSplit:
     micro_batch: int
     accumulation: int
     sequence: int
-    samples: str = "sequences"  # what a batch is of
+    samples: str = "sequences"  # the kind of samples, "sequences" or "images"
 
     @property
     def tokens(self) -> int:
@@ -378,7 +385,7 @@ class BatchSplit:
         return self.batch * self.sequence
 
     def identity(self, plan: Plan) -> str:
-        """The identity with its numbers, as printed at the start of a run."""
+        """Returns the identity with its numbers as text, as printed at the start of a run."""
         identity = (
             f"{self.batch} {self.samples}/step = {plan.data} data × {plan.shard.degree} shard × {self.micro_batch} "
             f"micro-batch × {self.accumulation} accumulation"
@@ -389,7 +396,7 @@ class BatchSplit:
 
 
 def split_batch(plan: Plan, batch: int, sequence: int, samples: str = "sequences") -> BatchSplit:
-    """The batch identity of a plan, or a PlanError with the numbers and the nearest batch that divides."""
+    """Returns the batch identity of a plan; raises PlanError with the numbers and the nearest batch that divides."""
     ranks, context = plan.num_batch_ranks, plan.context.degree
     if context > 1 and samples != "sequences":
         raise PlanError(f"plan.context = {context} splits sequences, and the data is of {samples}; use context = 1")
@@ -414,13 +421,13 @@ def split_batch(plan: Plan, batch: int, sequence: int, samples: str = "sequences
             f"plan.micro_batch = {micro_batch} does not divide the {per_rank} {samples} of each rank (batch {batch} / "
             f"{ranks} ranks); use one of {divisors}"
         )
-    if plan.pipe.degree > 1:  # its rules for the number of micro-batches
+    if plan.pipe.degree > 1:  # raises if the schedule does not allow this number of micro-batches
         make_schedule(plan.pipe.schedule, plan.pipe.degree, per_rank // micro_batch, **plan.pipe.options)
     return BatchSplit(batch, ranks, micro_batch, per_rank // micro_batch, sequence, samples)
 
 
 def load_plan(path: Path) -> Plan:
-    """The `[plan]` table of a TOML file."""
+    """Returns the plan in the `[plan]` table of a TOML file."""
     table = read_toml(path)
     if "plan" not in table:
         raise ConfigError(f"{path} has no [plan] table")

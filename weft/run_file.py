@@ -1,8 +1,9 @@
-"""The run file: one TOML file says what to train, on what, and how. Frozen, strict, and checked before anything starts.
+"""The run file: one TOML file with the model, the data, the training options and the plan of a run.
 
     run = load_run(Path("run.toml"), ["plan.data=2", "train.steps=100"])
 
-Every value remembers where it came from (the file, an override, or the default), so that a saved run explains itself.
+It is checked before anything starts. A run records where each value came from (the file, an override, or the default),
+and writes this beside each value of a saved run.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from weft.schema import build_dataclass, dump_toml, nearest, parse_override, rea
 
 @dataclass(frozen=True)
 class Run:
-    """A checked run file. `model_folder` is a Hugging Face folder to start from, where one is given; `precision_reason`
-    says why the plan's precision is what it is, where the file does not give one.
+    """A checked run file.
+
+    `model_folder` is a Hugging Face folder to start from, if one is given. `origins` has the source of each key.
+    `precision_reason` states why weft chose the plan's precision, if the file does not give one.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Run:
 
     @property
     def split(self) -> BatchSplit:
-        """The batch identity."""
+        """How the batch is split over ranks and micro-batches; raises ConfigError if it does not divide."""
         batch, tokens = self.train.batch, self.train.batch_tokens
         if not isinstance(self.data, DataConfig):
             if batch is None:
@@ -73,7 +76,7 @@ class Run:
         return load_tokenizer(self.data.tokenizer, end_token=self.data.end_token)
 
     def to_toml(self) -> str:
-        """The whole run with every value spelled out, each with where it came from."""
+        """Returns the run as TOML with all values, also defaults. Comments state where values came from."""
         tables = {
             "name": self.name,
             "folder": str(self.folder),
@@ -91,7 +94,7 @@ class Run:
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
-        """The whole run for `load_run` to read back as it is, whatever its file, or that of its model, says by then."""
+        """Returns the run as JSON, from which `run_from_json` makes the same run, even if its files have changed."""
         tables = {key: to_table(getattr(self, key)) for key in _TABLES}
         folder = str(self.model_folder) if self.model_folder is not None else None
         values = {"name": self.name, "folder": str(self.folder), "cluster": self.cluster}
@@ -99,15 +102,15 @@ class Run:
         return json.dumps({**found, "precision_reason": self.precision_reason})
 
 
-FROZEN_SUFFIX = ".frozen"  # of a file that holds a run as it was checked (`Run.to_json`)
+FROZEN_SUFFIX = ".frozen"  # suffix of a file with the text of `Run.to_json`
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
 _VALUES = ("name", "folder", "cluster")
-# Tables that a bare number is short for, and the key that it stands for.
+# Tables that can be given as a number, and the key that the number sets.
 _SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": "degree", "plan.tensor": "x"}
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
-    """A run file with overrides (`plan.data=2`) applied, strictly checked; or a frozen run, as it was."""
+    """Reads and checks a run file with overrides (`plan.data=2`). A frozen run is read as it was saved."""
     if path.suffix == FROZEN_SUFFIX:
         return _read_frozen(path)
     tables = read_toml(path)
@@ -129,7 +132,7 @@ def _read_frozen(path: Path) -> Run:
 
 
 def run_from_json(text: str, name: str = "run") -> Run:
-    """A run from what `Run.to_json` has written."""
+    """Returns the run that `Run.to_json` was called on."""
     content = json.loads(text)
     folder = content["model_folder"]
     run = run_from_tables(content["tables"], content["origins"], name)
@@ -138,7 +141,7 @@ def run_from_json(text: str, name: str = "run") -> Run:
 
 
 def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], default_name: str) -> Run:
-    """A run from the tables of its file."""
+    """Returns a run from the tables of its file; raises ConfigError if they break a rule."""
     for key in tables:
         if key not in (*_TABLES, *_VALUES):
             raise ConfigError(f"unknown key '{key}'{nearest(key, (*_TABLES, *_VALUES))}")
@@ -174,7 +177,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         origins=origins,
         precision_reason=reason,
     )
-    _ = run.split  # the batch must divide
+    _ = run.split  # raises if the batch does not divide
     for key in ("z_loss", "goldfish", "layer_drop"):
         if getattr(run.train, key) and not isinstance(data, DataConfig):
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
@@ -188,7 +191,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
 
 
 def _refuse_numbers(run: Run) -> None:
-    """What [numbers] needs of other tables."""
+    """Raise ConfigError if [numbers] needs options of other tables that are not set."""
     numbers = run.numbers
     if numbers.on_bad in ("repeat", "rollback") and run.checkpoint.every is None:
         raise ConfigError(f"numbers.on_bad = '{numbers.on_bad}' goes back to a checkpoint; give checkpoint.every")
@@ -205,7 +208,7 @@ def _refuse_numbers(run: Run) -> None:
 
 
 def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | None]:
-    """The model's config, which must be one for the data."""
+    """Returns the model's config and its folder, if it has one; raises ConfigError if it does not suit the data."""
     if isinstance(data, DataConfig):
         return _language_model(table, data)
     if isinstance(data, SlidesConfig) and table.get("architecture") in VISION_CONFIGS:
@@ -236,7 +239,7 @@ def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | No
 
 
 def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelConfig, Path | None]:
-    """From a Hugging Face folder, or from the table, its vocabulary from the tokenizer."""
+    """Returns the config of a Hugging Face folder, or of the table; the vocabulary's default is the tokenizer's."""
     tokenizer = load_tokenizer(data.tokenizer, end_token=data.end_token)
     if "folder" in table:
         if len(table) > 1:
@@ -260,7 +263,7 @@ def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelCo
             f"{given} has a vocabulary of {config.vocab_size} but tokenizer '{data.tokenizer}' has "
             f"{tokenizer.vocab_size} tokens; use a vocabulary of at least that"
         )
-    longest = getattr(config, "n_positions", None)  # learned positions end; rotary ones do not
+    longest = getattr(config, "n_positions", None)  # learned positions are limited; rotary ones are not
     if longest is not None and data.sequence > longest:
         raise ConfigError(f"data.sequence = {data.sequence} exceeds the model's n_positions = {longest}")
     return config, folder

@@ -1,4 +1,4 @@
-"""The tables of a run file as frozen values: [train], [checkpoint], [restart], [numbers] and [log]."""
+"""The tables [train], [checkpoint], [restart], [numbers] and [log] of a run file as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.data.goldfish import Goldfish
 from weft.errors import ConfigError
 from weft.schema import at_least
 
-# What AdamW and torch's generators take: at least the first number and below the second.
+# Limits of AdamW and torch's generators: a value is at least the first number and below the second.
 LIMITS = {
     "learning_rate": (0.0, math.inf),
     "weight_decay": (0.0, math.inf),
@@ -24,14 +24,16 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. Give `batch` (sequences, or images, per step) or `batch_tokens` (tokens per step), not both.
+    """The options of training.
 
-    `compile`: torch.compile for each block; without a word, on GPUs. `graph`: forward and backward as a CUDA graph
-    (`step/cuda_graph.py`); without a word, images on one GPU. `z_loss` is the weight of the squared log of the
-    softmax's denominator (models of language). `goldfish` leaves targets out of the loss, `layer_drop` skips blocks
-    (`data/goldfish.py`, `layer_drop.py`). `share_gpus`: there may be more ranks than GPUs, for tests.
-    `evaluate_sequences` counts held-out sequences, or images; `timeline` is a file to draw the last step of a pipeline
-    to.
+    Give `batch` (sequences or images per step) or `batch_tokens` (tokens per step), not both.
+
+    `compile`: compile each block with torch.compile; by default on GPUs. `graph`: record forward and backward as a CUDA
+    graph (`step/cuda_graph.py`); by default for images on one GPU. `z_loss` is the weight of the squared log of the
+    softmax's denominator (language models). `goldfish` leaves targets out of the loss (`data/goldfish.py`), and
+    `layer_drop` skips blocks (`step/layer_drop.py`). `share_gpus` allows more ranks than GPUs, for tests.
+    `evaluate_sequences` is the number of held-out sequences or images. `timeline` is a file in which the last step of a
+    pipeline is drawn.
     """
 
     steps: int
@@ -90,7 +92,11 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save (every n steps, and always at the end) and what to keep; `memory_every` keeps copies in memory."""
+    """When to save checkpoints, and which to keep. One is always saved at the end.
+
+    `every`: the steps between checkpoints on disk. `memory_every`: those between copies in memory. `keep_last` is the
+    number of newest checkpoints that are kept, and multiples of `keep_every` steps are kept, too.
+    """
 
     every: int | None = None
     memory_every: int | None = None
@@ -107,10 +113,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RestartConfig:
-    """How often `weft train` starts ranks again after one died: at most `limit` times within `window_seconds`.
+    """How often `weft train` restarts ranks after one died: at most `limit` times within `window_seconds`.
 
-    Ranks that wait, or are silent, for `hang_seconds`, and for as long as ten steps take, are started again as well;
-    those of a launcher end, for it to start them again.
+    Ranks that wait or make no progress for `hang_seconds`, and for the time of ten steps, are restarted as well. Under
+    a launcher they exit, so that the launcher restarts them.
     """
 
     limit: int = 5
@@ -125,13 +131,14 @@ class RestartConfig:
 
 @dataclass(frozen=True)
 class NumbersConfig:
-    """What to do about numbers that cannot be right; see `resilience/bad_numbers.py` and `resilience/corruption.py`.
+    """What to do about wrong numbers; see `resilience/bad_numbers.py` and `resilience/corruption.py`.
 
-    `on_bad`: when loss or gradient norm are NaN or infinite or, with `spike` = k, the loss is above the median of the
-    last `window` losses by k times their median absolute deviation. "repeat" goes back and does the step again, and
-    skips it when it is bad once more. "rollback" leaves out the last `leave_out` batches since the checkpoint. More
-    than `limit` bad steps without a good one (rollbacks: without a new checkpoint) end the run. `compare_every` steps
-    what ranks hold alike is compared, `repeat_every` steps a micro-batch is done twice.
+    `on_bad` is the action on a bad step. A step is bad if its loss or gradient norm is NaN or infinite or, with
+    `spike` = k, if the loss is above the median of the last `window` losses by k times their median absolute deviation.
+    "repeat" goes back and repeats the step, and skips it if it is bad again. "rollback" goes back to the checkpoint and
+    leaves out the last `leave_out` batches since it. More than `limit` bad steps without a good one (rollbacks: without
+    a new checkpoint) end the run. Every `compare_every` steps, ranks compare the state of which they hold copies. Every
+    `repeat_every` steps, a micro-batch is computed twice and compared.
     """
 
     on_bad: Literal["stop", "skip", "repeat", "rollback"] = "stop"
@@ -160,7 +167,7 @@ class NumbersConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """Metrics always go to metrics.jsonl in the run folder; these are beside it."""
+    """Where metrics are written in addition to metrics.jsonl in the run folder, which is always written."""
 
     tensorboard: bool = False
     wandb: str | None = None
@@ -168,7 +175,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class LayerDrop:
-    """`theta` is the least part of the deepest block's steps that is kept, `gamma` how fast that is approached."""
+    """`theta` is the final probability that the deepest block is kept; `gamma` is the rate of the decay to it."""
 
     theta: float = 0.5
     gamma: float = 1e-3
@@ -181,7 +188,7 @@ class LayerDrop:
         if not self.gamma >= 0:
             raise ConfigError(f"train.layer_drop.gamma = {self.gamma}; it must be at least 0")
 
-    def kept(self, step: int, layer: int, num_layers: int) -> float:
-        """The probability that a block (from 0) is kept."""
+    def keep_probability(self, step: int, layer: int, num_layers: int) -> float:
+        """Returns the probability that block number `layer` (from 0) is kept."""
         theta = (1 - self.theta) * math.exp(-self.gamma * step) + self.theta
         return 1 - (layer + 1) / num_layers * (1 - theta)

@@ -1,7 +1,7 @@
-"""Strict tables: a TOML table becomes a frozen dataclass, or an error that names the key and the remedy.
+"""Converts TOML tables to frozen dataclasses. Errors name the key and the remedy.
 
-Used by run files, plan files, model tables and the cluster catalog, so that every file that weft reads is checked in
-one way: an unknown key suggests the nearest one, a wrong type names the value, a missing key is named.
+Run files, plan files, model tables and the cluster catalog all use it, so weft checks every file in the same way: the
+error for an unknown key suggests the nearest one, that for a wrong type names the value, and a missing key is named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The suggestion that ends a message about an unknown word: '; did you mean ...?' or the list of what exists."""
+    """Returns the end of a message about an unknown word: '; did you mean ...?', or the list of known words."""
     options = sorted(known)
     close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
     if close:
@@ -32,7 +32,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file, or a ConfigError that names file and place."""
+    """Returns the tables of a TOML file; raises ConfigError with the file and the position of an error."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; this is not a TOML file of weft")
@@ -44,7 +44,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:
-    """The tables of a TOML text; `where` names it in messages."""
+    """Returns the tables of a TOML text; `where` names the text in messages."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -52,9 +52,9 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
 
 
 def build_dataclass(cls: type[T], table: Mapping[str, Any], path: str = "") -> T:
-    """A dataclass of type `cls` from a table; `path` is the dotted place of the table, for messages.
+    """Returns a dataclass of type `cls` from a table; `path` is the dotted name of the table, for messages.
 
-    A class may define `from_shorthand(value)` to accept something other than a table (`shard = 4`).
+    A class may define `from_shorthand(value, path)` to accept a value that is not a table (`shard = 4`).
     """
     assert dataclasses.is_dataclass(cls)
     hints = typing.get_type_hints(cls)
@@ -72,7 +72,7 @@ def build_dataclass(cls: type[T], table: Mapping[str, Any], path: str = "") -> T
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """`value` as the annotated type `hint`, or a ConfigError that names path, value and expected type."""
+    """Returns `value` as the annotated type `hint`; raises ConfigError with path, value and expected type."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         options = [arg for arg in args if arg is not type(None)]
@@ -113,13 +113,13 @@ def convert(value: Any, hint: Any, path: str) -> Any:
 
 
 def at_least(name: str, value: int, smallest: int) -> None:
-    """Refuse a value that is too small."""
+    """Raise ConfigError if a value is below `smallest`."""
     if value < smallest:
         raise ConfigError(f"{name} = {value}; it must be at least {smallest}")
 
 
 def to_table(value: Any) -> Any:
-    """A dataclass back to plain tables (None left out), the inverse of `build_dataclass`."""
+    """Returns a dataclass as plain tables without None, the inverse of `build_dataclass`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         pairs = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init)
         return {name: to_table(item) for name, item in pairs if item is not None}
@@ -131,7 +131,7 @@ def to_table(value: Any) -> Any:
 
 
 def dump_toml(table: Mapping[str, Any]) -> str:
-    """Plain tables as TOML text: scalars first, small inner tables inline below the first level."""
+    """Returns plain tables as TOML text. Scalars come first; tables below the first level are inline."""
     lines = [f"{key} = {inline(item)}" for key, item in table.items() if not isinstance(item, Mapping)]
     for key, item in table.items():
         if isinstance(item, Mapping):
@@ -140,7 +140,7 @@ def dump_toml(table: Mapping[str, Any]) -> str:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """`a.b=c` as (['a', 'b'], value); the value is TOML, or a bare word taken as a string."""
+    """Parses `a.b=c` to (['a', 'b'], value). The value is TOML; a bare word is a string."""
     name, equals, raw = text.partition("=")
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
@@ -153,7 +153,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def type_name(hint: Any) -> str:
-    """An annotated type in a user's words."""
+    """Returns a description of an annotated type for users, such as "a list of a string"."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(type_name(arg) for arg in args if arg is not type(None))
@@ -177,11 +177,11 @@ def _join(path: str, key: str) -> str:
 
 
 def inline(value: Any) -> str:
-    """A value as TOML writes it on one line."""
+    """Returns a value as TOML on one line."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON's escapes are TOML's too
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has JSON's escapes
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{key} = {inline(item)}" for key, item in value.items()) + " }"
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,8 @@
-"""The seam: what every axis and every memory policy is. A new one is a file with a `Strategy` and a line in the table.
+"""The interface of every axis and every memory policy. A new one is a file with a `Strategy` and a line in the table.
 
-`refuse` says in words why a plan does not fit a model; `cost` says what it costs before it runs; `apply` does it.
-They live side by side so that they cannot drift, and a test holds the cost's traffic to the ledger, to the byte.
+`refuse` states in words why a plan does not fit a model, `cost` predicts communication and memory, and `apply` changes
+the model. They are methods of one class so that they stay consistent. A test compares the traffic that `cost` predicts
+with the ledger, to the byte.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ Values = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Transient:
-    """What comes and goes in a step, by moment.
+    """Memory that is allocated and freed within a step, by phase.
 
-    `step_bytes` are there throughout. `loss_bytes` (behind the last forward) and `backward_bytes` (in the backward of a
-    block) are there beside all that is saved; the latter may be negative, because what the loss saved is gone by then.
+    `step_bytes` exist during the whole step. `loss_bytes` exist at the loss, after the last forward, and
+    `backward_bytes` in the backward of a block, both in addition to all saved activations. `backward_bytes` may be
+    negative, because the activations that the loss saved are freed by then.
     """
 
     step_bytes: int = 0
@@ -42,11 +44,11 @@ class Transient:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank pays for one step.
+    """Communication, memory and FLOPs of one rank in one step.
 
-    `state_bytes` lives from step to step, by kind; `transient` comes and goes; `saved_bytes` is the activations that
-    one micro-batch keeps for backward; `flops` counts forward, backward and recompute. `host_bytes` is state in host
-    memory, by kind.
+    `state_bytes`: memory that persists between steps, by kind. `transient`: memory within a step. `saved_bytes`: the
+    activations that one micro-batch saves for backward. `flops`: those of forward, backward and recompute.
+    `host_bytes`: state in host memory, by kind.
     """
 
     traffic: Traffics = field(default_factory=dict)
@@ -68,13 +70,13 @@ class Cost:
 
     @property
     def memory_bytes(self) -> int:
-        """The most a rank is predicted to hold, at the moment when that is."""
+        """The predicted peak memory of a rank."""
         at_most = self.saved_bytes + max(self.transient.loss_bytes, self.transient.backward_bytes)
         return sum(self.state_bytes.values()) + self.transient.step_bytes + max(0, at_most)
 
     @property
     def transient_bytes(self) -> int:
-        """What there is then beside state and all that is saved (or missing, if negative)."""
+        """The peak minus state and saved activations; negative if some of these are freed before the peak."""
         return self.memory_bytes - sum(self.state_bytes.values()) - self.saved_bytes
 
 
@@ -102,12 +104,15 @@ class Strategy:
 
 
 def tally(pairs: list[tuple[Key, int]]) -> dict[Key, Traffic]:
-    """Calls to traffic: a list of ((axis, operation), bytes of one call)."""
+    """Sums a list of calls, ((axis, operation), bytes of one call), to the traffic of each axis and operation."""
     return add_traffic(*({key: Traffic(1, num_bytes)} for key, num_bytes in pairs))
 
 
 def refuse_batch_mixers(profile: Profile, plan: Plan, axis: str, degree: int) -> str | None:
-    """Layers that mix the samples of a batch compute something else when each rank has its own part of it."""
+    """Returns why layers that mix the samples of a batch do not allow an axis that splits the batch; None if they do.
+
+    They would compute something else if each rank has its own part of the batch.
+    """
     if degree > 1 and plan.exact and profile.batch_mixers and plan.statistics == "rank":
         return (
             f"layer '{profile.batch_mixers[0]}' takes statistics over the batch, which {axis} = {degree} splits; "
@@ -118,5 +123,5 @@ def refuse_batch_mixers(profile: Profile, plan: Plan, axis: str, degree: int) ->
 
 
 def reductions_per_step(plan: Plan, split: BatchSplit) -> int:
-    """How often gradients are reduced in a step."""
+    """Returns how often gradients are reduced in a step."""
     return split.accumulation if plan.memory.accumulate == "slice" else 1

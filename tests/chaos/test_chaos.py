@@ -284,9 +284,9 @@ def test_an_earlier_undisturbed_run_is_used_again_and_no_other(run_file: Path, t
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "chaos.json").write_text(json.dumps(known))
     fork_server: Any = None  # nobody is started
-    assert chaos_command._in_peace(fork_server, run_file, own, Console()) == BaselineRun("there", 9.0, 0.1)
+    assert chaos_command._undisturbed_run(fork_server, run_file, own, Console()) == BaselineRun("there", 9.0, 0.1)
     with pytest.raises(ConfigError, match="undisturbed is of another run file; remove it"):
-        chaos_command._in_peace(fork_server, run_file, [*own, "train.steps=7"], Console())
+        chaos_command._undisturbed_run(fork_server, run_file, [*own, "train.steps=7"], Console())
 
 
 def test_a_run_that_is_over_at_once_is_refused(run_file: Path, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_run_that_is_over_at_once_is_refused(run_file: Path, tmp_path: Path) -
         patch.object(chaos_command, "_train", train),
         pytest.raises(ConfigError, match=r"was over before it was looked at; give it more steps \(train.steps\)"),
     ):
-        chaos_command._in_peace(fork_server, run_file, own, Console())
+        chaos_command._undisturbed_run(fork_server, run_file, own, Console())
 
 
 def test_checkpoints_that_differ_in_a_bit_are_told_apart(tmp_path: Path) -> None:

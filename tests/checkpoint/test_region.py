@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.comm import Axis, Ledger, Pending
 from weft.parallel.tensor import overlapped_matmul as region
-from weft.parallel.tensor.overlapped_matmul import Stream, into_region, out_of_region
+from weft.parallel.tensor.overlapped_matmul import StreamSplit, into_region, out_of_region
 
 CHUNKS, BATCH, TOKENS, WIDTH = 3, 2, 6, 4  # tokens of one rank
 
@@ -77,7 +77,7 @@ def take(notes: list[str]) -> list[str]:
 def test_pieces_travel_on_the_way_in_while_others_are_multiplied(notes: list[str]) -> None:
     value = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
     weights = [torch.randn(size, WIDTH, requires_grad=True) for size in (3, 5)]
-    first, second = into_region(value, weights, False, axis("x", 2), Stream(CHUNKS))
+    first, second = into_region(value, weights, False, axis("x", 2), StreamSplit(CHUNKS))
     assert first.shape == (BATCH, 2 * TOKENS, 3)
     assert second.shape == (BATCH, 2 * TOKENS, 5)
     # While a piece is multiplied with all weights, the gathers of later ones are under way.
@@ -95,7 +95,7 @@ def test_pieces_travel_on_the_way_in_while_others_are_multiplied(notes: list[str
 def test_what_is_gathered_again_travels_while_dI_is_computed(notes: list[str]) -> None:  # noqa: N802
     value = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
     weight = torch.randn(3, WIDTH, requires_grad=True)
-    (out,) = into_region(value, [weight], False, axis("x", 2), Stream(2, regather=True))
+    (out,) = into_region(value, [weight], False, axis("x", 2), StreamSplit(2, regather=True))
     take(notes)
     out.sum().backward()
     assert take(notes) == [
@@ -107,7 +107,7 @@ def test_what_is_gathered_again_travels_while_dI_is_computed(notes: list[str]) -
 def test_pieces_travel_on_the_way_out_while_others_are_multiplied(notes: list[str]) -> None:
     value = torch.randn(BATCH, 2 * TOKENS, WIDTH, requires_grad=True)
     weight = torch.randn(3, WIDTH, requires_grad=True)
-    out = out_of_region(value, weight, False, axis("x", 2), axis("y", 2), Stream(CHUNKS))
+    out = out_of_region(value, weight, False, axis("x", 2), axis("y", 2), StreamSplit(CHUNKS))
     assert out.shape == (BATCH, TOKENS, 3)
     pairs = [note for chunk in range(CHUNKS) for note in ("multiply", f"start scatter {chunk}")]
     assert take(notes) == [*pairs, *(f"wait scatter {chunk}" for chunk in range(CHUNKS))]
@@ -127,7 +127,7 @@ def test_a_whole_input_is_summed_while_weights_get_their_gradients(notes: list[s
 
 
 def test_what_needs_no_gradient_says_nothing(notes: list[str]) -> None:
-    x, y, stream = axis("x", 2), axis("y", 2), Stream(2, regather=True)
+    x, y, stream = axis("x", 2), axis("y", 2), StreamSplit(2, regather=True)
     weight, frozen = torch.randn(3, WIDTH, requires_grad=True), torch.randn(3, WIDTH)
     data, value = torch.randn(BATCH, 4, WIDTH), torch.randn(BATCH, 4, WIDTH, requires_grad=True)
     outs = [

@@ -42,7 +42,7 @@ from weft.models import Decoder, DecoderConfig
 from weft.plan import Context, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.planner.predict import _communication_seconds, predict, run_cluster
-from weft.proof.prove import Report, verify, verify_run
+from weft.proof.prove import ProofReport, verify, verify_run
 from weft.train import setup
 
 NODES = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3)]  # (nodes, ranks in each)
@@ -258,13 +258,13 @@ def test_levels_are_told_on_their_own_links() -> None:
 # --- the oracle
 
 
-def check(plan: Plan, ranks_per_node: int) -> Report:
+def check(plan: Plan, ranks_per_node: int) -> ProofReport:
     """Verify a decoder under a plan on simulated nodes."""
     plan = replace(plan, hierarchical=True)
     return verify(models.tied_decoder, models.token_batch, plan, timeout_seconds=120, ranks_per_node=ranks_per_node)
 
 
-def check_even(plan: Plan) -> Report:
+def check_even(plan: Plan) -> ProofReport:
     """Verify, on nodes of two ranks, a decoder of which context and x take equal parts."""
 
     def decoder() -> nn.Module:
@@ -285,7 +285,7 @@ def check_even(plan: Plan) -> Report:
     return verify(decoder, batch, replace(plan, hierarchical=True), timeout_seconds=120, ranks_per_node=2)
 
 
-def told(report: Report) -> set[str]:
+def told(report: ProofReport) -> set[str]:
     """Axes and operations of the traffic that was compared."""
     return {line.what.removeprefix("traffic: ") for line in report.checks if line.what.startswith("traffic: ")}
 

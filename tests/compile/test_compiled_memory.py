@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import weft.compile.saved_bytes
 from weft.cluster.hardware import Cluster, load, local_cluster
-from weft.compile.saved_bytes import compiled, under
+from weft.compile.saved_bytes import compiled_profile, profile_under
 from weft.compile.torch_partition import Partition
 from weft.inspection.blocks import find_blocks
 from weft.models import DecoderConfig, GPT2Config, build
@@ -95,7 +95,7 @@ def compile_blocks(model: nn.Module) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_kept_bytes_are_those_of_compiled_blocks(name: str) -> None:
     model = MODELS[name]().to(torch.bfloat16)
-    predicted = cost(compiled(profiled(model)), Plan(), split_batch(Plan(), 2, 32)).saved_bytes
+    predicted = cost(compiled_profile(profiled(model)), Plan(), split_batch(Plan(), 2, 32)).saved_bytes
     compile_blocks(model)
     kept = saved_bytes([*model.parameters(), *model.buffers()], lambda: token_loss(model(tokens()), tokens()))
     assert predicted == kept
@@ -111,15 +111,17 @@ def test_kept_bytes_are_those_of_compiled_blocks(name: str) -> None:
 )
 def test_plans_share_what_compiled_blocks_keep(plan: Plan) -> None:
     measured = max(saved_bytes_of_ranks(MODELS["llama"], plan, (tokens(), tokens()), compile_blocks))
-    found = compiled(profiled(MODELS["llama"]()))
-    assert cost(under(found, plan), plan, split_batch(plan, 2, 32)).saved_bytes == pytest.approx(measured, rel=0.01)
+    found = compiled_profile(profiled(MODELS["llama"]()))
+    assert cost(profile_under(found, plan), plan, split_batch(plan, 2, 32)).saved_bytes == pytest.approx(
+        measured, rel=0.01
+    )
 
 
 def test_blocks_that_y_splits_count_as_uncompiled() -> None:
     eager = profiled(MODELS["llama"]())
-    assert under(compiled(eager), Plan(tensor=TensorPlan(1, 2))) is eager
-    assert under(eager, Plan(tensor=TensorPlan(1, 2))) is eager
-    assert under(compiled(eager), Plan(tensor=TensorPlan(2))) is compiled(eager)
+    assert profile_under(compiled_profile(eager), Plan(tensor=TensorPlan(1, 2))) is eager
+    assert profile_under(eager, Plan(tensor=TensorPlan(1, 2))) is eager
+    assert profile_under(compiled_profile(eager), Plan(tensor=TensorPlan(2))) is compiled_profile(eager)
 
 
 @settings(max_examples=3)
@@ -139,7 +141,7 @@ def test_a_block_of_llama_keeps_its_matmuls_operands(
         num_key_value_heads=heads // share, num_hidden_layers=2,
     )  # fmt: skip
     hidden, keys, rows = heads * head_dim, heads // share * head_dim, batch * sequence
-    found = compiled(profiled(build(config).to(torch.bfloat16), batch, sequence)).blocks[1]
+    found = compiled_profile(profiled(build(config).to(torch.bfloat16), batch, sequence)).blocks[1]
     # Input, both normed inputs, query, what attention gives, what o_proj gives; K and V; gate, up and their product.
     per_row = 2 * (6 * hidden + 2 * keys + 3 * inner)
     per_row += 4 * (2 + heads)  # in float32: of each norm its root mean square, of each head the softmax's denominator
@@ -170,7 +172,7 @@ def test_the_most_that_a_backward_holds() -> None:
                 hidden = layer(hidden)
             return hidden
 
-    found = compiled(profile(Chain(), lambda: (tokens(),), lambda hidden: hidden.sum())).blocks[1]
+    found = compiled_profile(profile(Chain(), lambda: (tokens(),), lambda hidden: hidden.sum())).blocks[1]
     stream, inner = 64 * 8 * 4, 64 * 32 * 4
     assert (found.saved_bytes or {})["none"] == stream + inner + inner // 4  # the input, the ReLU's result, its signs
     # The gradient that it is given. The ReLU's result is gone when that of its gradient comes, which is written over.
@@ -183,8 +185,10 @@ def test_what_cannot_be_traced_counts_as_uncompiled(monkeypatch: pytest.MonkeyPa
 
     eager = profiled(MODELS["llama"]())
     monkeypatch.setattr(weft.compile.saved_bytes, "partition", fail)
-    monkeypatch.setattr(weft.compile.saved_bytes, "_found", {})
-    assert [block.saved_bytes for block in compiled(eager).blocks] == [block.saved_bytes for block in eager.blocks]
+    monkeypatch.setattr(weft.compile.saved_bytes, "_partition_cache", {})
+    assert [block.saved_bytes for block in compiled_profile(eager).blocks] == [
+        block.saved_bytes for block in eager.blocks
+    ]
 
 
 def test_a_block_that_cannot_be_traced_counts_as_uncompiled_and_says_so(
@@ -194,14 +198,14 @@ def test_a_block_that_cannot_be_traced_counts_as_uncompiled_and_says_so(
         raise RuntimeError("Cannot re-initialize CUDA\nin a forked process")
 
     run, gpu = load_run(write_run_file(tmp_path)), load("h200:1x1")
-    monkeypatch.setattr(weft.compile.saved_bytes, "_found", {})
+    monkeypatch.setattr(weft.compile.saved_bytes, "_partition_cache", {})
     predict_again = _profile_of.cache_clear
     predict_again()
     whole = predict(run, gpu)
     assert not whole.assumptions
     assert "assumptions" not in whole.to_json()
     monkeypatch.setattr(weft.compile.saved_bytes, "partition", fail)
-    monkeypatch.setattr(weft.compile.saved_bytes, "_found", {})
+    monkeypatch.setattr(weft.compile.saved_bytes, "_partition_cache", {})
     predict_again()
     found = predict(run, gpu)
     predict_again()

@@ -18,8 +18,9 @@ from torch import Tensor, fx, nn
 import weft.compile.pieces
 import weft.compile.saved_bytes
 from weft.compile.blocks import compile_blocks
-from weft.compile.pieces import Pieces, cut, is_cut, keeps_order, kernels_at_once
+from weft.compile.pieces import PieceCompiler, is_cut, keeps_order, split_into_units
 from weft.inspection.blocks import find_blocks
+from weft.inspection.torch_patches import kernels_at_once
 from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
@@ -109,7 +110,7 @@ def test_a_cell_keeps_what_is_foreseen(codes: list[str], has_kernels: bool, monk
         parameter.data = parameter.to(torch.bfloat16)
     own = {tensor.untyped_storage()._cdata for tensor in (*cell.parameters(), *cell.buffers())}
     inputs = [images(16).to(torch.bfloat16).requires_grad_() for _ in range(2)]
-    for run in (cell, torch.compile(cell, dynamic=False, backend=Pieces("counted_pieces"))):
+    for run in (cell, torch.compile(cell, dynamic=False, backend=PieceCompiler("counted_pieces"))):
         storages: dict[int, tuple[int, Tensor]] = {}
 
         def keep(one: Tensor, storages: dict[int, tuple[int, Tensor]] = storages) -> Tensor:
@@ -135,7 +136,7 @@ def test_amoebanet_is_compiled_in_pieces_and_resnet_is_not() -> None:
             model = build(load_model(name))
         compile_blocks(model, pytest.fail)
         block: Any = next(iter(find_blocks(model).values()))
-        found.append(isinstance(block.forward.backend, Pieces))
+        found.append(isinstance(block.forward.backend, PieceCompiler))
     assert found == [True, False]
 
 
@@ -169,7 +170,7 @@ class Narrow(nn.Module):
 def test_what_cannot_be_cut_is_compiled_whole(codes: list[str], kind: Callable[[], nn.Module]) -> None:
     model = kind().double() if kind is Changed else kind()
     given = images(4) if kind is Changed else images(4).float()
-    compiled = torch.compile(model, dynamic=False, backend=Pieces("counted_pieces"))
+    compiled = torch.compile(model, dynamic=False, backend=PieceCompiler("counted_pieces"))
     with torch.no_grad():
         assert torch.equal(compiled(given), model(given))
     assert len(codes) == 1
@@ -229,7 +230,7 @@ def graphs(draw: st.DrawFn) -> fx.Graph:
 
 @given(graphs())
 def test_units_hold_all_once_and_none_waits_for_itself(graph: fx.Graph) -> None:
-    units = cut(list(graph.nodes))
+    units = split_into_units(list(graph.nodes))
     done = {node for node in graph.nodes if node.op == "placeholder"}
     for unit in units:
         assert len(unit) == 1 or not any(map(is_cut, unit))
@@ -250,11 +251,11 @@ def test_order_is_kept_where_results_in_place_are_read() -> None:
     for node, one in ((given, torch.ones(2, 2)), (product, value), (changed, value), (after, torch.ones(2, 2))):
         node.meta["example_value"] = one
     nodes = list(graph.nodes)
-    assert keeps_order(nodes, cut(nodes))
+    assert keeps_order(nodes, split_into_units(nodes))
     late = graph.call_function(torch.matmul, (product, after))  # reads what was written over by its old name
     late.meta["example_value"] = torch.ones(2, 2)
     nodes = list(graph.nodes)
-    assert not keeps_order(nodes, cut(nodes))
+    assert not keeps_order(nodes, split_into_units(nodes))
 
 
 def test_pools_are_those_of_weft_where_it_has_kernels(codes: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,6 +282,6 @@ def test_averages_of_parallel_models_are_those_of_weft_too(codes: list[str], mon
 
     monkeypatch.setattr(weft.compile.pieces, "by_kernel", lambda node: {F.avg_pool2d: pool})
     given = [images(16).float(), images(16).float()]
-    found = torch.compile(cell, dynamic=False, backend=Pieces("counted_pieces"))(*given)
+    found = torch.compile(cell, dynamic=False, backend=PieceCompiler("counted_pieces"))(*given)
     assert pooled == [8]
     assert torch.allclose(found, cell(*given), rtol=1e-4, atol=1e-5)

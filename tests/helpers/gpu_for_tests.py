@@ -15,8 +15,8 @@ from torch import nn
 
 from weft.commands.jobs import JOBS as OWN_JOBS
 from weft.plan import Plan
-from weft.proof.prove import Trial, prove_plan, proved
-from weft.proof.report import Report, report_from_json, report_to_json
+from weft.proof.prove import Trial, plan_to_prove, prove_plan
+from weft.proof.report import ProofReport, report_from_json, report_to_json
 from weft.schema import build_dataclass, to_table
 from weft.step.objective import CROSS_ENTROPY
 
@@ -135,7 +135,7 @@ class Case(NamedTuple):
     ranks_per_node: int | None = None
 
 
-def prove(fork_server: Any, table: str, name: str, **options: Any) -> Report:
+def prove(fork_server: Any, table: str, name: str, **options: Any) -> ProofReport:
     """The report on a case of a module, from a child that shares the GPU with its ranks."""
     return report_from_json(fork_server.call("prove", table=table, name=name, **options))
 
@@ -148,7 +148,7 @@ def _prove(
     own = case.plan if plan is None else build_dataclass(Plan, plan, "plan")
     if spoiled:
         SPOILERS[spoiled]()
-    trial = Trial(proved(own, precision), ranks_per_node=case.ranks_per_node, device="cuda", compiles=compiles)  # type: ignore[arg-type]
+    trial = Trial(plan_to_prove(own, precision), ranks_per_node=case.ranks_per_node, device="cuda", compiles=compiles)  # type: ignore[arg-type]
     return report_to_json(prove_plan(case.model, case.batch, CROSS_ENTROPY, trial, None, SECONDS))
 
 

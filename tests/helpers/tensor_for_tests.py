@@ -19,7 +19,7 @@ from weft.parallel.apply import cost, parallelize
 from weft.parallel.context.axis import own_tokens
 from weft.plan import Plan, split_batch
 from weft.profile import profile
-from weft.proof.prove import Report, verify
+from weft.proof.prove import ProofReport, verify
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.sharding.units import units_of
 from weft.step.objective import CROSS_ENTROPY
@@ -201,13 +201,13 @@ OWN: dict[str, Callable[[], nn.Module]] = {"vit": ViT, "chain": chain}
 ALL = SHIPPED | TRANSFORMERS | OWN
 
 
-def check(name: str, plan: Plan, clip: float | None = 1.0, make: Callable[[], nn.Module] | None = None) -> Report:
+def check(name: str, plan: Plan, clip: float | None = 1.0, make: Callable[[], nn.Module] | None = None) -> ProofReport:
     """Verify the named model under a plan."""
     batch = {"vit": image_batch, "chain": vector_batch}.get(name, token_batch)
     return verify(make or ALL[name], batch, plan, clip=clip, timeout_seconds=120)
 
 
-def failures(report: Report) -> set[str]:
+def failures(report: ProofReport) -> set[str]:
     """What the report found wrong."""
     return {line.what for line in report.checks if not line.passed}
 

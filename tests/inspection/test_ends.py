@@ -11,7 +11,7 @@ from tensor_for_tests import SHIPPED, TRANSFORMERS, WIDTH
 from torch import Tensor, nn
 
 from weft.errors import PlanError
-from weft.inspection.chain_ends import Ends
+from weft.inspection.chain_ends import ChainEnds
 from weft.inspection.pairing import pair
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
@@ -21,7 +21,7 @@ from weft.plan import Tensor as TensorPlan
 from weft.proof.prove import verify
 
 PLAN = Plan(tensor=TensorPlan(2, sequence=True))
-DECODER = Ends("model.embed_tokens", "model.norm", "lm_head")
+DECODER = ChainEnds("model.embed_tokens", "model.norm", "lm_head")
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ DECODER = Ends("model.embed_tokens", "model.norm", "lm_head")
         *((SHIPPED[name], DECODER) for name in ("tied", "one key head", "window")),
         *((TRANSFORMERS[kind], DECODER) for kind in ("Llama", "Mistral", "Qwen2")),
         # Positions are added to the embedding; transformers' gives its last hidden states the shape of the tokens.
-        (SHIPPED["gpt2"], Ends(None, "transformer.ln_f", "lm_head")),
-        (TRANSFORMERS["GPT2"], Ends()),
-        (shared.ViT, Ends()),
-        (shared.chain, Ends()),
+        (SHIPPED["gpt2"], ChainEnds(None, "transformer.ln_f", "lm_head")),
+        (TRANSFORMERS["GPT2"], ChainEnds()),
+        (shared.ViT, ChainEnds()),
+        (shared.chain, ChainEnds()),
     ],
 )
-def test_ends_of_known_models(make: Callable[[], nn.Module], expected: Ends) -> None:
+def test_ends_of_known_models(make: Callable[[], nn.Module], expected: ChainEnds) -> None:
     model = make().eval()
     assert pair(model).ends == expected
     assert not any(module.training for module in model.modules())
@@ -147,18 +147,18 @@ class Failing(Plain):
         return super().forward(tokens) + needed
 
 
-BEGIN, END = Ends("embed"), Ends(None, "norm", "head")
-EITHER = [(Scaled, END), (ScaledInPlace, END), (Dropping, END), (Twice, END), (Skipping, Ends())]
+BEGIN, END = ChainEnds("embed"), ChainEnds(None, "norm", "head")
+EITHER = [(Scaled, END), (ScaledInPlace, END), (Dropping, END), (Twice, END), (Skipping, ChainEnds())]
 EITHER += [(LastToken, BEGIN), (Reshaping, BEGIN), (NormTwice, BEGIN), (Mixing, BEGIN)]
-RUNNING: list[tuple[type[Plain], Ends]] = [
-    (Plain, Ends("embed", "norm", "head")),
-    (WithoutNorm, Ends("embed", None, "head")),
+RUNNING: list[tuple[type[Plain], ChainEnds]] = [
+    (Plain, ChainEnds("embed", "norm", "head")),
+    (WithoutNorm, ChainEnds("embed", None, "head")),
     *EITHER,
 ]
 
 
-@pytest.mark.parametrize(("kind", "expected"), [*RUNNING, (HandingOn, BEGIN), (Failing, Ends())])
-def test_what_stands_between_is_seen(kind: type[Plain], expected: Ends) -> None:
+@pytest.mark.parametrize(("kind", "expected"), [*RUNNING, (HandingOn, BEGIN), (Failing, ChainEnds())])
+def test_what_stands_between_is_seen(kind: type[Plain], expected: ChainEnds) -> None:
     assert pair(kind()).ends == expected
 
 

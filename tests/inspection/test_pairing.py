@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.inspection.pairing import pair
-from weft.inspection.parameter_cut import Cut, share, share_units, stack
+from weft.inspection.parameter_cut import Cut, share, share_units, stack_intervals
 from weft.inspection.split_probe import is_feature_wise
-from weft.inspection.tensor_splits import Pairing, Part, is_norm
+from weft.inspection.tensor_splits import Pairing, SplitPart, is_norm
 from weft.models import GPT2, Decoder, DecoderConfig, GPT2Config
 from weft.parallel.tensor.cuts import parameter_cuts
 from weft.parallel.tensor.norm import is_plain_norm
@@ -143,7 +143,7 @@ def test_shipped_decoder() -> None:
     }
     assert found.splits["lm_head"].kind == "head"
     assert found.embeddings == ("model.embed_tokens",)
-    assert found.splits[f"{layer}.self_attn.k_proj"].parts == (Part(2, 4, is_key=True),)
+    assert found.splits[f"{layer}.self_attn.k_proj"].parts == (SplitPart(2, 4, is_key=True),)
     assert found.splits[f"{layer}.mlp.up_proj"].parent == f"{layer}.mlp"  # both enter once
     assert {name.rpartition("layers.")[2] for name in found.inner} == {
         f"{i}.self_attn.{which}_norm.weight" for i in (0, 1) for which in "qk"
@@ -159,7 +159,7 @@ def test_shipped_gpt2() -> None:
         "mlp.c_proj": "row",
         "lm_head": "head",
     }
-    assert found.splits["transformer.h.0.attn.c_attn"].parts == (Part(4, 4),) * 3
+    assert found.splits["transformer.h.0.attn.c_attn"].parts == (SplitPart(4, 4),) * 3
     assert found.embeddings == ("transformer.wte", "transformer.wpe")
 
 
@@ -183,7 +183,7 @@ def test_an_attention_of_ones_own_with_few_key_heads(key_heads: int) -> None:
         "v": "column",
         "o": "row",
     }
-    assert found.splits["blocks.0.k"].parts == (Part(key_heads, 4, is_key=True),)
+    assert found.splits["blocks.0.k"].parts == (SplitPart(key_heads, 4, is_key=True),)
     assert set(found.scaled["blocks.0"].attributes) == {"n_heads", "n_kv_heads"}
     assert found.splits["blocks.0.q"].parent == "blocks.0"
 
@@ -191,7 +191,7 @@ def test_an_attention_of_ones_own_with_few_key_heads(key_heads: int) -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4, 16])
 def test_fused_attention(heads: int) -> None:
     found = pair(Around(Attention(heads=heads)))
-    assert found.splits["blocks.0.qkv"].parts == (Part(heads, WIDTH // heads),) * 3
+    assert found.splits["blocks.0.qkv"].parts == (SplitPart(heads, WIDTH // heads),) * 3
     assert found.inner == frozenset()
 
 
@@ -247,7 +247,7 @@ def test_convolutions_pair_in_a_chain_over_what_mixes_no_channels() -> None:
         "7": "gathered",
         "9": "gathered",
     }
-    assert (found["0"].parts, found["4"].parts, found["5"].parts) == ((Part(8),), (Part(8),), (Part(8),))
+    assert (found["0"].parts, found["4"].parts, found["5"].parts) == ((SplitPart(8),), (SplitPart(8),), (SplitPart(8),))
     assert (found["11"].kind, found["13"].kind) == ("column", "row")
 
 
@@ -501,7 +501,7 @@ def test_heads_are_never_cut(num_units: int, unit: int, degree: int) -> None:
 
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]))
 def test_few_key_heads_are_repeated_for_the_queries_that_share_them(num_keys: int, degree: int) -> None:
-    queries, keys = Part(8, 4), Part(num_keys, 4, is_key=True)
+    queries, keys = SplitPart(8, 4), SplitPart(num_keys, 4, is_key=True)
     for index in range(degree):
         begin, end = (bound // 4 for bound in queries.share(degree, index))
         wanted = {query * num_keys // 8 for query in range(begin, end)}
@@ -510,7 +510,7 @@ def test_few_key_heads_are_repeated_for_the_queries_that_share_them(num_keys: in
 
 
 def test_fused_parts_are_stacked() -> None:
-    cut = Cut((12, 1), (stack([4, 4, 4], [(2, 4), (2, 4), (2, 4)]), ((0, 1),)))
+    cut = Cut((12, 1), (stack_intervals([4, 4, 4], [(2, 4), (2, 4), (2, 4)]), ((0, 1),)))
     assert cut.local_shape == (6, 1)
     assert cut.take(torch.arange(12)[:, None]).flatten().tolist() == [2, 3, 6, 7, 10, 11]
 

@@ -25,7 +25,7 @@ import weft.train.loop
 from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.compile.blocks import compile_blocks
-from weft.compile.saved_bytes import compiled
+from weft.compile.saved_bytes import compiled_profile
 from weft.errors import PlanError
 from weft.inspection.live_bytes import LiveTensors
 from weft.launch.local_ranks import run_local
@@ -191,7 +191,7 @@ def test_compiled_blocks_send_what_their_graphs_save(recompute: Recompute) -> No
         found, model = train(llama, plan, 1, compile_them)
         tokens, labels = micro_batches(0, 1)[0]
         eager = profile(llama(), lambda: (tokens,), lambda logits: token_loss(logits, labels)[0], torch.bfloat16)
-        planned = cost(compiled(eager), plan, split_batch(plan, len(tokens), 1)).host_bytes["activations"]
+        planned = cost(compiled_profile(eager), plan, split_batch(plan, len(tokens), 1)).host_bytes["activations"]
     assert differing(found, expected) == []
     random_state = 4 * torch.get_rng_state().numel() if recompute == "full" else 0  # real ones are under LEAST_BYTES
     assert pooled_bytes(model) - random_state == planned

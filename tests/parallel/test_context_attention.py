@@ -222,7 +222,7 @@ def test_kernels_get_a_gradient_with_elements_of_its_own(form: str, monkeypatch:
     strides = []
     inner = block_attention._flash_backward
 
-    def watched(result: block_attention.Result, *args: Any) -> Any:
+    def watched(result: block_attention.AttentionResult, *args: Any) -> Any:
         strides.append(result.grad_out.stride())
         return inner(result, *args)
 
@@ -527,8 +527,8 @@ def test_torch_kernels_and_tiles_agree(device: str, kv_heads: int, peer: int, mo
         out, logsumexp = softmax.finish()
         out, logsumexp = out.nan_to_num(), logsumexp.nan_to_num()  # rows that this block leaves empty
         sums = [torch.zeros_like(t, dtype=block_attention.wide_dtype(dtype)) for t in (query, key, value)]
-        result = block_attention.Result(query, out.to(dtype), grad_out, logsumexp)
-        block_attention.attend_backward(block_attention.Gradients(*sums), result, key, value, block, mask, 0.3)
+        result = block_attention.AttentionResult(query, out.to(dtype), grad_out, logsumexp)
+        block_attention.attend_backward(block_attention.GradientSums(*sums), result, key, value, block, mask, 0.3)
         return [out[:, :, rows], logsumexp[:, :, rows], *sums]
 
     assert block_attention._can_fuse(query, key, value, mask)

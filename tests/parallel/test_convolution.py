@@ -37,7 +37,7 @@ from weft.parallel.tensor.cost import traffic
 from weft.plan import Memory, Plan, Recompute, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.proof.prove import Report, verify
+from weft.proof.prove import ProofReport, verify
 from weft.sharding.units import units_of
 from weft.step.objective import CROSS_ENTROPY
 
@@ -237,7 +237,7 @@ def grid(x: int = 1, y: int = 1, shard: int = 1, data: int = 1, recompute: Recom
     return Plan(data=data, shard=Shard(shard, stage), tensor=TensorPlan(x, y), memory=Memory(recompute), **others)
 
 
-def check(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None) -> Report:
+def check(name: str, plan: Plan, make: Callable[[], nn.Module] | None = None) -> ProofReport:
     """Verify the named model under a plan: loss, gradients, three steps; bytes; state."""
     return verify(make or MODELS[name], BATCHES.get(name, image_batch), plan)
 
@@ -384,7 +384,7 @@ def test_finds_a_skipped_all_reduce_of_dI(monkeypatch: Patch, name: str) -> None
         counted(ctx.axis, "all_reduce", gradients[0])
         return gradients[0], None
 
-    monkeypatch.setattr(tensor_ops._Enter, "backward", staticmethod(backward))
+    monkeypatch.setattr(tensor_ops._AllReduceGradient, "backward", staticmethod(backward))
     found = failures(check(name, grid(2)))
     assert "worst gradient" in found
     assert "loss" in found  # of the later steps
@@ -397,7 +397,7 @@ def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, name: str, p
         counted(over, "all_reduce", value)
         return value.clone()
 
-    monkeypatch.setattr(tensor_ops._Leave, "forward", staticmethod(forward))
+    monkeypatch.setattr(tensor_ops._AllReduce, "forward", staticmethod(forward))
     found = failures(check(name, plan))
     assert "loss" in found
     assert without_traffic(found)

@@ -30,7 +30,7 @@ from weft.pipeline.cost import edge_bytes
 from weft.pipeline.shared_parameters import Copies
 from weft.plan import Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.profile import profile
-from weft.proof.prove import Report, verify
+from weft.proof.prove import ProofReport, verify
 from weft.spatial.dry_run import dry_run
 from weft.spatial.halo import Side
 from weft.spatial.tile_layout import Place, Share
@@ -58,7 +58,7 @@ def over(pipe: Pipe, rows: int, columns: int, **others: Any) -> Plan:
     return Plan(pipe=pipe, tile=Tile(rows, columns, **options), **others)
 
 
-def check(name: str, plan: Plan) -> Report:
+def check(name: str, plan: Plan) -> ProofReport:
     make, batch = MODELS[name]
     return verify(make, batch, plan, timeout_seconds=120)
 

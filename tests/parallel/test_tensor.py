@@ -295,7 +295,7 @@ def test_finds_a_skipped_all_reduce_of_dI_over_x(monkeypatch: Patch) -> None:  #
 
 @pytest.mark.parametrize("axis", ["x", "y"])
 def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, axis: str) -> None:
-    original = tensor_ops._Leave.forward
+    original = tensor_ops._AllReduce.forward
 
     def forward(ctx: Any, value: Tensor, over: Axis) -> Tensor:
         if over.name != axis:
@@ -303,7 +303,7 @@ def test_finds_a_skipped_sum_of_partial_results(monkeypatch: Patch, axis: str) -
         counted(over, "all_reduce", value)
         return value.clone()
 
-    monkeypatch.setattr(tensor_ops._Leave, "forward", staticmethod(forward))
+    monkeypatch.setattr(tensor_ops._AllReduce, "forward", staticmethod(forward))
     found = broken("tied", grid(2, 2))
     assert "loss" in found
     assert without_traffic(found)

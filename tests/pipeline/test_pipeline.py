@@ -43,7 +43,7 @@ from weft.pipeline.shared_parameters import Copies
 from weft.pipeline.step_run import Run
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.proof.prove import Report, verify, verify_run
+from weft.proof.prove import ProofReport, verify, verify_run
 from weft.schedule import Action, simulate
 from weft.step.objective import CROSS_ENTROPY, Objective
 from weft.step.train_step import evaluate, train_step
@@ -62,7 +62,7 @@ OBJECTIVE = Objective(CROSS_ENTROPY.count, _total)  # also for models that retur
 
 def check(
     model_fn: ModelFn, batch: Callable[[int], Batch], pipe: Pipe, objective: Objective = OBJECTIVE, **others: Any
-) -> Report:
+) -> ProofReport:
     """Verify a model under a plan; micro-batches of one sample unless told."""
     plan = Plan(pipe=pipe, **{"micro_batch": 1, **others})
     return verify(model_fn, batch, plan, objective=objective)
@@ -176,7 +176,7 @@ def batch_of(name: str) -> tuple[Callable[[int], Batch], int]:
     return (images(8), 2) if name in IMAGE_MODELS else (vectors(), 1)
 
 
-def check_model(name: str, pipe: Pipe, **others: Any) -> Report:
+def check_model(name: str, pipe: Pipe, **others: Any) -> ProofReport:
     batch, size = batch_of(name)
     objective = CROSS_ENTROPY if name in TOKEN_MODELS or name == "structured" else OBJECTIVE
     return check(ALL_MODELS[name], batch, pipe, objective, micro_batch=size, **others)
@@ -315,7 +315,7 @@ def test_more_random_graphs(seed: int) -> None:
 Patch = pytest.MonkeyPatch
 
 
-def broken(report: Report) -> dict[str, str]:
+def broken(report: ProofReport) -> dict[str, str]:
     """What the report found wrong, and where."""
     assert not report.passed
     return {line.what: line.where for line in report.checks if not line.passed}

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.inspection.functional_call import call_with
-from weft.inspection.nested_tensors import map_tensors, same, tensors_in
+from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.parallel.apply import parallelize, refuse
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.deferred_weight_grads import Deferred
 from weft.pipeline.partition import Route, cut, partition, unit_order
 from weft.pipeline.shared_parameters import tied_stages
 from weft.pipeline.stage_rng import Draws, is_random
-from weft.pipeline.stand_in import Elsewhere, skeleton
+from weft.pipeline.stand_in import AbsentModule, skeleton
 from weft.pipeline.trace import END, Event, Trace, Value, trace
 from weft.plan import Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
@@ -342,7 +342,7 @@ def test_a_module_that_hangs_in_two_places_is_replaced_in_both() -> None:
 
     found = staged(Twice, Pipe(2, split=("blocks.1",)))
     model, names = found.model(1)
-    assert isinstance(model.get_submodule("enter"), Elsewhere)
+    assert isinstance(model.get_submodule("enter"), AbsentModule)
     assert model.get_submodule("alias.entry") is model.get_submodule("enter")
     assert not [name for name in names.values() if name.startswith("enter")]
 
@@ -350,7 +350,7 @@ def test_a_module_that_hangs_in_two_places_is_replaced_in_both() -> None:
 def test_a_stand_in_can_be_asked() -> None:
     model, _ = staged(chain(2), Pipe(2)).model(1)
     entry = model.get_submodule("enter")
-    assert isinstance(entry, Elsewhere)
+    assert isinstance(entry, AbsentModule)
     assert entry.in_features == WIDTH
     assert not list(entry.parameters())
 
@@ -389,13 +389,13 @@ def test_tensors_are_found_and_changed_wherever_they_are(value: Any) -> None:
     changed = map_tensors(lambda tensor: tensor + 1, value)
     assert [float(tensor) for tensor in tensors_in(changed)] == [1.0] * len(found)
     assert all(float(tensor) == 0.0 for tensor in found)
-    again = tensors_in(same(value))
+    again = tensors_in(copy_structure(value))
     assert [id(tensor) for tensor in again] == [id(tensor) for tensor in found]
 
 
 def test_a_copy_of_a_dict_is_another_dict() -> None:
     given = {"hidden": torch.zeros(1), "others": [torch.ones(1)]}
-    made = same(given)
+    made = copy_structure(given)
     made.pop("hidden")
     made["others"].clear()
     assert len(tensors_in(given)) == 2

@@ -89,10 +89,10 @@ BAD_TABLES = {
     "tensor = true": "'plan.tensor' = True but it expects an integer or a table { x, y, sequence, regather, chunks }",
     "tensor = { x = 2, chunks = 2 }": "chunks = 2 cuts what tensor.sequence = true gathers and scatters, and sequence "
     "is false; set sequence = true, or chunks = 1",
-    "tensor = { x = 2, chunks = 0 }": "plan.tensor.chunks = 0; what travels is cut into at least 1",
+    "tensor = { x = 2, chunks = 0 }": "plan.tensor.chunks = 0; it must be at least 1",
     "tensor = { x = 2, regather = true }": "gathers again what tensor.sequence = true splits, and sequence is false",
-    'tensor = { sequence = true, regather = true }\nmemory = { recompute = "full" }': "recompute = 'full' gathers "
-    "again what enters the matmuls of a block as it is; use regather = false",
+    'tensor = { sequence = true, regather = true }\nmemory = { recompute = "full" }': "recompute = 'full' already "
+    "gathers the inputs of a block's matmuls again; use regather = false",
     'memory = { accumulate = "slice" }': "plan.memory.accumulate = 'slice' needs shard.stage 2 or 3",
     'shard = { degree = 2, stage = 1 }\nmemory = { accumulate = "slice" }': "given stage 1, degree 2",
 }

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.cluster.hardware import Device, load, ring_seconds
-from weft.inspection.memory_traffic import Moved
+from weft.inspection.memory_traffic import MemoryTraffic
 from weft.parallel.context.attention import all_to_all_traffic, ring_traffic
 from weft.plan import AXES, Context, Memory, Pipe, Plan, Precision, Shard, Tensor
 from weft.planner.closed_form_memory import spared_bytes
@@ -309,7 +309,7 @@ def test_fewer_bits_of_state_are_fewer_bytes_to_update(
 
 
 def test_moved_bytes_by_hand() -> None:
-    moved = Moved(10_000_000, 3, 4_000_000, 1)
+    moved = MemoryTraffic(10_000_000, 3, 4_000_000, 1)
     bandwidth = 2.039e12 * MEMORY_SHARE
     assert kernels().moved(moved) == pytest.approx(1e7 / bandwidth + 3 * LAUNCH_SECONDS)
     assert kernels(fused=True).moved(moved) == pytest.approx(4e6 / bandwidth + LAUNCH_SECONDS)

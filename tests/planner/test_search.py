@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weft.cluster.hardware import Cluster, load
-from weft.compile.saved_bytes import compiled, under
+from weft.compile.saved_bytes import compiled_profile, profile_under
 from weft.models import DecoderConfig, GPT2Config, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head, is_loss_in_head
@@ -221,7 +221,7 @@ def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles
         return torch.zeros(plan.micro_batch or 1, 1024, dtype=torch.long, device="cpu")
 
     found = profile(whole, lambda: (tokens(),), ExampleLoss(tokens))
-    found = under(compiled(found), plan) if compiles else found
+    found = profile_under(compiled_profile(found), plan) if compiles else found
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     stated = max((cost(found, plan, split_batch(plan, 64, 1024), at) for at in ranks), key=lambda one: one.memory_bytes)
     closed = model.held(plan, 64 // plan.num_batch_ranks // plan.micro_batch)

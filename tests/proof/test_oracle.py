@@ -25,7 +25,7 @@ from weft.comm import Axis, Ledger, Pending
 from weft.errors import PlanError, VerifyError
 from weft.models.loss import token_loss
 from weft.plan import Memory, Plan, Precision, Recompute, Shard
-from weft.proof.prove import Report, verify
+from weft.proof.prove import ProofReport, verify
 from weft.sharding.flat_buffer import Flat
 from weft.step.objective import CROSS_ENTROPY, Objective
 
@@ -59,7 +59,7 @@ def _dict_total(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     return token_loss(model(batch[0])["logits"], batch[1])[0]
 
 
-def check(name: str, plan: Plan, clip: float | None = 1.0) -> Report:
+def check(name: str, plan: Plan, clip: float | None = 1.0) -> ProofReport:
     """Verify the named model under a plan."""
     objective = Objective(CROSS_ENTROPY.count, _dict_total) if name == "module dict" else CROSS_ENTROPY
     batch = models.token_batch if name in TOKEN_MODELS else models.vector_batch

@@ -14,8 +14,8 @@ from torch import nn
 
 from weft.errors import PlanError, VerifyError
 from weft.models import loss_head as head
-from weft.proof.prove import Report, verify_run
-from weft.proof.small_run import _module, _places, proofs_of
+from weft.proof.prove import ProofReport, verify_run
+from weft.proof.small_run import _module, _places, small_runs_of
 from weft.run_file import Run
 from weft.step.train_step import evaluate
 
@@ -61,12 +61,12 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_run_file(tmp_path, DEEP)
 
 
-def proved(run: Run) -> Report:
+def proved(run: Run) -> ProofReport:
     """The report of a proof that was made."""
     return verify_run(run).require()
 
 
-def checked(report: Report) -> set[str]:
+def checked(report: ProofReport) -> set[str]:
     return {check.what for check in report.checks}
 
 
@@ -82,7 +82,7 @@ def test_tiles_are_handed_over_at_a_block_that_the_small_model_has_too(images: P
 def test_an_image_is_large_enough_for_tiles_up_to_where_they_are_handed_over(images: Path) -> None:
     options = ["data.size=128", 'plan.tile={columns=4, until="layer4.2"}', "plan.micro_batch=1"]
     run = make_run(images, "run", *options)
-    sizes = [proof.task.shape.height for proof in proofs_of(run) if proof.plan.tile.until]  # type: ignore[attr-defined]
+    sizes = [proof.task.shape.height for proof in small_runs_of(run) if proof.plan.tile.until]  # type: ignore[attr-defined]
     assert sizes[:2] == [64, 128]
     assert proved(run).plan.tile.until.startswith("layer4.")
 
@@ -167,9 +167,9 @@ def test_the_proof_is_of_the_runs_own_objective(text: Path, monkeypatch: pytest.
 
 def test_the_runs_accumulation_and_micro_batch_are_kept_where_they_are_small(text: Path) -> None:
     run = make_run(text, "run", "train.batch=4", "plan.micro_batch=1", "plan.data=4")
-    assert next(iter(proofs_of(run))).num_samples == 4
+    assert next(iter(small_runs_of(run))).num_samples == 4
     run = make_run(text, "run", "train.batch=32", "plan.micro_batch=4", "plan.data=2")
-    assert next(iter(proofs_of(run))).num_samples == 8
+    assert next(iter(small_runs_of(run))).num_samples == 8
 
 
 @pytest.mark.parametrize("count", [4, 6, 8])
@@ -177,7 +177,7 @@ def test_the_runs_accumulation_and_micro_batch_are_kept_where_they_are_small(tex
 def test_the_number_of_micro_batches_suits_the_schedule(text: Path, schedule: str, count: int) -> None:
     run = make_run(text, "run", f"plan.pipe={{degree=2, schedule='{schedule}'}}", "plan.micro_batch=2")
     run = replace(run, train=replace(run.train, batch=2 * count))
-    proof = next(iter(proofs_of(run)))
+    proof = next(iter(small_runs_of(run)))
     assert 4 <= proof.num_samples // 2 <= count
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import weft.compile.saved_bytes
 from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.commands.run_planning import image_run
-from weft.compile.saved_bytes import compiled
+from weft.compile.saved_bytes import compiled_profile
 from weft.data.formats import ImageShape
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, VisionConfig
 from weft.plan import Memory, Plan, Tile
@@ -76,7 +76,7 @@ class Pooled(nn.Module):
 def test_a_block_with_a_pool_is_traced() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), Pooled())
     found = profile(model, lambda: (torch.zeros(2, 3, 16, 16),), lambda out: out.sum())
-    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled(found)))
+    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled_profile(found)))
     pixels, pooled, statistics = 2 * 4 * 16 * 16, 2 * 4 * 8 * 8, 2 * 4 * 4
     assert eager is not None
     assert kept is not None
@@ -90,12 +90,14 @@ def test_in_pieces_a_pool_holds_what_its_kernels_hold(monkeypatch: pytest.Monkey
     model = nn.Sequential(nn.Conv2d(3, 8, 1), block)
     found = profile(model, lambda: (torch.zeros(2, 3, 16, 16),), lambda out: out.sum())
     pixels = 2 * 8 * 16 * 16
-    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled(found)))
+    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled_profile(found)))
     assert eager is not None
     assert kept is not None
     assert eager["none"] == 2 * pixels * 4 + pixels * 8  # its input, the convolution's result and places of maxima
     assert kept["none"] == pixels * 4 + pixels
-    whole, mine = (peaks(one, "none", lambda forward: forward).block_bytes["1"] for one in (found, compiled(found)))
+    whole, mine = (
+        peaks(one, "none", lambda forward: forward).block_bytes["1"] for one in (found, compiled_profile(found))
+    )
     assert whole - mine >= 7 * pixels
 
 
@@ -120,7 +122,7 @@ def test_in_pieces_masks_are_kept_of_relus_behind_no_norm(monkeypatch: pytest.Mo
     monkeypatch.setattr(weft.compile.saved_bytes, "MAX_LAYERS", 1)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), Summed(inplace))
     found = profile(model, lambda: (torch.zeros(2, 3, 16, 16),), lambda out: out)
-    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled(found)))
+    eager, kept = (one.blocks[1].saved_bytes for one in (found, compiled_profile(found)))
     assert eager is not None
     assert kept is not None
     assert kept["none"] - eager["none"] == 2 * (2 * 8 * 16 * 16)  # behind the sum, and before padding

@@ -19,7 +19,7 @@ from weft.parallel.apply import cost, refuse
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.proof.prove import Report, verify
+from weft.proof.prove import ProofReport, verify
 from weft.spatial import norms
 
 Patch = pytest.MonkeyPatch
@@ -61,7 +61,7 @@ def over(**others: Any) -> Plan:
     return Plan(statistics="batch", **others)
 
 
-def check(name: str, plan: Plan) -> Report:
+def check(name: str, plan: Plan) -> ProofReport:
     return verify(*MODELS[name], plan, timeout_seconds=120)
 
 

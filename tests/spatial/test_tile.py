@@ -28,7 +28,7 @@ from weft.parallel.tile import TileGradients, tile
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
-from weft.proof.prove import Report, verify
+from weft.proof.prove import ProofReport, verify
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import units_of
 from weft.spatial import halo, norms
@@ -60,7 +60,7 @@ def over(rows: int, columns: int, recompute: Any = "none", **others: Any) -> Pla
     return Plan(tile=Tile(rows, columns, **options), memory=Memory(recompute), **others)
 
 
-def check(name: str, plan: Plan) -> Report:
+def check(name: str, plan: Plan) -> ProofReport:
     make, batch = MODELS[name]
     return verify(make, batch, plan, timeout_seconds=120)
 

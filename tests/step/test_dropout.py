@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from weft.inspection.rng import seed_draws
+from weft.inspection.rng import seed_rng
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import GPT2Config, build, initialise
@@ -77,7 +77,7 @@ def step(plan: Plan, seed: int) -> dict[str, Tensor]:
     given = [tuple(one.chunk(mesh["batch"].degree)[mesh["batch"].index] for one in batch) for batch in batches()]
 
     def before(micro_batch: int) -> None:
-        seed_draws(100 * seed + 10 * micro_batch + mesh["batch"].index, mesh.device)
+        seed_rng(100 * seed + 10 * micro_batch + mesh["batch"].index, mesh.device)
 
     result = train_step(model, optimizer, given, mesh, clip=None, before_micro_batch=before)
     return {part.parameter.name: piece.detach() for part, piece in named_pieces(model)} | {"loss": result.loss}

@@ -28,10 +28,10 @@ def test_probabilities_are_the_formulas() -> None:
     config = LayerDrop(0.5, 0.01)
     for step in (0, 10, 1000):
         theta = 0.5 * math.exp(-0.01 * step) + 0.5
-        kept = [config.kept(step, layer, 12) for layer in range(12)]
+        kept = [config.keep_probability(step, layer, 12) for layer in range(12)]
         assert kept == pytest.approx([1 - (layer + 1) / 12 * (1 - theta) for layer in range(12)])
         assert sum(1 - one for one in kept) / 12 == pytest.approx((1 - theta) * 13 / 24)  # FLOPs saved
-    assert LayerDrop(1.0).kept(10**6, 11, 12) == 1.0
+    assert LayerDrop(1.0).keep_probability(10**6, 11, 12) == 1.0
 
 
 def test_gates_keep_as_often_as_they_should() -> None:

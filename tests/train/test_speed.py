@@ -15,7 +15,7 @@ import torch._dynamo
 
 from weft.compile import attention_kernel
 from weft.compile import blocks as compiling
-from weft.compile.attention_kernel import Shape, attention_shape, choose
+from weft.compile.attention_kernel import AttentionShape, attention_shape, choose_kernel
 from weft.compile.blocks import compile_blocks, wants_compile
 from weft.errors import ConfigError
 from weft.mesh import Mesh
@@ -135,17 +135,17 @@ def test_the_faster_kernel_is_chosen_once(monkeypatch: pytest.MonkeyPatch, tmp_p
         asked.append(kernel.name)
         return seconds[kernel.name]
 
-    monkeypatch.setattr(attention_kernel, "_seconds", measured)
+    monkeypatch.setattr(attention_kernel, "_kernel_seconds", measured)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    file, shape = tmp_path / "new" / "attention.json", Shape(2, 8, 4, 64, 16)
-    assert choose(shape, torch.bfloat16, CUDA, file) == "cudnn"
+    file, shape = tmp_path / "new" / "attention.json", AttentionShape(2, 8, 4, 64, 16)
+    assert choose_kernel(shape, torch.bfloat16, CUDA, file) == "cudnn"
     seconds["FLASH_ATTENTION"] = 0.5
-    assert choose(shape, torch.bfloat16, CUDA, file) == "cudnn"
-    assert choose(shape._replace(batch=3), torch.bfloat16, CUDA, file) == "flash"
+    assert choose_kernel(shape, torch.bfloat16, CUDA, file) == "cudnn"
+    assert choose_kernel(shape._replace(batch=3), torch.bfloat16, CUDA, file) == "flash"
     assert len(asked) == 4
     assert len(json.loads(file.read_text())) == 2
     file.write_text("not json")
-    assert choose(shape, torch.bfloat16, CUDA, file) == "flash"
+    assert choose_kernel(shape, torch.bfloat16, CUDA, file) == "flash"
 
 
 def test_the_shape_of_a_runs_attention(run: Any) -> None:

@@ -1,1 +1,1 @@
-"""The command line: one file per command, and what the terminal shows."""
+"""The command line: one file per command, and the output on the terminal."""

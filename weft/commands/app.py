@@ -1,4 +1,4 @@
-"""The commands. No logic here: each reads its arguments, calls the room that does the work, and shows the result."""
+"""The commands of `weft`. Each reads its arguments, calls the code that does the work, and shows the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 try:
-    import rich  # noqa: F401 (what shows results needs it)
+    import rich  # noqa: F401 (other files of this folder need it)
     import typer
 except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
@@ -93,7 +93,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
-    asks = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
+    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
     if model is not None and run_file is not None:
         raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
     if model is None and run_file is None:
@@ -112,10 +112,10 @@ def plan_command(
         else:
             assert run_file is not None
             run = load_run(run_file, changes)
-        if model is not None or asks.is_search or search or not has_layout(run):
-            search_plans(run, asks, make_console(as_json), as_json)
+        if model is not None or options.is_search or search or not has_layout(run):
+            search_plans(run, options, make_console(as_json), as_json)
         else:
-            predict_plan(run, asks, timeline, path, make_console(as_json), as_json)
+            predict_plan(run, options, timeline, path, make_console(as_json), as_json)
 
 
 @app.command("verify", epilog="Example: weft verify run.toml plan.data=2 plan.shard.stage=2 --device cuda")
@@ -127,7 +127,7 @@ def verify_command(
     compiles: Annotated[bool, typer.Option("--compile", help="with cuda: what the run compiles and records")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that the plan equals the unsplit model, in float64 on local processes, on a shrunk copy of the model."""
+    """Prove that the plan equals the unsplit model, in float64 on local processes, on a small copy of the model."""
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"--device {device} is not one of cpu, cuda")
     if precision not in ("fp64", "bf16"):
@@ -161,10 +161,10 @@ def chaos_command(
     faults: Annotated[int | None, typer.Option(help="no more faults than this", min=1)] = None,
     as_json: Json = False,
 ) -> None:
-    """Train a run in peace and under random faults, and prove that both end with the same bits (else status 1)."""
+    """Train a run without and with random faults, and check that both end with the same bits (exit status 1 if not)."""
     with command_fork_server(_run_as_rank, StormForkServer) as fork_server:
-        asks = ChaosOptions(mtbf, kinds, seed, faults)
-        run_chaos(fork_server, run_file, overrides or [], asks, make_console(as_json), as_json)
+        options = ChaosOptions(mtbf, kinds, seed, faults)
+        run_chaos(fork_server, run_file, overrides or [], options, make_console(as_json), as_json)
 
 
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")
@@ -249,7 +249,7 @@ def doctor_command(
 
 
 def main() -> None:
-    """The entry point: errors that weft raises on purpose are one line, status 2 for what the user can change."""
+    """The entry point. A WeftError is printed as one line; the exit status is 2 for a ConfigError, 1 for others."""
     try:
         app()
     except ConfigError as error:
@@ -259,7 +259,7 @@ def main() -> None:
 
 
 def _run_as_rank(arguments: list[str]) -> None:
-    """`weft ARGUMENTS` in a rank that was forked; its errors are the agent's to show."""
+    """Run `weft ARGUMENTS` in a forked rank. Errors are raised, so that the agent shows them."""
     app(arguments, standalone_mode=False)
 
 
@@ -280,4 +280,4 @@ def _options(
         bool, typer.Option("--version", help="print the version and leave", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options of no command."""
+    """Options of `weft` itself."""

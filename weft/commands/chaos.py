@@ -1,4 +1,4 @@
-"""The steps of `weft chaos`: a run in peace, the same run under faults, and a comparison of what they end with."""
+"""The steps of `weft chaos`: a run without faults, the same run under faults, and a comparison of their checkpoints."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from weft.run_file import load_run
 from weft.train.batches import prepare_data
 from weft.train.local_job import start_ranks
 
-_MAX_NAMED = 10  # of tensors that differ
-_LAST_LINES = 5  # of what the agent said, where a job did not survive
+_MAX_NAMED = 10  # differing tensors that are named
+_LAST_LINES = 5  # lines of the agent's log that are shown if the run did not end
 
 
 class ChaosOptions(NamedTuple):
-    """What is asked for."""
+    """Options of the command."""
 
     mtbf: str
     kinds: str
@@ -47,33 +47,33 @@ def run_chaos(
     fork_server: StormForkServer,
     run_file: Path,
     overrides: list[str],
-    asks: ChaosOptions,
+    options: ChaosOptions,
     console: Console,
     as_json: bool,
 ) -> None:
-    """Both runs, and what they show; status 1 where they end differently."""
+    """Train both runs and show the comparison; exit status 1 if they end differently."""
     if detect(os.environ) is not None:
         raise ConfigError("weft chaos starts ranks by itself; run it without torchrun, srun or mpirun")
-    mtbf_seconds, kinds = parse_duration(asks.mtbf, "--mtbf"), parse_kinds(asks.kinds)
+    mtbf_seconds, kinds = parse_duration(options.mtbf, "--mtbf"), parse_kinds(options.kinds)
     run = load_run(run_file, overrides)
     if not has_layout(run):
         raise ConfigError(f"{run_file} has no [plan]; write one with: weft plan {run_file} --write FILE")
     overrides = [*overrides, *settings(run, kinds)]
     base = run.folder.with_name(run.folder.name + ".chaos")
     prepare_data(run)
-    baseline = _in_peace(fork_server, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)
+    baseline = _undisturbed_run(fork_server, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as requests:
         own = [*overrides, f"folder={_new_folder(base)}"]
         run = load_run(run_file, own)
-        faults = schedule(kinds, mtbf_seconds, run.plan.num_ranks, asks.seed)
-        storm = Storm(run, faults, kinds, Path(requests), max_faults=asks.faults)
+        faults = schedule(kinds, mtbf_seconds, run.plan.num_ranks, options.seed)
+        storm = Storm(run, faults, kinds, Path(requests), max_faults=options.faults)
         status, log = _train(fork_server, storm, console, "under faults")
     last = Path("checkpoints") / step_name(run.train.steps)
     num_tensors, differ = 0, list[str]()
     if (run.folder / last).is_dir():
         num_tensors, differ = differences(run.folder / last, Path(baseline.folder) / last)
     predicted = GoodputPrediction.of(storm, baseline.step_seconds, mtbf_seconds)
-    report = ChaosReport(baseline, storm, mtbf_seconds, asks.seed, predicted, status, num_tensors, differ, log)
+    report = ChaosReport(baseline, storm, mtbf_seconds, options.seed, predicted, status, num_tensors, differ, log)
     if as_json:
         print_json(report.to_json())
     else:
@@ -82,8 +82,10 @@ def run_chaos(
         raise SystemExit(1)
 
 
-def _in_peace(fork_server: StormForkServer, run_file: Path, overrides: list[str], console: Console) -> BaselineRun:
-    """The undisturbed run, or what is known of it from an earlier call."""
+def _undisturbed_run(
+    fork_server: StormForkServer, run_file: Path, overrides: list[str], console: Console
+) -> BaselineRun:
+    """Train the run without faults, or read its times from an earlier call."""
     run = load_run(run_file, overrides)
     known = run.folder / "chaos.json"
     if known.is_file():
@@ -91,7 +93,7 @@ def _in_peace(fork_server: StormForkServer, run_file: Path, overrides: list[str]
         if found.pop("run") == run.to_toml():
             return BaselineRun(**found)
         raise ConfigError(f"{run.folder} is of another run file; remove it, or give another folder (folder = ...)")
-    shutil.rmtree(run.folder, ignore_errors=True)  # of a call that was stopped: its time would be too short
+    shutil.rmtree(run.folder, ignore_errors=True)  # left by a call that was stopped: its time would be too short
     storm = Storm(run, iter(()), (), Path())
     status, log = _train(fork_server, storm, console, "undisturbed")
     if status or not (run.folder / "checkpoints" / step_name(run.train.steps)).is_dir():
@@ -104,7 +106,7 @@ def _in_peace(fork_server: StormForkServer, run_file: Path, overrides: list[str]
 
 
 def _train(fork_server: StormForkServer, storm: Storm, console: Console, title: str) -> tuple[int, Path]:
-    """Train under the agent; its status, and the file with what it said."""
+    """Train under the agent. Returns its exit status, and the file with its messages."""
     storm.run.folder.mkdir(parents=True, exist_ok=True)
     log = storm.run.folder / "agent.log"
     fork_server.storm = storm
@@ -137,7 +139,7 @@ def _new_folder(base: Path) -> Path:
 
 
 def show(console: Console, report: ChaosReport) -> None:
-    """For people."""
+    """Print a report as tables and sentences."""
     table = Table(title="faults and recoveries", title_justify="left", box=None, pad_edge=False)
     for name in ("kind", "faults", "cut short", "recovered", "median", "90 %", "longest"):
         table.add_column(name, justify="left" if name == "kind" else "right")
@@ -147,20 +149,20 @@ def show(console: Console, report: ChaosReport) -> None:
         counts = (str(row[name]) for name in ("faults", "cut_short", "recovered"))
         table.add_row(kind, *counts, *words, style="bold" if kind == "all" else "")
     console.print(table)
-    told = [
+    lines = [
         f"[bold]goodput[/]  {report.goodput:.1%}: {format_seconds(report.baseline.seconds)} undisturbed, "
         f"{format_seconds(report.storm.seconds)} under faults, {report.storm.restarts} restarts; "
         f"{report.training_share:.1%} of the time was not spent on recoveries"
     ]
     if report.predicted is not None:
         one = report.predicted
-        told.append(
+        lines.append(
             f"[bold]predicted[/] {one.goodput:.1%} by Daly's formula: one stop in {format_seconds(one.mtbf_seconds)}, "
             f"{format_seconds(one.restart_seconds)} to train again, a copy every "
             f"{format_seconds(one.interval_seconds)} that counts {format_seconds(one.write_seconds)} later (measured)"
         )
-    told.append(_verdict(report))
-    for line in told:
+    lines.append(_verdict(report))
+    for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
 
 

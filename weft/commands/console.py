@@ -1,4 +1,4 @@
-"""What people see: tables of the machine, the plan and the proof, and a live line for each step. Needs rich."""
+"""Output on the terminal: tables of the machine, the plan and the proof, and a live line for each step. Needs rich."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.cluster.hardware import Cluster, describe
 from weft.errors import ConfigError
 from weft.planner.predict import Prediction
 from weft.profile import Profile
-from weft.proof.report import Report
+from weft.proof.report import ProofReport
 from weft.run_file import Run
 from weft.schedule.draw import heading, to_text, write
 from weft.train.metrics import StepMetrics
@@ -28,12 +28,12 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def make_console(to_stderr: bool = False) -> Console:
-    """Where people read; beside JSON that is stderr."""
+    """Returns a console on stdout, or on stderr if stdout is for JSON."""
     return Console(stderr=to_stderr)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """`1536` as `1.5 KiB`."""
+    """Formats `1536` as `1.5 KiB`."""
     unit = 0
     while num_bytes >= 1024 and unit < len(UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
@@ -41,7 +41,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """`90` as `1 min 30 s`, `0.002` as `2.0 ms`."""
+    """Formats `90` as `1 min 30 s`, `0.002` as `2.0 ms`."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
     if seconds >= 60:
@@ -50,12 +50,12 @@ def format_seconds(seconds: float) -> str:
 
 
 def print_json(value: Any) -> None:
-    """For machines, on stdout."""
+    """Print a value as JSON on stdout."""
     print(json.dumps(value, indent=2))
 
 
 def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, prediction: Prediction) -> None:
-    """The machine, the plan with its predicted memory, traffic and time, and the batch identity."""
+    """Print the machine, the plan with its predicted memory, traffic and time, and the batch identity."""
     console.print(f"[bold]machine[/]  {describe(cluster)}", highlight=False)
     model = run.model.architecture
     console.print(f"[bold]model[/]    {model}, {profile.numel:,} parameters in {len(profile.blocks)} blocks")
@@ -107,20 +107,20 @@ def _traffic_table(prediction: Prediction) -> Table:
 
 
 def _time_text(prediction: Prediction) -> str:
-    told = sum(prediction.communication_seconds.values())
+    communication_seconds = sum(prediction.communication_seconds.values())
     if prediction.step_seconds is None or prediction.compute_seconds is None:
-        return f"unknown: this device's peak is not known; communication {format_seconds(told)}"
+        return f"unknown: this device's peak is not known; communication {format_seconds(communication_seconds)}"
     timeline = prediction.timeline
     bubble = f", bubble {timeline.bubble_share:.1%} of {timeline.schedule.name}" if timeline is not None else ""
     rough = "" if prediction.is_modelled else " (rough)"
     return (
         f"about {format_seconds(prediction.step_seconds)} a step{rough}: compute "
-        f"{format_seconds(prediction.compute_seconds)}, communication {format_seconds(told)}{bubble}"
+        f"{format_seconds(prediction.compute_seconds)}, communication {format_seconds(communication_seconds)}{bubble}"
     )
 
 
 def show_timeline(console: Console, prediction: Prediction, path: Path | None) -> None:
-    """The schedule of a pipeline as predicted, in a file or as text."""
+    """Draw the predicted schedule of a pipeline, to a file or as text."""
     if prediction.timeline is None:
         raise ConfigError("a timeline needs times, and this device's peak is not known; use another cluster")
     if path is not None:
@@ -130,8 +130,8 @@ def show_timeline(console: Console, prediction: Prediction, path: Path | None) -
         console.print(to_text(prediction.timeline, max(40, console.width - 24)), highlight=False, soft_wrap=True)
 
 
-def show_report(console: Console, report: Report, what: str) -> None:
-    """The proof as a table."""
+def show_report(console: Console, report: ProofReport, what: str) -> None:
+    """Print a proof as a table."""
     precision = "bf16, within a tolerance," if report.plan.precision == "bf16" else "float64"
     table = Table(
         title=f"verified in {precision} against the sequential model: {what}",
@@ -151,7 +151,7 @@ def show_report(console: Console, report: Report, what: str) -> None:
 
 
 def show_table(console: Console, rows: Mapping[str, Any]) -> None:
-    """Names and values, one below the other."""
+    """Print names and values, one pair per line."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -161,7 +161,7 @@ def show_table(console: Console, rows: Mapping[str, Any]) -> None:
 
 
 def show_findings(console: Console, findings: Mapping[str, Any]) -> None:
-    """What `weft doctor` found."""
+    """Print the findings of `weft doctor`."""
     rows = {
         key: value
         for key, value in findings.items()
@@ -192,7 +192,7 @@ def show_findings(console: Console, findings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def byte_progress(console: Console, title: str) -> Iterator[Any]:
-    """A bar for work measured in bytes or items; yields the callback `(done, total)`."""
+    """Show a progress bar inside the context; yields its callback `(done, total)`, in bytes or items."""
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"), console=console
     )
@@ -202,14 +202,14 @@ def byte_progress(console: Console, title: str) -> Iterator[Any]:
 
 
 class _StepColumn(ProgressColumn):
-    """The numbers of the last step."""
+    """Column of a progress bar with the line of the last step."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields.get("line", ""))
 
 
 class LiveReporter:
-    """Shows a run: a live bar on a terminal, a line now and then elsewhere."""
+    """Shows the progress of a run: a live bar on a terminal, and about 20 lines in all."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
         self._console, self._num_steps = console, num_steps
@@ -232,7 +232,7 @@ class LiveReporter:
             self.say(line)
 
     def say(self, message: str) -> None:
-        """Print a line, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         (self._bar.console if self._bar is not None else self._console).print(message, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -242,20 +242,20 @@ class LiveReporter:
 
 
 class QuietReporter:
-    """Says nothing; the metrics file has it all."""
+    """Prints nothing; the metrics file has all steps."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def say(self, message: str) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def step_line(metrics: StepMetrics, num_steps: int) -> str:
-    """One step in one line."""
+    """Formats the metrics of one step as a line."""
     mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1%}"
     begin = f"step {metrics.step}/{num_steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
     if metrics.start_seconds is not None:
@@ -269,5 +269,5 @@ def step_line(metrics: StepMetrics, num_steps: int) -> str:
 
 
 def _rate(number: float) -> str:
-    """A rate, with a digit behind the point where it is small."""
+    """Formats a rate; one below 100 gets a decimal digit."""
     return f"{number:,.0f}" if number >= 100 else f"{number:,.1f}"

@@ -1,4 +1,4 @@
-"""What this machine is and whether weft can work on it: versions, devices, memory, launcher, measured all-reduce."""
+"""Examines this machine for `weft doctor`: versions, devices, memory, launcher, measured all-reduce."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from weft.sharding.layout import COMPUTE_DTYPE
 PACKAGES = ("weft", "torch", "numpy", "safetensors", "typer", "rich", "tokenizers", "pyarrow", "transformers")
 MESSAGE_BYTES = (4 * 1024, 4 * 1024 * 1024)
 SMALL_SHARED_MEMORY_BYTES = 1 << 30
-SLOW_BF16 = 4  # times as long as fp32
+SLOW_BF16 = 4  # warn if bf16 takes this many times as long as fp32
 
 
 def examine(environ: Mapping[str, str], num_ranks: int = 2) -> dict[str, Any]:
-    """All findings as plain values. Forks ranks, so nothing here touches a GPU."""
+    """Returns all findings as JSON values. It forks ranks, so it does not touch a GPU."""
     measured = measure_all_reduce(num_ranks)
     cluster = local_cluster()
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
@@ -52,7 +52,7 @@ def examine(environ: Mapping[str, str], num_ranks: int = 2) -> dict[str, Any]:
 
 
 def measure_all_reduce(num_ranks: int) -> list[dict[str, float]]:
-    """Seconds and bus bandwidth of an all-reduce between local ranks, for a small and a large message."""
+    """Returns seconds and bus bandwidth of an all-reduce between local ranks, for a small and a large message."""
 
     def rank(_: int) -> list[float]:
         mesh = Mesh(Plan(data=num_ranks))

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder that transformers loads, one tensor at a time."""
+"""Writes a checkpoint as a Hugging Face folder that transformers loads, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ TOKENIZER = "tokenizer.json"
 def export(
     source: Path, target: Path, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
 ) -> None:
-    """Write the newest checkpoint under `source` to `target`, in the dtype it was trained in or in the one given, with
-    the run's tokenizer. The folder appears when it is complete.
+    """Write the newest checkpoint under `source`, with the run's tokenizer, to the folder `target`.
+
+    Parameters get the given dtype, or else stay in that of training. The folder appears when it is complete.
+    `progress` is called with the number of tensors written and that of all.
     """
     checkpoint = open_checkpoint(source)
     entries = checkpoint.entries("parameter")
-    config = saved_model(checkpoint)  # refuses one of images, which has no tokenizer
+    config = saved_model(checkpoint)  # refuses a model of images, which has no tokenizer
     files = _tokenizer_file(checkpoint)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -39,7 +41,7 @@ def export(
 
 
 def _tokenizer_file(checkpoint: Checkpoint) -> dict[str, Path]:
-    """The tokenizer's file by its name in a Hugging Face folder; "bytes" has none."""
+    """Returns the tokenizer's file by its name in a Hugging Face folder; the "bytes" tokenizer has none."""
     spec = saved_tokenizer(checkpoint)
     if spec == "bytes":
         return {}

@@ -1,7 +1,7 @@
-"""Whether this machine's GPUs, and what carries collectives between them, give right results: a proof in a minute.
+"""Checks in about a minute that this machine's GPUs, and the collectives between them, compute correct results.
 
-A tiny decoder is trained on the GPUs under a few plans, in float64, compared with the sequential model on the same GPU,
-and compiled in bf16. Ranks share a GPU where there are fewer GPUs than ranks.
+A tiny decoder is trained on the GPUs under a few plans in float64, and once compiled in bf16. The results are compared
+with the sequential model on the same GPU. Ranks share a GPU if there are fewer GPUs than ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from weft.comm.backends import describe_backend
 from weft.models import DecoderConfig, build, initialise
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
-from weft.proof.prove import Trial, prove_plan, proved
+from weft.proof.prove import Trial, plan_to_prove, prove_plan
 from weft.step.objective import CROSS_ENTROPY, Batch
 
 NUM_RANKS = 2
@@ -47,18 +47,18 @@ def _batch(step: int) -> Batch:
 
 
 def check_gpu() -> list[dict[str, Any]]:
-    """A row for each check: what, whether its results are right, the seconds, and what was found."""
+    """Returns a row for each check: its name, whether its results are right, its seconds, and what was found."""
     rows = []
     for axis, plan in PLANS.items():
-        trial = Trial(proved(plan, "fp64"), device="cuda")
+        trial = Trial(plan_to_prove(plan, "fp64"), device="cuda")
         rows.append(_row(f"{axis} = {NUM_RANKS}, float64", trial))
     compiled = Plan(memory=Memory(recompute="selective"), micro_batch=2)
-    rows.append(_row("one rank, bf16, compiled", Trial(proved(compiled, "bf16"), device="cuda", compiles=True)))
+    rows.append(_row("one rank, bf16, compiled", Trial(plan_to_prove(compiled, "bf16"), device="cuda", compiles=True)))
     return rows
 
 
 def describe() -> str:
-    """What carries the collectives of the check. Initialises CUDA."""
+    """Returns a description of the backend of the check's collectives. Initialises CUDA."""
     return describe_backend("cuda", NUM_RANKS)
 
 
@@ -72,6 +72,6 @@ def _row(what: str, trial: Trial) -> dict[str, Any]:
         if failure is not None:
             found = f"{failure.what}: expected {failure.expected}, found {failure.found} ({failure.where})"
         is_right = report.passed
-    except Exception as error:  # whatever a driver or a library does wrong is a finding
+    except Exception as error:  # any error of a driver or a library is a finding
         is_right, found = False, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     return {"what": what, "is_right": is_right, "seconds": time.perf_counter() - begin, "found": found}

@@ -1,9 +1,9 @@
-"""What commands let a child of the fork server do: whatever touches a GPU, runs a backward or forks ranks of its own.
+"""Jobs that commands run in a child process of the fork server: those that use a GPU, run a backward or fork ranks.
 
     with command_fork_server(run_as_rank) as fork_server:    first of all in a command
         prove(fork_server, run)
 
-Arguments and results are JSON's: a run travels as `Run.to_json` writes it.
+Arguments and results are JSON values; a run is passed as the text of `Run.to_json`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from weft.commands.gpu_check import check_gpu, describe
 from weft.launch.fork_server import ForkServer, Job, Main
 from weft.planner.predict import refuse_run
 from weft.proof.prove import prove_run
-from weft.proof.report import Report, report_from_json, report_to_json
+from weft.proof.report import ProofReport, report_from_json, report_to_json
 from weft.run_file import Run, run_from_json
 from weft.serve.generate import generate, load_for_generation
 
-# With it torch asks NVIDIA's management library whether there is a GPU, which leaves a process as it was; by itself it
-# asks CUDA, and no child of that process can use a GPU any more.
+# With this variable torch asks NVIDIA's management library whether there is a GPU. Without it torch initialises CUDA,
+# and then no forked child of the process can use a GPU.
 _ASKS_LIBRARY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 def import_for_ranks() -> None:
-    """What ranks would otherwise each import: optimizers and profiles need it, for seconds."""
+    """Import a slow module that optimizers and profiles need, so that each forked rank need not import it (seconds)."""
     import torch._dynamo  # noqa: F401
 
 
 @contextmanager
 def command_fork_server(main: Main, kind: type[ForkServer] = ForkServer, warms: bool = True) -> Iterator[Any]:
-    """The fork server (of that kind) of a command; while it lasts, this process sees no GPU and knows what a child saw
-    of them. One that will start ranks `warms` up: it imports what they need.
+    """Start a fork server of class `kind` for a command, and yield it.
+
+    A child lists the GPUs; inside the context, this process uses that list and does not touch a GPU. With `warms`, the
+    fork server imports what ranks need before it starts any.
     """
     os.environ.setdefault(_ASKS_LIBRARY, "1")
     with kind(main, import_for_ranks if warms else lambda: None, JOBS) as fork_server:
@@ -56,9 +58,10 @@ def prove(
     device: DeviceType = "cpu",
     precision: Literal["fp64", "bf16"] = "fp64",
     compiles: bool = False,
-) -> Report:
-    """`verify_run`: the run itself is checked here, and proved in a child, which can fork ranks whatever this process
-    has done.
+) -> ProofReport:
+    """Like `verify_run`: checks the run in this process, and proves it in a child of the fork server.
+
+    The child can fork ranks, also if this process has run a backward.
     """
     refuse_run(run)
     found = fork_server.call("verify", run=run.to_json(), device=device, precision=precision, compiles=compiles)
@@ -79,7 +82,7 @@ def _sample(folder: str, device: DeviceType, options: Mapping[str, Any]) -> str:
 
 
 def _check_gpu() -> dict[str, Any]:
-    rows = check_gpu()  # first: it forks
+    rows = check_gpu()  # before `describe`, which initialises CUDA: it forks
     return {"backend": describe(), "rows": rows}
 
 

@@ -1,4 +1,4 @@
-"""What to say when a device runs out of memory: what the plan was to hold there, and the nearest plan that fits."""
+"""The error message when a device runs out of memory: the predicted memory of the plan, and the nearest that fits."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from weft.planner.advice import fitting_activations, fitting_offload, fitting_we
 from weft.planner.predict import Prediction, predict
 from weft.run_file import Run
 
-KEPT_FREE = 0.9  # of what did not fit: a plan that needs hardly less would not fit either
+# A plan must need at most this part of what did not fit: one that needs hardly less would not fit either.
+KEPT_FREE = 0.9
 
 
 def out_of_memory(run: Run, cluster: Cluster, error: BaseException) -> PlanError:
-    """The error that a person can use, in place of the allocator's."""
+    """Returns an error that states the predicted memory and a plan that fits, to replace the allocator's `error`."""
     prediction = predict(run, cluster)
     total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
     parts = {**prediction.cost.state_bytes, "activations": prediction.cost.saved_bytes}
@@ -42,7 +43,10 @@ def _advice(run: Run, cluster: Cluster, prediction: Prediction) -> str:
 
 
 def nearest_fitting(run: Run, cluster: Cluster, most_bytes: int) -> tuple[str, int] | None:
-    """The least change of the plan after which a device is predicted to hold no more, in words, and what it holds."""
+    """Returns the smallest change, in words, to a plan that needs at most `most_bytes` on a device, and its bytes.
+
+    None if there is no such plan.
+    """
     for change, plan in _changes(run):
         try:
             size = predict(replace(run, plan=plan), cluster).cost.memory_bytes
@@ -63,7 +67,7 @@ def nearest_fitting(run: Run, cluster: Cluster, most_bytes: int) -> tuple[str, i
 
 
 def _changes(run: Run) -> Iterator[tuple[str, Plan]]:
-    """Plans for the same ranks, the cheapest change in time first."""
+    """Yields plans for the same ranks with the change in words, first those that cost the least time."""
     plan = run.plan
     recomputes = [plan.memory.recompute, *(["selective", "full"] if plan.memory.recompute == "none" else ["full"])]
     degrees = [plan.shard.degree * times for times in (1, 2, 4, 8, 16) if plan.data % times == 0]

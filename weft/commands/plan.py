@@ -1,4 +1,4 @@
-"""The steps of `weft plan`: search, or predict the plan that is given; show and write what is found."""
+"""The steps of `weft plan`: search for plans, or predict the given plan; show and write the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from weft.train.timeline import refuse_timeline
 
 
 class PlanOptions(NamedTuple):
-    """What is asked of a search."""
+    """Options of a search."""
 
     where: list[str]
     best: str
@@ -44,10 +44,11 @@ class PlanOptions(NamedTuple):
 
     @property
     def is_search(self) -> bool:
+        """Do the options ask for a search?"""
         return bool(self.where or self.best != "time" or self.write or self.report)
 
     def device_mtbf(self, cluster: Cluster) -> float | None:
-        """The seconds between failures of a device, where they are given for it or for this cluster."""
+        """Returns the mean seconds between failures of a device; None if no option gives them."""
         mtbf_seconds = cluster_mtbf(self.mtbf, self.mtbf_cluster, cluster.num_devices)
         return None if mtbf_seconds is None else mtbf_seconds * cluster.num_devices
 
@@ -60,7 +61,7 @@ def named_run(
     images_per_step: str | None,
     size: int | None,
 ) -> Run:
-    """A run of a model of the catalog, from options."""
+    """Returns a run of a model of the catalog, from the options of the command line."""
     if cluster is None or (tokens_per_step is None) == (images_per_step is None or size is None):
         raise ConfigError(
             "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
@@ -73,47 +74,49 @@ def named_run(
     return image_run(model, cluster, parse_count(images_per_step, "--images-per-step"), size)
 
 
-def search_plans(run: Run, asks: PlanOptions, console: Console, as_json: bool) -> None:
-    """Search, show, write."""
-    if asks.best not in OBJECTIVES:
-        raise ConfigError(f"--best {asks.best} is not one of {', '.join(OBJECTIVES)}")
-    constraints = parse_constraints(asks.where)
+def search_plans(run: Run, options: PlanOptions, console: Console, as_json: bool) -> None:
+    """Search for plans, print the answer, and write the files that the options ask for."""
+    if options.best not in OBJECTIVES:
+        raise ConfigError(f"--best {options.best} is not one of {', '.join(OBJECTIVES)}")
+    constraints = parse_constraints(options.where)
     cluster = planning_cluster(run)
-    mtbf_seconds = asks.device_mtbf(cluster)
-    for path in (asks.write, asks.report):
+    mtbf_seconds = options.device_mtbf(cluster)
+    for path in (options.write, options.report):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path} cannot be written: its folder {path.parent} does not exist")
     with console.status("planning") as status:
-        answer = ask_for(run, cluster, constraints, asks.best, status.update, mtbf_seconds)  # type: ignore[arg-type]
+        answer = ask_for(run, cluster, constraints, options.best, status.update, mtbf_seconds)  # type: ignore[arg-type]
         answer = with_more(answer, status.update)
-        if answer.found.best and (as_json or asks.report is not None):
+        if answer.found.best and (as_json or options.report is not None):
             status.update("traffic of the first plan")
             answer = with_traffic(answer, run)
-        if asks.report is not None:
+        if options.report is not None:
             answer = with_scaling(answer, status.update)
     found = answer.to_json()
     offload = answer.found.best[0].plan.memory.offload if answer.found.best else 0.0
     cost = _failures(mtbf_seconds, answer.model.numel, answer.question.precision, answer.model.cluster, offload)
     planned = _planned(run, answer, cost) if answer.found.best else None
-    if asks.report is not None:  # files first: whoever reads what is printed may stop early
-        asks.report.write_text(page(found), encoding="utf-8")
-    if asks.write is not None and planned is not None:
-        asks.write.write_text(planned.to_toml(), encoding="utf-8")
+    if options.report is not None:  # files first: a reader of the output may close it early
+        options.report.write_text(page(found), encoding="utf-8")
+    if options.write is not None and planned is not None:
+        options.write.write_text(planned.to_toml(), encoding="utf-8")
     if as_json:
         print_json(found if cost is None else {**found, "failures": cost.to_json()})
     else:
         show_answer(console, answer)
         _show_failures(console, cost)
-    if asks.report is not None:
-        console.print(f"wrote {asks.report}", highlight=False, soft_wrap=True)
+    if options.report is not None:
+        console.print(f"wrote {options.report}", highlight=False, soft_wrap=True)
     if planned is None:
-        _planned(run, answer, cost)  # says why there is none
-    if asks.write is not None:
-        console.print(f"wrote {asks.write}; run it with: weft train {asks.write}", highlight=False, soft_wrap=True)
+        _planned(run, answer, cost)  # raises, with the reason why there is no plan
+    if options.write is not None:
+        console.print(
+            f"wrote {options.write}; run it with: weft train {options.write}", highlight=False, soft_wrap=True
+        )
 
 
 def _planned(run: Run, answer: Answer, cost: Failures | None) -> Run:
-    """The run with the best plan, and the intervals between saves that failures ask for."""
+    """Returns the run with the best plan, and with intervals between saves that suit the failures."""
     planned = with_plan(run, answer)
     return planned if cost is None else with_saves(planned, cost, answer.best.seconds)
 
@@ -121,7 +124,7 @@ def _planned(run: Run, answer: Answer, cost: Failures | None) -> Run:
 def _failures(
     mtbf_seconds: float | None, num_parameters: int, precision: str, cluster: Cluster, offload: float
 ) -> Failures | None:
-    """What failures cost on a cluster, where it is known how often a device fails."""
+    """Returns the cost of failures on a cluster; None if it is not known how often a device fails."""
     if mtbf_seconds is None:
         return None
     return failures(num_parameters, precision, cluster, mtbf_seconds / cluster.num_devices, offload)
@@ -133,14 +136,14 @@ def _show_failures(console: Console, cost: Failures | None) -> None:
 
 
 def predict_plan(
-    run: Run, asks: PlanOptions, timeline: bool, path: Path | None, console: Console, as_json: bool
+    run: Run, options: PlanOptions, timeline: bool, path: Path | None, console: Console, as_json: bool
 ) -> None:
-    """What the run's own plan costs."""
+    """Print the predicted memory, traffic and time of the run's own plan."""
     if timeline:
         refuse_timeline(run.plan, path)
     cluster = run_cluster(run)
     profile = micro_batch_profile(run)
-    offload, mtbf_seconds = max(run.plan.memory.offload, run.plan.memory.weights), asks.device_mtbf(cluster)
+    offload, mtbf_seconds = max(run.plan.memory.offload, run.plan.memory.weights), options.device_mtbf(cluster)
     failing = _failures(mtbf_seconds, profile.numel, run.plan.precision, cluster, offload)
     prediction, form = predict(run, cluster), better_form(run, cluster)
     fitting = {
@@ -175,7 +178,7 @@ def predict_plan(
 
 
 def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """The overrides (`a.b=c`), and the file to draw to where one stands among them."""
+    """Splits arguments into overrides (`a.b=c`), and the file to draw to, if there is one among them."""
     files = [text for text in arguments if "=" not in text]
     if len(files) > 1:
         raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")

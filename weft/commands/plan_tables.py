@@ -1,4 +1,4 @@
-"""The planner's answer for people: the best plans in a table, why, what was rejected, what more would change."""
+"""Prints the planner's answer: the best plans in a table, the reason, rejected plans, and gains of better hardware."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_REFUSED = 2
 
 
 def show_answer(console: Console, answer: Answer) -> None:
-    """All of it."""
+    """Print the whole answer."""
     question, model = answer.question, answer.model
     console.print(f"[bold]machine[/]  {describe(model.cluster)}", highlight=False)
     console.print(
@@ -24,9 +24,10 @@ def show_answer(console: Console, answer: Answer) -> None:
         f"{question.describe()} a step in {question.precision}",
         highlight=False,
     )
-    told = f"; {', '.join(one.text for one in question.constraints)}" if question.constraints else ""
+    constraints = f"; {', '.join(one.text for one in question.constraints)}" if question.constraints else ""
     console.print(
-        f"[bold]search[/]   {answer.found.num_considered:,} plans in {format_seconds(answer.search_seconds)}{told}",
+        f"[bold]search[/]   {answer.found.num_considered:,} plans in "
+        f"{format_seconds(answer.search_seconds)}{constraints}",
         highlight=False,
     )
     if answer.found.best:

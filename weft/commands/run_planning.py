@@ -1,7 +1,7 @@
-"""From a run, or a model of the catalog, to a question for the planner; and from its answer back to a run.
+"""Turns a run, or a model of the catalog, into a question for the planner, and the planner's answer back into a run.
 
-A run file whose `[plan]` says nothing of the layout (no table, or only `precision`, `exact`, `hierarchical`) leaves it
-to the planner.
+The planner chooses the layout of a run file without `[plan]`, or whose `[plan]` has only `precision`, `matmul`, `exact`
+or `hierarchical`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MAX_SEQUENCE = 1 << 24
 
 
 def has_layout(run: Run) -> bool:
-    """Whether the run file, or an override, says how the work is split."""
+    """Does the run file, or an override, state how the work is split?"""
     return any(key.startswith("plan.") and key not in NOT_LAYOUT for key in run.origins)
 
 
 def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> Run:
-    """A run of a model of language of the catalog: what to train on is for the user to fill in."""
+    """Returns a run of a language model of the catalog. Its data are placeholders, for the user to replace."""
     config = load_model(name)
     if not isinstance(config, LanguageConfig):
         raise ConfigError(f"--model {name} is of images; give --images-per-step and --size")
@@ -59,7 +59,7 @@ def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> R
 
 
 def image_run(name: str, cluster: str, images: int, size: int) -> Run:
-    """A run of a model of images of the catalog, for square ones."""
+    """Returns a run of an image model of the catalog, for square images."""
     config = load_model(name)
     if isinstance(config, LanguageConfig):
         raise ConfigError(f"--model {name} is of language; give --tokens-per-step (and --sequence)")
@@ -79,7 +79,7 @@ def _catalog_run(name: str, config: ModelConfig, data: Data, batch: int, cluster
 
 
 def planning_cluster(run: Run, place: Place | None = None) -> Cluster:
-    """All devices to plan for: of the cluster that the run names, of this machine, or those that a launcher started."""
+    """Returns the devices to plan for: those of the run's cluster, of this machine, or of a launcher's ranks."""
     if run.cluster != "local":
         cluster = load(run.cluster)
         if place is not None and cluster.num_devices != place.num_ranks:
@@ -101,7 +101,7 @@ def ask_for(
     say: Progress = lambda what: None,
     mtbf_seconds: float | None = None,
 ) -> Answer:
-    """The planner's answer for a run's model and batch; `mtbf_seconds` is that of a device."""
+    """Returns the planner's answer for a run's model and batch; `mtbf_seconds` is that of one device."""
     precision: Precision = run.plan.precision
     if "plan.precision" not in run.origins:
         precision = "fp32" if is_cpu(cluster) else "bf16"
@@ -118,10 +118,10 @@ def ask_for(
 
 
 def fit_to_ranks(run: Run, place: Place) -> Run:
-    """The run under the plan nearest to its own for the ranks that are there; the batch stays, and micro-batches do
-    where they divide it.
+    """Returns the run with the plan nearest to its own that uses the ranks of this job.
 
-    Degrees of `data` change first, which leaves a rank's memory as it is; then those of `shard`; then those of `pipe`.
+    The batch stays the same, and so does the micro-batch if it divides the batch of a rank. The degree of `data`
+    changes first, which leaves a rank's memory unchanged; then that of `shard`; then that of `pipe`.
     """
     old, refusals = run.plan, list[str]()
     if old.num_ranks == place.num_ranks:
@@ -145,7 +145,7 @@ def fit_to_ranks(run: Run, place: Place) -> Run:
 
 
 def _nearest(plan: Plan, num_ranks: int) -> Iterator[Plan]:
-    """Plans for another number of ranks, the least changed first."""
+    """Yields plans for another number of ranks, the least changed first."""
     model_ranks = plan.num_ranks // (plan.data * plan.shard.degree * plan.pipe.degree)
     for pipe in _divisors_near(plan.pipe.degree, num_ranks):
         for shard in _divisors_near(plan.shard.degree, num_ranks):
@@ -160,13 +160,13 @@ def _nearest(plan: Plan, num_ranks: int) -> Iterator[Plan]:
 
 
 def _divisors_near(degree: int, number: int) -> list[int]:
-    """The divisors of a number, those nearest to a degree (as a ratio) first."""
+    """Returns the divisors of a number, those nearest to a degree (as a ratio) first."""
     divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
     return sorted(divisors, key=lambda divisor: (max(divisor / degree, degree / divisor), -divisor))
 
 
 def with_plan(run: Run, answer: Answer) -> Run:
-    """The run under the answer's first plan."""
+    """Returns the run with the answer's first plan."""
     given = run.plan
     exact = given.exact and answer.question.exact
     plan = replace(answer.best.plan, matmul=given.matmul, exact=exact, hierarchical=given.hierarchical)
@@ -174,7 +174,7 @@ def with_plan(run: Run, answer: Answer) -> Run:
 
 
 def with_saves(run: Run, cost: Failures, step_seconds: float) -> Run:
-    """The run with the intervals between saves that lose the least, in steps, where its file does not say."""
+    """Returns the run with the intervals between saves that lose the least time, unless its file states them."""
     every = {way.name: max(1, round(way.interval_seconds / step_seconds)) for way in cost.ways}
     if DISK in every and "checkpoint.every" not in run.origins:
         saves = replace(run.checkpoint, every=every[DISK])
@@ -186,6 +186,6 @@ def with_saves(run: Run, cost: Failures, step_seconds: float) -> Run:
 
 
 def with_traffic(answer: Answer, run: Run) -> Answer:
-    """The answer with what the first plan's fullest rank says in a step, as its strategies state it, to the byte."""
+    """Returns the answer with a rank's traffic in a step of the first plan, to the byte, as its strategies state it."""
     planned = with_plan(run, answer)
     return replace(answer, traffic=cost(micro_batch_profile(planned), planned.plan, planned.split).traffic)

@@ -1,4 +1,4 @@
-"""What `weft train` does before, around and after training: plan, proof, data, ranks, and what is shown of them."""
+"""The steps of `weft train` before, during and after training: plan, proof, data, ranks, and their output."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ UNFINISHED = 75  # the exit status for "try again later" (EX_TEMPFAIL)
 
 
 def train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> None:
-    """One rank of a launcher's."""
+    """Train as one rank that a launcher (torchrun, srun, mpirun) or weft itself started."""
     take_device(place, device_type(run), run.train.share_gpus)  # first: predicting initialises CUDA
     if fresh:
         raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
@@ -62,7 +62,7 @@ def train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> 
 
 
 def _fit(run: Run, place: Place, as_json: bool) -> Run:
-    """The run for the ranks that a launcher found, which may be others after a restart."""
+    """Returns the run for the number of ranks that the launcher started, which may change at a restart."""
     fitted = fit_to_ranks(run, place)
     if fitted is not run and place.rank == 0:
         make_console(as_json).print(
@@ -77,9 +77,9 @@ def _fit(run: Run, place: Place, as_json: bool) -> Run:
 def train_here(
     fork_server: ForkServer, run_file: Path, overrides: list[str], verify: bool, fresh: bool, as_json: bool
 ) -> None:
-    """The whole of it on this machine, with ranks from the fork server."""
+    """Plan, prove and train a run on this machine, with ranks from the fork server."""
     run = load_run(run_file, overrides)
-    device_type(run)  # refuses one that is not there
+    device_type(run)  # raises if the device is missing
     console = make_console(as_json)
     if not has_layout(run):
         run = _plan_first(run, None, console)
@@ -98,7 +98,7 @@ def train_here(
             soft_wrap=True,
         )
     else:
-        refuse_if_used(run.folder)  # told now, not after the proof
+        refuse_if_used(run.folder)  # now, not after the proof
         _prepare(run, console)
         if verify:
             _verify(fork_server, run, console)
@@ -113,29 +113,29 @@ def train_here(
 
 
 def _plan_first(run: Run, place: Place | None, console: Console) -> Run:
-    """The run under the best plan for the devices that are there."""
-    speaks = place is None or place.rank == 0
-    with console.status("planning") if speaks else nullcontext():
+    """Returns the run with the best plan for the available devices."""
+    prints = place is None or place.rank == 0
+    with console.status("planning") if prints else nullcontext():
         answer = ask_for(run, planning_cluster(run, place))
         planned = with_plan(run, answer)
-    if speaks:
+    if prints:
         console.print(f"[bold]planned[/]  no \\[plan] is given. {answer.why}", highlight=False, soft_wrap=True)
     return planned
 
 
 def _train_rank(run: Run, place: Place, as_json: bool) -> None:
-    """One rank under a launcher; rank 0 speaks."""
+    """Train as one rank under a launcher; rank 0 prints."""
     console = make_console(as_json)
-    speaks = place.rank == 0 and not as_json
+    prints = place.rank == 0 and not as_json
     step_seconds: float | None = None
-    if place.launcher not in ("none", "weft"):  # under those two, all this was said before
+    if place.launcher not in ("none", "weft"):  # under those two, it was printed before
         cluster = run_cluster(run, place.num_hosts)
         prediction = predict(run, cluster)
         step_seconds = prediction.step_seconds
-        if speaks:
+        if prints:
             show_run(console, run, cluster, micro_batch_profile(run), prediction)
             console.print("Prove this plan with: weft verify (not done under a launcher)")
-    reporter = LiveReporter(console, run.train.steps) if speaks else QuietReporter()
+    reporter = LiveReporter(console, run.train.steps) if prints else QuietReporter()
     try:
         outcome = train(run, place, reporter, step_seconds)
     except OutOfMemoryError as error:
@@ -147,11 +147,11 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
             f"stopped at step {outcome.step} and saved; run the same command to go on", highlight=False
         )
     if not outcome.finished and is_elastic(os.environ, place):
-        raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts come: they must not look as if all were done
+        raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts join; status 0 would mean that all is done
 
 
 def _run_ranks(fork_server: ForkServer, run: Run, as_json: bool) -> None:
-    # Not from the user's file, which may be edited while they train: they may have to start again.
+    # Not from the user's file, which may be edited while ranks train: a restart must use the same run.
     status = start_ranks(fork_server, run, lambda file: ["train", str(file), *(["--json"] if as_json else [])])
     if status:
         raise SystemExit(status)
@@ -172,7 +172,7 @@ def _verify(fork_server: ForkServer, run: Run, console: Console) -> None:
     with console.status("verifying the plan"):
         report = prove(fork_server, run)
     show_report(console, report, f"{run.plan.describe_axes()}, {time.perf_counter() - start:.0f} s")
-    if report.checks:  # none: the plan fits the run, and no copy that is small enough to be proved
+    if report.checks:  # there are none if the plan fits the run, but no copy small enough to be proved
         report.require()
 
 
@@ -192,7 +192,7 @@ def _move_aside(run: Run, console: Console) -> None:
     number = 1
     while (aside := run.folder.with_name(f"{run.folder.name}.old-{number}")).exists():
         number += 1
-    with locked(run.folder):  # not under a job that runs
+    with locked(run.folder):  # raises if a job uses it
         run.folder.rename(aside)
     console.print(f"moved the earlier run to {aside}")
 
@@ -213,7 +213,7 @@ def _show_sample(fork_server: ForkServer, run: Run, run_file: Path, console: Con
             text = fork_server.call("sample", folder=str(run.folder), device=device_type(run), options=options)
         console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
         print(PROMPT + text)
-    except LocalError as error:  # the run is finished all the same: the model may be too large for one GPU
+    except LocalError as error:  # the model may be too large for one GPU; the run is finished all the same
         console.print(f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}", highlight=False, soft_wrap=True)
     console.print(
         f"\n[bold]what to try next[/]\n"

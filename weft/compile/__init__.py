@@ -1,1 +1,1 @@
-"""torch.compile: which blocks are compiled, and what compiled blocks keep for backward."""
+"""torch.compile: which blocks are compiled, and which activations compiled blocks save for backward."""

@@ -1,7 +1,7 @@
-"""Which attention kernel is faster on this GPU for a run's shapes, flash's or cuDNN's: measured once, and remembered.
+"""Chooses the faster attention kernel for a run's shape on this GPU, flash attention or cuDNN's, by measuring both.
 
-Neither wins everywhere: it depends on the GPU, on torch's version and on the shape. The answer is kept in a file of the
-user's cache folder; whatever neither can do (a mask, say) goes to torch's other kernels as before.
+Which one is faster depends on the GPU, on torch's version and on the shape. The result is stored in a file of the
+user's cache folder. Attention that neither kernel supports (with a mask, for example) uses torch's other kernels.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 NUM_WARM, NUM_TIMED = 3, 10
 
 
-class Shape(NamedTuple):
-    """Of one attention on one rank."""
+class AttentionShape(NamedTuple):
+    """Shape of one attention on one rank."""
 
     batch: int
     num_heads: int
@@ -37,52 +37,52 @@ class Shape(NamedTuple):
 
 
 @contextmanager
-def fastest_attention(shape: Shape | None, dtype: torch.dtype, device: torch.device) -> Iterator[str | None]:
-    """Prefer the faster kernel while a model trains; its name, or None where there is nothing to choose."""
+def fastest_attention(shape: AttentionShape | None, dtype: torch.dtype, device: torch.device) -> Iterator[str | None]:
+    """Inside the context, attention prefers the faster kernel. Yields its name, or None if there is no choice."""
     if device.type != "cuda" or shape is None or dtype != torch.bfloat16:
         yield None
         return
-    name = choose(shape, dtype, device, cache_folder() / "attention.json")
+    name = choose_kernel(shape, dtype, device, cache_folder() / "attention.json")
     order = [KERNELS[name], *(kernel for other, kernel in KERNELS.items() if other != name), *OTHERS]
     with sdpa_kernel(order, set_priority=True):
         yield name
 
 
-def attention_shape(run: Run) -> Shape | None:
-    """What a rank of the run computes attention on; None for images."""
+def attention_shape(run: Run) -> AttentionShape | None:
+    """Returns the shape of the attention that a rank of the run computes; None for models of images."""
     batch, sequence, x, model = run.split.micro_batch, run.split.sequence, run.plan.tensor.x, run.model
     if isinstance(model, DecoderConfig):
         keys = max(1, model.num_key_value_heads // x)
-        return Shape(batch, model.num_attention_heads // x, keys, sequence, model.head_dim)
+        return AttentionShape(batch, model.num_attention_heads // x, keys, sequence, model.head_dim)
     if isinstance(model, GPT2Config):
         heads = model.n_head // x
-        return Shape(batch, heads, heads, sequence, model.n_embd // model.n_head)
+        return AttentionShape(batch, heads, heads, sequence, model.n_embd // model.n_head)
     return None
 
 
-def choose(shape: Shape, dtype: torch.dtype, device: torch.device, file: Path) -> str:
-    """The faster kernel, from the file or by measuring it."""
+def choose_kernel(shape: AttentionShape, dtype: torch.dtype, device: torch.device, file: Path) -> str:
+    """Returns the name of the faster kernel, from `file` or else by measuring both."""
     key = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, {dtype}, {tuple(shape)}"
     known: dict[str, str] = {}
     with suppress(OSError, ValueError):
         known = json.loads(file.read_text())
     if known.get(key) not in KERNELS:
-        seconds = {name: _seconds(kernel, shape, dtype, device) for name, kernel in KERNELS.items()}
+        seconds = {name: _kernel_seconds(kernel, shape, dtype, device) for name, kernel in KERNELS.items()}
         known[key] = min(seconds, key=seconds.__getitem__)
-        with suppress(OSError):  # it is measured again, then
+        with suppress(OSError):  # without the file, the next run measures again
             file.parent.mkdir(parents=True, exist_ok=True)
             draft = file.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps(known, indent=1))
-            draft.replace(file)  # ranks may write at once
+            draft.replace(file)  # atomic: several ranks may write at the same time
     return known[key]
 
 
-def _seconds(kernel: SDPBackend, shape: Shape, dtype: torch.dtype, device: torch.device) -> float:
-    """Of forward and backward; infinite where the kernel does not do it."""
+def _kernel_seconds(kernel: SDPBackend, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the seconds of forward and backward; infinity if the kernel does not support the shape."""
 
     def heads(number: int) -> torch.Tensor:
         made = torch.randn(shape.batch, shape.sequence, number, shape.head_dim, dtype=dtype, device=device)
-        return made.transpose(1, 2).requires_grad_()  # as models hand it over
+        return made.transpose(1, 2).requires_grad_()  # the layout that models use
 
     query, key, value = heads(shape.num_heads), heads(shape.num_key_heads), heads(shape.num_key_heads)
     is_grouped = shape.num_heads > shape.num_key_heads

@@ -1,9 +1,8 @@
-"""torch.compile for training: each block by itself, what lies around them, and the loss of some rows of logits.
+"""torch.compile for training: compiles each block, the code around blocks, and the loss of some rows of logits.
 
-Blocks that are alike use what was compiled of the first, so a model takes as long as one of its blocks; where they are
-large and of many kinds, they are compiled in pieces (weft/compile/pieces.py), alike ones once. What was
-compiled is kept in the user's cache folder and found again by the next run. Where compiling fails, the run goes on
-uncompiled and says so once.
+Equal blocks share the code compiled for the first, so a model compiles as fast as one of its blocks. Large blocks of
+many kinds are compiled in pieces (`pieces.py`), and equal pieces once. Compiled code is stored in the user's cache
+folder, where the next run finds it. If compiling fails, the run continues uncompiled and reports it once.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.compile.pieces import Pieces
-from weft.compile.saved_bytes import in_pieces, layer_kinds
+from weft.compile.pieces import PieceCompiler
+from weft.compile.saved_bytes import layer_kinds, needs_pieces
 from weft.errors import ConfigError
 from weft.inspection.blocks import find_blocks
 from weft.models.loss import rows_kernel, rows_loss
@@ -28,11 +27,14 @@ from weft.run_file import Run
 
 Say = Callable[[str], None]
 
-VARIANTS = 4  # of what is compiled of one block: training, evaluation, and a few shapes
+VARIANTS = 4  # compiled versions of one block: training, evaluation, and a few shapes
 
 
 def wants_compile(run: Run, device: torch.device) -> bool:
-    """Whether a run compiles: as it says, or else on GPUs, but for tiles of images."""
+    """Does a run compile? `train.compile` decides; if it is not set, runs on GPUs do, unless images are split in tiles.
+
+    Raises ConfigError if `train.compile` is true with tiles.
+    """
     wanted = run.train.compile
     if wanted and run.plan.tile.degree > 1:
         raise ConfigError(
@@ -45,38 +47,40 @@ def wants_compile(run: Run, device: torch.device) -> bool:
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:
-    """Compile a parallel model's blocks, and the loss in its head, when they are first used. Blocks with many different
-    layers are compiled in pieces.
+    """Replace the forwards of a parallel model's blocks, and the loss in its head, by compiled ones.
+
+    They are compiled when they are first called. Blocks with many different layers are compiled in pieces. `say`
+    receives a message if compiling fails.
     """
     folder = cache_folder() / "inductor"
-    with suppress(OSError):  # torch has a folder of its own, which does not outlive the machine
+    with suppress(OSError):  # torch's default folder is a temporary one
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    outcome = _Outcome(say)
+    status = _CompileStatus(say)
     blocks = _blocks(model)
-    limit = VARIANTS * len(layer_kinds(blocks))  # torch counts by functions, and alike blocks of any sizes have one
+    limit = VARIANTS * len(layer_kinds(blocks))  # torch counts per function, and equal classes share one
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
-    for_blocks = Pieces(backend) if in_pieces(blocks) else backend
+    for_blocks = PieceCompiler(backend) if needs_pieces(blocks) else backend
     for part in rank_model(model).models:
         for block in find_blocks(part).values():
-            setattr(block, "forward", _Compiled(block.forward, for_blocks, outcome))  # noqa: B010 (a method to mypy)
+            setattr(block, "forward", _CompiledFunction(block.forward, for_blocks, status))  # noqa: B010 (a method to mypy)
         head = loss_head_of(part)
         if head is not None:
-            head.rows = rows_kernel(head.module.weight.device) or _Compiled(rows_loss, backend, outcome)
-        elif part is model:  # the stem of a model of images works on its largest tensors
+            head.rows = rows_kernel(head.module.weight.device) or _CompiledFunction(rows_loss, backend, status)
+        elif part is model:  # compile the code around blocks, too: an image model's stem has the largest tensors
             for block in find_blocks(part).values():
                 _leave_out_hooks(block)
-            setattr(part, "forward", _Compiled(part.forward, backend, outcome))  # noqa: B010
+            setattr(part, "forward", _CompiledFunction(part.forward, backend, status))  # noqa: B010
 
 
 def cache_folder() -> Path:
-    """Where weft keeps what it need not find out again."""
+    """Returns the folder in which weft stores results for later runs."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "weft"
 
 
-class _Outcome:
-    """Whether compiling has failed, for all that is compiled."""
+class _CompileStatus:
+    """Whether compiling has failed. All compiled functions of a model share it."""
 
     def __init__(self, say: Say) -> None:
         self.failed, self.say = False, say
@@ -88,26 +92,26 @@ class _Outcome:
             self.say(f"torch.compile failed ({reason}); going on uncompiled")
 
 
-class _Compiled:
-    """A function that is compiled when it is called, until that fails."""
+class _CompiledFunction:
+    """A function that is compiled at its first call. If compiling fails, it runs uncompiled."""
 
-    def __init__(self, function: Callable[..., Any], backend: str | Pieces, outcome: _Outcome) -> None:
-        self.function, self.backend, self.outcome = function, backend, outcome
+    def __init__(self, function: Callable[..., Any], backend: str | PieceCompiler, status: _CompileStatus) -> None:
+        self.function, self.backend, self.status = function, backend, status
         self.compiled = torch.compile(function, dynamic=False, backend=backend)
 
-    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # the model around it does not take it in
+    @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # not inlined into the graph of the model around it
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.outcome.failed:
+        if self.status.failed:
             return self.function(*args, **kwargs)
         try:
             return self.compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            self.outcome.fail(error)
+            self.status.fail(error)
             return self.function(*args, **kwargs)
 
 
 def _leave_out_hooks(module: nn.Module) -> None:
-    """Let what is compiled around a module stop before its hooks, which are no part of a graph."""
+    """Exclude a module's hooks from graphs of the compiled code around it."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in hooks.items():
             hooks[key] = torch._dynamo.disable(hook)

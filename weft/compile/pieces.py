@@ -1,12 +1,13 @@
-"""Blocks compiled in pieces: for models whose blocks are large and many kinds, of which whole ones take minutes.
+"""Compiles blocks in pieces, for models with large blocks of many kinds. Whole blocks of them take minutes to compile.
 
-A block's graph is cut at what runs as well uncompiled: convolutions, matmuls and attention call a library's kernel
-either way. Pools, which take torch's compiler longer than ten norms, have kernels of their own on GPUs
-(weft/models/vision/pool_kernel.py). What lies between them, norms, activations and sums, is compiled; pieces that are
-alike, of any block, once. On AmoebaNet-D that is a third of the norms.
+A block's graph is cut at functions that gain nothing from compiling: convolutions, matmuls and attention call a
+library's kernel either way. Pools, which take torch's compiler longer than ten norms, have Triton kernels on GPUs
+(`models/vision/pool_kernel.py`). The norms, activations and sums between the cuts are compiled. Equal pieces, of any
+block, are compiled once. On AmoebaNet-D that is a third of the norms.
 
-Every value has a level: the most cuts on a way to it. A piece is what hangs together within a level, so none waits for
-itself. The first block of a kind compiles all of its new pieces, forward and backward, before it waits for any kernel.
+Every value has a level: the largest number of cuts on a path to it. A piece is a connected part of the graph within one
+level, so no piece depends on itself. The first block of a kind compiles all of its new pieces, forward and backward,
+before it waits for any kernel.
 """
 
 from __future__ import annotations
@@ -24,64 +25,70 @@ from weft.inspection.torch_patches import kernels_at_once
 CUTS = ("conv", "pool", "linear", "mm", "matmul", "einsum", "attention")  # in names of functions
 IN_PLACE = (operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv)
 
-Run = Callable[..., Any]
-Compile = Callable[[fx.GraphModule, list[Tensor]], Run]
+Function = Callable[..., Any]
+Compile = Callable[[fx.GraphModule, list[Tensor]], Function]
 
 
-class Pieces:
-    """A backend for torch.compile that cuts graphs and compiles the pieces with another one."""
+class PieceCompiler:
+    """A backend for torch.compile that cuts graphs, and compiles the pieces with another backend."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
-        self.compiled: dict[Any, _Piece] = {}  # by code and by the forms of what it is given
+        self.compiled: dict[Any, _CompiledPiece] = {}  # by code and by shapes, strides and dtypes of inputs
 
-    def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Run:
+    def __call__(self, module: fx.GraphModule, inputs: list[Tensor]) -> Function:
         compile_: Compile = torch._dynamo.lookup_backend(self.backend)
         nodes = list(module.graph.nodes)
         if not all(_is_plain(node) for node in nodes):
             return compile_(module, inputs)
-        units = cut(nodes)
+        units = split_into_units(nodes)
         if not keeps_order(nodes, units):
             return compile_(module, inputs)
         with kernels_at_once():
-            return _assembled(module, units, lambda unit: self._piece(unit, compile_)).forward
+            return _assemble(module, units, lambda unit: self._piece(unit, compile_)).forward
 
     def _piece(self, unit: Sequence[fx.Node], compile_: Compile) -> tuple[nn.Module, list[fx.Node], list[fx.Node]]:
-        """What computes a unit, what it is given and what it gives."""
-        piece, given, results = _extracted(unit)
+        """Returns the compiled module of a unit, its input nodes and its output nodes."""
+        piece, given, results = _extract_piece(unit)
         values = [node.meta["example_value"] for node in given]
         forms = [(_form(value), value.dtype, value.device, value.requires_grad) for value in values]
         key = piece.code, str(forms), torch.is_grad_enabled()
         if key not in self.compiled:
-            self.compiled[key] = _Piece(_compiled(piece, values, compile_), [_form(value) for value in values])
+            self.compiled[key] = _CompiledPiece(
+                _compile_piece(piece, values, compile_), [_form(value) for value in values]
+            )
         return self.compiled[key], given, results
 
 
-class _Piece(nn.Module):
-    """A compiled piece, for tensors of the forms that were traced."""
+class _CompiledPiece(nn.Module):
+    """A compiled piece. It accepts only tensors with the sizes and strides that were traced."""
 
-    def __init__(self, run: Run, forms: list[Any]) -> None:
+    def __init__(self, run: Function, forms: list[Any]) -> None:
         super().__init__()
         self.run, self.forms = run, forms
 
     def forward(self, *given: Tensor) -> Any:
-        if [_form(one) for one in given] != self.forms:  # an uncompiled function gave another form than it told
+        # The function before a piece, which runs uncompiled, may return other strides than in the trace.
+        if [_form(one) for one in given] != self.forms:
             raise torch._dynamo.exc.TorchDynamoException(f"traced {self.forms}, got {[_form(one) for one in given]}")
         return self.run(*given)
 
 
 def _form(value: Tensor) -> list[tuple[int, int]]:
-    """Its sizes, and strides of those that have one."""
+    """Returns (size, stride) of each dim; the stride of a dim of size 1 is 0, because it does not matter."""
     return [(size, stride if size > 1 else 0) for size, stride in zip(value.shape, value.stride(), strict=True)]
 
 
 # --- where to cut
 
 
-def cut(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The units of a graph in an order in which they can run: functions to cut at alone, and pieces between them."""
+def split_into_units(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Returns the units of a graph in an order in which they can run.
+
+    A unit is a single function at which the graph is cut, or a piece between cuts.
+    """
     levels = _levels(nodes)
-    first: dict[fx.Node, fx.Node] = {}  # of what hangs together
+    first: dict[fx.Node, fx.Node] = {}  # node -> another node of its piece (union-find)
 
     def root(node: fx.Node) -> fx.Node:
         while first[node] is not node:
@@ -105,7 +112,10 @@ def cut(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _levels(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Of all that computes. What reads nothing but the graph's inputs waits for the first that reads it."""
+    """Returns the level of each node that computes: the largest number of cuts on a path to it.
+
+    A node that reads only inputs of the graph gets the level of its first reader.
+    """
     levels: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op not in ("placeholder", "get_attr", "output"):
@@ -119,6 +129,7 @@ def _levels(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
 
 def is_cut(node: fx.Node) -> bool:
+    """Is the graph cut at this node?"""
     return node.op == "call_module" or any(name in _name(node) for name in CUTS)
 
 
@@ -129,7 +140,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether it gives tensors only: not the state of autocast, or a graph of its own."""
+    """Does the node return tensors only? Others are the state of autocast, or a nested graph."""
     if node.op == "output":
         return True
     value = node.meta.get("example_value")
@@ -138,7 +149,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def keeps_order(nodes: Sequence[fx.Node], units: Sequence[Sequence[fx.Node]]) -> bool:
-    """Whether all that reads memory before it is written over does so in the unit that writes."""
+    """If memory is overwritten, are all its earlier readers in the unit that overwrites it?"""
     unit_of = {node: number for number, unit in enumerate(units) for node in unit}
     for place, node in enumerate(nodes):
         for storage in map(_storage, _written(node)):
@@ -150,7 +161,7 @@ def keeps_order(nodes: Sequence[fx.Node], units: Sequence[Sequence[fx.Node]]) ->
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    """What it writes over."""
+    """Returns the inputs that a node overwrites."""
     name = _name(node)
     if name.endswith("_norm"):  # running statistics
         return [one for one in node.args[1:3] if isinstance(one, fx.Node)]
@@ -168,8 +179,11 @@ def _storage(node: fx.Node) -> int | None:
 # --- pieces, and the graph around them
 
 
-def _extracted(unit: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """A unit as a graph of its own, whose names do not tell where it was; what it is given and what it gives."""
+def _extract_piece(unit: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
+    """Returns a unit as a graph, its input nodes and its output nodes.
+
+    Names in the graph do not depend on where the unit was, so equal units have equal code.
+    """
     inside = set(unit)
     given = list(dict.fromkeys(one for node in unit for one in node.all_input_nodes if one not in inside))
     results = [node for node in unit if not inside.issuperset(node.users)]
@@ -182,9 +196,11 @@ def _extracted(unit: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], 
     return fx.GraphModule(nn.Module(), graph), given, results
 
 
-def _compiled(piece: fx.GraphModule, values: Sequence[Tensor], compile_: Compile) -> Run:
-    """A piece compiled for tensors like `values`, which are fake; its backward too, which computes masks of ReLUs again
-    from what norms keep: kept, they would be more than the results that the functions behind a piece keep.
+def _compile_piece(piece: fx.GraphModule, values: Sequence[Tensor], compile_: Compile) -> Function:
+    """Compiles a piece, forward and backward, for tensors like `values`, which are fake.
+
+    Backward recomputes the masks of ReLUs from the activations that norms save. Saved masks would come on top of the
+    results that the functions after a piece save.
     """
     mode = torch._guards.detect_fake_mode(values)
     assert mode is not None
@@ -195,18 +211,18 @@ def _compiled(piece: fx.GraphModule, values: Sequence[Tensor], compile_: Compile
             )
             for one in values
         ]
-    apart = torch._guards.tracing(torch._guards.TracingContext(mode))
+    own_context = torch._guards.tracing(torch._guards.TracingContext(mode))
     settings = {"force_non_lazy_backward_lowering": True, "ban_recompute_materialized_backward": False}
-    with apart, torch._functorch.config.patch(settings):
+    with own_context, torch._functorch.config.patch(settings):
         return compile_(piece, inputs)
 
 
-def _assembled(
+def _assemble(
     module: fx.GraphModule,
     units: Sequence[Sequence[fx.Node]],
     piece_of: Callable[[Sequence[fx.Node]], tuple[nn.Module, list[fx.Node], list[fx.Node]]],
 ) -> fx.GraphModule:
-    """The graph over units. One function alone is called as it is: nothing can be fused with it."""
+    """Returns the graph that calls the units. A unit of one function is not compiled: there is nothing to fuse."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -226,8 +242,8 @@ def _assembled(
     return fx.GraphModule(module, graph)
 
 
-def by_kernel(node: fx.Node) -> Mapping[Any, Run]:
-    """Functions for which weft has another, where the node's result is."""
+def by_kernel(node: fx.Node) -> Mapping[Any, Function]:
+    """Returns weft's kernels for the device of the node's result, by the torch function that they replace."""
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or value.device.type != "cuda" or not has_triton():
         return {}

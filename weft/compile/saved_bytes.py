@@ -1,9 +1,10 @@
-"""A profile of blocks that are compiled: what they save without recompute is what torch.compile keeps; in pieces, what
-weft/profile/saved_in_pieces.py says.
+"""Turns a profile into that of the same model with compiled blocks.
 
-Blocks that are alike are traced once. One that cannot be traced counts as uncompiled, which is never less, and the
-profile says so (`assumptions`). So do blocks that `y` splits: torch.compile steps around the sum behind each matmul,
-and the pieces keep what enters and leaves them.
+Without recompute, a compiled block saves what torch.compile saves (`torch_partition.py`). A block compiled in pieces
+saves what `profile/saved_in_pieces.py` states. Equal blocks are traced once. A block that cannot be traced counts as
+uncompiled, which never saves less, and the profile states this (`assumptions`). Blocks that `y` splits count as
+uncompiled, too: torch.compile breaks the graph at the all-reduce after each matmul, and each part saves its inputs and
+outputs.
 """
 
 from __future__ import annotations
@@ -19,64 +20,66 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.compile.torch_partition import Partition, partition
 from weft.inspection.blocks import find_blocks
 from weft.plan import Plan
-from weft.profile import Block, Given, Profile, Source
+from weft.profile import Block, Profile, ProfileSource, TensorForm
 from weft.profile import profile as profile_of
 from weft.profile.saved_in_pieces import as_in_pieces
 
-MAX_LAYERS = 200  # that are compiled in whole blocks; each takes about a second
-_found: dict[Any, Partition | str] = {}  # by all that a partition depends on; why there is none
+MAX_LAYERS = 200  # above this many different layers, blocks are compiled in pieces; a layer takes about a second
+_partition_cache: dict[Any, Partition | str] = {}  # by all that a partition depends on; or the reason why it failed
 
 
-def in_pieces(blocks: Iterable[nn.Module]) -> bool:
-    """Whether blocks have so many different layers that whole ones would take long to compile: those of one of each
-    kind; others look alike.
+def needs_pieces(blocks: Iterable[nn.Module]) -> bool:
+    """Should blocks be compiled in pieces, because whole ones would take long to compile?
+
+    The layers of one block of each kind are counted, because equal blocks are compiled once.
     """
     return sum(layer_kinds(blocks).values()) > MAX_LAYERS
 
 
 def layer_kinds(blocks: Iterable[nn.Module]) -> dict[str, int]:
-    """How many layers a block has, of each kind of block."""
+    """Returns the number of layers with parameters for each kind of block."""
     return {repr(block): sum(1 for layer in block.modules() if layer._parameters) for block in blocks}
 
 
-def compiled(profile: Profile, matmul: str = "compute") -> Profile:
-    """The profile of the same model with compiled blocks, under the plan's `matmul`, which keeps this one; one without
-    a loss as it is.
+def compiled_profile(profile: Profile, matmul: str = "compute") -> Profile:
+    """Returns the profile of the same model with compiled blocks, under the plan's `matmul`.
+
+    Its cache has the given profile under "eager". A profile without a loss is returned unchanged.
     """
     if profile.source is None or not profile.blocks:
         return profile
     key = f"compiled {matmul}"
-    if key not in profile.kept:
-        profile.kept[key] = _compiled(profile, profile.source, matmul)
-    found: Profile = profile.kept[key]
+    if key not in profile.cache:
+        profile.cache[key] = _compiled(profile, profile.source, matmul)
+    found: Profile = profile.cache[key]
     return found
 
 
-def _compiled(profile: Profile, source: Source, matmul: str) -> Profile:
-    if in_pieces(find_blocks(source.model).values()):
+def _compiled(profile: Profile, source: ProfileSource, matmul: str) -> Profile:
+    if needs_pieces(find_blocks(source.model).values()):
         return _in_pieces(profile, source)
     found = _partitions(source, profile.blocks, matmul)
     partitions = {name: one if isinstance(one, Partition) else None for name, one in found.items()}
     failed = {name: one for name, one in found.items() if isinstance(one, str)}
     seen = set[int]()
-    blocks = tuple(_kept(block, profile, source, partitions[block.name], seen) for block in profile.blocks)
+    blocks = tuple(_with_partition(block, profile, source, partitions[block.name], seen) for block in profile.blocks)
     named = {**source.blocks, **{block.name: block for block in blocks}}
     return replace(
         profile,
         blocks=blocks,
-        source=replace(source, blocks=named, eager=source, found={}),
-        kept={**profile.kept, "eager": profile, "assumptions": _assumptions(failed)},
+        source=replace(source, blocks=named, eager=source, cache={}),
+        cache={**profile.cache, "eager": profile, "assumptions": _assumptions(failed)},
     )
 
 
 def assumptions(profile: Profile) -> tuple[str, ...]:
-    """What a profile of compiled blocks assumes where a block could not be traced, in words."""
-    found: tuple[str, ...] = profile.kept.get("assumptions", ())
+    """Returns sentences that name the blocks that could not be traced and count as uncompiled."""
+    found: tuple[str, ...] = profile.cache.get("assumptions", ())
     return found
 
 
 def _assumptions(failed: Mapping[str, str]) -> tuple[str, ...]:
-    """One line for each reason, which names the first block."""
+    """Returns one sentence for each reason, which names the first block."""
     names: dict[str, list[str]] = {}
     for name, reason in failed.items():
         names.setdefault(reason, []).append(name)
@@ -87,54 +90,62 @@ def _assumptions(failed: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _in_pieces(profile: Profile, source: Source) -> Profile:
+def _in_pieces(profile: Profile, source: ProfileSource) -> Profile:
     with as_in_pieces():
         found = profile_of(source.model, source.example, source.finish, source.dtype)
     assert found.source is not None
-    return replace(found, source=replace(found.source, in_pieces=True), kept={**profile.kept, "eager": profile})
+    return replace(found, source=replace(found.source, in_pieces=True), cache={**profile.cache, "eager": profile})
 
 
-def under(profile: Profile, plan: Plan) -> Profile:
-    """The profile that tells what a plan keeps, of one that may be of compiled blocks."""
-    eager: Profile | None = profile.kept.get("eager")
+def profile_under(profile: Profile, plan: Plan) -> Profile:
+    """Returns the profile whose saved bytes are valid under a plan: of compiled or of uncompiled blocks."""
+    eager: Profile | None = profile.cache.get("eager")
     if eager is None:
         return profile
-    return eager if plan.tensor.y > 1 else compiled(eager, plan.matmul)
+    return eager if plan.tensor.y > 1 else compiled_profile(eager, plan.matmul)
 
 
-def _kept(block: Block, profile: Profile, source: Source, found: Partition | None, seen: set[int]) -> Block:
-    """A block with what it keeps when it is compiled; of what it was given, what none before it has kept. Selective
-    recompute does not keep the result of the last matmul, which nothing in backward reads.
+def _with_partition(
+    block: Block, profile: Profile, source: ProfileSource, found: Partition | None, seen: set[int]
+) -> Block:
+    """Returns a block with the bytes that it saves when it is compiled.
+
+    Inputs count if no earlier block has saved them (`seen`). Selective recompute does not save the result of the last
+    matmul, which nothing in backward reads.
     """
     if found is None:
         return block
-    behind = {f"{block.name}.{layer}" if layer else "": size for layer, size in found.behind.items()}
-    tensors = [leaf for leaf in tree_leaves(source.given[block.name]) if isinstance(leaf, Given)]
-    for one in (tensors[index] for index in found.given):
+    saved_by_layer = {f"{block.name}.{layer}" if layer else "": size for layer, size in found.saved_by_layer.items()}
+    tensors = [leaf for leaf in tree_leaves(source.given[block.name]) if isinstance(leaf, TensorForm)]
+    for one in (tensors[index] for index in found.saved_inputs):
         if one.storage not in seen:
             seen.add(one.storage)
-            behind[""] = behind.get("", 0) + one.storage_bytes
+            saved_by_layer[""] = saved_by_layer.get("", 0) + one.storage_bytes
     inside = [layer for name, layer in profile.layers.items() if name.startswith(f"{block.name}.")]
     width = tensors[0].dtype.itemsize
     last = [layer.rows * layer.out_features * width for layer in inside if layer.is_linear and layer.is_last]
-    saved = {**(block.saved_bytes or {}), "none": sum(behind.values())}
+    saved = {**(block.saved_bytes or {}), "none": sum(saved_by_layer.values())}
     saved["selective"] -= sum(last)
     return replace(
         block,
         saved_bytes=saved,
-        saved_behind={**block.saved_behind, "none": behind},
+        saved_by_layer={**block.saved_by_layer, "none": saved_by_layer},
         backward_bytes=found.backward_bytes,
         sendable=_sendable(block, found, tensors, last),
-        compiled_moves=found.moves,
+        compiled_traffic=found.traffic,
     )
 
 
 def _sendable(
-    block: Block, found: Partition, tensors: Sequence[Given], last: Sequence[int]
+    block: Block, found: Partition, tensors: Sequence[TensorForm], last: Sequence[int]
 ) -> dict[str, Mapping[Any, int]]:
-    """What it made, and the stream that it was given, if it keeps that; selective, all but results of `last` bytes."""
-    made: dict[Any, int] = {f"{block.name}:{number}": size for number, size in enumerate(found.made)}
-    made |= {f"{block.name}:": tensors[0].storage_bytes} if 0 in found.given else {}
+    """Returns the storages that a compiled block can send to the host, with their bytes, for each recompute policy.
+
+    Without recompute these are the tensors that the block computed and saves, and its input if it saves it. With
+    selective recompute they are those of the uncompiled block, except results of `last` bytes.
+    """
+    made: dict[Any, int] = {f"{block.name}:{number}": size for number, size in enumerate(found.saved_sizes)}
+    made |= {f"{block.name}:": tensors[0].storage_bytes} if 0 in found.saved_inputs else {}
     selective = dict(block.sendable.get("selective", {}))
     for size in last:
         key = next((key for key in reversed(selective) if selective[key] == size), None)
@@ -142,20 +153,20 @@ def _sendable(
     return {**block.sendable, "none": made, "selective": selective}
 
 
-def _partitions(source: Source, blocks: Sequence[Block], matmul: str) -> dict[str, Partition | str | None]:
-    """By block: its partition, why it has none, or None for one that has no backward."""
+def _partitions(source: ProfileSource, blocks: Sequence[Block], matmul: str) -> dict[str, Partition | str | None]:
+    """Returns for each block its partition, the reason why tracing failed, or None if it has no backward."""
     modules = find_blocks(source.model)
     keys = {block.name: (matmul, _key(block, source, modules[block.name])) for block in blocks if _has_backward(block)}
-    missing = {key: name for name, key in keys.items() if key not in _found}
+    missing = {key: name for name, key in keys.items() if key not in _partition_cache}
     for key, name in missing.items():
-        _found[key] = _try(modules[name], source.given[name], source.dtype, matmul)
-    return {block.name: _found[keys[block.name]] if block.name in keys else None for block in blocks}
+        _partition_cache[key] = _try_partition(modules[name], source.given[name], source.dtype, matmul)
+    return {block.name: _partition_cache[keys[block.name]] if block.name in keys else None for block in blocks}
 
 
-def _try(module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul: str) -> Partition | str:
+def _try_partition(module: torch.nn.Module, given: Any, dtype: torch.dtype | None, matmul: str) -> Partition | str:
     try:
         return partition(module, given, dtype, matmul)
-    except Exception as error:  # anything that the user's code, or torch's trace of it, may raise: told to the user
+    except Exception as error:  # anything that the user's code or torch's trace may raise; `assumptions` reports it
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
@@ -164,12 +175,12 @@ def _has_backward(block: Block) -> bool:
     return block.in_backward and block.calls == 1 and block.saved_bytes is not None
 
 
-def _key(block: Block, source: Source, module: torch.nn.Module) -> Any:
-    """The structure of a block, the forms of its arguments, and what was counted of it."""
+def _key(block: Block, source: ProfileSource, module: torch.nn.Module) -> Any:
+    """Returns a key of a block: its structure, the shapes of its arguments, and its counts."""
     held = module.state_dict(keep_vars=True).items()
     state = tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in held)
     forms = tree_map(
-        lambda leaf: replace(leaf, storage=0) if isinstance(leaf, Given) else leaf, source.given[block.name]
+        lambda leaf: replace(leaf, storage=0) if isinstance(leaf, TensorForm) else leaf, source.given[block.name]
     )
-    counted = block.flops, str(block.saved_bytes), str({**block.saved_behind}.get("none", {}).values())
+    counted = block.flops, str(block.saved_bytes), str({**block.saved_by_layer}.get("none", {}).values())
     return str(module), module.training, state, str(source.dtype), str(forms), counted

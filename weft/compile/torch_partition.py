@@ -1,10 +1,10 @@
-"""What a compiled block keeps for backward, and the most that its backward holds: from torch's own partition.
+"""Activations that a compiled block saves, and the peak memory of its backward, from torch's own partitioner.
 
-torch.compile traces a block's forward and backward as one graph and cuts it where least has to be kept (a minimal cut;
-cheap operations are computed again). Here the same trace and cut are made on fake tensors, with the decompositions that
-inductor uses; nothing is compiled, and a block of any size takes a second. The cut does not ask for the device; traced
-as on a CPU, attention keeps what flash attention keeps on a GPU. Masks of dropout are counted, though inductor draws
-them again.
+torch.compile traces a block's forward and backward as one graph, and cuts it where the fewest bytes have to be saved (a
+minimum cut; cheap operations are recomputed). This file makes the same trace and cut on fake tensors, with inductor's
+decompositions. Nothing is compiled, and a block of any size takes a second. The cut does not depend on the device:
+traced on a CPU, attention saves what flash attention saves on a GPU. Masks of dropout are counted, although inductor
+recomputes them.
 """
 
 from __future__ import annotations
@@ -20,44 +20,48 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from weft.inspection.functional_call import call_with
-from weft.inspection.memory_traffic import Moves
+from weft.inspection.memory_traffic import FusedTraffic
 from weft.parallel.fp8 import traced_as_on_a_gpu
 from weft.profile import cast, fake
-from weft.profile.parts import Given
+from weft.profile.parts import TensorForm
 
-NO_MOVES = Moves()
-EXTERNAL = ("attention", "convolution")  # in names of operations that have kernels of their own, as those in -mm
+NO_TRAFFIC = FusedTraffic()
+EXTERNAL = ("attention", "convolution")  # in names of operations with a library's kernel; names in -mm are others
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What a block hands from forward to backward: which of the tensors that it was given, and what it made itself, by
-    the layer of the block behind which it did. `backward_bytes`: the most in backward, over all of that, but for
-    gradients of parameters. `made` are the sizes of what it made, one by one; `moves` what its fused kernels move.
+    """The tensors that a compiled block saves for backward.
+
+    `saved_inputs`: indices of the input tensors that are saved. `saved_by_layer`: bytes of other saved tensors, by the
+    layer of the block after which they are computed. `saved_sizes`: the bytes of each of these. `backward_bytes`: the
+    peak of backward above all saved tensors, without gradients of parameters. `traffic`: the memory traffic of its
+    fused kernels.
     """
 
-    given: tuple[int, ...]
-    behind: Mapping[str, int]
+    saved_inputs: tuple[int, ...]
+    saved_by_layer: Mapping[str, int]
     backward_bytes: int
-    made: tuple[int, ...] = ()
-    moves: Moves = NO_MOVES
+    saved_sizes: tuple[int, ...] = ()
+    traffic: FusedTraffic = NO_TRAFFIC
 
 
 class _Graphs(NamedTuple):
     forward: fx.Graph
     backward: fx.Graph
-    num_results: int  # of the forward; what it keeps for backward comes behind them
+    num_results: int  # of the forward's outputs, which come first; the others are saved for backward
 
 
 def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: str = "compute") -> Partition:
-    """The partition of a block that computes in `dtype`, with the plan's `matmul`, for arguments (args, kwargs) whose
-    tensors are `Given`.
+    """Returns the partition of a block that computes in `dtype` with the plan's `matmul`.
+
+    `args` are its arguments (args, kwargs), with `TensorForm` for tensors.
     """
     multiplying = traced_as_on_a_gpu(block) if matmul == "fp8" else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), multiplying:
         named = [*block.named_parameters(), *block.named_buffers()]
         state = [cast(fake(tensor), dtype) for _, tensor in named]
-        leaves, form = tree_flatten(tree_map(_show, args))
+        leaves, form = tree_flatten(tree_map(_fake_tensor, args))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
         def run(*tensors: Tensor) -> Any:
@@ -70,18 +74,18 @@ def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: st
     return _read(graphs, [name for name, _ in named])
 
 
-def _show(leaf: Any) -> Any:
-    """A fake tensor of the form that was given."""
-    if not isinstance(leaf, Given):
+def _fake_tensor(leaf: Any) -> Any:
+    """Returns a fake tensor of the given shape, stride and dtype; any other value unchanged."""
+    if not isinstance(leaf, TensorForm):
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu")
     return made.requires_grad_(leaf.requires_grad)
 
 
 def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> _Graphs:
-    """The first `num_own` tensors are there anyway: to keep them costs nothing."""
-    import torch._inductor.lowering  # which the decompositions of pools ask
-    from torch._functorch.aot_autograd import aot_function  # seconds to import, which eager runs need not wait for
+    """Returns the forward and backward graphs. Saving one of the first `num_own` tensors (parameters) costs nothing."""
+    import torch._inductor.lowering  # needed by the decompositions of pools
+    from torch._functorch.aot_autograd import aot_function  # takes seconds to import, and eager runs do not need it
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
@@ -93,68 +97,72 @@ def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> 
         found.append(_Graphs(forward.graph, backward.graph, keywords["num_fwd_outputs"]))
         return forward, backward
 
-    def leave(gm: fx.GraphModule, example_inputs: Any) -> Any:  # named as torch passes them
+    def keep_graph(gm: fx.GraphModule, example_inputs: Any) -> Any:  # torch passes them by these names
         return gm.forward
 
     with torch.enable_grad():
-        aot_function(run, fw_compiler=leave, bw_compiler=leave, partition_fn=cut, decompositions=select_decomp_table())(
-            *tensors
-        )
+        aot_function(
+            run, fw_compiler=keep_graph, bw_compiler=keep_graph, partition_fn=cut, decompositions=select_decomp_table()
+        )(*tensors)
     return found[0]
 
 
-# --- what is kept
+# --- saved tensors
 
 
 def _read(graphs: _Graphs, names: Sequence[str]) -> Partition:
-    """`names` are those of the first inputs, which are the block's own and kept anyway."""
+    """Returns the partition of two graphs. `names` are those of the first inputs: parameters and buffers."""
     inputs = {_index(node): node for node in graphs.forward.find_nodes(op="placeholder")}
     own = {_storage(node): names[index] for index, node in inputs.items() if index < len(names)}
     given = {_storage(node): index - len(names) for index, node in inputs.items() if index >= len(names)}
     outputs, gradients = _outputs(graphs.forward), _outputs(graphs.backward)[: len(names)]
     results = {_storage(node) for node in outputs[: graphs.num_results] if isinstance(node, fx.Node)}
-    places = _places(graphs.forward, own)
-    kept, behind, seen = set[int](), dict[str, int](), {*own, *results, None}
-    made: list[int] = []
+    layers = _layers_of(graphs.forward, own)
+    saved_inputs, saved_by_layer, seen = set[int](), dict[str, int](), {*own, *results, None}
+    saved_sizes: list[int] = []
     for node in outputs[graphs.num_results :]:
         storage = _storage(node)
         if storage in given:
-            kept.add(given[storage])
+            saved_inputs.add(given[storage])
         elif storage not in seen:
-            behind[places[node]] = behind.get(places[node], 0) + _bytes(node)
+            saved_by_layer[layers[node]] = saved_by_layer.get(layers[node], 0) + _bytes(node)
             seen.add(storage)
-            made.append(_bytes(node))
-    over = most_over(graphs.backward, {*own, *map(_storage, gradients)})
-    return Partition(tuple(sorted(kept)), behind, over, tuple(made), _moves(graphs))
+            saved_sizes.append(_bytes(node))
+    peak_bytes = backward_peak_bytes(graphs.backward, {*own, *map(_storage, gradients)})
+    return Partition(
+        tuple(sorted(saved_inputs)), saved_by_layer, peak_bytes, tuple(saved_sizes), _fused_traffic(graphs)
+    )
 
 
-def _places(graph: fx.Graph, own: Mapping[int | None, str]) -> dict[fx.Node, str]:
-    """For each node the layer behind which it is computed, '' before all: the last whose matrix was multiplied."""
-    found, behind = {}, ""
+def _layers_of(graph: fx.Graph, own: Mapping[int | None, str]) -> dict[fx.Node, str]:
+    """Returns for each node the last layer whose matrix was multiplied before it; '' before all layers."""
+    layers, layer = {}, ""
     for node in graph.nodes:
         if _is_external(node):
             matrices = [own[_storage(one)] for one in node.all_input_nodes if _storage(one) in own and _rank(one) > 1]
-            behind = matrices[0].rpartition(".")[0] if matrices else behind
-        found[node] = behind
-    return found
+            layer = matrices[0].rpartition(".")[0] if matrices else layer
+        layers[node] = layer
+    return layers
 
 
-# --- what passes through memory
+# --- memory traffic
 
 
-class _Fused(NamedTuple):
+class _FusedKernel(NamedTuple):
     """One fused kernel: the nodes that it writes, and the storages that it reads."""
 
     written: list[fx.Node]
     read: set[int | None]
 
 
-def _moves(graphs: _Graphs) -> Moves:
-    """Selective recompute is fused into backward's kernels, which read most of its inputs anyway: it costs to write
-    once more what matmuls and attention read, and to read what backward without it does not.
+def _fused_traffic(graphs: _Graphs) -> FusedTraffic:
+    """Returns the memory traffic of the fused kernels.
+
+    Selective recompute is fused into backward's kernels, which read most of its inputs anyway. Its traffic is writing
+    the inputs of matmuls and attention again, and reading tensors that backward would not read without it.
     """
-    forward, sizes = _fused(graphs.forward)
-    backward, sizes_behind = _fused(graphs.backward)
+    forward, sizes = _fused_kernels(graphs.forward)
+    backward, backward_sizes = _fused_kernels(graphs.backward)
     there = {_storage(node) for node in _outputs(graphs.forward)[graphs.num_results :]}
     there |= {_storage(node) for node in graphs.forward.find_nodes(op="placeholder")}
     external = [one for node in graphs.forward.nodes if _is_external(node) for one in node.all_input_nodes]
@@ -165,26 +173,29 @@ def _moves(graphs: _Graphs) -> Moves:
         if multiplied & {_storage(node) for node in kernel.written} and kernel.read - there:
             again += sum(sizes[storage] for storage in kernel.read - there)
             again_kernels += 1
-    totals = [_fused_bytes(kernels, of) for kernels, of in ((forward, sizes), (backward, sizes_behind))]
-    return Moves(totals[0], len(forward), totals[1], len(backward), again, again_kernels)
+    totals = [_fused_bytes(kernels, of) for kernels, of in ((forward, sizes), (backward, backward_sizes))]
+    return FusedTraffic(totals[0], len(forward), totals[1], len(backward), again, again_kernels)
 
 
-def _fused_bytes(kernels: Sequence[_Fused], sizes: Mapping[int | None, int]) -> int:
+def _fused_bytes(kernels: Sequence[_FusedKernel], sizes: Mapping[int | None, int]) -> int:
     written = sum(_bytes(node) for kernel in kernels for node in kernel.written)
     return written + sum(sizes[storage] for kernel in kernels for storage in kernel.read)
 
 
-def _fused(graph: fx.Graph) -> tuple[list[_Fused], dict[int | None, int]]:
-    """All that waits for the same matmul or attention is one kernel, as torch.compile makes it; and storages' bytes."""
-    written, reads = _kernels(graph)
+def _fused_kernels(graph: fx.Graph) -> tuple[list[_FusedKernel], dict[int | None, int]]:
+    """Returns the fused kernels of a graph, and the bytes of its storages.
+
+    Operations that wait for the same matmul or attention are one kernel, as in torch.compile.
+    """
+    written, reads = _written_nodes(graph)
     order = {node: place for place, node in enumerate(graph.nodes, start=1)}
     starts: dict[int | None, int] = {}
-    found: dict[int, _Fused] = {}
+    found: dict[int, _FusedKernel] = {}
     for node in written:
         ready = max((starts.get(storage, 0) for storage in reads[node]), default=0)
         starts[_storage(node)] = order[node] if _is_external(node) else ready
         if not _is_external(node):
-            kernel = found.setdefault(ready, _Fused([], set()))
+            kernel = found.setdefault(ready, _FusedKernel([], set()))
             kernel.written.append(node)
             kernel.read.update(reads[node])
     for kernel in found.values():
@@ -194,22 +205,23 @@ def _fused(graph: fx.Graph) -> tuple[list[_Fused], dict[int | None, int]]:
     return list(found.values()), sizes
 
 
-# --- what backward holds
+# --- the memory of backward
 
 
-def most_over(graph: fx.Graph, ignored: set[int | None]) -> int:
-    """The most that a compiled backward holds over what it is given from forward; storages in `ignored` do not count.
+def backward_peak_bytes(graph: fx.Graph, ignored: set[int | None]) -> int:
+    """Returns the peak bytes of a compiled backward above its saved tensors; storages in `ignored` do not count.
 
-    Matmuls, attention and convolutions are kernels with a result in memory; all between them is fused, and in memory is
-    only what they read and what the graph gives. What is fused runs as soon as it can, one kernel for all that can at
-    the same time; it writes over inputs of the same size that nobody reads again.
+    Matmuls, attention and convolutions are kernels whose result is in memory. Operations between them are fused: only
+    tensors that such a kernel reads, and results of the graph, are in memory. Fused operations run as soon as they can,
+    in one kernel for all that can run at the same time. They overwrite inputs of the same size that have no later
+    reader.
     """
-    written, reads = _kernels(graph)
-    starts: dict[int | None, int] = {}  # storage to when it is there
+    written, reads = _written_nodes(graph)
+    starts: dict[int | None, int] = {}  # storage -> time at which it is written
     order = {node: place * len(graph.nodes) for place, node in enumerate(graph.nodes, start=1)}
     for node in written:
         ready = max((starts.get(storage, 0) for storage in reads[node]), default=0)
-        starts[_storage(node)] = order[node] if _is_external(node) else ready + 1  # before the next of its own
+        starts[_storage(node)] = order[node] if _is_external(node) else ready + 1  # before the next kernel of a library
     ends: dict[int | None, int] = {}
     for node in written:
         for storage in reads[node]:
@@ -239,8 +251,8 @@ def most_over(graph: fx.Graph, ignored: set[int | None]) -> int:
     return most - base
 
 
-def _kernels(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, set[int | None]]]:
-    """The nodes whose storage is really written, the first of each, and the storages that each of them reads."""
+def _written_nodes(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, set[int | None]]]:
+    """Returns the first node of each storage that is written to memory, and the storages that each node reads."""
     needed = {_storage(node) for node in graph.output_node().all_input_nodes}
     for node in graph.nodes:
         if _is_external(node):
@@ -262,7 +274,7 @@ def _kernels(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, set[int | No
 
 
 def _is_external(node: fx.Node) -> bool:
-    """Whether a node is a kernel of its own, or gives one of its results."""
+    """Is a node a kernel that is not fused (matmul, attention, convolution), or one of the results of such a kernel?"""
     if node.op != "call_function":
         return False
     if getattr(node.target, "__name__", "") == "getitem":
@@ -277,7 +289,7 @@ def _outputs(graph: fx.Graph) -> list[Any]:
 
 
 def _index(node: fx.Node) -> int:
-    """The place of an input among all: torch calls them primals_1 and so on."""
+    """Returns the index of an input node from its name: torch calls them primals_1, primals_2, ..."""
     return int(node.name.rpartition("_")[2]) - 1
 
 

@@ -1,1 +1,1 @@
-"""What a model is made of: its blocks, how its layers can be split, and what its operations touch."""
+"""Inspects a model: its blocks, how its layers can be split, and the bytes that its operations read and write."""

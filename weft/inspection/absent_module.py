@@ -1,4 +1,4 @@
-"""What hangs in a stage's model in place of a unit that another stage holds."""
+"""A placeholder module that a pipeline stage's model holds in place of a unit of another stage."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 from torch import nn
 
 
-class Elsewhere(nn.Module):
-    """Stands for a unit of another stage; what it has beside parameters and modules can still be asked."""
+class AbsentModule(nn.Module):
+    """Placeholder for a unit (a block or another module) of another pipeline stage.
+
+    It has no parameters and no submodules. All other attributes are read from the original module.
+    """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
@@ -21,9 +24,9 @@ class Elsewhere(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["stands_for"], name)
 
-    def answer_by(self, pass_by: Callable[[str], Any]) -> None:
-        """What to say for its result when it is called, by its name."""
-        self.__dict__["pass_by"] = pass_by
+    def set_result_function(self, result_of: Callable[[str], Any]) -> None:
+        """Set the function that a call of this module returns the result of; its argument is the module's name."""
+        self.__dict__["result_of"] = result_of
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        return self.__dict__["pass_by"](self.__dict__["module_name"])
+        return self.__dict__["result_of"](self.__dict__["module_name"])

@@ -1,4 +1,4 @@
-"""The chain of blocks of a model, and what else has parameters; found rather than declared."""
+"""Finds a model's chain of blocks and its other modules with parameters. The model need not declare them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The chain of blocks by name, in order of registration, each module once."""
+    """Returns the blocks by name, in order of registration; a module that occurs twice is returned once.
+
+    A block is a child with parameters of an `nn.ModuleList` or `nn.Sequential`.
+    """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -26,7 +29,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Blocks, and the outermost other modules that have parameters and hold no blocks; by name."""
+    """Returns by name the blocks, and the outermost other modules that have parameters and contain no blocks."""
     blocks = find_blocks(model)
     found: dict[str, nn.Module] = {}
 

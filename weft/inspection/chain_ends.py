@@ -1,9 +1,9 @@
-"""Whether nothing stands between a chain of blocks and the embedding before it, or the head behind it but a norm.
+"""Does the embedding feed the first block directly, and the last block the head, with at most a norm between?
 
-Where the embedding's result goes into the first block and nowhere else, partial sums of it can be summed and parted
-along the sequence at once. Where the last block's result goes to the head through nothing but a norm of each token, it
-can stay parted up to the head. A model is asked by running it on fake tensors (shapes only) with made-up tokens, and
-watching every operation on those values: one that is not foreseen and the end stays as it is.
+If only the first block uses the embedding's result, its partial sums can be reduce-scattered along the sequence. If the
+last block's result reaches the head directly, or through a norm of each token, it can stay split along the sequence up
+to the head. The model runs once on fake tensors (shapes only) with made-up tokens, and every operation on those values
+is recorded. If any other operation uses a value, that end of the chain is left unchanged.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ NUM_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Ends:
-    """The embedding that only the first block takes, the head that takes the last block's result, and a norm between.
+class ChainEnds:
+    """Names of the modules at the ends of the chain of blocks.
 
-    None where something else stands there.
+    `embedding`: only the first block uses its result. `head`: takes the last block's result, through `norm` if that is
+    given. Each is None if other operations use the values between.
     """
 
     embedding: str | None = None
@@ -38,112 +39,117 @@ class Ends:
     head: str | None = None
 
 
-def find_ends(
+def find_chain_ends(
     model: nn.Module, blocks: Sequence[str], embeddings: Iterable[str], norms: Iterable[str], head: str | None
-) -> Ends:
-    """What joins the chain without anything between; `norms` are candidates."""
+) -> ChainEnds:
+    """Returns the embedding, norm and head that join the chain of blocks directly; `norms` are candidates."""
     outer = [name for name in embeddings if not any(name.startswith(f"{block}.") for block in blocks)]
     if not outer or not blocks:
-        return Ends()
-    watch = _Watch(blocks[0], blocks[-1])
+        return ChainEnds()
+    recorder = _DataflowRecorder(blocks[0], blocks[-1])
     modes = [(module, module.training) for module in model.modules()]
-    handles = watch.hooks(model, outer, norms, head)
+    handles = recorder.hooks(model, outer, norms, head)
     try:
         for module, _ in modes:
-            module.training = True  # what only training does would stand between as well
+            module.training = True  # so that operations of training alone (dropout) are recorded
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             tensors = [*model.named_parameters(), *model.named_buffers()]
             state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
             tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
-            with watch:
-                watch.finish(call_with(model, state, (tokens,)))
+            with recorder:
+                recorder.mark_used(call_with(model, state, (tokens,)))
     except Exception:  # anything that the user's code may raise
-        return Ends()
+        return ChainEnds()
     finally:
         for handle in handles:
             handle.remove()
         for module, was_training in modes:
             module.training = was_training
-    return watch.result(model, outer, head)
+    return recorder.result(model, outer, head)
 
 
-class _Watch(TorchDispatchMode):
-    """Follows values from the modules that give them to those that take them."""
+class _DataflowRecorder(TorchDispatchMode):
+    """Records which module's output is the input of which other module, and which outputs are used elsewhere."""
 
     def __init__(self, first: str, last: str) -> None:
         super().__init__()
         self.first, self.last = first, last
-        self.givers: dict[int, str] = {}  # by the storage of what they gave
-        self.takers: dict[str, str] = {}  # of what whom gave
-        self.used: set[str] = set()  # givers whose value something else used, too
-        self._alive: list[Tensor] = []  # a storage's address means something only while it lives
+        self.producers: dict[int, str] = {}  # storage of an output -> the module that returned it
+        self.inputs: dict[str, str] = {}  # module -> the producer of its input
+        self.used: set[str] = set()  # producers whose output is also used elsewhere
+        self._alive: list[Tensor] = []  # keeps storages alive: addresses of freed ones are used again
 
     def hooks(self, model: nn.Module, embeddings: Iterable[str], norms: Iterable[str], head: str | None) -> list[Any]:
-        """Watch the model's modules; the handles, to be removed."""
+        """Register hooks on the model's modules, and return the handles to remove them."""
         handles = []
         for name in {*embeddings, *norms}:
-            handles.append(model.get_submodule(name).register_forward_hook(partial(self._give, name)))
+            handles.append(model.get_submodule(name).register_forward_hook(partial(self._record_output, name)))
         for name in {self.first, *norms, *([head] if head else [])}:
-            hook = partial(self._take, name)
+            hook = partial(self._record_input, name)
             handles.append(model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True))
-        handles.append(model.get_submodule(self.last).register_forward_hook(partial(self._give, self.last)))
+        handles.append(model.get_submodule(self.last).register_forward_hook(partial(self._record_output, self.last)))
         return handles
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in HARMLESS and func.namespace != "prim":
-            self.finish((args, kwargs))
+            self.mark_used((args, kwargs))
         return func(*args, **(kwargs or {}))
 
-    def finish(self, values: Any) -> None:
-        """Whatever is among these values is used by something unforeseen."""
-        self.used |= {giver for leaf in tree_leaves(values) if (giver := self._giver(leaf)) is not None}
+    def mark_used(self, values: Any) -> None:
+        """Mark the producers of these values as used by an operation outside the expected modules."""
+        self.used |= {producer for leaf in tree_leaves(values) if (producer := self._producer(leaf)) is not None}
 
-    def result(self, model: nn.Module, embeddings: Sequence[str], head: str | None) -> Ends:
+    def result(self, model: nn.Module, embeddings: Sequence[str], head: str | None) -> ChainEnds:
         embedding, source = self._source(self.first), self._source(head)
-        ends = Ends(embedding if embedding in embeddings else None)
+        ends = ChainEnds(embedding if embedding in embeddings else None)
         if source == self.last:
             return replace(ends, head=head)
         if source is None or self._source(source) != self.last or not is_token_wise(model.get_submodule(source)):
             return ends
         return replace(ends, norm=source, head=head)
 
-    def _source(self, taker: str | None) -> str | None:
-        giver = self.takers.get(taker or "")
-        return None if giver in self.used else giver
+    def _source(self, consumer: str | None) -> str | None:
+        producer = self.inputs.get(consumer or "")
+        return None if producer in self.used else producer
 
-    def _giver(self, value: Any) -> str | None:
-        return self.givers.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
+    def _producer(self, value: Any) -> str | None:
+        return self.producers.get(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 
-    def _give(self, name: str, _: nn.Module, __: Any, out: Any) -> Any:
+    def _record_output(self, name: str, _: nn.Module, __: Any, out: Any) -> Any:
         value = out[0] if isinstance(out, tuple) else out
-        if name in self.givers.values():  # called twice
+        if name in self.producers.values():  # called twice
             self.used.add(name)
         fresh = _like(value)
         self._alive.append(fresh)
-        self.givers[fresh.untyped_storage()._cdata] = name
+        self.producers[fresh.untyped_storage()._cdata] = name
         return (fresh, *out[1:]) if isinstance(out, tuple) else fresh
 
-    def _take(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Hand on something else in the value's place, so that what happens inside is not seen as a use of it."""
-        value = hidden_of(args, kwargs)
-        giver = self._giver(value)
-        if value is None or giver is None:
+    def _record_input(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Record the producer of the input. The module gets a new tensor, so operations inside it are not counted."""
+        value = hidden_states_of(args, kwargs)
+        producer = self._producer(value)
+        if value is None or producer is None:
             return args, kwargs
-        if name in self.takers or giver in self.takers.values():
-            self.used.add(giver)
-        self.takers[name] = giver
-        return with_hidden(args, kwargs, _like(value))
+        if name in self.inputs or producer in self.inputs.values():
+            self.used.add(producer)
+        self.inputs[name] = producer
+        return with_hidden_states(args, kwargs, _like(value))
 
 
-def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """The hidden states among a module's arguments: the first argument, or else the first floating-point keyword."""
+def hidden_states_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Returns the hidden states among a module's arguments.
+
+    They are the first positional argument or, if there is none, the first floating-point keyword argument.
+    """
     if args:
         return args[0] if isinstance(args[0], Tensor) else None
     return next((value for value in kwargs.values() if _is_floating(value)), None)
 
 
-def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with other hidden states."""
+def with_hidden_states(
+    args: tuple[Any, ...], kwargs: dict[str, Any], value: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with the hidden states replaced by `value`."""
     if args:
         return (value, *args[1:]), kwargs
     key = next(key for key, given in kwargs.items() if _is_floating(given))

@@ -1,6 +1,6 @@
-"""Calls a model with other tensors in the place of its parameters and buffers.
+"""Calls a model with its parameters and buffers replaced by other tensors.
 
-torch.func.functional_call does the same, but leaves the other tensors in a module that hangs in two places.
+torch.func.functional_call does the same, but does not restore a module that is registered in two places.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 
 def call_with(model: nn.Module, state: Mapping[str, Tensor], args: Any, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """`model(*args, **kwargs)` with the tensors of `state`, by name; tied ones are replaced in all their places."""
+    """Returns `model(*args, **kwargs)`, computed with the tensors of `state` (by name).
+
+    A tied parameter is replaced everywhere it is used. The model's own tensors are back after the call.
+    """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     others = {id(named[name]): other for name, other in state.items()}
     before = []

@@ -1,9 +1,9 @@
-"""The bytes of tensors alive, operation by operation: what predicted memory is held against where no allocator counts.
+"""Counts the bytes of live tensors after every operation. Tests compare predicted memory with it on a CPU.
 
-Every storage that an operation makes is counted until it dies. Those that are alive before (`held`) are asked for their
-size each time, because buffers that are freed and filled again are resized. Backward is seen too: on a CPU it runs in
-the thread that calls it. What a kernel allocates for itself and frees before it returns is not seen. Fake tensors count
-as real ones would.
+Every storage that an operation allocates is counted until it is freed. Storages that exist before (`held`) are measured
+each time, because buffers that are freed and filled again are resized. Backward is counted too: on a CPU it runs in the
+thread that calls it. Memory that a kernel allocates and frees before it returns is not counted. Fake tensors count like
+real ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveTensors(TorchDispatchMode):
-    """Counts while it is entered; tensors in `ignored` never."""
+    """Context manager that counts the bytes of live tensors.
+
+    `held` are tensors that exist before it is entered and are counted; `ignored` are tensors that are never counted.
+    """
 
     def __init__(self, held: Iterable[Tensor] = (), ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -31,11 +34,11 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def now_bytes(self) -> int:
-        """Of all storages that are alive now."""
+        """The bytes of all storages that are alive now."""
         return self._made_bytes + sum(storage.nbytes() for storage in self._held.values())
 
     def restart(self) -> None:
-        """Forget the peak so far."""
+        """Start a new peak from the bytes that are alive now."""
         self.peak_bytes = self.now_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

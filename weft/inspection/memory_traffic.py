@@ -1,8 +1,8 @@
-"""Bytes that pass through memory beside matmuls and attention: norms, activations, residuals, casts, the loss.
+"""Counts the memory traffic of all operations except matmuls and attention: norms, activations, residuals, casts, loss.
 
-Counted twice, because a step can run in two ways. *Eager*: each operation is a kernel that reads its inputs and writes
-its output. *Fused*: all operations between two matmuls are one kernel, which reads what comes from outside once and
-writes only what is used again outside of it (by a later one, by a matmul, or by backward).
+It is counted in two ways, because a step can run in two ways. *Eager*: each operation is one kernel that reads its
+inputs and writes its output. *Fused*: all operations between two matmuls are one kernel. That kernel reads each outside
+tensor once, and writes only tensors that are used outside of it (by a later kernel, by a matmul, or by backward).
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
-class Moved(NamedTuple):
-    """Bytes read and written, and kernels, of one forward; eager and fused."""
+class MemoryTraffic(NamedTuple):
+    """Bytes read and written and number of kernels in one forward, eager (the first two fields) and fused."""
 
     num_bytes: int = 0
     num_kernels: int = 0
     fused_bytes: int = 0
     fused_kernels: int = 0
 
-    def plus(self, other: Moved) -> Moved:
-        """The sum, figure by figure."""
-        return Moved(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+    def plus(self, other: MemoryTraffic) -> MemoryTraffic:
+        """The sum, field by field."""
+        return MemoryTraffic(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-class Moves(NamedTuple):
-    """What the fused kernels of a compiled block read and write, beside its matmuls and attention, and how many there
-    are: in forward, in backward, and for what selective recompute makes again.
+class FusedTraffic(NamedTuple):
+    """Bytes read and written by the fused kernels of a compiled block, and the number of these kernels.
+
+    Matmuls and attention are not included. `forward` and `backward` are the two passes; `again` is the forward work
+    that selective recompute repeats.
     """
 
     forward_bytes: int = 0
@@ -40,22 +42,22 @@ class Moves(NamedTuple):
     again_kernels: int = 0
 
 
-Place = tuple[str, str]  # the block that runs, and the layer behind which it is
+TrafficKey = tuple[str, str]  # the block that runs, and the layer that ran last before the operation
 
 
-class MovedTally:
-    """Sees every operation of a forward on fake tensors, and keeps what moves by place."""
+class TrafficCounter:
+    """Counts the memory traffic of every operation of a forward on fake tensors, by block and preceding layer."""
 
     def __init__(self) -> None:
-        self.by_place: dict[Place, Moved] = {}
-        self._segment = 0  # a run of operations without a matmul
-        self._is_open = False
-        self._made: dict[int, tuple[int, Place, int]] = {}  # storage -> (segment, place, bytes), until used outside
-        self._read: set[int] = set()  # by this segment, from outside
-        self._alive: list[Tensor] = []
+        self.by_layer: dict[TrafficKey, MemoryTraffic] = {}
+        self._segment = 0  # the number of this run of operations without a matmul
+        self._is_open = False  # whether the segment has a kernel already
+        self._written: dict[int, tuple[int, TrafficKey, int]] = {}  # storage -> (segment, key, bytes), until used
+        self._read: set[int] = set()  # outside storages that this segment has read
+        self._alive: list[Tensor] = []  # keeps storages alive: addresses of freed ones are used again
 
     def product(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """A matmul or attention: the segment ends. Its own bytes are counted with it."""
+        """Record a matmul or attention, which ends the segment. Its own traffic is counted with its FLOPs."""
         for tensor in inputs:
             self._use(tensor)
         self._segment += 1
@@ -64,50 +66,52 @@ class MovedTally:
         self._alive += outputs
 
     def operation(
-        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], place: Place, reads_twice: bool = False
+        self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], key: TrafficKey, reads_twice: bool = False
     ) -> None:
-        """Anything else that is no view. One that `reads_twice` is two kernels when fused: statistics of whole images
-        are known only when all has been read.
+        """Record any other operation that is not a view.
+
+        One that `reads_twice` is two kernels when fused: statistics of whole images are known only after all of the
+        input is read.
         """
         num_bytes = sum(map(bytes_of, (*inputs, *outputs)))
-        moved = Moved(num_bytes, 1, 0, 0 if self._is_open else 1)
+        moved = MemoryTraffic(num_bytes, 1, 0, 0 if self._is_open else 1)
         if reads_twice:
-            moved = moved.plus(Moved(fused_bytes=bytes_of(inputs[0]), fused_kernels=1))
+            moved = moved.plus(MemoryTraffic(fused_bytes=bytes_of(inputs[0]), fused_kernels=1))
         self._is_open = True
         for tensor in inputs:
             storage = _storage(tensor)
-            made = self._made.get(storage)
-            if (made is None or made[0] != self._segment) and storage not in self._read:
+            written = self._written.get(storage)
+            if (written is None or written[0] != self._segment) and storage not in self._read:
                 self._read.add(storage)
-                moved = moved.plus(Moved(fused_bytes=bytes_of(tensor)))
+                moved = moved.plus(MemoryTraffic(fused_bytes=bytes_of(tensor)))
                 self._use(tensor)
-        self._add(place, moved)
+        self._add(key, moved)
         for tensor in outputs:
-            self._made.setdefault(_storage(tensor), (self._segment, place, bytes_of(tensor)))
-            self._alive.append(tensor)  # a storage's address means something only while it lives
+            self._written.setdefault(_storage(tensor), (self._segment, key, bytes_of(tensor)))
+            self._alive.append(tensor)
 
     def saved(self, tensor: Tensor) -> None:
-        """Backward will use the tensor, so a fused kernel writes it."""
+        """Record that backward uses the tensor, so a fused kernel writes it to memory."""
         self._use(tensor)
 
     def _use(self, tensor: Tensor) -> None:
-        """From outside of the segment that made it: what nobody has used so was never written."""
-        made = self._made.pop(_storage(tensor), None)
-        if made is not None:
-            self._add(made[1], Moved(fused_bytes=made[2]))
+        """Count the write of a tensor that is used outside of its segment. Other tensors are not written when fused."""
+        written = self._written.pop(_storage(tensor), None)
+        if written is not None:
+            self._add(written[1], MemoryTraffic(fused_bytes=written[2]))
 
-    def _add(self, place: Place, moved: Moved) -> None:
-        self.by_place[place] = self.by_place.get(place, Moved()).plus(moved)
+    def _add(self, key: TrafficKey, moved: MemoryTraffic) -> None:
+        self.by_layer[key] = self.by_layer.get(key, MemoryTraffic()).plus(moved)
 
 
 def is_view(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Whether an operation moves nothing, but looks at its inputs in another way."""
+    """Does an operation move no bytes, because all its outputs are views of its inputs?"""
     known = {_storage(tensor) for tensor in inputs}
     return not func._schema.is_mutable and all(_storage(tensor) in known for tensor in outputs)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor in a nested value."""
+    """Returns every tensor in a nested value."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 

@@ -1,4 +1,4 @@
-"""Tensors inside nested values: tuples, lists, dicts, whatever else torch's pytrees know, and dataclasses."""
+"""Finds and replaces tensors in nested values: tuples, lists, dicts, other pytrees of torch, and dataclasses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}  # where no tensor can be
+_PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}  # types that contain no tensor
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a nested value, in order."""
+    """Returns the tensors of a nested value, in order."""
     kind = type(value)
     if kind in _PLAIN:
         return []
@@ -30,7 +30,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """A new nested value with each tensor changed."""
+    """Returns a new nested value in which each tensor is replaced by `change(tensor)`."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -48,8 +48,8 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     return made
 
 
-def same(value: Any) -> Any:
-    """A new nested value with the same tensors, so that a change to one (a dict, say) does not show in the other."""
+def copy_structure(value: Any) -> Any:
+    """Returns a new nested value with the same tensors. Changing a container of one does not change the other."""
     return map_tensors(lambda tensor: tensor, value)
 
 

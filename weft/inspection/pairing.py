@@ -1,12 +1,13 @@
-"""Finds how a model's linears can be split over the tensor axes, from outside, without editing it.
+"""Finds how a model's linears and convolutions can be split over the tensor axes, without editing the model.
 
-Two linears with only element-wise work (or attention heads) between them make a pair: the first ("column") is split by
-its outputs, the second ("row") by its inputs, and nothing is said in between. Attention and gated MLPs are suspected by
-the names of their projections, other pairs where a module has two linears; what is suspected is *proved* by computing
-it whole and in parts (`probe.py`). Only weft's own attention and transformers' plain one, which want more arguments
-than a probe can make up, are known by name. What has no partner is "gathered": split by outputs and put together again.
-Convolutions are split as linears are, by channels, and pair up in an `nn.Sequential` only. What hides its weights, or
-attention that cannot be proved, is refused with its name and the reason.
+Two linears with only element-wise operations (or attention heads) between them make a pair. The first ("column") is
+split by its outputs and the second ("row") by its inputs, and no communication is needed in between. Candidates are
+attention and gated MLPs, found by the names of their projections, and modules with two linears. A candidate is *proved*
+by computing it whole and in parts (`split_probe.py`). Only weft's own attention and the standard attention of
+transformers are trusted by name, because they need more arguments than the probe can make up. A linear without a
+partner is "gathered": it is split by outputs, which are then gathered. Convolutions are split by channels in the same
+way, and make pairs in an `nn.Sequential` only. A matrix outside of a known layer, and attention that cannot be proved,
+are refused with their name and the reason.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from torch import nn
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.module_key import module_key
-from weft.inspection.sequential_pairs import CHANNEL_WISE, ELEMENT_WISE, sequential_couples, why_not_split
+from weft.inspection.sequential_pairs import CHANNEL_WISE, ELEMENT_WISE, reason_not_splittable, sequential_pairs
 from weft.inspection.split_probe import (
-    Proof,
-    Shares,
+    PairShares,
+    SplitProof,
+    has_transposed_weight,
     is_convolution,
     is_linear,
-    is_turned,
     linear_sizes,
     num_spatial_dims,
     prove_pair,
 )
-from weft.inspection.tensor_splits import Kind, Pairing, Part, Scaled, Split, is_norm, stack_parts
+from weft.inspection.tensor_splits import Kind, Pairing, ScaledAttributes, Split, SplitPart, is_norm, stacked_intervals
 
 QUERY, KEY, VALUE = ("q_proj", "query", "wq", "q"), ("k_proj", "key", "wk", "k"), ("v_proj", "value", "wv", "v")
 FUSED = ("c_attn", "qkv", "Wqkv", "qkv_proj", "query_key_value")
@@ -44,8 +45,11 @@ WIDTHS = ("embed_dim", "split_size", "hidden_size", "all_head_size", "inner_dim"
 KNOWN_ATTENTION = ("weft.models.", "transformers.models.")
 
 
-def pair(model: nn.Module, proofs: dict[Any, Proof | str] | None = None) -> Pairing:
-    """The pairing of a model, or a PlanError that names what cannot be split. `proofs` are kept for its stages."""
+def pair(model: nn.Module, proofs: dict[Any, SplitProof | str] | None = None) -> Pairing:
+    """Returns the pairing of a model, or raises a PlanError that names the module that cannot be split.
+
+    `proofs` caches the results of probes by module; pipeline stages of one model share it.
+    """
     finder = _Finder(model, {} if proofs is None else proofs)
     for name, module in model.named_modules():
         finder.visit(name, module)
@@ -55,12 +59,12 @@ def pair(model: nn.Module, proofs: dict[Any, Proof | str] | None = None) -> Pair
 
 
 class _Finder:
-    def __init__(self, model: nn.Module, proofs: dict[Any, Proof | str]) -> None:
+    def __init__(self, model: nn.Module, proofs: dict[Any, SplitProof | str]) -> None:
         self.model, self.proofs = model, proofs
         self.splits: dict[str, Split] = {}
         self.embeddings: list[str] = []
         self.inner: set[str] = set()
-        self.scaled: dict[str, Scaled] = {}
+        self.scaled: dict[str, ScaledAttributes] = {}
         self.done: set[str] = set()
         self.places: dict[int, str] = {}
         self.blocks = tuple(find_blocks(model))
@@ -74,7 +78,7 @@ class _Finder:
                 f"cannot be split from outside; use separate nn.Linear projections, or tensor.x = tensor.y = 1"
             )
         if isinstance(module, nn.modules.conv._ConvNd) and not is_convolution(module):
-            raise PlanError(why_not_split(name, module))
+            raise PlanError(reason_not_splittable(name, module))
         if isinstance(module, nn.Embedding):
             self._embedding(name, module)
         convolutions = {child: inner for child, inner in module.named_children() if is_convolution(inner)}
@@ -82,7 +86,10 @@ class _Finder:
         for child in convolutions:
             if child not in used:
                 self._add(
-                    _join(name, child), convolutions[child], "gathered", (Part(linear_sizes(convolutions[child])[1]),)
+                    _join(name, child),
+                    convolutions[child],
+                    "gathered",
+                    (SplitPart(linear_sizes(convolutions[child])[1]),),
                 )
         linears = {child: inner for child, inner in module.named_children() if is_linear(inner)}
         if linears:
@@ -99,7 +106,7 @@ class _Finder:
         return Pairing(self.splits, tuple(self.embeddings), frozenset(self.inner), self.scaled, self.blocks, self.model)
 
     def check_nothing_hidden(self) -> None:
-        """Every matrix must be in a layer that was recognised; vectors (norms, biases, tokens) may stay whole."""
+        """Check that every matrix is in a known layer. Vectors (norms, biases, tokens) may stay whole."""
         for name, parameter in self.model.named_parameters():
             large = [size for size in parameter.shape if size > 1]
             module = self.model.get_submodule(name.rpartition(".")[0])
@@ -113,7 +120,7 @@ class _Finder:
             )
 
     def check_ties(self) -> None:
-        """A weight that two layers share must be split alike in both."""
+        """Check that a weight that two layers share is split in the same way in both."""
         seen: dict[int, tuple[str, Any]] = {}
         layers = [(name, None) for name in self.embeddings] + [(s.module, s) for s in self.splits.values()]
         for name, split in layers:
@@ -178,18 +185,18 @@ class _Finder:
 
     def _separate_heads(
         self, name: str, module: nn.Module, linears: dict[str, nn.Module], names: tuple[str, str, str]
-    ) -> dict[str, tuple[Part, ...]]:
+    ) -> dict[str, tuple[SplitPart, ...]]:
         head_dim = _head_dim(module, linear_sizes(linears[names[0]])[1])
         if head_dim is None:
             raise PlanError(f"'{name}': neither head_dim nor a number of heads is an attribute; add self.head_dim")
         return {
-            child: (Part(linear_sizes(linears[child])[1] // head_dim, head_dim, is_key),)
+            child: (SplitPart(linear_sizes(linears[child])[1] // head_dim, head_dim, is_key),)
             for child, is_key in zip(names, (False, True, True), strict=True)
         }
 
     def _fused_heads(
         self, name: str, module: nn.Module, linears: dict[str, nn.Module], fused: str
-    ) -> dict[str, tuple[Part, ...]]:
+    ) -> dict[str, tuple[SplitPart, ...]]:
         width = linear_sizes(linears[fused])[1]
         head_dim = _head_dim(module, width // 3)
         if head_dim is None or width % 3:
@@ -197,10 +204,10 @@ class _Finder:
                 f"'{_join(name, fused)}' has {width} outputs, which are not three equal parts of whole heads; use "
                 f"separate q, k and v projections, or tensor.x = tensor.y = 1"
             )
-        return {fused: (Part(width // 3 // head_dim, head_dim),) * 3}
+        return {fused: (SplitPart(width // 3 // head_dim, head_dim),) * 3}
 
-    def _trust(self, name: str, module: nn.Module, used: set[str], head_dim: int) -> Proof:
-        """Known attention: beside its projections it may hold norms of each head, and nothing else."""
+    def _trust(self, name: str, module: nn.Module, used: set[str], head_dim: int) -> SplitProof:
+        """Returns the proof of a known attention class, which has projections and norms of each head, nothing else."""
         inner = set()
         for path, parameter in module.named_parameters():
             owner = path.rpartition(".")[0]
@@ -212,7 +219,7 @@ class _Finder:
                     f"({head_dim} features), so weft cannot tell how it is split; use tensor.x = tensor.y = 1"
                 )
             inner.add(path)
-        return Proof(frozenset(inner), only_input=True)
+        return SplitProof(frozenset(inner), takes_only_input=True)
 
     def _gated(self, name: str, module: nn.Module, linears: dict[str, nn.Module]) -> set[str]:
         gate, up, down = (_first(linears, names) for names in (GATE, UP, DOWN))
@@ -234,24 +241,27 @@ class _Finder:
         is_layer: Callable[[nn.Module], bool],
         between: tuple[type[nn.Module], ...],
     ) -> set[str]:
-        """The pairs of an nn.Sequential, which are known by the classes of what stands between them."""
+        """Adds the pairs of an nn.Sequential, which follow from the classes of the modules between two layers.
+
+        Returns the names of the layers in pairs.
+        """
         if type(module).forward is not nn.Sequential.forward:
             return set()
         used: set[str] = set()
-        for first, second in sequential_couples(module, is_layer, between):
-            parts = (Part(linear_sizes(layers[second])[0]),)
-            self._add_pair(name, layers, {first: parts}, second, parts, Proof(frozenset(), only_input=False))
+        for first, second in sequential_pairs(module, is_layer, between):
+            parts = (SplitPart(linear_sizes(layers[second])[0]),)
+            self._add_pair(name, layers, {first: parts}, second, parts, SplitProof(frozenset(), takes_only_input=False))
             used |= {first, second}
         return used
 
     def _try(
         self, name: str, module: nn.Module, linears: dict[str, nn.Module], columns: tuple[str, ...], row: str
     ) -> set[str]:
-        """Make a pair if it can be proved."""
-        parts = (Part(linear_sizes(linears[row])[0]),)
+        """Add a pair if it can be proved. Returns the names of its linears, or an empty set."""
+        parts = (SplitPart(linear_sizes(linears[row])[0]),)
         if parts[0].num_units < 2 or any(linear_sizes(linears[column])[1] != parts[0].width for column in columns):
             return set()
-        proof = self._prove(module, dict.fromkeys(columns, parts), row, parts, Scaled((), 0))
+        proof = self._prove(module, dict.fromkeys(columns, parts), row, parts, ScaledAttributes((), 0))
         if isinstance(proof, str):
             return set()
         self._add_pair(name, linears, dict.fromkeys(columns, parts), row, parts, proof)
@@ -260,12 +270,12 @@ class _Finder:
     def _prove(
         self,
         module: nn.Module,
-        columns: dict[str, tuple[Part, ...]],
+        columns: dict[str, tuple[SplitPart, ...]],
         row: str,
-        row_parts: tuple[Part, ...],
-        scaled: Scaled,
-    ) -> Proof | str:
-        """One probe serves all layers that compute the same: those of one key."""
+        row_parts: tuple[SplitPart, ...],
+        scaled: ScaledAttributes,
+    ) -> SplitProof | str:
+        """Probe a pair, or return the cached result of a module with the same key."""
         key = module_key(module), tuple(columns.items()), row, row_parts, scaled
         if key not in self.proofs:
             self.proofs[key] = _prove(module, columns, row, row_parts, scaled)
@@ -274,25 +284,28 @@ class _Finder:
     def _single(self, name: str, module: nn.Module) -> None:
         in_block = any(name == block or name.startswith(f"{block}.") for block in self.blocks)
         self._add(
-            name, module, "head" if name == self.last and not in_block else "gathered", (Part(linear_sizes(module)[1]),)
+            name,
+            module,
+            "head" if name == self.last and not in_block else "gathered",
+            (SplitPart(linear_sizes(module)[1]),),
         )
 
     def _add_pair(
         self,
         name: str,
         linears: dict[str, nn.Module],
-        columns: dict[str, tuple[Part, ...]],
+        columns: dict[str, tuple[SplitPart, ...]],
         row: str,
-        row_parts: tuple[Part, ...],
-        proof: Proof,
+        row_parts: tuple[SplitPart, ...],
+        proof: SplitProof,
     ) -> None:
         for child, parts in columns.items():
-            self._add(_join(name, child), linears[child], "column", parts, name if proof.only_input else None)
+            self._add(_join(name, child), linears[child], "column", parts, name if proof.takes_only_input else None)
         self._add(_join(name, row), linears[row], "row", row_parts)
         self.inner |= {_join(name, path) for path in proof.inner}
 
     def _add(
-        self, name: str, module: nn.Module, kind: Kind, parts: tuple[Part, ...], parent: str | None = None
+        self, name: str, module: nn.Module, kind: Kind, parts: tuple[SplitPart, ...], parent: str | None = None
     ) -> None:
         other = self.places.setdefault(id(module), name)
         if other != name:
@@ -300,42 +313,47 @@ class _Finder:
                 f"'{other}' and '{name}' are one layer in two places, which the tensor axes do not split; "
                 f"give each place its own, or use tensor.x = tensor.y = 1"
             )
-        self.splits[name] = Split(name, kind, parts, parent, is_turned(module), num_spatial_dims(module))
+        self.splits[name] = Split(name, kind, parts, parent, has_transposed_weight(module), num_spatial_dims(module))
         self.done |= {f"{name}.weight", f"{name}.bias"}
 
 
 def _prove(
-    module: nn.Module, columns: dict[str, tuple[Part, ...]], row: str, row_parts: tuple[Part, ...], scaled: Scaled
-) -> Proof | str:
-    """Probe a pair in as few parts as its units allow."""
+    module: nn.Module,
+    columns: dict[str, tuple[SplitPart, ...]],
+    row: str,
+    row_parts: tuple[SplitPart, ...],
+    scaled: ScaledAttributes,
+) -> SplitProof | str:
+    """Probe a pair, split into the smallest number of parts that its units allow."""
     every = [part for parts in (*columns.values(), row_parts) for part in parts]
     num_units = math.gcd(*(part.num_units for part in every if part.num_units > 1 or not part.is_key))
-    # Parts of features need not be equal; a single head is not parted, but its other parameters are still looked at.
+    # Parts of features need not be equal. A single head is not split, but the probe still checks other parameters.
     divisors = (number for number in range(2, num_units + 1) if num_units % number == 0)
     degree = 2 if every[0].unit == 1 else next(divisors, 1)
-    shares = Shares(
+    shares = PairShares(
         degree,
-        {name: partial(stack_parts, parts, degree) for name, parts in columns.items()},
+        {name: partial(stacked_intervals, parts, degree) for name, parts in columns.items()},
         row,
-        partial(stack_parts, row_parts, degree),
+        partial(stacked_intervals, row_parts, degree),
         scaled.apply,
     )
     return prove_pair(module, shares)
 
 
 def _is_known(module: nn.Module, fused: str | None) -> bool:
-    """Attention that is trusted by its names: weft's, and transformers' with separate (or GPT-2's fused) projections.
+    """Is this an attention class that is trusted by its names, without a probe?
 
-    Other fused projections of transformers lay q, k and v out in several ways.
+    These are weft's, and transformers' with separate projections or GPT-2's fused one. The layout of q, k and v in
+    other fused projections of transformers varies.
     """
     return type(module).__module__.startswith(KNOWN_ATTENTION) and fused in (None, "c_attn")
 
 
-def _find_scaled(module: nn.Module, heads: Part, keys: Part) -> Scaled:
+def _find_scaled(module: nn.Module, heads: SplitPart, keys: SplitPart) -> ScaledAttributes:
     found = [key for key in HEAD_COUNTS if getattr(module, key, None) == heads.num_units]
     found += [key for key in WIDTHS if getattr(module, key, None) == heads.width]
     found += [key for key in KEY_HEAD_COUNTS if getattr(module, key, None) == keys.num_units]
-    return Scaled(tuple(found), keys.num_units)
+    return ScaledAttributes(tuple(found), keys.num_units)
 
 
 def _head_dim(module: Any, width: int) -> int | None:

@@ -1,8 +1,8 @@
-"""Which part of a parameter a rank holds under the tensor axes: intervals along each dim, and what its gradient needs.
+"""The part of a parameter that a rank holds under the tensor axes, and over which axes its gradient is summed.
 
-A fused parameter (q|k|v, gate|up) takes several intervals of one dim, stacked. Sizes that do not divide are split as
-evenly as whole units (heads, features, vocabulary rows) allow. Pure arithmetic, shared by the runtime, the cost
-formulas and the checkpoint.
+A part is a list of intervals along each dim. A fused parameter (q|k|v, gate|up) has several intervals of one dim, which
+are concatenated. Sizes that do not divide are split as evenly as whole units (heads, features, vocabulary rows) allow.
+The runtime, the cost formulas and the checkpoint share this arithmetic.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Interval = tuple[int, int]
 class Cut:
     """A rank's part of a parameter of global `shape`.
 
-    `replicas` ranks of x × y hold the same part, of which this is the first if `is_first`; `sums` names the axes over
-    which its gradients are partial sums.
+    `intervals` are the [begin, end) ranges along each dim. `replicas` ranks of x × y hold the same part; this rank is
+    the first of them if `is_first`. `sums` names the axes over which the part's gradients are partial sums.
     """
 
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Cut:
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Cut:
-        """All of it."""
+        """Returns the cut that contains the whole parameter."""
         return Cut(tuple(shape), tuple(((0, size),) for size in shape))
 
     @property
@@ -42,11 +42,11 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the part is everything, in order."""
+        """Is the part the whole parameter, in order?"""
         return self.intervals == Cut.whole(self.shape).intervals
 
     def take(self, value: Tensor) -> Tensor:
-        """The part of a whole tensor."""
+        """Returns this part of a whole tensor."""
         assert tuple(value.shape) == self.shape, f"{tuple(value.shape)} is not {self.shape}"
         for dim, pieces in enumerate(self.intervals):
             if pieces != ((0, self.shape[dim]),):
@@ -55,19 +55,25 @@ class Cut:
 
 
 def share(size: int, degree: int, index: int) -> Interval:
-    """The `index`-th of `degree` contiguous parts of range(size), as even as can be; earlier parts are the larger."""
+    """Returns the `index`-th of `degree` contiguous parts of range(size), [begin, end).
+
+    The sizes of parts differ by at most 1; earlier parts are the larger ones.
+    """
     base, rest = divmod(size, degree)
     begin = index * base + min(index, rest)
     return begin, begin + base + (index < rest)
 
 
 def share_units(num_units: int, unit: int, degree: int, index: int) -> Interval:
-    """As `share`, in whole units (heads of `unit` features)."""
+    """Like `share`, for `num_units` units (such as heads) of `unit` features each, which are not divided."""
     begin, end = share(num_units, degree, index)
     return begin * unit, end * unit
 
 
-def stack(widths: Sequence[int], parts: Sequence[Interval]) -> tuple[Interval, ...]:
-    """The intervals of fused sub-parameters of these widths, of each of which `parts` says what is taken."""
+def stack_intervals(widths: Sequence[int], parts: Sequence[Interval]) -> tuple[Interval, ...]:
+    """Returns intervals of a fused parameter whose sub-parameters have these `widths`.
+
+    `parts` has one interval for each sub-parameter, counted from where that sub-parameter begins.
+    """
     starts = [sum(widths[:i]) for i in range(len(widths))]
     return tuple((start + begin, start + end) for start, (begin, end) in zip(starts, parts, strict=True))

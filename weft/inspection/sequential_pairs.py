@@ -1,6 +1,7 @@
-"""Pairs that need no probe: layers of an `nn.Sequential` with only modules between them that mix no features.
+"""Finds pairs of layers in an `nn.Sequential` that can be split without a numerical check.
 
-For linears these are element-wise modules, for convolutions also pools and dropout of channels.
+The modules between the two layers must not mix features. For linears these are element-wise modules, for convolutions
+also pools and dropout of channels.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ ELEMENT_WISE = (
     nn.Identity,
     nn.Softplus,
 )
-CHANNEL_WISE = (  # what may stand between two convolutions: it never mixes channels
+CHANNEL_WISE = (  # modules that may lie between two convolutions, because they do not mix channels
     *ELEMENT_WISE,
     *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
     *(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
 )
 
 
-def sequential_couples(
+def sequential_pairs(
     module: nn.Module, is_layer: Callable[[nn.Module], bool], between: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, str]]:
-    """Layers of a chain with only such modules between them, each used once."""
+    """Yields pairs of names of layers with only modules of the classes `between` between them.
+
+    No layer is in two pairs, and a layer that the chain calls twice is in none.
+    """
     open_name: str | None = None
-    chain = {name: child for name, child in module._modules.items() if child is not None}  # repeated ones too
+    chain = {name: child for name, child in module._modules.items() if child is not None}  # with repeated modules
     places = [id(child) for child in chain.values()]
     for name, child in chain.items():
         if is_layer(child) and places.count(id(child)) == 1:
@@ -49,8 +53,8 @@ def sequential_couples(
             open_name = None
 
 
-def why_not_split(name: str, module: Any) -> str:
-    """The reason why a convolution's channels cannot be split, and what to change."""
+def reason_not_splittable(name: str, module: Any) -> str:
+    """Returns why a convolution's channels cannot be split, and what to change."""
     if module.transposed:
         what = "is transposed, and weft splits the channels of plain ones only"
     elif module.groups != 1:

@@ -1,11 +1,12 @@
-"""Proves that a module can be split before anyone trusts its names: it is computed whole, and as parts that add up.
+"""Proves numerically that a module can be split: computes it whole and in parts, and compares the results.
 
-Of a pair (linears that are split by outputs, "columns", and the one behind them that is split by inputs, the "row"),
-each part gets its share of the columns' outputs and of the row's inputs, and the row's partial results are added. If
-that gives the whole result, the split is right whatever happens in between. The same run shows which other parameters
-work on a part only (their gradients are partial sums), and whether the input goes anywhere but into the columns.
+A pair is some linears that are split by outputs (the "columns") and a later one that is split by inputs (the "row").
+Each part gets its share of the columns' outputs and of the row's inputs, and the row's partial results are added. If
+the sum equals the whole result, the split is correct, whatever the operations in between are. The same run shows which
+other parameters are applied to a part only (their gradients are partial sums), and whether anything but the columns
+uses the module's input.
 
-The linears themselves are replaced by small random ones of low rank: what lies between them does not care, and the
+The linears are replaced by random ones of low rank. This does not change the operations between them, and even the
 largest model is probed in milliseconds on a CPU.
 """
 
@@ -21,26 +22,30 @@ from torch import Tensor, nn
 
 from weft.inspection.parameter_cut import Interval
 
-RANK = 4  # of the stand-ins
-TOLERANCE = 1e-4  # some modules compute in float32 whatever they are given; a wrong split is wrong by far more
+RANK = 4  # of the random linears
+TOLERANCE = 1e-4  # some modules compute in float32 for any input; the error of a wrong split is far larger
 Intervals = Sequence[Interval]
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What a successful probe found.
+class SplitProof:
+    """The result of a successful probe.
 
-    `inner` are parameters that each part uses for itself; `only_input` is whether the columns take the module's own
-    input and nothing else does.
+    `inner` are parameters that each part applies to its own features. `takes_only_input`: the columns take the module's
+    input itself, and nothing else uses that input.
     """
 
     inner: frozenset[str]
-    only_input: bool
+    takes_only_input: bool
 
 
 @dataclass(frozen=True)
-class Shares:
-    """How to make part `index` of `degree`: intervals of each column's outputs and of the row's inputs, attributes."""
+class PairShares:
+    """How to split a pair into `degree` parts.
+
+    `columns` gives the intervals of each column's outputs for the index of a part, and `row_inputs` those of the row's
+    inputs. `scale` divides a module's attributes, such as its number of heads, by the degree.
+    """
 
     degree: int
     columns: Mapping[str, Callable[[int], Intervals]]
@@ -49,22 +54,22 @@ class Shares:
     scale: Callable[[nn.Module, int], None] = lambda module, degree: None
 
 
-def prove_pair(module: nn.Module, shares: Shares) -> Proof | str:
-    """The proof that `module` may be split so, or the reason why not."""
+def prove_pair(module: nn.Module, shares: PairShares) -> SplitProof | str:
+    """Returns the proof that `module` can be split by `shares`, or the reason why it cannot."""
     generator = torch.Generator().manual_seed(0)
     width = linear_sizes(module.get_submodule(next(iter(shares.columns))))[0]
     value = torch.randn(2, 4, width, dtype=torch.float64, generator=generator).requires_grad_()
     try:
         whole = random_copy(module, generator)
         expected = _first_tensor(whole(value))
-        return _judge(whole, shares, value, expected.detach())
+        return _compare_parts(whole, shares, value, expected.detach())
     except Exception as error:  # anything that the user's code may raise
         text = str(error).strip().splitlines()
         return f"{type(error).__name__}: {text[0] if text else 'no message'}"
 
 
 def is_feature_wise(module: nn.Module) -> bool:
-    """Whether halves of the features can be computed apart from each other."""
+    """Can the two halves of the features be computed independently of each other?"""
     generator = torch.Generator().manual_seed(0)
     widths = {parameter.shape[-1] for parameter in module.parameters() if parameter.dim()}
     if len(widths) != 1 or (width := widths.pop()) % 2:
@@ -87,7 +92,7 @@ def is_feature_wise(module: nn.Module) -> bool:
 
 
 def is_token_wise(module: nn.Module) -> bool:
-    """Whether a module with parameters treats each token [batch, token, features] alone."""
+    """Does a module with parameters compute each token of [batch, token, features] independently of the others?"""
     generator = torch.Generator().manual_seed(0)
     try:
         whole = random_copy(module, generator)
@@ -99,18 +104,21 @@ def is_token_wise(module: nn.Module) -> bool:
 
 
 def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A float64 copy on the CPU with random parameters, and stand-ins for its linears; from any device."""
-    stand_ins: dict[int, Any] = {
-        id(inner): _StandIn(*linear_sizes(inner), getattr(inner, "bias", None) is not None)
+    """Returns a float64 copy on the CPU with random parameters, and with linears replaced by random low-rank ones.
+
+    The module may be on any device, also on meta.
+    """
+    low_rank: dict[int, Any] = {
+        id(inner): _LowRankLinear(*linear_sizes(inner), getattr(inner, "bias", None) is not None)
         for inner in module.modules()
         if is_linear(inner)
     }
-    made: nn.Module = copy.deepcopy(module, stand_ins)
+    made: nn.Module = copy.deepcopy(module, low_rank)
     for owner in made.modules():
         for leaf, parameter in owner._parameters.items():
             if parameter is not None:
                 value = torch.rand(parameter.shape, dtype=torch.float64, generator=generator)
-                is_matrix = isinstance(owner, _StandIn)
+                is_matrix = isinstance(owner, _LowRankLinear)
                 value = (value - 0.5) * 4 * parameter.shape[0] ** -0.5 if is_matrix else value + 0.1
                 owner._parameters[leaf] = nn.Parameter(value)
         for leaf, buffer in owner._buffers.items():
@@ -120,34 +128,34 @@ def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear itself, or transformers' Conv1D."""
-    return type(module) is nn.Linear or is_turned(module)
+    """Is the module exactly an nn.Linear (no subclass), or transformers' Conv1D?"""
+    return type(module) is nn.Linear or has_transposed_weight(module)
 
 
-def is_turned(module: nn.Module) -> bool:
-    """Whether a linear's weight is [in, out], as in transformers' Conv1D."""
+def has_transposed_weight(module: nn.Module) -> bool:
+    """Is a linear's weight [in, out], as in transformers' Conv1D?"""
     return type(module).__name__ == "Conv1D"
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether channels can be split: a plain convolution with a weight of its own, whose outputs see every input."""
+    """Can the channels be split? True for a plain convolution with groups = 1 and a weight of its own."""
     is_plain = type(module) in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and "weight" in module._parameters
     return is_plain and getattr(module, "groups", None) == 1
 
 
 def num_spatial_dims(module: Any) -> int:
-    """Dims behind the channels (or features): 1 to 3 in what a convolution takes, none in what a linear does."""
+    """Returns the number of dims after the channels in the input: 1 to 3 for a convolution, 0 for a linear."""
     return len(module.kernel_size) if is_convolution(module) else 0
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int]:
-    """Input and output features of a linear, or channels of a convolution."""
+    """Returns the input and output features of a linear, or channels of a convolution."""
     weight = module.weight
     assert isinstance(weight, Tensor)
-    return (weight.shape[0], weight.shape[1]) if is_turned(module) else (weight.shape[1], weight.shape[0])
+    return (weight.shape[0], weight.shape[1]) if has_transposed_weight(module) else (weight.shape[1], weight.shape[0])
 
 
-class _StandIn(nn.Module):
+class _LowRankLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -171,21 +179,21 @@ class _StandIn(nn.Module):
         self.in_features = self.down.shape[0]
 
 
-class _Part:
-    """One part of a module, run with its columns cut off from what is before them and its row from what follows."""
+class _ModulePart:
+    """One part of a module. Autograd's graph is cut before its columns and after its row."""
 
-    def __init__(self, whole: nn.Module, shares: Shares, index: int) -> None:
+    def __init__(self, whole: nn.Module, shares: PairShares, index: int) -> None:
         self.module = copy.deepcopy(whole)
         self.column_inputs: list[Tensor] = []
         self.row_outputs: list[Tensor] = []
-        self.others = torch.zeros(())  # what the rows of other parts add
+        self.others = torch.zeros(())  # the sum of the row's results of the other parts
         for name, intervals in shares.columns.items():
             column = self.module.get_submodule(name)
-            assert isinstance(column, _StandIn)
+            assert isinstance(column, _LowRankLinear)
             column.keep_outputs(intervals(index))
             column.register_forward_pre_hook(self._before_column)
         row = self.module.get_submodule(shares.row)
-        assert isinstance(row, _StandIn)
+        assert isinstance(row, _LowRankLinear)
         row.keep_inputs(shares.row_inputs(index), with_bias=index == 0)
         row.register_forward_hook(self._after_row)
         shares.scale(self.module, shares.degree)
@@ -201,9 +209,10 @@ class _Part:
         return (output + self.others).detach()
 
     def reached_from(self, tensors: Sequence[Tensor]) -> set[str]:
-        """The parameters (and "" for the input) that a gradient of these tensors reaches.
+        """Returns the names of parameters (and "" for the input) that a gradient of these tensors reaches.
 
-        The graph is walked, not run: a process that has run a backward cannot fork ranks where torch knows GPUs.
+        It follows the graph without running it: where torch sees GPUs, a process that has run a backward cannot fork
+        ranks.
         """
         names = {id(self.value): "", **{id(parameter): name for name, parameter in self.parameters.items()}}
         found = {names[id(tensor)] for tensor in tensors if tensor.grad_fn is None and id(tensor) in names}
@@ -224,8 +233,8 @@ class _Part:
         return _first_tensor(self.module(value))
 
 
-def _judge(whole: nn.Module, shares: Shares, value: Tensor, expected: Tensor) -> Proof | str:
-    parts = [_Part(whole, shares, index) for index in range(shares.degree)]
+def _compare_parts(whole: nn.Module, shares: PairShares, value: Tensor, expected: Tensor) -> SplitProof | str:
+    parts = [_ModulePart(whole, shares, index) for index in range(shares.degree)]
     first, *others = parts
     for part in others:
         part.run(value)
@@ -239,12 +248,14 @@ def _judge(whole: nn.Module, shares: Shares, value: Tensor, expected: Tensor) ->
     before = first.reached_from(first.column_inputs)
     if "" in inside:
         return f"its input is used between {', '.join(shares.columns)} and {shares.row}, beside going into them"
-    if linears := [name for name in map(_owner, inside) if isinstance(first.module.get_submodule(name), _StandIn)]:
+    if linears := [
+        name for name in map(_owner, inside) if isinstance(first.module.get_submodule(name), _LowRankLinear)
+    ]:
         return f"'{linears[0]}' works between {', '.join(shares.columns)} and {shares.row}"
     if both := sorted(inside & (outside | before)):
         return f"its parameter '{both[0]}' is used both inside the split and outside"
-    only_input = "" not in outside and all(column_input is value for column_input in first.column_inputs)
-    return Proof(frozenset(inside), only_input)
+    takes_only_input = "" not in outside and all(column_input is value for column_input in first.column_inputs)
+    return SplitProof(frozenset(inside), takes_only_input)
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

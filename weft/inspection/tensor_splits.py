@@ -1,6 +1,6 @@
-"""How a model is split over the tensor axes: each of its linears and convolutions, and what follows them.
+"""How a model's linears and convolutions are split over the tensor axes, and which other parameters this concerns.
 
-`pairing.py` finds it; the strategies of x and y lay models out by it.
+`pairing.py` finds the splits of a model; the strategies of x and y apply them.
 """
 
 from __future__ import annotations
@@ -12,32 +12,35 @@ from typing import Literal
 
 from torch import nn
 
-from weft.inspection.chain_ends import Ends, find_ends
-from weft.inspection.parameter_cut import Interval, share_units, stack
+from weft.inspection.chain_ends import ChainEnds, find_chain_ends
+from weft.inspection.parameter_cut import Interval, share_units, stack_intervals
 
 Kind = Literal["column", "row", "gathered", "head"]
-WHOLE_ATTRIBUTE = "_weft_whole"  # of a stage's model, where the whole model's stream is whole over y
+WHOLE_ATTRIBUTE = "_weft_whole"  # set on a pipeline stage's model if the model's residual stream is not split over y
 
 
 @dataclass(frozen=True)
-class Part:
-    """A fused part of the dim that goes over x: so many units (heads, or features) of so many features each."""
+class SplitPart:
+    """One sub-parameter (such as q of q|k|v) along the dim that is split over x: units of `unit` features each.
+
+    A unit (a head, or a single feature) is never divided.
+    """
 
     num_units: int
     unit: int = 1
-    is_key: bool = False  # key and value heads may be fewer than x, and are then repeated
+    is_key: bool = False  # if there are fewer key and value heads than ranks of x, several ranks hold the same one
 
     @property
     def width(self) -> int:
-        """Features."""
+        """The number of features."""
         return self.num_units * self.unit
 
     def repeats(self, degree: int) -> int:
-        """How many neighbours of `degree` hold the same units."""
+        """Returns how many neighbours among `degree` ranks hold the same units."""
         return degree // self.num_units if self.is_key and self.num_units < degree else 1
 
     def share(self, degree: int, index: int) -> Interval:
-        """The features of rank `index` of `degree`."""
+        """Returns the features of rank `index` of `degree`, [begin, end)."""
         repeats = self.repeats(degree)
         return share_units(self.num_units, self.unit, degree // repeats, index // repeats)
 
@@ -46,34 +49,36 @@ class Part:
 class Split:
     """How one linear or convolution is split.
 
-    `parent` holds several columns with one input, which enter the region together.
+    `kind` is "column" (split by outputs), "row" (split by inputs), "gathered" (split by outputs, which are gathered
+    again) or "head" (split over the vocabulary). `parts` are the sub-parameters along the split dim. `parent` is the
+    module that holds several columns with the same input, if their collective is shared.
     """
 
     module: str
     kind: Kind
-    parts: tuple[Part, ...]
+    parts: tuple[SplitPart, ...]
     parent: str | None = None
-    turned: bool = False  # weight is [in, out], as in transformers' Conv1D
-    num_spatial: int = 0  # dims behind the channels: 1 to 3 for a convolution, none for a linear
+    transposed: bool = False  # weight is [in, out], as in transformers' Conv1D
+    num_spatial: int = 0  # dims after the channels: 1 to 3 for a convolution, 0 for a linear
 
     def over_x(self, degree: int, index: int) -> tuple[Interval, ...]:
-        """The intervals of the dim that goes over x."""
-        return stack_parts(self.parts, degree, index)
+        """Returns the intervals of the dim that is split over x, for rank `index` of `degree`."""
+        return stacked_intervals(self.parts, degree, index)
 
     def repeats(self, degree: int) -> int:
-        """How many neighbours on x hold the same."""
+        """Returns how many neighbours on x hold the same part."""
         return max(part.repeats(degree) for part in self.parts)
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """Integer attributes of an attention module that count what a rank of x has: heads, their width, key heads."""
+class ScaledAttributes:
+    """Names of an attention module's integer attributes that are divided by x: heads, their total width, key heads."""
 
     attributes: tuple[str, ...]
     num_key_heads: int
 
     def apply(self, module: nn.Module, degree: int) -> None:
-        """Leave the module with the counts of one part of `degree`."""
+        """Divide the module's attributes by `degree`."""
         for name in self.attributes:
             setattr(module, name, max(1, getattr(module, name) // degree))
         groups = getattr(module, "num_key_value_groups", None)
@@ -83,43 +88,48 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Pairing:
-    """All that the tensor axes touch."""
+    """Everything in a model that the tensor axes split or change.
+
+    `splits` has the split of each linear and convolution by name, `embeddings` the names of embeddings, `scaled` the
+    attributes to divide by module name, and `blocks` the names of the blocks.
+    """
 
     splits: dict[str, Split] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()
-    inner: frozenset[str] = frozenset()  # parameters used by each rank for its own features or heads only
-    scaled: dict[str, Scaled] = field(default_factory=dict)
+    inner: frozenset[str] = frozenset()  # whole parameters that each rank applies to its own features or heads only
+    scaled: dict[str, ScaledAttributes] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
     model: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @cached_property
-    def ends(self) -> Ends:
-        """What stands where the chain of blocks begins and ends."""
+    def ends(self) -> ChainEnds:
+        """The embedding, norm and head that join the chain of blocks directly."""
         assert self.model is not None
         norms = [name for name, module in self.model.named_modules() if is_norm(module) and not self.block_of(name)]
         head = next((split.module for split in self.splits.values() if split.kind == "head"), None)
-        return find_ends(self.model, self.blocks, self.embeddings, norms, head)
+        return find_chain_ends(self.model, self.blocks, self.embeddings, norms, head)
 
     @property
     def is_whole(self) -> bool:
-        """Whether all ranks of y hold whole what lies between layers, and not its features over y.
+        """Do all ranks of y hold the values between layers whole, instead of split by features over y?
 
-        So in a model with convolutions: their channels are not the last dim, and pools, norms and flattens on the way
-        to a linear would each need to know which dim is split. Also in a stage of one that has none of them.
+        True for a model with convolutions: their channels are not the last dim, and pools, norms and flattens before a
+        linear would each need to know which dim is split. True also for a pipeline stage of such a model, even if the
+        stage has no convolutions.
         """
         is_of_one = self.model is not None and self.model.__dict__.get(WHOLE_ATTRIBUTE, False)
         return is_of_one or any(split.num_spatial for split in self.splits.values())
 
     def block_of(self, name: str) -> str | None:
-        """The block that a module or parameter is in, or is."""
+        """Returns the block that is, or contains, a module or parameter; None if there is none."""
         return next((block for block in self.blocks if name == block or name.startswith(f"{block}.")), None)
 
 
-def stack_parts(parts: Sequence[Part], degree: int, index: int) -> tuple[Interval, ...]:
-    """What rank `index` of `degree` has of parts that lie behind each other."""
-    return stack([part.width for part in parts], [part.share(degree, index) for part in parts])
+def stacked_intervals(parts: Sequence[SplitPart], degree: int, index: int) -> tuple[Interval, ...]:
+    """Returns the intervals of rank `index` of `degree` in a dim made of these consecutive parts."""
+    return stack_intervals([part.width for part in parts], [part.share(degree, index) for part in parts])
 
 
 def is_norm(module: nn.Module) -> bool:
-    """LayerNorm, or any kind of RMSNorm."""
+    """Is the module a LayerNorm, or any class whose name contains RMSNorm?"""
     return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or "RMSNorm" in type(module).__name__

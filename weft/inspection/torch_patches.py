@@ -1,9 +1,10 @@
-"""Every place where weft replaces something of torch while code runs. Checked on torch 2.11 and 2.13.
+"""All temporary replacements of torch's functions by weft. Checked on torch 2.11 and 2.13.
 
-- `replaced`: a public function of torch (`F.relu`, `F.pad`, pools), while a model runs on fake tensors to count what it
-  saves. A TorchFunctionMode would not do: recompute calls the functions again in backward, outside of the mode.
-- `kernels_at_once`: `AsyncCompile.wait` of Inductor, which is private, so that the pieces of a block are compiled in
-  parallel and waited for once.
+- `replaced` replaces a public function of torch (`F.relu`, `F.pad`, pools) while a model runs on fake tensors to count
+  its saved activations. A TorchFunctionMode would miss calls: recompute calls the functions again in backward, outside
+  of the mode.
+- `kernels_at_once` replaces `AsyncCompile.wait` of Inductor, which is private. The pieces of a block then compile in
+  parallel, and one wait at the end serves all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute of a module of torch, and set it back at the end."""
+    """Set the attribute `name` of `owner` to `value` inside the context, and restore it at the end."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -26,15 +27,15 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextmanager
 def kernels_at_once() -> Iterator[None]:
-    """Inside, Inductor starts to compile kernels and does not wait for them; at the end it waits for all."""
+    """Inside the context, Inductor starts to compile kernels and does not wait. The end of it waits for all of them."""
     from torch._inductor.async_compile import AsyncCompile  # takes seconds to import
 
-    wait, asked = AsyncCompile.wait, list[tuple[AsyncCompile, dict[str, Any]]]()
-    with replaced(AsyncCompile, "wait", lambda self, scope: asked.append((self, scope))):
+    wait, pending = AsyncCompile.wait, list[tuple[AsyncCompile, dict[str, Any]]]()
+    with replaced(AsyncCompile, "wait", lambda self, scope: pending.append((self, scope))):
         yield
-    made: dict[int, tuple[Any, Any]] = {}  # by what was asked for: a kernel of two pieces is taken once
-    for one, scope in asked:
-        scope.update({name: made[id(value)][1] for name, value in scope.items() if id(value) in made})
+    kernels: dict[int, tuple[Any, Any]] = {}  # id of a future -> (future, kernel): two pieces may share a kernel
+    for compiler, scope in pending:
+        scope.update({name: kernels[id(value)][1] for name, value in scope.items() if id(value) in kernels})
         before = dict(scope)
-        wait(one, scope)
-        made |= {id(value): (value, scope[name]) for name, value in before.items() if scope[name] is not value}
+        wait(compiler, scope)
+        kernels |= {id(value): (value, scope[name]) for name, value in before.items() if scope[name] is not value}

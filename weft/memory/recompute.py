@@ -21,7 +21,7 @@ from weft.memory.activation_choice import ahead_bytes, sent_bytes
 from weft.memory.recompute_context import carried_by, carrying
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import KEPT_OPERATIONS, WHOLE, Block, Profile
+from weft.profile import FULL_SHARES, KEPT_OPERATIONS, Block, Profile
 from weft.profile.peak_bytes import Peaks, peaks
 from weft.sharding.layout import COMPUTE_DTYPE, needs_units
 from weft.strategy import Cost, Strategy, Transient, Values
@@ -110,7 +110,7 @@ def transient(
         return Transient(backward_bytes=0 if policy == "none" else max(again, default=0))
     found, whole = _peaks(profile, policy), profile.source.blocks
     saved = _saved(profile.root, policy)
-    before = profile.root.saved_behind.get(policy, {}).get("", 0)
+    before = profile.root.saved_by_layer.get(policy, {}).get("", 0)
     most = -max(0, saved - before)  # what was saved behind the blocks is gone when their backward begins
     over, gone, ahead = [0], 0, ahead_bytes(profile.blocks, sent)
     for block in reversed(profile.blocks):
@@ -141,7 +141,7 @@ def _with_gradients(profile: Profile, plan: Plan, sent: Mapping[str, int]) -> in
     of all parameters at once, and nothing that the block has saved is left.
     """
     block, policy = profile.blocks[-1], plan.memory.recompute
-    behind = _saved(profile.root, policy) - profile.root.saved_behind.get(policy, {}).get("", 0)
+    behind = _saved(profile.root, policy) - profile.root.saved_by_layer.get(policy, {}).get("", 0)
     numel = sum(parameter.numel for parameter in block.parameters if parameter.trainable)
     stream = int(_peaks(profile, policy).stream_bytes * profile.shares.stream)
     stream += ahead_bytes(profile.blocks, sent)[block.name]
@@ -150,7 +150,7 @@ def _with_gradients(profile: Profile, plan: Plan, sent: Mapping[str, int]) -> in
 
 def _tile_share(profile: Profile, local: Block, whole: Block) -> float:
     """A rank's share of a block's images, by what it saves of them; what the tensor axes share is said otherwise."""
-    is_shared = profile.shares == WHOLE and _saved(whole, "none") > 0
+    is_shared = profile.shares == FULL_SHARES and _saved(whole, "none") > 0
     return _saved(local, "none") / _saved(whole, "none") if is_shared else 1.0
 
 

@@ -1,1 +1,1 @@
-"""Applies a plan to a model: one file or folder per axis, and the state of a model that is split."""
+"""Applies a plan to a model: one file or folder per axis, and the parameters and state of a split model."""

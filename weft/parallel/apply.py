@@ -1,6 +1,6 @@
 """Applies a plan to a model. `STRATEGIES` is the table of axes and memory policies, in the order of application.
 
-The next axis: a file with its `Strategy`, a line in the table, a field in `Plan`, its test and a page of docs.
+To add an axis: write a file with its `Strategy`, add a line to the table and a field to `Plan`, a test and a docs page.
 """
 
 from __future__ import annotations
@@ -56,16 +56,17 @@ def parallelize(
     example: Callable[[], tuple[Any, ...]] | None = None,
     finish: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
-    """Apply a plan to any model, in place, and return it: same modules, same names, hooks from outside.
+    """Apply a plan to any model, in place, and return it. Modules and names stay; forwards are hooked or replaced.
 
-    Needs `torch.distributed` initialised with as many processes as the plan has ranks (none for one). A model on the
-    meta device takes its parameters from `values(name)`, one at a time; otherwise from itself, and every rank must
-    hold the same values. Afterwards `model.parameters()` are this rank's pieces, for any element-wise optimizer.
+    `torch.distributed` must be initialised with as many processes as the plan has ranks (not needed for one rank).
+    Parameters of a model on the meta device come from `values(name)`, one at a time. Otherwise they come from the model
+    itself, and every rank must hold the same values. Afterwards `model.parameters()` are this rank's pieces, for any
+    element-wise optimizer.
 
-    A plan with `pipe`, `tile` or `statistics = "batch"` also needs `example()`, the arguments of one forward of a
-    micro-batch (whole sequences and images, whatever the plan; called for shapes alone). With `pipe`, what comes back
-    is this rank's stages, a `Pipeline` that `train_step` runs. `finish(output)` computes the loss, whose memory then
-    counts where stages are balanced by it; as in `weft.profile`.
+    A plan with `pipe`, `tile` or `statistics = "batch"` also needs `example()`. It returns the arguments of one forward
+    of a micro-batch, with whole sequences and images for any plan, and is called only for shapes. With `pipe`, the
+    result is a `Pipeline` of this rank's stages, which `train_step` runs. `finish(output)` computes the loss, as in
+    `weft.profile`; its memory counts when stages are balanced by memory.
     """
     mesh = mesh or Mesh(plan)
     is_traced = plan.pipe.degree > 1 or plan.is_viewed
@@ -87,31 +88,31 @@ def parallelize(
     if tiling is not None:
         mark(model, tiling)
     if plan.pipe.degree == 1:
-        return _lay_out(plan, mesh, model, values)
-    pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_lay_out, plan, mesh))
+        return _apply_strategies(plan, mesh, model, values)
+    pipeline = build(stage(whole, plan, mesh.device), mesh, values, partial(_apply_strategies, plan, mesh))
     if tiling is not None:
         mark(pipeline, tiling)
     return pipeline
 
 
-def _lay_out(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) -> nn.Module:
-    """Apply the strategies to a model, or to a stage of one."""
+def _apply_strategies(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) -> nn.Module:
+    """Apply the strategies to a model, or to the model of a pipeline stage."""
     local = partial(_local_value, model, values)
     for strategy in STRATEGIES:
         model = strategy.apply(model, plan, mesh, local)
-    if not plan.is_viewed:  # a view mends what it sees
-        fix_average_gradients(model)  # last: strategies know layers by their types
+    if not plan.is_viewed:  # a view corrects the pools that it runs
+        fix_average_gradients(model)  # last, because it changes types, by which strategies recognise layers
     return model
 
 
 def _local_value(model: nn.Module, values: Values, name: str) -> Tensor:
-    """This rank's part of a parameter's value, once the tensor axes have said which that is."""
+    """Returns this rank's part of a parameter's value. The tensor axes must be applied first: they set the cuts."""
     cut = model.__dict__.get(CUTS_ATTRIBUTE, {}).get(name)
     return values(name) if cut is None else cut.take(values(name))
 
 
 def refuse(model_profile: Profile, plan: Plan) -> None:
-    """Raise the first reason why the plan does not fit the model."""
+    """Raise a PlanError with the first reason why the plan does not fit the model, if there is one."""
     for reason_for in (refuse_pipeline, *(strategy.refuse for strategy in STRATEGIES)):
         reason = reason_for(model_profile, plan)
         if reason is not None:
@@ -125,9 +126,10 @@ def cost(
     coordinates: Mapping[str, int] | None = None,
     staging: Staging | None = None,
 ) -> Cost:
-    """What a rank (the first, unless its mesh coordinates are given) pays for one step under the plan.
+    """Returns the communication and memory of one step under the plan, on one rank.
 
-    Whoever asks for many ranks of a plan with `pipe` gives its `staging`, so that the model is cut once.
+    It is the rank at `coordinates` of the mesh, or else the first. To get the cost of many ranks of a plan with `pipe`,
+    pass the result of `stage` as `staging`, so that the model is cut into stages only once.
     """
     at = coordinates or dict.fromkeys(plan.degrees, 0)
     here = partial(localise, plan=plan, coordinates=at)
@@ -139,5 +141,5 @@ def cost(
 
 
 def local_cost(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapping[str, int]) -> Cost:
-    """What a rank's part of a model, or of a stage, pays by all strategies."""
+    """Returns the sum of all strategies' costs for a rank's part of a model, or of a stage."""
     return sum((strategy.cost(local, plan, split, coordinates) for strategy in STRATEGIES), Cost())

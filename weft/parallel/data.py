@@ -1,8 +1,9 @@
 """Axis `data`: the batch split over replicas that hold the same state (data parallelism).
 
-After its reduction over `shard`, each rank's slice of every block's gradient is all-reduced over `data`, once a step
-and behind the backward of earlier blocks; with `shard` > 1 that is hybrid sharding (HSDP). Per trained flat buffer of
-N elements in slices of N/shard: one all-reduce of N/shard · m bytes, m bytes an element of master state.
+After its reduction over `shard`, each rank's slice of every block's gradient is all-reduced over `data`. This happens
+once a step, and overlaps with the backward of earlier blocks. With `shard` > 1 that is hybrid sharding (HSDP). A
+trained flat buffer of N elements in slices of N/shard needs one all-reduce of N/shard · m bytes, where m is the bytes
+of an element of master state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weft.strategy import Cost, Strategy, Values, reductions_per_step, refuse_ba
 
 
 class DataAxis(Strategy):
-    """The batch over `data`."""
+    """Splits the batch over `data`."""
 
     name = "data"
 

@@ -1,12 +1,12 @@
-"""Matmuls in fp8 (`plan.matmul = "fp8"`): faster by the tensor cores' double rate, and not exact.
+"""Matmuls in fp8 (`plan.matmul = "fp8"`). Tensor cores run them at twice the rate of bf16. They are not exact.
 
-Linears inside of blocks multiply numbers of 8 bits (e4m3), each row with a scale of its own: its largest magnitude
-becomes the largest that 8 bits have. The forward is done so, and so are the gradients of input and weight: a row is
-what a product adds up over, so that each product rounds by itself. Weights, activations and what is saved are bf16 as
-before. Embeddings, the head, norms and attention are as they were.
+Linears inside of blocks multiply fp8 numbers (e4m3). Each row has its own scale, which maps the row's largest magnitude
+to the largest number of e4m3. This applies to the forward and to the gradients of input and weight; rows always lie
+along the dim that the matmul sums over, so each of the three matmuls quantises its operands anew. Weights, activations
+and saved activations stay bf16. Embeddings, the head, norms and attention are unchanged.
 
-A linear takes part if its features are multiples of 16, as the kernel wants; others stay in bf16. On a CPU the same
-numbers are rounded in the same way and multiplied in float32, so that tests mean something.
+The kernel needs features in multiples of 16; other linears stay in bf16. On a CPU the operands are rounded in the same
+way and multiplied in float32, so that tests check the same rounding.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from weft.profile import Profile
 from weft.strategy import Strategy, Values
 
 DTYPE = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-SMALLEST_SCALE = 1e-12  # of a row of zeros
+LARGEST = 448.0  # the largest number of e4m3
+SMALLEST_SCALE = 1e-12  # the scale of a row of zeros
 MULTIPLE = 16
-CAPABILITY = (8, 9)  # the first GPUs that have it
+CAPABILITY = (8, 9)  # compute capability of the first GPUs with fp8
 
 
 class Fp8Matmuls(Strategy):
-    """Linears of blocks in fp8."""
+    """Runs the linears of blocks in fp8."""
 
     name = "fp8"
     exact = False
@@ -74,7 +74,10 @@ class Fp8Matmuls(Strategy):
 
 @contextmanager
 def traced_as_on_a_gpu(block: nn.Module) -> Iterator[None]:
-    """While a block of a model that is not laid out is traced on fake tensors: as one on a GPU that has fp8."""
+    """Inside the context, the block's linears can be traced on fake tensors as fp8 matmuls on a GPU.
+
+    The block must be of a model to which no plan was applied.
+    """
     global _is_traced
     linears = [module for module in block.modules() if type(module) is nn.Linear and _takes_part(module)]
     for linear in linears:
@@ -92,7 +95,7 @@ _is_traced = False
 
 
 def _install(linear: nn.Linear) -> None:
-    setattr(linear, "forward", _Linear(linear).forward)  # noqa: B010 (a method to mypy)
+    setattr(linear, "forward", _Fp8Linear(linear).forward)  # noqa: B010 (a method to mypy)
 
 
 def _linears(model: nn.Module) -> list[nn.Linear]:
@@ -104,20 +107,20 @@ def _takes_part(linear: nn.Linear) -> bool:
     return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
 
 
-class _Linear:
-    """Stands in for a linear's forward."""
+class _Fp8Linear:
+    """Has the forward that replaces an nn.Linear's."""
 
     def __init__(self, module: nn.Linear) -> None:
         self.module = module
 
-    def forward(self, input: Tensor) -> Tensor:  # named as nn.Linear's, which may be used
-        """The product, and the bias in the compute dtype."""
+    def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name, which callers may use
+        """Returns the product in fp8 plus the bias in the compute dtype."""
         out = multiply(input, self.module.weight)
         return out if self.module.bias is None else out + self.module.bias
 
 
 def multiply(value: Tensor, weight: Tensor) -> Tensor:
-    """value [..., in] by weight [out, in], as F.linear."""
+    """Returns the product of value [..., in] and weight [out, in], like F.linear, in fp8 if the weight is bf16."""
     if value.shape[:-1].numel() == 0 or weight.dtype != torch.bfloat16:
         return torch.nn.functional.linear(value, weight)
     out: Tensor = _Multiply.apply(value, weight)
@@ -140,15 +143,16 @@ class _Multiply(Function):
             of_value = scaled_product(rows, weight.t(), is_fast=False).view(value.shape)
         if ctx.needs_input_grad[1]:
             given = value.reshape(-1, value.shape[-1])  # [rows, in]
-            is_taken = len(rows) % MULTIPLE == 0  # by the kernel
+            is_taken = len(rows) % MULTIPLE == 0  # whether the kernel supports it
             of_weight = scaled_product(rows.t(), given.t(), is_fast=False) if is_taken else rows.t() @ given
         return of_value, of_weight
 
 
 def scaled_product(left: Tensor, right: Tensor, is_fast: bool) -> Tensor:
-    """left [m, k] by right [n, k], transposed, each row rounded to fp8 with its own scale; [m, n] in bf16.
+    """Returns left [m, k] times right [n, k] transposed: [m, n] in bf16.
 
-    `is_fast` adds up with fewer bits, which forwards stand and gradients do not.
+    Each row of both is rounded to fp8 with its own scale.
+    `is_fast` accumulates with fewer bits, which is precise enough for forwards, but not for gradients.
     """
     (a, scale_a), (b, scale_b) = quantise(left), quantise(right)
     if left.device.type != "cuda" and not _is_traced:
@@ -159,7 +163,7 @@ def scaled_product(left: Tensor, right: Tensor, is_fast: bool) -> Tensor:
 
 
 def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows in fp8, and their scales [rows, 1] in float32."""
+    """Returns the rows of a matrix in fp8, and their scales [rows, 1] in float32."""
     wide = matrix.float()
     scale = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST_SCALE) / LARGEST
     return (wide / scale).clamp(-LARGEST, LARGEST).to(DTYPE).contiguous(), scale

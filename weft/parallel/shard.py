@@ -2,18 +2,20 @@
 
 ZeRO (Rajbhandari et al. 2020), FSDP (Zhao et al. 2023), and the depth axis of AxoNN's three-dimensional matmul.
 
-Each block's parameters lie in one flat buffer, cut into equal slices (`layout.py`). A rank's optimizer updates its
-slice only. Per step, with N elements of a buffer, c bytes each to compute and m bytes each for master state:
+Each block's parameters lie in one flat buffer, cut into equal slices (`sharding/layout.py`). A rank's optimizer updates
+its slice only. A step communicates, for a buffer of N elements with c bytes in the compute dtype and m bytes of master
+state:
 
-    stage   all-gather of N·c                    reduce-scatter of N·m    resting state
-    1, 2    once, before forward (*)             once, behind backward    whole parameters + slice
-    3       before each forward and backward     once, behind backward    slice only
+    stage   all-gather of N·c                    reduce-scatter of N·m    state between steps
+    1, 2    once, before forward (*)             once, after backward     whole parameters + slice
+    3       before each forward and backward     once, after backward     slice only
             of each micro-batch (the root once
             for both; in a pipeline, for the step)
 
-Stage 1 keeps the whole gradient buffer, stages 2 and 3 only the slice. `memory.accumulate = "slice"` reduces at every
-micro-batch, to hold no whole gradients in between; (*) stage 2 then also gathers before each, because an update may
-follow any reduction. Degree 1 is plain data parallelism or mixed precision: the same path, with nothing to gather.
+Stage 1 keeps the whole gradient buffer, stages 2 and 3 only the slice. `memory.accumulate = "slice"` reduces after
+every micro-batch, so that no whole gradients exist in between. (*) Stage 2 then also gathers before each micro-batch,
+because an update may follow any reduction. Degree 1 is plain data parallelism or mixed precision: the same code without
+gathers.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from torch import nn
 from weft.comm.ledger import Key
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import Block, Places, Profile, profile
+from weft.profile import Block, ParameterUses, Profile, profile
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.host_memory import check_room
 from weft.sharding.layout import (
@@ -63,7 +65,7 @@ _ONE = BatchSplit(1, 1, 1, 1, 1)  # one micro-batch
 
 
 class ShardAxis(Strategy):
-    """State and batch over `shard`."""
+    """Splits the model's state and the batch over `shard`."""
 
     name = "shard"
 
@@ -74,7 +76,7 @@ class ShardAxis(Strategy):
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if not needs_units(plan):
-            return _plain_cost(profile, plan)
+            return _unsplit_cost(profile, plan)
         pairs: list[tuple[Key, int]] = [*_sums(profile, plan, split)]
         if plan.shard.degree > 1:
             pairs += [*_gathers(profile, plan, split), *_reductions(profile, plan, split)]
@@ -84,7 +86,7 @@ class ShardAxis(Strategy):
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         master = MASTER_DTYPE[plan.precision]
         if not needs_units(plan):
-            return _hold_plainly(model, values, master, mesh.device)
+            return _hold_unsplit(model, values, master, mesh.device)
         structure = profile(model)
         state, hosted = _state_bytes(structure, plan, _ONE, mesh.coordinates["shard"])
         check_room(sum(hosted.values()), sum(state.values()), mesh.device, mesh.num_local_ranks)
@@ -121,7 +123,7 @@ def _reductions(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tup
 
 
 def _sums(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:
-    """Slices whose gradients are partial sums over an axis of the model's split."""
+    """Yields the all-reduces of slices whose gradients are partial sums over another axis, such as x."""
     for layout in trained_layouts(profile, plan):
         for axis in layout.sums:
             one = ((axis, "all_reduce"), layout.slice_numel * master_bytes(plan))
@@ -129,7 +131,7 @@ def _sums(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key
 
 
 def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) -> tuple[dict[str, int], dict[str, int]]:
-    """By kind, on the device and on the host."""
+    """Returns the bytes of a rank's state by kind: (on the device, on the host)."""
     compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
     gradient = gradient_dtype(plan, split.accumulation).itemsize
     keeps_whole = plan.shard.stage < 3 or plan.shard.degree == 1
@@ -150,7 +152,7 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
             if layout.parameters[0].trainable:
                 device["gradients"] += (layout.numel if keeps_whole_gradient else layout.slice_numel) * gradient
                 home["optimizer"] += optimizer_bytes(layout, index, plan)
-                if plan.memory.delay:  # the gradient that waits, and the weights that it will give
+                if plan.memory.delay:  # the delayed gradient, and the weights after its update
                     device["gradients"] += layout.slice_numel * gradient
                     device["parameters"] += layout.slice_numel * compute
     if away:
@@ -168,7 +170,7 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
 
 
 def _streamed_bytes(layout: FlatLayout, plan: Plan, gradient_bytes: int) -> dict[str, int]:
-    """What a streamed buffer holds on the host, by kind."""
+    """Returns the bytes that a streamed buffer holds on the host, by kind."""
     weights = {COMPUTE_DTYPE[plan.precision], slice_dtype(plan)}
     found = {"parameters": layout.numel * sum(dtype.itemsize for dtype in weights)}
     if layout.parameters[0].trainable:
@@ -177,10 +179,11 @@ def _streamed_bytes(layout: FlatLayout, plan: Plan, gradient_bytes: int) -> dict
 
 
 def _transient(profile: Profile, plan: Plan, split: BatchSplit) -> Transient:
-    """Stage 3's root, and in backward two gathered blocks; whole gradients of stages 2 and 3.
+    """Returns the memory that is held only during a step: gathered parameters (stage 3), whole gradients (2 and 3).
 
-    Of one micro-batch those are the root's and a block's at a time, and a second one's while it is reduced, when the
-    first has its activations no more; several micro-batches add up in all of them.
+    Stage 3 holds the gathered root, and in backward two gathered blocks. With one micro-batch, whole gradients exist
+    for the root and one block at a time, and for a second block while its gradient is reduced; by then the activations
+    of the first are freed. With several micro-batches, the whole gradients of all blocks accumulate.
     """
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, master_bytes(plan)
     degree, stage = plan.shard.degree, plan.shard.stage
@@ -202,11 +205,15 @@ def _transient(profile: Profile, plan: Plan, split: BatchSplit) -> Transient:
     return Transient(step, 0, backward + trained[0] + under_way)
 
 
-def _plain_cost(profile: Profile, plan: Plan) -> Cost:
-    """The gradients are there from backward to the update: at the loss none, in a block's backward hardly any."""
+def _unsplit_cost(profile: Profile, plan: Plan) -> Cost:
+    """Returns the cost of one rank without flat buffers.
+
+    Gradients exist from backward to the update: none at the loss, and those of the root and one block at the peak of
+    backward.
+    """
     trained = [p for block in profile.all for p in block.parameters if p.trainable]
     size, trained_numel = master_bytes(plan), sum(parameter.numel for parameter in trained)
-    first = max((block.numel for block in profile.blocks), default=0)  # in backward
+    first = max((block.numel for block in profile.blocks), default=0)  # a block, as large as the largest
     backward = min(trained_numel, profile.root.numel + first)
     return Cost(
         state_bytes={
@@ -221,7 +228,7 @@ def _plain_cost(profile: Profile, plan: Plan) -> Cost:
 
 def _make_flats(
     block: Block,
-    places: Mapping[str, Places],
+    places: Mapping[str, ParameterUses],
     plan: Plan,
     mesh: Mesh,
     values: Values,
@@ -258,10 +265,10 @@ def _make_flats(
     return flats
 
 
-def _hold_plainly(model: nn.Module, values: Values, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """One rank, one precision: the model as it is."""
+def _hold_unsplit(model: nn.Module, values: Values, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Set up the model of a single rank with a single precision: move it to the device, without flat buffers."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        buffers = dict(model.named_buffers())  # which have values, and which to_empty takes them from
+        buffers = dict(model.named_buffers())  # these have values, which to_empty discards
         model.to_empty(device=device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():

@@ -1,17 +1,18 @@
-"""Axes `rows` and `columns`: images in tiles over ranks, for images that one device cannot hold (Hy-Fi, GEMS).
+"""Axes `rows` and `columns`: splits images into tiles over ranks, for images too large for one device (Hy-Fi, GEMS).
 
-Each rank runs the user's own model on its tile, under a view in which code sees whole images (`weft.spatial`). Borders
-are exchanged before each convolution and pool, forward and backward; norms take statistics over all tiles; where an
-operation needs whole images, tiles are handed over. Weights are whole on every rank, and their gradients are summed
-over the tiles: one all-reduce of each trained slice a step. The loss is the sum of what the ranks compute, divided by
-the targets that all of them count, so that what several compute alike counts once.
+Each rank runs the user's own model on its tile, under a view in which code sees the shapes of whole images
+(`weft.spatial`). Halos are exchanged before each convolution and pool, forward and backward. Norms take statistics over
+all tiles. Where an operation needs whole images, tiles are gathered or exchanged for shares of the batch. Every rank
+holds whole weights, and their gradients are summed over the tiles: one all-reduce of each trained slice a step. The
+loss is the sum of the ranks' losses, divided by the number of targets that all ranks count. So targets that several
+ranks compute count once.
 
-The same view serves `plan.statistics = "batch"`, with tiles or without: batch norms take statistics over all ranks that
-have other samples.
+The same view serves `plan.statistics = "batch"`, with or without tiles: batch norms take statistics over all ranks with
+different samples.
 
-Bytes of a halo: for an inner tile of h × w with a kernel's halo of a rows and b columns each way and c channels,
-2·b·h·c along columns and 2·a·(w + 2·b)·c along rows, forward and backward. The cost is counted, not estimated: by a
-dry run of the rank's own forward.
+An inner tile of h × w pixels and c channels, with a halo of a rows and b columns on each side, exchanges 2·b·h·c
+elements along columns and 2·a·(w + 2·b)·c along rows, forward and backward. The cost is counted, not estimated, by a
+dry run of the rank's forward.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from weft.comm.ledger import Key
 from weft.errors import PlanError
 from weft.inspection.parameter_cut import share
-from weft.inspection.rng import TileDraws
+from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
@@ -38,7 +39,7 @@ from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
 
 
 class TileAxis(Strategy):
-    """Images over `rows` and `columns`."""
+    """Splits images over `rows` and `columns`."""
 
     name = "tile"
 
@@ -77,7 +78,7 @@ class TileAxis(Strategy):
                 pairs += [one] * reductions_per_step(plan, split)
         in_backward = {block.name for block in profile.blocks if block.in_backward}
         is_again = plan.memory.recompute != "none"
-        calls = profile.kept["said"] if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).said
+        calls = profile.cache["said"] if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).said
         for said in calls:
             axis, operation, num_bytes = said.call
             times = 1 + (is_again and said.again and said.block in in_backward)
@@ -93,7 +94,7 @@ class TileAxis(Strategy):
             mesh["rows"],
             mesh["columns"],
             mesh["tile"],
-            TileDraws(mesh["tile"], mesh.device),
+            TileRng(mesh["tile"], mesh.device),
             samples=mesh["samples"] if is_over_batch else None,
             batch=mesh["batch"] if is_over_batch else None,
         )
@@ -103,7 +104,7 @@ class TileAxis(Strategy):
 
 
 class TileGradients(Strategy):
-    """Sums gradients over the tiles; `TileAxis` states what it costs. Applied when parameters lie in flat buffers."""
+    """Sums gradients over the tiles, after `ShardAxis` has made the flat buffers. `TileAxis` states the cost."""
 
     name = "tile gradients"
 
@@ -117,7 +118,7 @@ class TileGradients(Strategy):
 
 
 def tile(image: Tensor, mesh: Mesh) -> Tensor:
-    """This rank's tile of whole images, or of labels of their pixels: the last two dims are rows and columns."""
+    """Returns this rank's tile of whole images, or of their pixels' labels: the last two dims are rows and columns."""
     for dim, name in ((-2, "rows"), (-1, "columns")):
         axis = mesh[name]
         if image.shape[dim] < axis.degree:
@@ -131,7 +132,7 @@ def tile(image: Tensor, mesh: Mesh) -> Tensor:
 
 
 def own_targets(batch: tuple[Tensor, ...], model: nn.Module, mesh: Mesh) -> tuple[Tensor, ...]:
-    """A micro-batch with the targets of this rank's samples, where a model's result is of those alone."""
+    """Returns a micro-batch with the targets of this rank's samples only, if the model's result has only those."""
     tiling = tiling_of(model)
     if tiling is None or tiling.output != "batch":
         return batch
@@ -144,7 +145,10 @@ def _own_samples(targets: Tensor, mesh: Mesh) -> Tensor:
 
 
 def own_tiles(batch: tuple[Tensor, ...], model: nn.Module, mesh: Mesh) -> tuple[Tensor, ...]:
-    """A rank's part of a batch of whole images, as its loader would give it: targets in tiles if the result is."""
+    """Returns a rank's part of a batch of whole images, as its data loader would return it.
+
+    Targets are split into tiles if the model's result is.
+    """
     tiling = tiling_of(model)
     if tiling is None or mesh["tile"].degree == 1:
         return batch
@@ -153,6 +157,6 @@ def own_tiles(batch: tuple[Tensor, ...], model: nn.Module, mesh: Mesh) -> tuple[
 
 
 def repeats(model: nn.Module, plan: Plan) -> int:
-    """How many ranks count the same targets."""
+    """Returns how many ranks count the same targets."""
     tiling = tiling_of(model)
     return plan.tile.degree if tiling is not None and tiling.output == "whole" else 1

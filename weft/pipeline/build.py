@@ -105,7 +105,7 @@ class Staging:
             whole = localise_tile(whole, self.plan, {"rows": key[1][0], "columns": key[1][1]})
             made = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
             if self.tracer.tiling is not None:
-                made.kept["said"] = self.route_at(coordinates).said(stage)
+                made.cache["said"] = self.route_at(coordinates).said(stage)
             self._profiles[key] = made
         return self._profiles[key]
 
@@ -247,7 +247,7 @@ def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
         return {name: float(flops.all) for name, flops in whole.units.items()}
     assert whole.model is not None
     kind, blocks = plan.memory.recompute, {block.name: block for block in whole.blocks}
-    behind = whole.root.saved_behind.get(kind, {})
+    behind = whole.root.saved_by_layer.get(kind, {})
     weights = {}
     for name, module in find_units(whole.model).items():
         saved = (blocks[name].saved_bytes or {})[kind] if name in blocks else 0

@@ -28,7 +28,7 @@ class Refresh:
     """This rank's ends: one message for each buffer of a stage."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._axis = replace(mesh.again("pipe", "shadow"), name="shadow")
+        self._axis = replace(mesh.with_own_group("pipe", "shadow"), name="shadow")
         self._expected: list[Pending] = []
         self._given: list[Pending] = []
         self._received = torch.zeros(1, dtype=torch.int64)  # the number of the step

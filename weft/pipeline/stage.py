@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
 from weft.errors import PlanError
-from weft.inspection.absent_module import Elsewhere
-from weft.inspection.nested_tensors import map_tensors, same, tensors_in
+from weft.inspection.absent_module import AbsentModule
+from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.partition import Route
 from weft.pipeline.stage_rng import Draws, is_random
 from weft.pipeline.stand_in import ABSENT
@@ -76,8 +76,8 @@ class Walk(Watch):
             module.register_forward_pre_hook(_Enter(self, name), with_kwargs=True, prepend=True)
             module.register_forward_hook(_Leave(self))
         for module in model.modules():
-            if isinstance(module, Elsewhere):
-                module.answer_by(partial(self.pass_by, is_call=True))
+            if isinstance(module, AbsentModule):
+                module.set_result_function(partial(self.pass_by, is_call=True))
 
     def forward(self, total: Callable[[], Tensor], route: Route, take: Take) -> Pass:
         """Runs the stage's part of `total()`, which calls the model once; `take` gives what other stages made."""
@@ -185,7 +185,7 @@ class Walk(Watch):
         event = self._next(name, is_call)
         for tensor, number in zip(tensors_in(event.result), event.outputs, strict=True):
             self.numbers[tensor] = number
-        return same(event.result)
+        return copy_structure(event.result)
 
     # --- a unit of this stage
 

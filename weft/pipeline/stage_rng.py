@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from weft.inspection.rng import RandomState, random_state, seed_draws, set_random_state
+from weft.inspection.rng import RngState, rng_state, seed_rng, set_rng_state
 
 
 class Draws:
@@ -14,24 +14,24 @@ class Draws:
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage, self.device = stage, device
-        self._common: RandomState | None = None
-        self._own: RandomState | None = None
+        self._common: RngState | None = None
+        self._own: RngState | None = None
 
     def apart(self) -> None:
         """From here on draw for this stage alone, from where it was in this forward."""
         if self._own is None:
             seed = int(torch.randint(0, 2**62, ()))
-            self._common = random_state(self.device)
-            seed_draws(seed + self.stage, self.device)
+            self._common = rng_state(self.device)
+            seed_rng(seed + self.stage, self.device)
         else:
-            self._common = random_state(self.device)
-            set_random_state(self._own, self.device)
+            self._common = rng_state(self.device)
+            set_rng_state(self._own, self.device)
 
     def alike(self) -> None:
         """Go on where all stages drew alike."""
         assert self._common is not None
-        self._own = random_state(self.device)
-        set_random_state(self._common, self.device)
+        self._own = rng_state(self.device)
+        set_rng_state(self._common, self.device)
         self._common = None
 
     def end(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from weft.errors import PlanError
-from weft.inspection.absent_module import Elsewhere
+from weft.inspection.absent_module import AbsentModule
 from weft.pipeline.partition import Route
 
 ABSENT = "_weft_absent"  # of a stage's model: parameters that only other stages use, as shapes
@@ -32,7 +32,7 @@ def _empty(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
 def _kept(model: nn.Module) -> dict[int, Any]:
     """What copies of a model share with it: shapes of absent parameters, and what stand-ins stand for."""
     kept = {id(fake): fake for fake in model.__dict__.get(ABSENT, {}).values()}
-    others = (module.__dict__["stands_for"] for module in model.modules() if isinstance(module, Elsewhere))
+    others = (module.__dict__["stands_for"] for module in model.modules() if isinstance(module, AbsentModule))
     return kept | {id(module): module for module in others}
 
 
@@ -63,7 +63,7 @@ def stage_model(
     model = copy.deepcopy(whole, {**_kept(whole), **empty, **elsewhere})
     own = {id(inner) for name, at in stage_of.items() if at == stage for inner in model.get_submodule(name).modules()}
     for module in list(model.modules()):
-        if id(module) not in own and not isinstance(module, Elsewhere):
+        if id(module) not in own and not isinstance(module, AbsentModule):
             for leaf, parameter in list(module._parameters.items()):
                 if parameter is not None and (name := names[id(parameter)]) not in used:
                     del module._parameters[leaf]  # seen as its shape
@@ -73,9 +73,9 @@ def stage_model(
 
 def _stand_in(
     name: str, module: nn.Module, empty: Mapping[int, nn.Parameter], names: Mapping[int, str], used: Collection[str]
-) -> Elsewhere:
+) -> AbsentModule:
     """What hangs in place of another stage's unit; the model's own code may use its parameters here."""
-    stand_in = Elsewhere(name, module)
+    stand_in = AbsentModule(name, module)
     for key, parameter in module.named_parameters():
         if id(parameter) not in empty or names[id(empty[id(parameter)])] not in used:
             continue

@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.functional_call import call_with
-from weft.inspection.nested_tensors import map_tensors, same, tensors_in
+from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.trace_watch import Watch, operation_name, outcome
 from weft.spatial.recorded_calls import Recorder, Said
 from weft.spatial.tile_layout import Place, Share, place_of, put
@@ -136,7 +136,15 @@ class _Recorder(Watch):
         if not is_call and len(from_parameters) == len(inputs):
             self.lineage.update(dict.fromkeys(outputs, parameters))
         self.events.append(
-            Event(name, is_call, tuple(inputs), tuple(outputs), parameters, tuple(dict.fromkeys(changed)), same(result))
+            Event(
+                name,
+                is_call,
+                tuple(inputs),
+                tuple(outputs),
+                parameters,
+                tuple(dict.fromkeys(changed)),
+                copy_structure(result),
+            )
         )
         self.ledger.place = len(self.events)
 

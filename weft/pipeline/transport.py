@@ -35,7 +35,7 @@ class Transport:
 
     def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
         self.axis, self.device, self.rank = mesh["pipe"], mesh.device, mesh.rank
-        self.ranks = mesh.line("pipe")  # the global ranks along this rank's pipe
+        self.ranks = mesh.global_ranks("pipe")  # the global ranks along this rank's pipe
         self.can_poll = uses_nccl(self.axis, self.device)  # whether it can be asked if a message has come
         self._channels: dict[Channel, Axis] = {}
         for channel in schedule.channels:  # every rank makes all groups, in one order

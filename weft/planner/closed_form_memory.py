@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from weft.compile.saved_bytes import under
+from weft.compile.saved_bytes import profile_under
 from weft.memory.activation_choice import sendable, sent_blocks
 from weft.memory.recompute import over_root, transient
 from weft.models.loss import row_slices
@@ -241,13 +241,13 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     """A rank's part of one block and of the ends, from a profile of one sequence; that of a head which gives the loss,
     if there is one, where a plan leaves the loss to the head.
     """
-    in_head = profile.kept.get(IN_HEAD) if is_loss_in_head(plan) else None
-    profile = under(in_head or profile, plan)
+    in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
+    profile = profile_under(in_head or profile, plan)
     part = f"part of {plan.tensor} in {plan.precision}"
-    if part not in profile.kept:
+    if part not in profile.cache:
         at = dict.fromkeys(plan.degrees, 0)
-        profile.kept[part] = localise(profile, replace(plan, context=Context()), at)
-    local: Profile = profile.kept[part]
+        profile.cache[part] = localise(profile, replace(plan, context=Context()), at)
+    local: Profile = profile.cache[part]
     block, policy = local.blocks[-1], plan.memory.recompute
     names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}
     embeddings = profile.pairing.embeddings
@@ -257,7 +257,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     if any(f"{head}.weight" not in names for head in split_heads):  # tied: both ends hold it
         tied = max(names.values(), default=0.0)
     root = (local.root.saved_bytes or {}).get(policy, 0)
-    behind = max(0, root - local.root.saved_behind.get(policy, {}).get("", 0))
+    behind = max(0, root - local.root.saved_by_layer.get(policy, {}).get("", 0))
     end = transient(replace(local, blocks=(block,)), policy)  # without what tied parameters wait for
     over, compute = over_root(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
     heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from weft.inspection.memory_traffic import Moved
+from weft.inspection.memory_traffic import MemoryTraffic
 from weft.inspection.split_probe import is_convolution
 from weft.planner.workload import Filter, Part, Product
 from weft.profile import Block, Convolution, Profile
@@ -48,10 +48,10 @@ def chain(profile: Profile) -> list[Block]:
             parameters=tuple(one for one in root.parameters if (one.name.rpartition(".")[0] in before) == is_first),
             convolutions=root.convolutions[:num_before] if is_first else root.convolutions[num_before:],
             matmuls={} if is_first and not num_matmuls else root.matmuls,
-            moved_behind={name: one for name, one in root.moved_behind.items() if (name in before) == is_first},
+            traffic_by_layer={name: one for name, one in root.traffic_by_layer.items() if (name in before) == is_first},
             saved_bytes={
                 kind: sum(
-                    size for name, size in root.saved_behind.get(kind, {}).items() if (name in before) == is_first
+                    size for name, size in root.saved_by_layer.get(kind, {}).items() if (name in before) == is_first
                 )
                 for kind in POLICIES
             },
@@ -100,9 +100,9 @@ def _filter(one: Convolution) -> Filter:
     return Filter(one.batch * rows, one.batch * in_rows, inputs, outputs, math.prod(one.kernel), one.groups)
 
 
-def moved_of(block: Block) -> Moved:
-    total = Moved()
-    for one in block.moved_behind.values():
+def moved_of(block: Block) -> MemoryTraffic:
+    total = MemoryTraffic()
+    for one in block.traffic_by_layer.values():
         total = total.plus(one)
     return total
 

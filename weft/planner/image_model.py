@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
-from weft.compile.saved_bytes import in_pieces
+from weft.compile.saved_bytes import needs_pieces
 from weft.data.formats import ImageShape
 from weft.inspection.blocks import find_blocks
 from weft.models import VisionConfig, build
@@ -35,7 +35,7 @@ def software_for_images(config: VisionConfig, cluster: Cluster, compiles: bool |
     count as uncompiled on a CPU.
     """
     with torch.device("meta"):
-        has_pieces = in_pieces(find_blocks(build(config)).values())
+        has_pieces = needs_pieces(find_blocks(build(config)).values())
     if compiles is None:
         compiles = not is_cpu(cluster)
     if not compiles or (has_pieces and is_cpu(cluster)):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from weft.compile.saved_bytes import compiled
-from weft.inspection.memory_traffic import Moved, tensors_of
+from weft.compile.saved_bytes import compiled_profile
+from weft.inspection.memory_traffic import MemoryTraffic, tensors_of
 from weft.plan import Plan, Tile
 from weft.planner.image_chain import (
     POLICIES,
@@ -91,7 +91,7 @@ class Sections:
         """
         model, example = self.profile.model, self.profile.example
         assert model is not None
-        blocks = compiled(profile(model, example, _any_loss, self.profile.dtype)).blocks
+        blocks = compiled_profile(profile(model, example, _any_loss, self.profile.dtype)).blocks
         kept = {block.name: (block.saved_bytes or {})["none"] for block in blocks}
         return tuple(
             replace(one, saved_bytes={**one.saved_bytes, "none": kept.get(one.name, one.saved_bytes["none"])})
@@ -190,7 +190,7 @@ class Sections:
             part,
             products=tuple(replace(one, rows=max(1, math.ceil(one.rows * linear))) for one in part.products),
             filters=tuple(one.shared(share * (1 + extra.flops * edge)) for one in part.filters),
-            outer=Moved(
+            outer=MemoryTraffic(
                 int(outer.num_bytes * eager),
                 reference.num_kernels,
                 int(outer.fused_bytes * fused),

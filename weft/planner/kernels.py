@@ -19,7 +19,7 @@ from functools import lru_cache
 
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, Device
-from weft.inspection.memory_traffic import Moved
+from weft.inspection.memory_traffic import MemoryTraffic
 from weft.planner.workload import Filter
 
 # (rows, columns) of tiles that matmul libraries have; the first two are the largest.
@@ -320,13 +320,13 @@ class Kernels:
         """Kernels of torch.compile that move so many bytes together."""
         return num_bytes / self.bytes_per_second + num_kernels * (STREAM_SECONDS + LAUNCH_SECONDS)
 
-    def moved(self, moved: Moved) -> float:
+    def moved(self, moved: MemoryTraffic) -> float:
         """Kernels that only move bytes, as the software runs them."""
         fused = self.software.fused
         num_bytes, num_kernels = moved[2:] if fused else moved[:2]
         return num_bytes / self.bytes_per_second + num_kernels * LAUNCH_SECONDS
 
-    def moved_backward(self, moved: Moved) -> float:
+    def moved_backward(self, moved: MemoryTraffic) -> float:
         """Their backward."""
         return BACKWARD_PASSES[self.software.fused] * self.moved(moved)
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
-from weft.inspection.memory_traffic import Moved
+from weft.inspection.memory_traffic import MemoryTraffic
 from weft.parallel.fp8 import MULTIPLE
 from weft.plan import Plan
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels, Software
@@ -159,7 +159,7 @@ class MicroBatchModel:
         backward += self.software.head_bytes * heads / kernels.bytes_per_second
         return _Kernels(Seconds(forward, backward), attention, products, last, moved, again)
 
-    def _moved(self, part: Part, places: Sequence[Moved], kernels: Kernels) -> tuple[float, float, float]:
+    def _moved(self, part: Part, places: Sequence[MemoryTraffic], kernels: Kernels) -> tuple[float, float, float]:
         """(forward, backward, again in selective recompute) of what only passes through memory. Blocks alone are
         compiled: what lies around them runs as it is written.
         """
@@ -424,5 +424,5 @@ def _longer(one: Seconds, other: Seconds) -> Seconds:
     return Seconds(max(one[0], other[0]), max(one[1], other[1]))
 
 
-def _scaled(moved: Moved, scale: float) -> Moved:
-    return Moved(int(moved[0] * scale), moved[1], int(moved[2] * scale), moved[3])
+def _scaled(moved: MemoryTraffic, scale: float) -> MemoryTraffic:
+    return MemoryTraffic(int(moved[0] * scale), moved[1], int(moved[2] * scale), moved[3])

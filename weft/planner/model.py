@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.cluster.hardware import Cluster
-from weft.compile.saved_bytes import compiled
+from weft.compile.saved_bytes import compiled_profile
 from weft.models import GPT2Config, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head
@@ -49,8 +49,8 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
     software = software or software_for_text(cluster)
     found, in_head = profiled(in_head=False), profiled(in_head=True)
     if software.compiled:
-        found, in_head = compiled(found), compiled(in_head)
-    found.kept[IN_HEAD] = in_head
+        found, in_head = compiled_profile(found), compiled_profile(in_head)
+    found.cache[IN_HEAD] = in_head
     work = workload(found)
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())

@@ -18,7 +18,7 @@ from weft.cluster.cpu_rates import cpu_flops_per_second, is_cpu
 from weft.cluster.hardware import AxisLink, Cluster, load, local_cluster, recognise, ring_seconds
 from weft.comm import Traffics, add_traffic, expand
 from weft.compile.blocks import wants_compile
-from weft.compile.saved_bytes import assumptions, compiled, in_pieces, under
+from weft.compile.saved_bytes import assumptions, compiled_profile, needs_pieces, profile_under
 from weft.data.config import DataConfig
 from weft.inspection.blocks import find_blocks
 from weft.memory.offload_activations import ACTIVATIONS
@@ -120,7 +120,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     refuse(whole, plan)
     staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # cut as the run cuts, which has no compiled profile
     if _compiles(run, cluster, whole):
-        whole = under(compiled(whole), plan)
+        whole = profile_under(compiled_profile(whole), plan)
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
     costs = [cost(whole, plan, run.split, coordinates, staging) for coordinates in ranks]
     worst = max(range(len(costs)), key=lambda index: costs[index].memory_bytes)
@@ -187,7 +187,7 @@ def refuse_run(run: Run) -> None:
 def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
     """Whether the run compiles on the cluster's devices. On a CPU, blocks in pieces keep what they keep uncompiled."""
     device = torch.device("cpu" if is_cpu(cluster) else "cuda")
-    if whole.model is not None and is_cpu(cluster) and in_pieces(find_blocks(whole.model).values()):
+    if whole.model is not None and is_cpu(cluster) and needs_pieces(find_blocks(whole.model).values()):
         return False
     return wants_compile(run, device)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.errors import PlanError
-from weft.inspection.memory_traffic import Moved, Moves
+from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.tensor_splits import Split
 from weft.profile import Block, Profile
 
-NOTHING = Moved()
+NOTHING = MemoryTraffic()
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ class Part:
     num_key_heads: int = 1
     num_logits: int = 0  # that the loss reads
     other_flops: int = 0  # of one forward: products of the block's own, and convolutions beside text
-    inner: Moved = NOTHING
-    outer: Moved = NOTHING
-    compiled: Moves | None = None  # what both move where the block is compiled
+    inner: MemoryTraffic = NOTHING
+    outer: MemoryTraffic = NOTHING
+    compiled: FusedTraffic | None = None  # what both move where the block is compiled
     num_parameters: int = 0
     filters: tuple[Filter, ...] = ()
     told: tuple[Call, ...] = ()
@@ -140,7 +140,7 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
     inside = f"{block.name}."
     products = _products(profile, splits, lambda name: name == block.name or name.startswith(inside))
     heads = [heads for name, heads in profile.attentions.items() if name.startswith(inside)]
-    inner, outer = _by_place(block.moved_behind, splits)
+    inner, outer = _by_place(block.traffic_by_layer, splits)
     scores = sum(one.batch * one.num_heads * one.sequence**2 for one in heads)
     keys = sum(one.batch * one.num_key_heads * one.sequence * one.head_dim for one in heads)
     others = block.flops - block.attention_flops - sum(product.flops for product in products)
@@ -155,7 +155,7 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
         other_flops=max(0, others),
         inner=inner,
         outer=outer,
-        compiled=block.compiled_moves,
+        compiled=block.compiled_traffic,
         num_parameters=len(block.parameters),
     )
 
@@ -164,7 +164,7 @@ def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_he
     """What lies outside of blocks: before all layers it belongs to the first end, behind any to the last."""
     in_blocks = tuple(f"{name}." for name in blocks)
     products = _products(profile, splits, lambda n: n not in blocks and not n.startswith(in_blocks) and is_here(n))
-    moved = {layer: moved for layer, moved in profile.root.moved_behind.items() if is_here(layer)}
+    moved = {layer: moved for layer, moved in profile.root.traffic_by_layer.items() if is_here(layer)}
     heads = {name for name, split in splits.items() if split.kind == "head" and name in moved}
     num_logits = sum(profile.layers[name].rows * profile.layers[name].out_features for name in heads)
     # What lies behind the head is the loss: how often it passes over the logits is the software's.
@@ -186,9 +186,9 @@ def _products(profile: Profile, splits: Mapping[str, Split], is_here: Callable[[
     return tuple(found)
 
 
-def _by_place(moved: Mapping[str, Moved], splits: Mapping[str, Split]) -> tuple[Moved, Moved]:
+def _by_place(moved: Mapping[str, MemoryTraffic], splits: Mapping[str, Split]) -> tuple[MemoryTraffic, MemoryTraffic]:
     """(inside of regions, on the residual stream): behind a column, or a head, features are split over x."""
-    inner, outer = Moved(), Moved()
+    inner, outer = MemoryTraffic(), MemoryTraffic()
     for layer, one in moved.items():
         split = splits.get(layer)
         if split is not None and split.kind in ("column", "head"):

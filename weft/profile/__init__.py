@@ -1,9 +1,9 @@
-"""What a model costs, block by block: parameters, FLOPs, bytes moved, saved for backward and handed on; its shapes.
+"""Profiles a model, block by block: parameters, FLOPs, memory traffic, saved activations, outputs and shapes.
 
-The chain of blocks is found, not declared: the elements of the outermost `nn.ModuleList`s and `nn.Sequential`s that
-hold parameters. What lies outside them (embedding, final norm, head) is the root. Counts come from one forward on fake
-tensors (`tally.py`) and equal those of torch's FLOP counter and saved-tensor hooks on a real step; where they do not,
-`products.py` says why. `parts.py` has the values.
+The blocks are found, not declared: they are the elements with parameters of the outermost `nn.ModuleList`s and
+`nn.Sequential`s. Modules outside of them (embedding, final norm, head) are the root. Counts come from one forward on
+fake tensors (`count.py`). They equal those of torch's FLOP counter and saved-tensor hooks on a real step, with the
+exceptions that `flops.py` lists. `parts.py` has the classes of a profile.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from weft.profile.count import Tally, cast, count, fake
 from weft.profile.flops import KEPT_OPERATIONS
 from weft.profile.parts import (
-    WHOLE,
+    FULL_SHARES,
+    BackwardShares,
     Block,
     Convolution,
     Experts,
     Flops,
-    Given,
     Heads,
-    Layer,
+    LayerShape,
     Matmul,
     Parameter,
     Profile,
-    Shares,
-    Source,
+    ProfileSource,
+    TensorForm,
 )
 from weft.profile.structure import (
     CUTS_ATTRIBUTE,
     STAGES_ATTRIBUTE,
-    Places,
+    ParameterUses,
     find_parameters,
     stage_profile,
     structure,
@@ -49,10 +49,12 @@ def profile(
     finish: Callable[[Any], Any] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Profile:
-    """The profile of a model. `example()` makes the arguments of one forward of a micro-batch, and `finish(output)`
-    computes the loss, whose saved bytes count for the root; without an example, or where the forward depends on the
-    values of its inputs (experts that are called one by one), only the structure is known (`counted` is false).
-    With `dtype`, floating-point parameters and arguments count as of that one, in which a parallel model computes.
+    """Returns the profile of a model.
+
+    `example()` makes the arguments of one forward of a micro-batch. `finish(output)` computes the loss, whose saved
+    bytes count for the root. Without an example, or if the forward depends on the values of its inputs (experts that
+    are called one by one), the profile has only the structure (`counted` is false). With `dtype`, floating-point
+    parameters and arguments are counted in that dtype, which is the one that a parallel model computes in.
     """
     found = replace(structure(model), example=example, dtype=dtype)
     if example is None:
@@ -64,29 +66,29 @@ def profile(
         return found
     if finish is None:
         return counted
-    source = Source(model, example, finish, dtype, {block.name: block for block in counted.all}, tally.given)
+    source = ProfileSource(model, example, finish, dtype, {block.name: block for block in counted.all}, tally.given)
     return replace(counted, source=source, has_loss=True)
 
 
 __all__ = [
     "CUTS_ATTRIBUTE",
+    "FULL_SHARES",
     "KEPT_OPERATIONS",
     "STAGES_ATTRIBUTE",
-    "WHOLE",
+    "BackwardShares",
     "Block",
     "Convolution",
     "Experts",
     "Flops",
-    "Given",
     "Heads",
-    "Layer",
+    "LayerShape",
     "Matmul",
     "Parameter",
-    "Places",
+    "ParameterUses",
     "Profile",
-    "Shares",
-    "Source",
+    "ProfileSource",
     "Tally",
+    "TensorForm",
     "cast",
     "count",
     "fake",

@@ -1,14 +1,14 @@
-"""Independent branches: where data forks into paths that need nothing of each other.
+"""Finds independent branches: places where data forks into paths that do not depend on each other.
 
-A node is a layer that multiplies, or a unit of the model. While the model runs, each tensor carries the set of nodes
-that it was computed from; so of two nodes it is known whether one needs the other. A node that each other one needs, or
-is needed by, is a point that all data passes. Between two such points, nodes that are joined by need form a path; two
-paths or more are branches:
+A node is a linear, a convolution, or a unit of the model. While the model runs, the set of nodes that each tensor was
+computed from is recorded, so the dependencies between nodes are known. A node that depends on, or is needed by, every
+other node is a point that all data passes through. Between two such points, nodes that depend on each other form a
+path; two or more paths are branches:
 
     q, k, v → attention → o → gate, up → down        branches (q | k | v) and (gate | up)
     1x1 | 1x1 → 3x3 | 1x1 → 5x5 | pool → 1x1         four branches, of one and of two nodes
 
-A residual or other path without a node computes (nearly) nothing and is no branch.
+A path without a node, such as a residual, computes (nearly) nothing and is not a branch.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from torch import Tensor
 from weft.profile.parts import Paths
 
 
-class Flow:
-    """Which nodes each tensor was computed from."""
+class DataFlow:
+    """Records which nodes each tensor was computed from."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
-        self._needs: dict[str, int] = {}  # by node, as a set of bits
-        self._made_from: dict[int, int] = {}  # by storage; whoever reports keeps the tensors alive
+        self._needs: dict[str, int] = {}  # node -> bit set of the nodes that its inputs were computed from
+        self._made_from: dict[int, int] = {}  # storage -> bit set of nodes; the caller keeps the tensors alive
 
     def operation(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Results are made from what the inputs were made from (and, where written in place, what was there)."""
+        """Record an operation. Outputs depend on the nodes of its inputs; in-place outputs keep their own, too."""
         found = self._all(inputs)
         if found:
             self._mark(outputs, found)
 
     def enter(self, name: str, inputs: Iterable[Tensor]) -> None:
-        """A node begins; of several calls the first counts."""
+        """Record the start of a node. Only its first call counts."""
         if name not in self._numbers:
             self._numbers[name] = len(self._numbers)
             self._needs[name] = self._all(inputs)
 
     def leave(self, name: str, outputs: Iterable[Tensor]) -> None:
-        """A node ends."""
+        """Record the end of a node."""
         self._mark(outputs, 1 << self._numbers[name])
 
     def branches(self, names: Iterable[str]) -> tuple[Paths, ...]:
-        """The forks among these nodes, in the order of computation."""
+        """Returns the forks among these nodes, in the order of computation; each fork is a tuple of its paths."""
         nodes = sorted((name for name in names if name in self._numbers), key=self._numbers.__getitem__)
         segments: list[list[str]] = [[]]
         for node in nodes:
@@ -60,7 +60,7 @@ class Flow:
         left = list(nodes)
         while left:
             path = [left.pop(0)]
-            for node in path:  # which grows
+            for node in path:  # the loop body appends to it
                 joined = [other for other in left if self._is_joined(node, other)]
                 path += joined
                 left = [other for other in left if other not in joined]

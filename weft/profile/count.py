@@ -1,8 +1,8 @@
-"""One forward on fake tensors (shapes only), counted: what each block multiplies, moves, saves and hands on.
+"""Counts FLOPs, memory traffic, saved activations and outputs of each block in one forward on fake tensors.
 
-Nothing is computed and no backward runs, so a model of any size takes seconds and no memory, and ranks may be forked
-behind it (torch's backward starts threads that no fork survives). What backward costs follows from which operands
-have gradients; operations inside an autograd.Function of the model's own count for forward only.
+Nothing is computed and no backward runs, so a model of any size takes seconds and no memory. Ranks can still be forked
+afterwards (torch's backward starts threads that do not survive a fork). The FLOPs of backward follow from which
+operands require gradients. Operations inside an autograd.Function of the model count for forward only.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from torch.utils._pytree import tree_map
 
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.functional_call import call_with
-from weft.inspection.memory_traffic import MovedTally, bytes_of, is_view, tensors_of
+from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
 from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
 from weft.inspection.tensor_splits import is_norm
 from weft.models.decoder import CausalAttention
 from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, returns_loss
-from weft.profile.branches import Flow
-from weft.profile.flops import GROUPED, KEPT_OPERATIONS, fake_grouped, product
-from weft.profile.parts import Block, Convolution, Flops, Given, Heads, Layer, Matmul, Profile
+from weft.profile.branches import DataFlow
+from weft.profile.flops import GROUPED, KEPT_OPERATIONS, count_product, fake_grouped
+from weft.profile.parts import Block, Convolution, Flops, Heads, LayerShape, Matmul, Profile, TensorForm
 from weft.profile.saved_bytes import POLICIES, SavedTally
 
 NO_FLOPS = Flops()
 aten = torch.ops.aten
 LOOKUPS = (aten.embedding, aten.index, aten.index_select, aten.gather)
 ALLOCATIONS = (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
-WHOLE_NORMS = (aten.native_batch_norm, aten.native_group_norm)  # of which each statistic is of a whole image
+WHOLE_NORMS = (aten.native_batch_norm, aten.native_group_norm)  # each statistic is over a whole image
 
 
 def count(
@@ -49,13 +49,16 @@ def count(
     structure: Profile,
     tally: Tally | None = None,
 ) -> Profile:
-    """A model's structure with the counts of one forward."""
+    """Returns the profile `structure` with the counts of one forward of the model added.
+
+    `example`, `finish` and `dtype` are those of `weft.profile.profile`; `tally` is the counter to use.
+    """
     tally = tally or Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
         state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.saved.ignore(state.values())
-        given = tree_map(partial(cast, dtype=dtype), example())  # which is there before the forward
+        given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
         with tally.watching(model):
             with example_labels(model, finish):
                 output = call_with(model, state, given)
@@ -79,7 +82,7 @@ def count(
 
 @dataclass
 class _Counts:
-    """Of one block, as they grow."""
+    """Counts of one block so far."""
 
     calls: int = 0
     in_backward: bool = False
@@ -92,7 +95,7 @@ class _Counts:
 
 
 class Tally(TorchDispatchMode):
-    """Counts each operation for the block that is running ("" is the root)."""
+    """Counts each operation of a forward for the block that is running ("" is the root)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,17 +103,17 @@ class Tally(TorchDispatchMode):
         self.unit = ""  # the unit that runs, or ran last
         self.units: dict[str, Flops] = {}
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
-        self.layers: dict[str, Layer] = {}
+        self.layers: dict[str, LayerShape] = {}
         self.attentions: dict[str, Heads] = {}
-        self.given: dict[str, Any] = {}  # by block, its arguments
+        self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorForm` for tensors
         self.stream_shape: tuple[int, ...] = ()
-        self.saved, self.moved, self.flow = SavedTally(), MovedTally(), Flow()
-        self._behind = ""
-        self._unsaved: list[str] = []  # the layers of this block behind which nothing was saved so far
+        self.saved, self.traffic, self.flow = SavedTally(), TrafficCounter(), DataFlow()
+        self._last_layer = ""  # the linear or convolution that ran last
+        self._unsaved: list[str] = []  # the layers of this block after which nothing was saved so far
 
     def counted(self, block: Block) -> Block:
-        """The block with its counts."""
-        found, saved = self.blocks.get(block.name, _Counts()), self.saved.by_place
+        """Returns the block with its counts added."""
+        found, saved = self.blocks.get(block.name, _Counts()), self.saved.by_layer
         inside = [name for name in self.layers if name == block.name or name.startswith(f"{block.name}.")]
         return replace(
             block,
@@ -123,8 +126,8 @@ class Tally(TorchDispatchMode):
             written_bytes=found.written_bytes,
             boundary_bytes=found.boundary_bytes,
             saved_bytes={policy: sum(saved[policy].get(block.name, {}).values()) for policy in POLICIES},
-            saved_behind={policy: saved[policy].get(block.name, {}) for policy in POLICIES},
-            moved_behind={layer: one for (name, layer), one in self.moved.by_place.items() if name == block.name},
+            saved_by_layer={policy: saved[policy].get(block.name, {}) for policy in POLICIES},
+            traffic_by_layer={layer: one for (name, layer), one in self.traffic.by_layer.items() if name == block.name},
             matmuls=dict(found.matmuls),
             convolutions=tuple(found.convolutions),
             branches=self.flow.branches(inside),
@@ -133,12 +136,12 @@ class Tally(TorchDispatchMode):
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Count while the model runs forward."""
+        """Count the operations of the model inside the context."""
         handles = []
         for name, module in find_units(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter_unit, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave_node, name)))
-        for name, module in model.named_modules():  # before those of blocks, which may be such layers themselves
+        for name, module in model.named_modules():  # before the hooks of blocks: a block may itself be such a layer
             if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
                 handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
                 handles.append(module.register_forward_hook(partial(self._measure, name)))
@@ -162,7 +165,7 @@ class Tally(TorchDispatchMode):
         result = fake_grouped(*args[:2]) if is_grouped else func(*args, **kwargs)
         inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         self.flow.operation(inputs, outputs)
-        here, found = self.blocks[self.running], product(func, args, kwargs, result)
+        here, found = self.blocks[self.running], count_product(func, args, kwargs, result)
         if found is not None and is_gradient_work():
             later = Flops(backward=found.flops.all)
             here.flops = here.flops.plus(later)
@@ -173,31 +176,31 @@ class Tally(TorchDispatchMode):
             self.units[self.unit] = self.units.get(self.unit, NO_FLOPS).plus(found.flops)
             here.matmuls.update([found.matmul] if found.matmul is not None else [])
             here.convolutions += [found.convolution] if found.convolution is not None else []
-            self.moved.product(inputs, outputs)
+            self.traffic.product(inputs, outputs)
         elif func._overloadpacket in ALLOCATIONS:
             return result
         elif not is_view(func, inputs, outputs):
             reads_twice = func._overloadpacket in WHOLE_NORMS
-            self.moved.operation(inputs, outputs, (self.running, self._behind), reads_twice)
+            self.traffic.operation(inputs, outputs, (self.running, self._last_layer), reads_twice)
         else:
             return result
         here.read_bytes += sum(map(bytes_of, inputs))
-        if func._overloadpacket in LOOKUPS:  # of the table it reads as much as it gives
+        if func._overloadpacket in LOOKUPS:  # of the table, only the elements of the output are read
             here.read_bytes -= max(0, bytes_of(inputs[0]) - sum(map(bytes_of, outputs)))
         here.written_bytes += sum(map(bytes_of, outputs))
-        if func in KEPT_OPERATIONS and self.running:  # the root keeps what it saves, and nothing else
+        if func in KEPT_OPERATIONS and self.running:  # the root is not recomputed: it keeps what autograd saves
             for tensor in outputs:
                 self._save(tensor, "selective")
         return result
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self._unsaved.clear()
-        self.moved.saved(tensor)
+        self.traffic.saved(tensor)
         self._save(tensor, *(["none"] if self.running else POLICIES))
         return tensor
 
     def _save(self, tensor: Tensor, *policies: str) -> None:
-        self.saved.add(policies, tensor, self.running, self._behind)
+        self.saved.add(policies, tensor, self.running, self._last_layer)
 
     # --- units and blocks
 
@@ -215,7 +218,7 @@ class Tally(TorchDispatchMode):
         self.blocks.setdefault(name, _Counts()).calls += 1
         self.given.setdefault(name, tree_map(_form, (args, kwargs)))
         given = tensors_of((args, kwargs))
-        self.saved.stay(given[1:])  # tables, masks: given to every block
+        self.saved.stay(given[1:])  # tables and masks, which every block gets
         for tensor in given:
             self.stream_shape = self.stream_shape or tuple(tensor.shape)
             self._save(tensor, "selective", "full")
@@ -235,7 +238,7 @@ class Tally(TorchDispatchMode):
         if _is_product(module):
             self.flow.enter(name, tensors_of(args))
         if returns_loss(module):
-            self._behind = name
+            self._last_layer = name
 
     def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         value = args[0]
@@ -243,14 +246,14 @@ class Tally(TorchDispatchMode):
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
         in_rows = value.numel() // width
         weight: Any = module.weight
-        out = output.shape[dim] if output.dim() else len(weight)  # a head that gives a loss
+        out = output.shape[dim] if output.dim() else len(weight)  # a head that returns a loss has no dims
         rows = output.numel() // out if output.dim() else in_rows
-        self.layers[name] = Layer(
+        self.layers[name] = LayerShape(
             rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module)
         )
         self._unsaved.append(name)
         if _is_product(module):
-            self._behind = name
+            self._last_layer = name
             self.flow.leave(name, [output])
 
     def _measure_heads(self, name: str, _: nn.Module, args: Any) -> None:
@@ -268,17 +271,17 @@ def _form(value: Any) -> Any:
         return value
     storage = value.untyped_storage()
     form = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
-    return Given(*form, storage._cdata, storage.nbytes())
+    return TensorForm(*form, storage._cdata, storage.nbytes())
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """A floating-point tensor in another dtype, as a leaf; anything else as it is."""
+    """Returns a floating-point tensor as a leaf of another dtype; any other value unchanged."""
     if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().to(dtype).requires_grad_(value.requires_grad)
 
 
 def fake(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape, inside a FakeTensorMode."""
+    """Returns an empty CPU tensor of the same shape and dtype. Call it inside a FakeTensorMode."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return made.requires_grad_(tensor.requires_grad)

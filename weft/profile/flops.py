@@ -1,11 +1,11 @@
-"""FLOPs and shapes of one operation: matmuls, convolutions, attention. Forward by torch's own formulas, and backward.
+"""FLOPs and shapes of matmuls, convolutions and attention, in forward (by torch's formulas) and backward.
 
-Backward multiplies as often again for each of the two operands that has a gradient. Attention's backward is counted as
-torch counts it: the two products of forward have four in backward, and the scores are computed once more, which makes
-five. In two points torch's counter is not followed:
+The backward of a matmul or convolution has the FLOPs of its forward once for each operand that requires a gradient.
+Attention's backward is counted as torch counts it: five matmuls, which are four for the two of forward, and the scores
+computed once more. The counts differ from torch's counter in two points:
 
-- It has no formula for attention on a CPU nor for grouped matmuls (experts), and so counts nothing for them.
-- The weight gradient of a convolution with groups it counts `groups` times over.
+- torch has no formula for attention on a CPU or for grouped matmuls (experts), and counts nothing for them.
+- torch counts the weight gradient of a convolution with groups `groups` times.
 """
 
 from __future__ import annotations
@@ -28,50 +28,51 @@ _ATTENTION = (
 )
 ATTENTION = tuple(getattr(aten, name) for name in _ATTENTION)
 GROUPED = aten._grouped_mm
-# What selective recompute keeps: results of matmuls, convolutions and attention. The rest is cheap to compute again.
+# Operations whose results selective recompute keeps: matmuls, convolutions, attention. Others are cheap to recompute.
 KEPT_OPERATIONS = frozenset(
     [aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_mm.default]
     + [aten.convolution.default, GROUPED.default]
     + [packet.default for packet in ATTENTION]
 )
-# Where an operation that multiplies has its two operands.
+# The positions of the two operands, where they are not the first two arguments.
 _OPERANDS = {aten.addmm: slice(1, 3), aten.baddbmm: slice(1, 3)}
 
 
 @dataclass(frozen=True)
-class Product:
-    """An operation that multiplies."""
+class CountedProduct:
+    """FLOPs and shape of an operation that multiplies: a matmul, a convolution, or attention (no shape)."""
 
     flops: Flops
     matmul: Matmul | None = None
     convolution: Convolution | None = None
 
 
-def product(func: Any, args: Any, kwargs: Any, result: Any) -> Product | None:
-    """What an operation multiplies; None for one that does not, or that torch has no formula for."""
+def count_product(func: Any, args: Any, kwargs: Any, result: Any) -> CountedProduct | None:
+    """Returns the FLOPs and shape of an operation; None if it does not multiply, or torch has no formula for it."""
     packet = func._overloadpacket
     if packet in ATTENTION:
-        return Product(_attention(*args[:3]))
+        return CountedProduct(_attention(*args[:3]))
     if packet is GROUPED:
         matmul = _grouped(*args[:2])
-        return Product(_twice_in_backward(2 * matmul.rows * matmul.inner * matmul.columns, args[:2]), matmul)
+        return CountedProduct(_twice_in_backward(2 * matmul.rows * matmul.inner * matmul.columns, args[:2]), matmul)
     if packet not in flop_registry:
         return None
     operands = args[_OPERANDS.get(packet, slice(0, 2))]
     flops = _twice_in_backward(flop_registry[packet](*args, **kwargs, out_val=result), operands)
     if packet is aten.convolution:
-        return Product(flops, convolution=_convolution(result, *args))
+        return CountedProduct(flops, convolution=_convolution(result, *args))
     if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
         left, right = operands
         batch = left.shape[0] if left.dim() == 3 else 1
-        return Product(flops, Matmul(batch, left.shape[-2], left.shape[-1], right.shape[-1]))
-    return Product(flops)
+        return CountedProduct(flops, Matmul(batch, left.shape[-2], left.shape[-1], right.shape[-1]))
+    return CountedProduct(flops)
 
 
 def fake_grouped(left: Tensor, right: Tensor) -> Tensor:
-    """The result of a grouped matmul as a fake tensor: there torch refuses what is not bfloat16, though it computes it.
+    """Returns the result of a grouped matmul as a fake tensor.
 
-    Rows [rows, inner] of groups by [groups, inner, columns]; rows of the result start at multiples of 16 bytes.
+    On fake tensors torch refuses dtypes other than bfloat16, although it can compute them. `left` is [rows, inner],
+    `right` [groups, inner, columns]; rows of the result [rows, columns] start at multiples of 16 bytes.
     """
     aligned = 16 // left.element_size()
     columns = right.shape[-1]
@@ -84,7 +85,7 @@ def _twice_in_backward(flops: int, operands: Any) -> Flops:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor) -> Flops:
-    # Whole attention, as torch's own counter has it: a causal mask is not discounted. Key heads may be fewer.
+    # Full attention, as in torch's counter: a causal mask does not reduce it. There may be fewer key heads.
     batch, heads, queries, head_dim = query.shape
     scores, mixed = (2 * batch * heads * queries * key.shape[-2] * dim for dim in (head_dim, value.shape[-1]))
     has_gradient = torch.is_grad_enabled() and any(one.requires_grad for one in (query, key, value))

@@ -1,4 +1,4 @@
-"""What a profile is: plain values, block by block. Nothing here runs a model."""
+"""The classes of a profile: plain values, block by block. Nothing in this file runs a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from weft.inspection.memory_traffic import Moved, Moves
+from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut
 from weft.inspection.tensor_splits import Pairing
@@ -23,20 +23,20 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
-    cut: Cut | None = None  # where the tensor axes leave each rank a part, of which `shape` is the shape
-    stages: tuple[int, ...] = ()  # of a pipeline, where several hold it (tied parameters)
-    copy: int = 0  # which of several holders along `pipe` this is
+    cut: Cut | None = None  # this rank's part under the tensor axes, if they split it; `shape` is the part's shape
+    stages: tuple[int, ...] = ()  # the pipeline stages that hold it, if there are several (tied parameters)
+    copy: int = 0  # the index of this copy among those along `pipe`
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 class Matmul(NamedTuple):
-    """[rows, inner] · [inner, columns], `batch` of them at once.
+    """The shape of a matmul [rows, inner] · [inner, columns], `batch` of them at once.
 
-    With `groups` the rows are dealt among so many right sides (experts), how many to each depends on the data.
+    With `groups` > 1 the rows are divided among that many right operands (experts), depending on the data.
     """
 
     batch: int
@@ -64,7 +64,10 @@ class Convolution(NamedTuple):
 
 @dataclass(frozen=True)
 class Experts:
-    """Alike parts of a block of which each token takes `per_token` (None where no config says); `numel` is of one."""
+    """The experts of a block. `numel` is the number of parameters of one expert.
+
+    Each token is sent to `per_token` of them; None if no config states it.
+    """
 
     name: str
     num_experts: int
@@ -77,22 +80,25 @@ Paths = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class Block:
-    """A unit of the model's chain. Counts are for one forward of the example batch, and its backward.
+    """A block of the model, or its root. Counts are for one forward of the example batch, and its backward.
 
-    `flops` and `backward_flops` count attention in full, as torch's counter does; `attention_flops` is that part of the
-    forward, which a causal mask halves. `read_bytes` and `written_bytes` are those of the forward where each operation
-    is a kernel. `saved_bytes` are those that backward needs, by `memory.recompute`, and `saved_behind` the part of them
-    that comes behind each linear or convolution and before the next; `moved_behind` are the bytes that pass through
-    memory there beside matmuls (see `moved.py`). `boundary_bytes` is what the block hands on. `in_backward` is false
-    for a block whose output needs no gradient: nothing of it is needed again.
+    FLOPs: `flops` and `backward_flops` count attention in full, as torch's counter does. `attention_flops` is the part
+    of the forward that is attention, which a causal mask halves.
 
-    Of a compiled block `saved_bytes["none"]` is what torch.compile keeps, and `backward_bytes` the most that its
-    backward holds over it (`compile/torch_partition.py`). `sendable` are, by `memory.recompute`, the storages that
-    backward needs and that no other block is given, with their bytes, whichever block is the first to save them.
-    `compiled_moves` are the bytes that its fused kernels move (`Moves` there); None where it is not compiled.
+    Memory traffic: `read_bytes` and `written_bytes` are those of an eager forward, in which each operation is a kernel.
+    `traffic_by_layer` has the traffic of operations other than matmuls, by the linear or convolution that they follow
+    (see `inspection/memory_traffic.py`). `compiled_traffic` is the traffic of the fused kernels of a compiled block;
+    None if it is not compiled.
 
-    `matmuls` says how often each shape occurs (attention apart), `convolutions` are in the order of computation.
-    `branches` are the places where data forks into paths that need nothing of each other (see `flow.py`).
+    Saved activations: `saved_bytes` has the bytes that backward needs for each value of `memory.recompute`, and
+    `saved_by_layer` splits them by the linear or convolution after which they are saved. For a compiled block,
+    `saved_bytes["none"]` is what torch.compile saves, and `backward_bytes` the peak of its backward above that
+    (`compile/torch_partition.py`). `sendable` has, for each value of `memory.recompute`, the bytes of the storages that
+    backward needs and that no other block is given; a storage is listed for every block that saves it.
+
+    `boundary_bytes` are the bytes of the block's output. `in_backward` is false if the output requires no gradient, so
+    that backward skips the block. `matmuls` counts each shape (without attention); `convolutions` are in the order of
+    computation. `branches` are the places where data forks into independent paths (see `branches.py`).
     """
 
     name: str
@@ -106,29 +112,29 @@ class Block:
     written_bytes: int = 0
     boundary_bytes: int = 0
     saved_bytes: Mapping[str, int] | None = None
-    saved_behind: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    moved_behind: Mapping[str, Moved] = field(default_factory=dict)
+    saved_by_layer: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    traffic_by_layer: Mapping[str, MemoryTraffic] = field(default_factory=dict)
     matmuls: Mapping[Matmul, int] = field(default_factory=dict)
     convolutions: tuple[Convolution, ...] = ()
     experts: tuple[Experts, ...] = ()
     branches: tuple[Paths, ...] = ()
     backward_bytes: int | None = None
     sendable: Mapping[str, Mapping[Any, int]] = field(default_factory=dict)
-    compiled_moves: Moves | None = None
+    compiled_traffic: FusedTraffic | None = None
 
     @property
     def numel(self) -> int:
-        """How many parameters it has."""
+        """The number of parameters."""
         return sum(parameter.numel for parameter in self.parameters)
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A linear, convolution, embedding or norm in one forward of the example batch: features in and out (channels).
+class LayerShape:
+    """A linear, convolution, embedding or norm in one forward of the example batch.
 
-    `rows` are the tokens (or pixels) of its output and `in_rows` of its input; `needs_gradient` says whether its input
-    has a gradient; `saved_bytes` are what it is the first to save (its input, or nothing); `is_last` is true where its
-    block saves nothing for backward behind it.
+    `in_features` and `out_features` are channels for a convolution. `rows` is the number of tokens (or pixels) of the
+    output and `in_rows` that of the input. `needs_gradient`: the input requires a gradient. `saved_bytes`: bytes that
+    no earlier layer saved (those of the input, or 0). `is_last`: its block saves nothing for backward after this layer.
     """
 
     rows: int
@@ -143,7 +149,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Heads:
-    """One attention in one forward of the example batch."""
+    """Shape of one attention in one forward of the example batch."""
 
     batch: int
     num_heads: int
@@ -153,20 +159,22 @@ class Heads:
 
 
 class Flops(NamedTuple):
-    """Of one forward, the part of it that is attention, and of the backward."""
+    """FLOPs of one forward, of the part of it that is attention, and of the backward."""
 
     all: int = 0
     attention: int = 0
     backward: int = 0
 
     def plus(self, other: Flops) -> Flops:
-        """The sum, figure by figure."""
+        """The sum, field by field."""
         return Flops(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-class Shares(NamedTuple):
-    """A rank's share of what only backward holds: inside of regions, on the residual stream, behind the head, and at
-    the loss (whose own form it may be, if classes are split).
+class BackwardShares(NamedTuple):
+    """A rank's share, from 0 to 1, of the memory that exists only during backward.
+
+    `inner`: between a column linear and its row linear. `stream`: the residual stream. `head`: after the head. `loss`:
+    the loss, which has a formula of its own if classes are split.
     """
 
     inner: float = 1.0
@@ -175,12 +183,12 @@ class Shares(NamedTuple):
     loss: float = 1.0
 
 
-WHOLE = Shares()
+FULL_SHARES = BackwardShares()
 
 
 @dataclass(frozen=True)
-class Given:
-    """A tensor that a block was given, by its form; which of them share a storage says `storage`."""
+class TensorForm:
+    """Shape, stride and dtype of a tensor argument of a block. Tensors with equal `storage` share a storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -191,31 +199,32 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Source:
-    """What a profile was taken of, kept by the profiles of its stages too; `found` is for what is measured later.
+class ProfileSource:
+    """The model and the example that a profile was taken of. Profiles of its pipeline stages share it.
 
-    `given` are the arguments (args, kwargs) of each block, with `Given` for tensors. Where `blocks` are compiled ones,
-    `eager` is the source with those that are not.
+    `given` are the arguments (args, kwargs) of each block, with `TensorForm` for tensors. If `blocks` are compiled
+    ones, `eager` is the source with the uncompiled ones. `cache` keeps later measurements.
     """
 
     model: nn.Module
     example: Callable[[], Any]
     finish: Callable[[Any], Any]
-    dtype: torch.dtype | None  # that it computes in, if not the model's own
-    blocks: Mapping[str, Block]  # of the whole model, the root under ''
+    dtype: torch.dtype | None  # of the computation, if not the model's own
+    blocks: Mapping[str, Block]  # blocks of the whole model; the root is ''
     given: Mapping[str, Any] = field(default_factory=dict)
-    eager: Source | None = None
-    in_pieces: bool = False  # keeps what blocks keep that are compiled in pieces
-    found: dict[str, Any] = field(default_factory=dict)
+    eager: ProfileSource | None = None
+    in_pieces: bool = False  # saved activations are those of blocks that are compiled in pieces
+    cache: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's root and blocks. `batch_mixers` names layers whose result depends on other samples of the batch.
+    """A model's root and blocks.
 
-    `layers` are the linears, convolutions, embeddings and norms by name; `stream_numel` is the size of what blocks hand
-    on, and `stream_shape` the shape of what the first is given. `units` has FLOPs finer, for blocks and for the parts
-    of the root (embedding, norm, head); the code that follows a unit counts for it.
+    `batch_mixers` names layers whose result depends on other samples of the batch. `layers` are the linears,
+    convolutions, embeddings and norms by name. `stream_shape` is the shape of the first block's input and
+    `stream_numel` its number of elements. `units` has the FLOPs of each block and of each part of the root (embedding,
+    norm, head); operations between units count for the unit before them.
     """
 
     root: Block
@@ -223,27 +232,27 @@ class Profile:
     buffer_bytes: int = 0
     batch_mixers: tuple[str, ...] = ()
     counted: bool = False
-    layers: Mapping[str, Layer] = field(default_factory=dict)
+    layers: Mapping[str, LayerShape] = field(default_factory=dict)
     attentions: Mapping[str, Heads] = field(default_factory=dict)
     stream_numel: int = 0
     stream_shape: tuple[int, ...] = ()
     units: Mapping[str, Flops] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
-    source: Source | None = field(default=None, compare=False, repr=False)
-    has_loss: bool = False  # whether `finish` was given, and for a stage whether it is the last
-    shares: Shares = WHOLE
-    dtype: torch.dtype | None = None  # that it computes in, if not the model's own
-    kept: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # what was found out about it
-    _proofs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # of its pairs; stages share them
+    source: ProfileSource | None = field(default=None, compare=False, repr=False)
+    has_loss: bool = False  # `finish` was given, and a stage's profile is that of the last stage
+    shares: BackwardShares = FULL_SHARES
+    dtype: torch.dtype | None = None  # of the computation, if not the model's own
+    cache: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # later results about this profile
+    _proofs: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # for `pair`; stages share them
 
     @property
     def pairing(self) -> Pairing:
-        """How the model's linears can be split; raises PlanError where they cannot."""
-        if "pairing" not in self.kept:
+        """How the model's linears can be split over the tensor axes; raises PlanError if they cannot."""
+        if "pairing" not in self.cache:
             assert self.model is not None
-            self.kept["pairing"] = pair(self.model, self._proofs)
-        found: Pairing = self.kept["pairing"]
+            self.cache["pairing"] = pair(self.model, self._proofs)
+        found: Pairing = self.cache["pairing"]
         return found
 
     @property
@@ -253,12 +262,12 @@ class Profile:
 
     @property
     def numel(self) -> int:
-        """Parameters of the model, tied ones once."""
+        """The number of parameters of the model; tied ones count once."""
         return sum(block.numel for block in self.all)
 
     @property
     def num_trained(self) -> int:
-        """Parameters that are trained."""
+        """The number of trainable parameters."""
         return sum(parameter.numel for block in self.all for parameter in block.parameters if parameter.trainable)
 
     @property
@@ -268,5 +277,5 @@ class Profile:
 
     @property
     def backward_flops(self) -> int:
-        """FLOPs of the backward behind it."""
+        """FLOPs of the backward of that batch."""
         return sum(block.backward_flops for block in self.all)

@@ -1,12 +1,12 @@
-"""The most that a model holds in one forward and backward, by moment: run on fake tensors, with shapes but no data.
+"""Peak memory of a model in one forward and backward, for each phase, measured on fake tensors.
 
-Saved bytes are what backward needs; the peak lies above them. At the loss there are the logits' gradients, and in a
-block's backward the gradients inside of it and, with recompute, its activations once more. Both are found by running
-forward, loss and backward on shapes under the memory policy itself, and adding up the tensors alive after each
-operation. A gradient of a parameter is taken from it as soon as it is there, as units do.
+The peak is above the saved activations. At the loss there are also the gradients of the logits. In a block's backward
+there are also the gradients inside of it and, with recompute, its activations once more. Both are measured: forward,
+loss and backward run on fake tensors under the memory policy, and the bytes of live tensors are added up after each
+operation. The gradient of a parameter is freed as soon as it is complete, as units of a run do.
 
-Of blocks that are alike only the first and the last run; the others hand their input on. The backward of a compiled
-block holds what its graph says (`partition.py`).
+Of equal blocks only the first and the last run; the others return their input. For a compiled block, the peak of
+backward follows from its graph (`compile/torch_partition.py`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from weft.inspection.functional_call import call_with
 from weft.inspection.live_bytes import LiveTensors
 from weft.models.loss import fused_rows_loss, rows_loss
 from weft.models.loss_head import example_labels, loss_head_of
-from weft.profile import Block, Profile, Source, cast, fake
+from weft.profile import Block, Profile, ProfileSource, cast, fake
 from weft.profile.saved_in_pieces import as_in_pieces
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # a block's forward to the same under a memory policy
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # applies a memory policy to a block's forward
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """By moment; parameters are left out, and their gradients but for those named here.
+    """Peak bytes of each phase, without parameters, and without their gradients except `tied_bytes`.
 
-    `root_bytes`: over what blocks have saved, at the loss ('') and in the backward of each of the root's units behind
-    them. `end_bytes`: in that of its units before them, when nothing is saved any more. `block_bytes`: in the backward
-    of each block over what there was before its input. `stream_bytes`: of that input. `tied_bytes`: gradients of the
-    root's parameters that are used twice, which wait for their second half through all blocks, over `block_bytes`.
+    `root_bytes`: at the loss ('') and in the backward of each unit of the root after the blocks, above the activations
+    that blocks have saved. `end_bytes`: in the backward of the root's units before the blocks, when no saved activation
+    is left. `block_bytes`: in the backward of each block, above the bytes that were live before its input.
+    `stream_bytes`: the size of a block's input. `tied_bytes`: gradients of root parameters that are used twice. Such a
+    gradient is live during the backward of all blocks, until its second part is added; it is not in `block_bytes`.
     """
 
     root_bytes: dict[str, int] = field(default_factory=dict)
@@ -52,58 +53,67 @@ class Peaks:
 
 
 def peaks(profile: Profile, policy: str, wrap: Wrap) -> Peaks:
-    """The peaks of the model that a profile, or one of a stage, was taken of; nothing if it was without a loss."""
-    return Peaks() if profile.source is None else _found(profile.source, policy, wrap)
+    """Returns the peaks of the model that a profile (or its stage's profile) was taken of; empty without a loss.
+
+    `policy` is a value of `memory.recompute`, and `wrap` applies it to a block's forward.
+    """
+    return Peaks() if profile.source is None else _cached_peaks(profile.source, policy, wrap)
 
 
-def _found(source: Source, policy: str, wrap: Wrap) -> Peaks:
-    if policy not in source.found:
+def _cached_peaks(source: ProfileSource, policy: str, wrap: Wrap) -> Peaks:
+    if policy not in source.cache:
         eager = source.eager
-        if eager is not None and loss_head_of(eager.model) is None:  # nothing but blocks holds anything else compiled
-            ran = _found(eager, policy, wrap)
+        if eager is not None and loss_head_of(eager.model) is None:  # without it, compiling changes blocks only
+            ran = _cached_peaks(eager, policy, wrap)
         else:
             ran = _run(eager or source, policy, wrap, eager is not None)
-        source.found[policy] = _compiled(ran, source.blocks)
-    found: Peaks = source.found[policy]
+        source.cache[policy] = _with_compiled_blocks(ran, source.blocks)
+    found: Peaks = source.cache[policy]
     return found
 
 
-def _compiled(found: Peaks, blocks: Mapping[str, Block]) -> Peaks:
-    """Peaks with those of compiled blocks in the places of theirs: computed again, a block holds what it would keep."""
+def _with_compiled_blocks(found: Peaks, blocks: Mapping[str, Block]) -> Peaks:
+    """Returns the peaks with those of compiled blocks replaced.
+
+    A compiled block's peak is the activations that it saves without recompute, plus what its backward adds: recompute
+    holds the same activations again.
+    """
     kept = {name: (blocks[name].saved_bytes or {}).get("none", 0) for name in found.block_bytes}
-    over = {name: blocks[name].backward_bytes for name in found.block_bytes}
-    mine = {name: kept[name] + one for name, one in over.items() if one is not None}
+    added = {name: blocks[name].backward_bytes for name in found.block_bytes}
+    mine = {name: kept[name] + one for name, one in added.items() if one is not None}
     return replace(found, block_bytes={**found.block_bytes, **mine})
 
 
-def _run(source: Source, policy: str, wrap: Wrap, is_loss_fused: bool) -> Peaks:
-    groups, step = _alike(block for name, block in source.blocks.items() if name), _Step(source)
+def _run(source: ProfileSource, policy: str, wrap: Wrap, is_loss_fused: bool) -> Peaks:
+    groups, step = _equal_blocks(block for name, block in source.blocks.items() if name), _Step(source)
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: cast(fake(parameter), source.dtype) for name, parameter in step.named_parameters()}
         state |= {name: fake(buffer) for name, buffer in step.named_buffers()}
         for tensor in state.values():
             if tensor.requires_grad:
-                tensor.register_post_accumulate_grad_hook(_take)
-        watch = _Watch(LiveTensors(ignored=state.values()))
-        watched = _watched(source.model, groups, wrap, watch)
+                tensor.register_post_accumulate_grad_hook(_free_gradient)
+        recorder = _PeakRecorder(LiveTensors(ignored=state.values()))
+        recording = _recording(source.model, groups, wrap, recorder)
         pieces = as_in_pieces() if source.in_pieces else nullcontext()
-        with watched, _loss(source.model, is_loss_fused), pieces, watch.live, torch.enable_grad():
+        with recording, _loss(source.model, is_loss_fused), pieces, recorder.live, torch.enable_grad():
             call_with(step, state, ())
-            watch.note()
-    ran = (block for name, block in source.blocks.items() if name in watch.began)
+            recorder.note()
+    ran = (block for name, block in source.blocks.items() if name in recorder.start_bytes)
     saved = sum((block.saved_bytes or {})[policy] for block in ran)
     tied = _tied_bytes(source)
-    most = {name: max(watch.over_began(one, tied) for one in names) for names in groups for name in names}
-    order = list(watch.most)  # of moments
+    peak_bytes = {
+        name: max(recorder.peak_above_start(one, tied) for one in names) for names in groups for name in names
+    }
+    order = list(recorder.peak_bytes)  # phases, in order
     first = min((order.index(name) for name in order if name and name in source.blocks), default=len(order))
-    root = {name: watch.most[name] - saved for name in order[:first]}
-    end = max((watch.most[name] for name in order[first:] if name not in source.blocks), default=0)
-    return Peaks(root, end, watch.stream_bytes, tied, most)
+    root = {name: recorder.peak_bytes[name] - saved for name in order[:first]}
+    end = max((recorder.peak_bytes[name] for name in order[first:] if name not in source.blocks), default=0)
+    return Peaks(root, end, recorder.stream_bytes, tied, peak_bytes)
 
 
 @contextmanager
 def _loss(model: nn.Module, is_fused: bool) -> Iterator[None]:
-    """While it lasts, the head's loss takes what it takes compiled, or not."""
+    """Inside the context, the head's loss allocates the memory of its compiled (`is_fused`) or its eager version."""
     head = loss_head_of(model)
     if head is None or not is_fused:
         yield
@@ -115,7 +125,7 @@ def _loss(model: nn.Module, is_fused: bool) -> Iterator[None]:
         head.fake_rows = rows_loss
 
 
-def _tied_bytes(source: Source) -> int:
+def _tied_bytes(source: ProfileSource) -> int:
     places = Counter(id(parameter) for _, parameter in source.model.named_parameters(remove_duplicate=False))
     own = {parameter.name for parameter in source.blocks[""].parameters if parameter.trainable}
     named = source.model.named_parameters()
@@ -123,8 +133,8 @@ def _tied_bytes(source: Source) -> int:
     return sum(parameter.numel() * (source.dtype or parameter.dtype).itemsize for parameter in tied)
 
 
-def _alike(blocks: Iterable[Block]) -> list[list[str]]:
-    """The names of blocks that are alike in all that was counted of them, in order."""
+def _equal_blocks(blocks: Iterable[Block]) -> list[list[str]]:
+    """Returns the names of blocks in groups of equal counts and parameter shapes, in order."""
     groups: dict[Any, list[str]] = {}
     for block in blocks:
         shapes = tuple((parameter.shape, parameter.trainable) for parameter in block.parameters)
@@ -134,9 +144,12 @@ def _alike(blocks: Iterable[Block]) -> list[list[str]]:
 
 
 class _Step(nn.Module):
-    """Forward, loss and backward, all while other parameters stand in the model: recompute needs them in backward."""
+    """Forward, loss and backward in one module call.
 
-    def __init__(self, source: Source) -> None:
+    The model's parameters are replaced during the call, and recompute needs the replaced ones in backward, too.
+    """
+
+    def __init__(self, source: ProfileSource) -> None:
         super().__init__()
         self.model, self.source = source.model, source
 
@@ -149,22 +162,22 @@ class _Step(nn.Module):
         total.backward()
 
 
-def _take(parameter: Tensor) -> None:
+def _free_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
 @contextmanager
-def _watched(model: nn.Module, groups: list[list[str]], wrap: Wrap, watch: _Watch) -> Iterator[None]:
-    """The blocks under a policy, with their beginnings and ends told to `watch`, and those of the root's units."""
+def _recording(model: nn.Module, groups: list[list[str]], wrap: Wrap, recorder: _PeakRecorder) -> Iterator[None]:
+    """Inside the context, blocks run under the policy `wrap`, and blocks and root units report to `recorder`."""
     blocks, units = find_blocks(model), find_units(model)
-    hooks = {name: partial(watch.leave, name) for name in units if name not in blocks}
+    hooks = {name: partial(recorder.leave, name) for name in units if name not in blocks}
     handles = [units[name].register_forward_hook(hook) for name, hook in hooks.items()]
     before = {name: block.__dict__.get("forward") for name, block in blocks.items()}
     for names in groups:
         for name in names:
-            forward = partial(watch.run, name, wrap(blocks[name].forward))
+            forward = partial(recorder.run, name, wrap(blocks[name].forward))
             if name not in (names[0], names[-1]):
-                forward = partial(watch.hand_on, names[0], forward)
+                forward = partial(recorder.skip, names[0], forward)
             setattr(blocks[name], "forward", forward)  # noqa: B010 (a method to mypy)
     try:
         yield
@@ -177,21 +190,21 @@ def _watched(model: nn.Module, groups: list[list[str]], wrap: Wrap, watch: _Watc
                 setattr(block, "forward", before[name])  # noqa: B010
 
 
-class _Watch:
-    """Cuts a run into moments: the loss (behind the last forward), and the backward of each block."""
+class _PeakRecorder:
+    """Measures the peak of each phase of a run: the loss (after the last forward), and the backward of each unit."""
 
     def __init__(self, live: LiveTensors) -> None:
         self.live = live
-        self.began: dict[str, int] = {}
-        self.most: dict[str, int] = {"": 0}
+        self.start_bytes: dict[str, int] = {}  # block -> live bytes before its input
+        self.peak_bytes: dict[str, int] = {"": 0}  # phase -> peak bytes; the loss is ""
         self.stream_bytes = 0
         self._moment = ""
-        self._keeps_form: dict[str, bool] = {}  # whether a block gives what it is given, in form
+        self._keeps_form: dict[str, bool] = {}  # whether a block's output has its input's shape and dtype
 
     def run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A block's forward."""
+        """Run a block's forward, and record the live bytes before it."""
         given = args[0].untyped_storage().nbytes() if args and isinstance(args[0], Tensor) else 0
-        self.began.setdefault(name, self.live.now_bytes - given)
+        self.start_bytes.setdefault(name, self.live.now_bytes - given)
         self.stream_bytes = max(self.stream_bytes, given)
         output = forward(*args, **kwargs)
         self.leave(name, None, None, output)
@@ -202,26 +215,29 @@ class _Watch:
         return output
 
     def leave(self, name: str, _: object, __: object, output: Any) -> None:
-        """A unit has its result: when that gets its gradient, its backward begins."""
+        """Register hooks on a unit's output: its backward begins when the output's gradient is complete."""
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(partial(self._begin_backward, name))
 
-    def hand_on(self, like: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In the place of a block like another."""
+    def skip(self, like: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Forward of a block that equals the block `like`: returns its input if shapes allow, else runs `forward`."""
         return args[0].view_as(args[0]) if self._keeps_form[like] else forward(*args, **kwargs)
 
-    def over_began(self, name: str, carried_bytes: int) -> int:
-        """The most in a block's backward, without what comes from behind it; nothing for one that has no backward."""
-        return self.most[name] - self.began[name] - carried_bytes if name in self.most else 0
+    def peak_above_start(self, name: str, carried_bytes: int) -> int:
+        """Returns the peak of a block's backward above `carried_bytes` and the bytes before its input.
+
+        It is 0 for a block without a backward.
+        """
+        return self.peak_bytes[name] - self.start_bytes[name] - carried_bytes if name in self.peak_bytes else 0
 
     def _begin_backward(self, name: str, _: Tensor) -> None:
         self.note()
         self._moment = name
 
     def note(self) -> None:
-        """The moment has passed."""
-        self.most[self._moment] = max(self.most.get(self._moment, 0), self.live.peak_bytes)
+        """End a phase: keep its peak."""
+        self.peak_bytes[self._moment] = max(self.peak_bytes.get(self._moment, 0), self.live.peak_bytes)
         self.live.restart()
 
 

@@ -1,7 +1,8 @@
-"""Bytes that backward needs of a forward, by `memory.recompute`: what autograd saves, parameters and buffers aside.
+"""Counts the bytes of activations that autograd saves for backward, for each value of `memory.recompute`.
 
-A storage counts once, for the block that is the first to save it. `none` keeps all of it. `full` keeps the inputs of
-blocks, and `selective` also the results of matmuls, convolutions and attention; what the root saves all three keep.
+Parameters and buffers are not counted. A storage counts once, for the block that is the first to save it. `none` saves
+all of it. `full` saves the inputs of blocks. `selective` saves these and the results of matmuls, convolutions and
+attention. All three save what the root saves.
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ POLICIES = ("none", "selective", "full")
 
 
 class SavedTally:
-    """Saved bytes by policy, block, and the layer behind which they were saved."""
+    """Saved bytes by policy, block, and the linear or convolution after which they were saved."""
 
     def __init__(self) -> None:
-        self.by_place: dict[str, dict[str, dict[str, int]]] = {policy: {} for policy in POLICIES}
-        self.since = 0  # bytes that `none` saved since someone last set this
-        self.sendable: dict[str, dict[str, dict[int, int]]] = {}  # by block and policy; storages by number
-        self._staying = set[int]()  # storages that no block sends: state, and what several blocks are given
-        self._numbers: dict[int, int] = {}  # of storages, in the order of their first use
+        self.by_layer: dict[str, dict[str, dict[str, int]]] = {policy: {} for policy in POLICIES}
+        self.since = 0  # bytes that `none` saved since this was last set to 0
+        self.sendable: dict[str, dict[str, dict[int, int]]] = {}  # block -> policy -> number of a storage -> bytes
+        self._staying = set[int]()  # storages that are not sent to the host: state, and inputs of several blocks
+        self._numbers: dict[int, int] = {}  # storage -> number, in the order of first use
         self._seen: dict[str, set[int]] = {policy: set() for policy in POLICIES}
-        self._alive: list[Tensor] = []  # a storage's address means something only while it lives
+        self._alive: list[Tensor] = []  # keeps storages alive: addresses of freed ones are used again
 
     def stay(self, tensors: Iterable[Tensor]) -> None:
-        """No block sends these anywhere."""
+        """Mark tensors that no block may send to the host."""
         for tensor in tensors:
             self._staying.add(tensor.untyped_storage()._cdata)
             self._alive.append(tensor)
 
     def ignore(self, tensors: Collection[Tensor]) -> None:
-        """Parameters and buffers are state, not saved bytes."""
+        """Mark parameters and buffers, which are not counted as saved activations."""
         for tensor in tensors:
             for seen in self._seen.values():
                 seen.add(tensor.untyped_storage()._cdata)
             self._alive.append(tensor)
         self.stay(tensors)
 
-    def add(self, policies: Iterable[str], tensor: Tensor, block: str, behind: str) -> None:
-        """These policies keep the tensor."""
+    def add(self, policies: Iterable[str], tensor: Tensor, block: str, layer: str) -> None:
+        """Count a tensor that these policies save in `block`, after the layer `layer`."""
         storage = tensor.untyped_storage()
         for policy in policies:
             if storage._cdata not in self._staying:
@@ -51,5 +52,5 @@ class SavedTally:
             self._seen[policy].add(storage._cdata)
             self._alive.append(tensor)
             self.since += storage.nbytes() if policy == "none" else 0
-            saved = self.by_place[policy].setdefault(block, {})
-            saved[behind] = saved.get(behind, 0) + storage.nbytes()
+            saved = self.by_layer[policy].setdefault(block, {})
+            saved[layer] = saved.get(layer, 0) + storage.nbytes()

@@ -1,6 +1,7 @@
-"""What blocks keep that are compiled in pieces (weft/compile/pieces.py): what they keep uncompiled, but for pools,
-which have kernels then, and for ReLUs that are in a piece with no norm before them: their masks are kept beside the
-results. Behind a norm they are computed again.
+"""Activations saved by blocks that are compiled in pieces (`compile/pieces.py`).
+
+They equal those of uncompiled blocks, with two exceptions. Pools run as kernels, which save other tensors. A ReLU in a
+piece without a norm before it saves its mask beside its result; after a norm, the mask is recomputed.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ _pad: Any = F.pad
 
 @contextmanager
 def as_in_pieces() -> Iterator[None]:
-    """While it lasts, functions of torch keep that, in backward too, where recompute calls them again and modes of
-    torch do not reach. Pools compute nothing: for tensors without values.
+    """Inside the context, torch's functions save what blocks compiled in pieces save.
+
+    This includes calls in backward by recompute, which modes of torch would miss. Pools compute nothing, so use it with
+    fake tensors only.
     """
     with memory_of_kernel_pools(), replaced(F, "relu", _relu_in_piece), replaced(F, "pad", _pad_in_piece):
         yield
 
 
 def _relu_in_piece(images: Tensor, inplace: bool = False) -> Any:
-    """A ReLU behind a sum is in one piece with it."""
-    is_masked = _comes_from(images, "Add")  # before it is written over
+    """A ReLU of a sum, which is in one piece with the sum."""
+    is_masked = _comes_from(images, "Add")  # asked before an in-place ReLU changes `grad_fn`
     result = _relu(images, inplace)
     return _Masked.apply(result) if is_masked else result
 
 
 def _pad_in_piece(images: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Any:
-    """So is one before padding, and behind nothing else."""
+    """Padding, which is in one piece with a ReLU directly before it."""
     return _pad(_Masked.apply(images) if _comes_from(images, "Relu") else images, pad, mode, value)
 
 
@@ -46,7 +49,7 @@ def _comes_from(images: Tensor, name: str) -> bool:
 
 
 class _Masked(torch.autograd.Function):
-    """A tensor as it is, for which a byte of each number is kept."""
+    """Returns a tensor unchanged, and saves a mask with one byte for each element."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a profile has without running anything: blocks, their parameters, their experts; and the profile of a stage."""
+"""The part of a profile that needs no forward: blocks, their parameters and experts. Also the profile of a stage."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from weft.inspection.blocks import find_blocks
 from weft.profile.parts import Block, Experts, Parameter, Profile
 
 CUTS_ATTRIBUTE = "_weft_cuts"
-STAGES_ATTRIBUTE = "_weft_stages"  # of a stage's model: parameters that other stages hold too
-# What configs and routers call the number of experts that each token takes.
+STAGES_ATTRIBUTE = "_weft_stages"  # attribute of a stage's model: the stages of parameters that several stages hold
+# Attribute names of configs and routers for the number of experts that each token is sent to.
 PER_TOKEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k", "moe_top_k")
 
-Places = list[tuple[nn.Module, str]]
+ParameterUses = list[tuple[nn.Module, str]]
 
 
-def find_parameters(model: nn.Module) -> dict[str, dict[str, Places]]:
-    """Block name ('' for the root) to parameter name to where it is used; one used by several blocks is the root's."""
+def find_parameters(model: nn.Module) -> dict[str, dict[str, ParameterUses]]:
+    """Returns for each block ('' for the root) its parameters by name, with the (module, attribute)s that use them.
+
+    A parameter that several blocks use belongs to the root.
+    """
     blocks = find_blocks(model)
     owners_of = _find_owners(model, blocks)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    places: dict[str, Places] = {}
+    places: dict[str, ParameterUses] = {}
     owners: dict[str, set[str]] = {}
     for module in model.modules():
         for local_name, parameter in module._parameters.items():
@@ -32,7 +35,7 @@ def find_parameters(model: nn.Module) -> dict[str, dict[str, Places]]:
                 name = names[id(parameter)]
                 places.setdefault(name, []).append((module, local_name))
                 owners.setdefault(name, set()).update(owners_of[id(module)])
-    result: dict[str, dict[str, Places]] = {"": {}, **{name: {} for name in blocks}}
+    result: dict[str, dict[str, ParameterUses]] = {"": {}, **{name: {} for name in blocks}}
     for name, at in places.items():
         owner = owners[name]
         result[owner.pop() if len(owner) == 1 else ""][name] = at
@@ -40,7 +43,7 @@ def find_parameters(model: nn.Module) -> dict[str, dict[str, Places]]:
 
 
 def _find_owners(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int, set[str]]:
-    """Identity of each module to the blocks that hold it ('' for the root): one module may hang in several places."""
+    """Returns, by the id of each module, the blocks that contain it ('' for the root). There may be several."""
     block_names = {id(module): name for name, module in blocks.items()}
     owners: dict[int, set[str]] = {}
 
@@ -56,7 +59,7 @@ def _find_owners(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[int,
 
 
 def structure(model: nn.Module) -> Profile:
-    """The profile of a model without counts."""
+    """Returns the profile of a model without counts."""
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise PlanError(f"'{name}' is made when the model first runs; run a batch through the model before this")
@@ -80,9 +83,10 @@ def structure(model: nn.Module) -> Profile:
 
 
 def _find_experts(model: nn.Module, block: str) -> Iterator[Experts]:
-    """Experts of a block: alike children, or stacked parameters, of a module that is named so.
+    """Yields the experts of a block: equal children, or stacked parameters, of a module with "expert" in its name.
 
-    A name must tell them from other alike parts: which of them a token takes depends on data, which a profile has not.
+    Only the name distinguishes experts from other equal submodules: which of them a token is sent to depends on data,
+    which a profile does not have.
     """
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         if "expert" not in name.rpartition(".")[2].lower():
@@ -101,7 +105,10 @@ def _find_experts(model: nn.Module, block: str) -> Iterator[Experts]:
 
 
 def _per_token(model: nn.Module, experts: str) -> int | None:
-    """How many experts a token takes: by the module's own word, its parent's, the router's beside it, or the config."""
+    """Returns how many experts a token is sent to; None if it is not stated.
+
+    It is an attribute of the module of experts, of its parent, of a sibling (the router), or of the model's config.
+    """
     parent = model.get_submodule(experts.rpartition(".")[0])
     for holder in (model.get_submodule(experts), parent, *parent.children(), getattr(model, "config", None)):
         for name in PER_TOKEN_NAMES:
@@ -112,10 +119,10 @@ def _per_token(model: nn.Module, experts: str) -> int | None:
 
 
 def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_first: bool, is_last: bool) -> Profile:
-    """The profile of a stage: a model that has these units of the whole, with the whole's counts.
+    """Returns the profile of a pipeline stage, with counts taken from the profile of the whole model.
 
-    What precedes all layers counts for the first stage, and the loss for the last. Of the root's counts a stage has
-    FLOPs, saved and moved bytes.
+    `model` is the stage's model and `names` are its units. Operations before all layers count for the first stage, and
+    the loss for the last. Of the root's counts a stage has FLOPs, saved bytes and memory traffic.
     """
     own = structure(model)
     blocks = {block.name: block for block in whole.blocks}
@@ -125,19 +132,19 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         return name in names or name.startswith(inside)
 
     flops = [whole.units[name] for name in names if name not in blocks and name in whole.units]
-    behind = {
+    saved_by_layer = {
         kind: {name: size for name, size in saved.items() if is_here(name) or (not name and is_first)}
-        for kind, saved in whole.root.saved_behind.items()
+        for kind, saved in whole.root.saved_by_layer.items()
     }
     root = replace(
         own.root,
         flops=sum(one.all for one in flops),
         attention_flops=sum(one.attention for one in flops),
         backward_flops=sum(one.backward for one in flops),
-        saved_bytes={kind: sum(saved.values()) for kind, saved in behind.items()} if whole.counted else None,
-        saved_behind=behind,
-        moved_behind={
-            name: one for name, one in whole.root.moved_behind.items() if is_here(name) or (not name and is_first)
+        saved_bytes={kind: sum(saved.values()) for kind, saved in saved_by_layer.items()} if whole.counted else None,
+        saved_by_layer=saved_by_layer,
+        traffic_by_layer={
+            name: one for name, one in whole.root.traffic_by_layer.items() if is_here(name) or (not name and is_first)
         },
     )
     found = tuple(replace(blocks[block.name], parameters=block.parameters) for block in own.blocks)

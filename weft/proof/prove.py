@@ -1,11 +1,11 @@
-"""The oracle: runs a plan on local processes in float64 against the unsplit model, and compares everything.
+"""Runs a plan on local processes in float64, and compares it with the unsplit model.
 
-Ranks compute on CPUs, or share this machine's GPUs: then the sequential model runs on the same GPU, blocks may be
-compiled and a step recorded as a CUDA graph, and bf16 may be compared with float64, within a stated tolerance.
+Ranks compute on CPUs, or share this machine's GPUs. On a GPU, the sequential model runs on the same GPU, blocks may be
+compiled, a step may be recorded as a CUDA graph, and bf16 may be compared with float64 within a stated tolerance.
 
-Every rank also trains the sequential model by itself, with torch's own functions and none of weft's, and compares its
-own pieces: loss of each step, every gradient of the first step, every parameter after the last, the bytes it sent
-against the bytes predicted, and the bytes its state occupies against the bytes predicted. Both are then evaluated.
+Every rank also trains the sequential model, with torch's own functions and none of weft's, and compares its own pieces
+with it: the loss of each step, every gradient of the first step and every parameter after the last. It compares the
+bytes that it sent and the bytes of its state with the predicted ones. Then both models are evaluated and compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from weft.parallel.tile import own_tiles
 from weft.plan import BatchSplit, Memory, Plan, split_batch
 from weft.planner.predict import refuse_run
 from weft.profile import Profile, profile
-from weft.proof.report import TOLERANCE, Check, Report, badness, report_of
+from weft.proof.report import TOLERANCE, Check, ProofReport, nan_as_inf, report_of
 from weft.proof.sequential import (
     EPSILON,
     LEARNING_RATE,
@@ -51,7 +51,7 @@ from weft.proof.sequential import (
     run_sequential,
     to_double,
 )
-from weft.proof.small_run import proofs_of
+from weft.proof.small_run import small_runs_of
 from weft.run_file import Run
 from weft.schedule.schedules import make_schedule
 from weft.schema import build_dataclass, to_table
@@ -60,20 +60,20 @@ from weft.step.cuda_graph import WARM_STEPS, Graph, recording_stream, wants_grap
 from weft.step.objective import CROSS_ENTROPY, Batch, Objective, step_traffic
 from weft.step.train_step import evaluate, train_step
 
-__all__ = ["TOLERANCE", "Check", "Report", "verify", "verify_run"]
+__all__ = ["TOLERANCE", "Check", "ProofReport", "verify", "verify_run"]
 
 logger = logging.getLogger("weft")
 
 STEPS = 3
-SECONDS, SLOW_SECONDS = 120.0, 400.0  # for all ranks; where they compile
-# Tensors much smaller than the largest one are compared with this fraction of it: the gradient of an attention key's
-# bias, for one, is zero in mathematics and noise in any floating point.
+SECONDS, SLOW_SECONDS = 120.0, 400.0  # time limits for all ranks, without and with compiling
+# Errors of tensors much smaller than the largest one are relative to this fraction of the largest. For example, the
+# gradient of an attention key's bias is zero in theory and rounding noise in floating point.
 FLOOR = 1e-6
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a plan is tried: what the ranks compute on and in, and for how many steps."""
+    """How a plan is run for a proof: its device, number of steps, and whether it compiles or records."""
 
     plan: Plan
     steps: int = STEPS
@@ -81,8 +81,8 @@ class Trial:
     ranks_per_node: int | None = None
     device: DeviceType = "cpu"
     compiles: bool = False
-    records: bool = False  # a CUDA graph
-    not_proved: tuple[str, ...] = ()  # of the run, in words
+    records: bool = False  # records a CUDA graph
+    not_proved: tuple[str, ...] = ()  # parts of the run that are not proved, in words
 
 
 def verify(
@@ -99,18 +99,20 @@ def verify(
     device: DeviceType = "cpu",
     precision: Literal["fp64", "bf16"] = "fp64",
     compiles: bool = False,
-) -> Report:
-    """Prove that `plan` computes what the unsplit model does.
+) -> ProofReport:
+    """Check that `plan` computes what the unsplit model does, and return a report of all comparisons.
 
-    `model_fn()` makes the model (the same on every call after torch.manual_seed(0)); `batch_fn(step)` makes the tensors
-    of a whole global batch, samples first. Its state and the plan's precision become float64, that of its matmuls too,
-    and no update is delayed. `ranks_per_node` lays the ranks out as if so many shared a node, for a hierarchical plan.
+    `model_fn()` returns the model, the same on every call after torch.manual_seed(0). `batch_fn(step)` returns the
+    tensors of a whole global batch, with samples in the first dim. The model's state, the plan's precision and its
+    matmuls become float64, and no update is delayed. `ranks_per_node` arranges the ranks as if that many shared a node,
+    for a hierarchical plan.
 
-    With `device="cuda"` ranks share this machine's GPUs, in fresh processes that import the functions: define them at
+    With `device="cuda"` ranks share this machine's GPUs, in new processes that import the functions, so define these at
     the top level of a file. `precision="bf16"` computes as a bf16 run does and compares with float64, within
-    `BF16_TOLERANCES`. `compiles`: with torch.compile, block by block.
+    `BF16_TOLERANCES`. `compiles` compiles blocks with torch.compile.
     """
-    trial = Trial(proved(plan, precision), steps, clip, ranks_per_node, device, compiles, not_proved=inexact(plan))
+    proved, left_out = plan_to_prove(plan, precision), inexact_options(plan)
+    trial = Trial(proved, steps, clip, ranks_per_node, device, compiles, not_proved=left_out)
     if device == "cpu" and fork_obstacle() is None:
         return prove_plan(model_fn, batch_fn, objective, trial, tolerance, timeout_seconds)
     arguments = {
@@ -123,8 +125,8 @@ def verify(
     return _report(answers, trial, tolerance)
 
 
-def proved(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:
-    """The plan that is run for a proof."""
+def plan_to_prove(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:
+    """Returns the plan that is run in a proof: with this precision, and without options that are not exact."""
     return replace(plan, precision=precision, matmul="compute", memory=_exact(plan.memory))
 
 
@@ -135,14 +137,14 @@ def prove_plan(
     trial: Trial,
     tolerance: float | None,
     timeout_seconds: float,
-) -> Report:
-    """On forked ranks. Nothing here runs a backward, behind which torch's processes cannot fork on machines with GPUs:
-    what a plan costs, which does, each rank computes for itself.
+) -> ProofReport:
+    """Prove a plan on forked ranks. Nothing here runs a backward, because after one torch cannot fork on machines with
+    GPUs. Computing a plan's cost runs one, so each rank computes the cost itself.
     """
-    split, counted = _counted(model_fn, batch_fn, trial.plan)
+    split, counted = _split_and_profile(model_fn, batch_fn, trial.plan)
 
     def rank(index: int) -> dict[str, Any]:
-        return _try_rank(counted, model_fn, batch_fn, objective, trial, split)
+        return _answer_of_rank(counted, model_fn, batch_fn, objective, trial, split)
 
     answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
     return _report(answers, trial, tolerance)
@@ -151,18 +153,18 @@ def prove_plan(
 def spawned_rank(
     rank: int, model: str, batch: str, objective: Mapping[str, Any], trial: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A rank in a fresh process, which imports what it needs by name."""
+    """Run a rank in a new process, which imports the functions by name."""
     values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan"), "not_proved": tuple(trial["not_proved"])}
     own, model_fn, batch_fn = Trial(**values), import_by_name(model), import_by_name(batch)
     try:
-        split, counted = _counted(model_fn, batch_fn, own.plan)
+        split, counted = _split_and_profile(model_fn, batch_fn, own.plan)
     except WeftError as error:
         return _refused(error)
-    return _try_rank(counted, model_fn, batch_fn, _objective(objective), own, split)
+    return _answer_of_rank(counted, model_fn, batch_fn, _objective(objective), own, split)
 
 
 def _objective_names(objective: Objective) -> dict[str, Any]:
-    """An objective by the names of its functions."""
+    """Returns an objective as the names of its functions."""
     functions = {"count": objective.count, "total": objective.total, "measure": objective.measure}
     names = {key: None if one is None else importable_name(one, f"objective.{key}") for key, one in functions.items()}
     return {**names, "measures": list(objective.measures)}
@@ -173,8 +175,8 @@ def _objective(names: Mapping[str, Any]) -> Objective:
     return Objective(import_by_name(names["count"]), import_by_name(names["total"]), tuple(names["measures"]), measure)
 
 
-def _counted(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSplit, Profile]:
-    """How the batch is split, and the profile of the model; what the plan cannot split is refused."""
+def _split_and_profile(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSplit, Profile]:
+    """Returns how the batch is split, and the profile of the model. Raises a WeftError if the plan does not fit."""
     example = batch_fn(0)
     split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
     counted = _profile(model_fn, example, split, plan)
@@ -182,15 +184,15 @@ def _counted(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSpl
     return split, counted
 
 
-def _report(answers: list[dict[str, Any]], trial: Trial, tolerance: float | None) -> Report:
+def _report(answers: list[dict[str, Any]], trial: Trial, tolerance: float | None) -> ProofReport:
     refused = next((answer["refused"] for answer in answers if "refused" in answer), None)
     if refused is not None:
         raise (error_class(refused[0]) or WeftError)(refused[1])
     return report_of(answers, trial.plan, trial.not_proved, tolerance, trial.device)
 
 
-def inexact(plan: Plan) -> tuple[str, ...]:
-    """The options that a proof is without, in words."""
+def inexact_options(plan: Plan) -> tuple[str, ...]:
+    """Returns the options of a plan that a proof leaves out, in words."""
     found = [f"plan.matmul = '{plan.matmul}'"] if plan.matmul != "compute" else []
     memory, default = plan.memory, Memory()
     for key in ("master", "state", "delay"):
@@ -205,10 +207,10 @@ def _exact(memory: Memory) -> Memory:
 
 def verify_run(
     run: Run, device: DeviceType = "cpu", precision: Literal["fp64", "bf16"] = "fp64", compiles: bool = False
-) -> Report:
-    """Prove a run's plan on a shrunk copy of its model, with random samples of which some labels are masked.
+) -> ProofReport:
+    """Prove a run's plan on a smaller copy of its model, with random samples of which some labels are masked.
 
-    What cannot work as it is, is refused before. A report without checks says that the plan fits no copy that is small.
+    A run that cannot work is refused first. A report without checks means that the plan fits no small copy.
     """
     refuse_run(run)
     return prove_run(run, device, precision, compiles)
@@ -216,57 +218,59 @@ def verify_run(
 
 def prove_run(
     run: Run, device: DeviceType = "cpu", precision: Literal["fp64", "bf16"] = "fp64", compiles: bool = False
-) -> Report:
-    """`verify_run` of a run that has been checked. Runs no backward and forks ranks: for a child of the fork server.
-    With `compiles`, on a GPU, what the run compiles is compiled, and what it records is recorded.
+) -> ProofReport:
+    """Like `verify_run`, for a run that has been checked already.
+
+    It forks ranks and runs no backward itself, so that a child of the fork server can call it. With `compiles`, on a
+    GPU, the proof compiles and records what the run does.
     """
     ranks_per_node = None if run.cluster == "local" else load(run.cluster).node.num_devices
     kind, refused = torch.device(device), None
     records = compiles and wants_graph(run, kind)
-    for proof in proofs_of(run):
+    for proof in small_runs_of(run):
         trial = Trial(
-            proved(proof.plan, precision),
+            plan_to_prove(proof.plan, precision),
             STEPS + (WARM_STEPS if records else 0),
             run.train.clip,
             ranks_per_node,
             device,
             compiles and wants_compile(run, kind),
             records,
-            (*proof.not_proved, *inexact(proof.plan)),
+            (*proof.not_proved, *inexact_options(proof.plan)),
         )
         seconds = SLOW_SECONDS if compiles else SECONDS
         try:
             return prove_plan(proof.model, proof.batch, proof.objective, trial, None, seconds)
         except PlanError as error:  # the run itself was not refused
             refused = refused or error
-    return Report(run.plan, (), (f"the plan fits the run and no small copy of its model: {refused}",))
+    return ProofReport(run.plan, (), (f"the plan fits the run and no small copy of its model: {refused}",))
 
 
 # --- on each rank
 
 
-def _try_rank(
+def _answer_of_rank(
     counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
 ) -> dict[str, Any]:
-    """A rank's answer, or why the plan is refused: all ranks come to the same before they talk."""
+    """Returns a rank's answer, or why the plan is refused. All ranks refuse alike, before any communication."""
     try:
         cost(counted, trial.plan, split)
     except WeftError as error:
         return _refused(error)
     with ExitStack() as inside:
-        inside.enter_context(sending_from(1))  # tensors of any size, for memory.activations
+        inside.enter_context(sending_from(1))  # memory.activations sends tensors of any size
         if trial.records:
             inside.enter_context(recording_stream(_device(trial)))
         return _run_rank(counted, model_fn, batch_fn, objective, trial, split)
 
 
 def _refused(error: WeftError) -> dict[str, Any]:
-    """A rank's answer where the plan does not suit the model."""
+    """Returns a rank's answer if the plan does not fit the model."""
     return {"refused": [type(error).__name__, str(error)]}
 
 
 def _device(trial: Trial) -> torch.device:
-    """This rank's device: the current GPU, which was set when the rank started, or the CPU."""
+    """Returns this rank's device: the CPU, or the current GPU, which was set when the rank started."""
     return torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
 
 
@@ -277,7 +281,7 @@ def _run_rank(
     part = split.batch
     if counted.batch_mixers:
         part = split.micro_batch * (split.num_batch_ranks if plan.statistics == "batch" else 1)
-    replicas = _replicas(plan, split) if _has_alike_buffers(plan) else []
+    replicas = _replicas(plan, split) if _has_equal_buffers(plan) else []
     whole = make_model(model_fn).to(device)
     expected = run_sequential(whole, _on(device, batch_fn), objective, steps, trial.clip, part, replicas)
     mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
@@ -286,7 +290,7 @@ def _run_rank(
         compile_blocks(model, logger.warning)
     graph = Graph(model, logger.warning) if trial.records else None
     optimizer = _optimizer(model)
-    watch = _Watch(model, optimizer)
+    recorder = _StateRecorder(model, optimizer)
     mesh.ledger.clear()
     losses, norms = [], []
     for step in range(steps):
@@ -307,28 +311,28 @@ def _run_rank(
     return {
         "loss": _worst_number(losses, expected.losses),
         "grad_norm": _worst_number(norms, expected.norms),
-        "gradient": _worst_tensor(watch.gradients, expected.gradients),
+        "gradient": _worst_tensor(recorder.gradients, expected.gradients),
         "parameter": _worst_tensor(pieces, expected.parameters),
-        "buffer": _worst_buffer(model, expected.buffers) if _has_alike_buffers(plan) else None,
+        "buffer": _worst_buffer(model, expected.buffers) if _has_equal_buffers(plan) else None,
         "evaluation": None if measured is None else _worst_measure(measured, expected.measured, objective),
         "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
         "predicted": _plain({key: value * steps for key, value in traffic.items()}),
         "counted": sent,
         "predicted_state": dict(predicted.state_bytes),
-        "counted_state": watch.state,
+        "counted_state": recorder.state,
         "predicted_host": dict(predicted.host_bytes),
-        "counted_host": watch.host,
+        "counted_host": recorder.host,
     }
 
 
 def _on(device: torch.device, batch_fn: BatchFn) -> BatchFn:
-    """The same batches, on a device."""
+    """Returns a function with the same batches on a device."""
     return lambda step: tuple(tensor.to(device) for tensor in batch_fn(step))
 
 
 def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
-    """The replica of each micro-batch, where a pipeline has mirrored ones."""
+    """Returns the replica of each micro-batch if the pipeline has mirrored replicas; else an empty list."""
     pipe = plan.pipe
     if pipe.degree == 1:
         return []
@@ -338,18 +342,18 @@ def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
     return [found[number] for number in sorted(found)] if len(schedule.placement) > 1 else []
 
 
-def _has_alike_buffers(plan: Plan) -> bool:
-    """Whether running statistics are to be those of the sequential model: of views, with the samples of all ranks."""
+def _has_equal_buffers(plan: Plan) -> bool:
+    """Should running statistics equal the sequential model's? They should if norms see the samples of all ranks."""
     return plan.is_viewed and (plan.num_batch_ranks == 1 or plan.statistics == "batch")
 
 
 def _can_evaluate(counted: Profile, plan: Plan) -> bool:
-    """Whether what a model computes in evaluation is to be the sequential one's: running statistics are alike."""
-    return not counted.batch_mixers or _has_alike_buffers(plan)
+    """Should the evaluation equal the sequential model's? It should if their running statistics are equal."""
+    return not counted.batch_mixers or _has_equal_buffers(plan)
 
 
-class _Watch:
-    """Keeps the gradients that the first update sees, and the size of the state at the last one."""
+class _StateRecorder:
+    """Records the gradients of the first update, and the bytes of the state at the last one."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
@@ -360,7 +364,7 @@ class _Watch:
 
     def _before_step(self, optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
         if not self.gradients:
-            scale = options.get("scale")  # of clipping, where the optimizer does it
+            scale = options.get("scale")  # the factor of clipping, if the optimizer applies it
             self.gradients = [
                 (part, piece.grad.flatten() * (1.0 if scale is None else scale))
                 for part, piece in named_pieces(self.model)
@@ -395,16 +399,16 @@ def _pieces(model: nn.Module) -> list[tuple[Part, Tensor]]:
 
 def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str]:
     errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True)]
-    worst = max(range(len(errors)), key=lambda step: badness(errors[step]))
+    worst = max(range(len(errors)), key=lambda step: nan_as_inf(errors[step]))
     return errors[worst], f"step {worst + 1}"
 
 
 def _worst_measure(found: list[float], expected: list[float], objective: Objective) -> tuple[float, str]:
     errors = []
-    for one, told in zip(found, expected, strict=True):
-        is_equal = one == told or (one != one and told != told)  # no label counts: both are NaN
-        errors.append(0.0 if is_equal else abs(one - told) / max(abs(told), 1e-300))
-    worst = max(range(len(errors)), key=lambda index: badness(errors[index]))
+    for one, reference in zip(found, expected, strict=True):
+        is_equal = one == reference or (one != one and reference != reference)  # both are NaN if no label counts
+        errors.append(0.0 if is_equal else abs(one - reference) / max(abs(reference), 1e-300))
+    worst = max(range(len(errors)), key=lambda index: nan_as_inf(errors[index]))
     return errors[worst], objective.measures[worst]
 
 
@@ -413,31 +417,31 @@ def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor])
     worst = (0.0, "-")
     for part, tensor in found:
         reference = expected.get(part.parameter.name)
-        if reference is None:  # the sequential run never reached it: it has no gradient, and here it must be zero
+        if reference is None:  # no gradient in the sequential run, so it must be zero here
             difference, scale = float(tensor.abs().max()), 0.0
         else:
             cut = part.parameter.cut
             local = (reference if cut is None else cut.take(reference)).flatten()[part.start : part.stop]
             difference, scale = float((tensor - local).abs().max()), float(reference.abs().max())
         error = difference / max(scale, FLOOR * largest)
-        if badness(error) > badness(worst[0]):
+        if nan_as_inf(error) > nan_as_inf(worst[0]):
             worst = (error, part.parameter.name)
     return worst
 
 
 def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float, str]:
-    """Running statistics, of those that norms take over several ranks."""
+    """Returns the largest error among buffers (running statistics of norms), and its name."""
     worst = (0.0, "-")
     for name, buffer in named_buffers(model):
         if buffer.numel():
-            found, told = buffer.double(), expected[name].double()
-            error = float((found - told).abs().max() / told.abs().max().clamp(min=1e-300))
-            worst = max(worst, (error, name), key=lambda pair: badness(pair[0]))
+            found, reference = buffer.double(), expected[name].double()
+            error = float((found - reference).abs().max() / reference.abs().max().clamp(min=1e-300))
+            worst = max(worst, (error, name), key=lambda pair: nan_as_inf(pair[0]))
     return worst
 
 
 def _is_first(part: Part) -> bool:
-    """Whether this rank counts for a part that several ranks of x × y, or of pipe, hold alike."""
+    """Is this the first of the ranks of x × y, or of pipe, that hold the same part?"""
     return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
 
 

@@ -1,4 +1,4 @@
-"""What a proof found: every check of a plan against the sequential model, and whether all of them passed."""
+"""The report of a proof: every check of a plan against the sequential model, and whether all of them passed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from weft.plan import Plan
 from weft.schema import build_dataclass, to_table
 
 TOLERANCE = 1e-9
-# Of bf16 against float64: a number has 8 bits, and errors of a forward and backward add up. Parameters after several
-# updates are not compared: AdamW makes a whole step of a gradient near zero, whatever its sign.
+# Tolerances of bf16 against float64: a number has 8 bits, and the errors of forward and backward add up. Parameters
+# after several updates are not compared: for a gradient near zero, AdamW makes a full step in the direction of its
+# sign.
 BF16_TOLERANCES = {"loss": 1e-2, "grad_norm": 5e-2, "gradient": 1e-1}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report: what was compared, the worst difference and where, or predicted and counted bytes."""
+    """One comparison: the largest error and where it is, or predicted (`expected`) and counted (`found`) bytes."""
 
     what: str
     expected: str
@@ -30,8 +31,8 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Report:
-    """All checks of one plan, and what they leave out of the run, in words."""
+class ProofReport:
+    """All checks of one plan, and in words the parts of the run that they leave out."""
 
     plan: Plan
     checks: tuple[Check, ...]
@@ -39,7 +40,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the plan was found to equal the sequential model."""
+        """Are there checks, and did all of them pass?"""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     @property
@@ -47,8 +48,8 @@ class Report:
         """The first check that did not pass."""
         return next((check for check in self.checks if not check.passed), None)
 
-    def require(self) -> Report:
-        """Raise VerifyError with the first offender, or return the report."""
+    def require(self) -> ProofReport:
+        """Raise VerifyError with the first check that failed; return the report if all passed."""
         if not self.checks:
             raise VerifyError(f"{self.plan.describe_axes()} was not proved: {'; '.join(self.not_proved)}")
         failure = self.first_failure
@@ -60,16 +61,16 @@ class Report:
         return self
 
 
-def report_to_json(report: Report) -> dict[str, Any]:
-    """A report as plain values, for another process."""
+def report_to_json(report: ProofReport) -> dict[str, Any]:
+    """Returns a report as JSON values, for another process."""
     checks = [asdict(check) for check in report.checks]
     return {"plan": to_table(report.plan), "checks": checks, "not_proved": list(report.not_proved)}
 
 
-def report_from_json(values: Mapping[str, Any]) -> Report:
-    """The report of another process."""
+def report_from_json(values: Mapping[str, Any]) -> ProofReport:
+    """Returns the report that `report_to_json` was given."""
     checks = tuple(Check(**check) for check in values["checks"])
-    return Report(build_dataclass(Plan, values["plan"], "plan"), checks, tuple(values["not_proved"]))
+    return ProofReport(build_dataclass(Plan, values["plan"], "plan"), checks, tuple(values["not_proved"]))
 
 
 # --- from the answers of all ranks
@@ -81,8 +82,8 @@ def report_of(
     not_proved: tuple[str, ...],
     tolerance: float | None,
     device: DeviceType = "cpu",
-) -> Report:
-    """The report on a plan from what its ranks found; `tolerance` is for all that is compared, if it is given."""
+) -> ProofReport:
+    """Returns the report on a plan from the answers of its ranks. A `tolerance`, if given, replaces all others."""
     if answers[0]["evaluation"] is None:
         not_proved += ("evaluation: the running statistics of batch norms are each rank's own",)
     if device == "cuda" and plan.memory.activations:
@@ -92,12 +93,12 @@ def report_of(
         for answer in answers:
             answer["predicted_host"].pop(ACTIVATIONS, None)
             answer["counted_host"].pop(ACTIVATIONS, None)
-    checks = (*_judge(answers, _tolerances(plan, tolerance)), _check_coverage(answers, plan))
-    return Report(plan, checks, not_proved)
+    checks = (*_compare(answers, _tolerances(plan, tolerance)), _check_coverage(answers, plan))
+    return ProofReport(plan, checks, not_proved)
 
 
 def _tolerances(plan: Plan, given: float | None) -> dict[str, float | None]:
-    """By what is compared; None for what is not."""
+    """Returns the tolerance of each quantity; None if it is not compared."""
     if plan.precision == "bf16":
         return {
             "parameter": None,
@@ -108,11 +109,12 @@ def _tolerances(plan: Plan, given: float | None) -> dict[str, float | None]:
     return dict.fromkeys(("loss", "grad_norm", "gradient", "parameter", "buffer", "evaluation"), given or TOLERANCE)
 
 
-def badness(error: float) -> float:
-    return float("inf") if error != error else error  # NaN compares false with everything, and would be lost
+def nan_as_inf(error: float) -> float:
+    """Returns infinity for NaN, so that `max` finds it: NaN compares false with everything."""
+    return float("inf") if error != error else error
 
 
-def _judge(answers: list[dict[str, Any]], tolerances: Mapping[str, float | None]) -> list[Check]:
+def _compare(answers: list[dict[str, Any]], tolerances: Mapping[str, float | None]) -> list[Check]:
     checks = []
     for key, what in (
         ("loss", "loss"),
@@ -126,7 +128,7 @@ def _judge(answers: list[dict[str, Any]], tolerances: Mapping[str, float | None]
         if answers[0][key] is None or tolerance is None:
             continue
         errors = [(answer[key][0], f"rank {rank}, {answer[key][1]}") for rank, answer in enumerate(answers)]
-        error, where = max(errors, key=lambda pair: badness(pair[0]))
+        error, where = max(errors, key=lambda pair: nan_as_inf(pair[0]))
         checks.append(Check(what, f"≤ {tolerance:.0e}", f"{error:.1e}", where, error <= tolerance))
     keys = sorted({key for answer in answers for key in (*answer["predicted"], *answer["counted"])})
     checks += [_equal(f"traffic: {key}", answers, "predicted", "counted", key, _traffic_text) for key in keys]
@@ -142,7 +144,7 @@ def _judge(answers: list[dict[str, Any]], tolerances: Mapping[str, float | None]
 
 
 def _check_coverage(answers: list[dict[str, Any]], plan: Plan) -> Check:
-    """A piece that no rank holds is not compared, so the pieces are counted: each once in every replica."""
+    """Checks that every element of the parameters is held once in every replica. No other check finds missing ones."""
     compared = sum(answer["num_compared"] for answer in answers)
     expected = answers[0]["num_expected"] * plan.data * plan.tile.degree * plan.context.degree
     return Check("parameters held", f"{expected:,}", f"{compared:,}", "all ranks", compared == expected)
@@ -153,7 +155,8 @@ def _equal(
 ) -> Check:
     for rank, answer in enumerate(answers):
         expected, found = answer[predicted].get(key), answer[counted].get(key)
-        is_less = key == ACTIVATIONS and (found or 0) < (expected or 0)  # transformers masks shapes, but no data
+        # The prediction may be larger: transformers makes masks for shapes, but not for data.
+        is_less = key == ACTIVATIONS and (found or 0) < (expected or 0)
         if expected != found and not is_less:
             return Check(what, text(expected), text(found), f"rank {rank}", False)
     value = text(answers[0][predicted].get(key))

@@ -1,4 +1,4 @@
-"""The unsplit model, trained by torch's own functions and none of weft's: what the oracle holds plans against."""
+"""Trains the unsplit model with torch's own functions and none of weft's. Proofs compare plans with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.optim import AdamW, Optimizer
 from weft.step.objective import Batch, Objective
 
 LEARNING_RATE = 1e-2
-# Of AdamW: its usual 1e-8 makes a billionth of a step from the 1e-17 that rounding leaves of a gradient of zero.
+# AdamW's epsilon. With the usual 1e-8, rounding noise of 1e-17 in a gradient of zero moves a parameter by a billionth
+# of a step.
 EPSILON = 1e-6
 
 ModelFn = Callable[[], nn.Module]
@@ -21,10 +22,10 @@ BatchFn = Callable[[int], Batch]
 
 
 @dataclass
-class Sequential:
-    """What came of it: losses and gradient norms of the steps, the first gradients, and what there was at the end.
+class SequentialResult:
+    """Losses and gradient norms of all steps, gradients of the first step, and parameters and buffers after the last.
 
-    `measured` are the means that the objective measures of the first batch, after the steps, in evaluation.
+    `measured` are the means of the objective's measures on the first batch, evaluated after the steps.
     """
 
     losses: list[float]
@@ -43,10 +44,11 @@ def run_sequential(
     clip: float | None,
     part: int,
     replicas: Sequence[int],
-) -> Sequential:
-    """`part` samples at a time: all, unless their statistics are to be those of micro-batches.
+) -> SequentialResult:
+    """Trains the model for some steps, with `part` samples of a batch at a time, and returns the results.
 
-    Part i then counts for the running statistics of `replicas[i]`.
+    `part` is the whole batch, unless batch norms should see micro-batches. Part i of a batch then updates the running
+    statistics of `replicas[i]`, if replicas are given.
     """
     optimizer, statistics = make_optimizer(model), _Statistics(model, replicas)
     losses, norms, gradients = [], [], {}
@@ -70,7 +72,7 @@ def run_sequential(
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     measured = _evaluate(model, to_double(batch_fn(0)), objective, part)
-    return Sequential(losses, norms, gradients, parameters, buffers, measured)
+    return SequentialResult(losses, norms, gradients, parameters, buffers, measured)
 
 
 def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int) -> list[float]:
@@ -84,8 +86,9 @@ def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int) -
 
 
 class _Statistics:
-    """A model's buffers as mirrored replicas have them: each counts its own micro-batches, and a step ends with the
-    mean of all.
+    """A model's buffers (running statistics), one copy for each mirrored replica.
+
+    Each replica's micro-batches update its copy. At the end of a step all copies become their mean.
     """
 
     def __init__(self, model: nn.Module, replicas: Sequence[int]) -> None:
@@ -94,7 +97,7 @@ class _Statistics:
 
     @contextmanager
     def of(self, part: int) -> Iterator[None]:
-        """While a part of the batch runs."""
+        """Inside the context, part `part` of the batch runs with its replica's buffers."""
         own = self._copies[self._replicas[part]] if self._copies else []
         pairs = list(zip(self._buffers, own, strict=True)) if own else []
         for buffer, copy in pairs:
@@ -104,7 +107,7 @@ class _Statistics:
             copy.copy_(buffer)
 
     def average(self) -> None:
-        """At the end of a step."""
+        """Set all copies to their mean, at the end of a step."""
         for all_copies in zip(self._buffers, *self._copies, strict=True) if self._copies else ():
             total = torch.stack(all_copies[1:]).sum(0)
             rounding = None if total.is_floating_point() else "floor"
@@ -113,23 +116,23 @@ class _Statistics:
 
 
 def make_model(model_fn: ModelFn) -> nn.Module:
-    """The same on every call, in float64."""
+    """Returns the model in float64, the same on every call."""
     torch.manual_seed(0)
     return model_fn().double()
 
 
 def make_optimizer(model: nn.Module) -> Optimizer:
-    """The one that both sides of a proof train with."""
+    """Returns the optimizer with which both sides of a proof train."""
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-    trained = trained or [torch.zeros(0, requires_grad=True)]  # of a frozen stage
+    trained = trained or [torch.zeros(0, requires_grad=True)]  # a frozen stage has none
     return AdamW(trained, lr=LEARNING_RATE, eps=EPSILON, fused=True)
 
 
 def to_double(batch: Batch) -> Batch:
-    """A batch in float64."""
+    """Returns a batch with its floating-point tensors in float64."""
     return tuple(tensor.to(double_of(tensor.dtype)) for tensor in batch)
 
 
 def double_of(dtype: torch.dtype) -> torch.dtype:
-    """float64 for what is floating-point."""
+    """Returns float64 for a floating-point dtype; any other dtype unchanged."""
     return torch.float64 if dtype.is_floating_point else dtype

@@ -1,9 +1,9 @@
-"""From a run to what is proved of it: a small model, plan and batch that keep what the run's own are made of.
+"""Makes the small copy of a run that is proved in its place: a small model, plan and batch of the same structure.
 
-The run's objective, clipping, options of the plan and number of micro-batches stay; sizes shrink. Names of modules
-(`pipe.split`, `tile.until`) become those of blocks at the same part of the shorter chain. What is valid depends on
-sizes too, so several copies are offered, from the smallest on: the first that the plan fits is proved. What a copy
-leaves out of the run is said in words.
+The run's objective, clipping and plan options stay; sizes and the number of micro-batches shrink. Names of modules
+(`pipe.split`, `tile.until`) become those of blocks at the same relative position in the shorter chain. Whether a plan
+is valid depends on sizes, so there are several copies, from the smallest on; the first that the plan fits is proved.
+Each copy states in words which parts of the run it leaves out.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from weft.step.task import ImageTask, LanguageTask, Task, task_of
 SMALL_MICRO_BATCH = 2
 MAX_SIZE = 512  # pixels of an image's side in a proof
 MAX_NUMEL = 20_000_000  # parameters of a model in a proof
-_DEPTHS = ("num_hidden_layers", "n_layer", "layers", "depth")  # fields of models that count layers
+_DEPTHS = ("num_hidden_layers", "n_layer", "layers", "depth")  # fields of model configs with the number of layers
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
 @dataclass(frozen=True)
-class Proof:
-    """What is proved in place of a run, and what of the run that leaves out."""
+class SmallRun:
+    """A small copy of a run, which is proved in its place. `not_proved` states what it leaves out, in words."""
 
     config: ModelConfig
     task: Task
@@ -48,48 +48,48 @@ class Proof:
 
     @property
     def objective(self) -> Objective:
-        """The run's own."""
+        """The run's objective."""
         return self.task.objective
 
     def model(self) -> nn.Module:
-        """The same on every call."""
+        """Returns the model, the same on every call."""
         model = build(self.config)
         initialise(model, self.seed)
         return model
 
     def batch(self, step: int) -> Batch:
-        """Random samples of a whole batch, of which some labels are masked."""
+        """Returns random samples of a whole batch, with some labels masked."""
         return self.task.random(self.config, self.num_samples, step)
 
 
-def proofs_of(run: Run) -> Iterator[Proof]:
-    """Copies of a run that works, from the smallest on."""
-    left_out, task, small = _left_out(run), task_of(run), _small_model(run)
+def small_runs_of(run: Run) -> Iterator[SmallRun]:
+    """Yields small copies of a run, from the smallest on. The run must have been checked."""
+    left_out, task, small = _options_left_out(run), task_of(run), _small_model(run)
     found = []
     for config in [small, *_narrow_models(run, small)]:
         for sized in _sizes(task.shrunk(config), task, run.plan):
             fitted = _with_positions(config, sized)
             plan, words = _plan(run, fitted)
-            found.append(_proof(run, fitted, sized, plan, (*left_out, *words)))
+            found.append(_small_run(run, fitted, sized, plan, (*left_out, *words)))
             yield found[-1]
     for proof in found:
         if proof.plan.tile.until:
             plan = replace(proof.plan, tile=replace(proof.plan.tile, until=""))
-            yield replace(proof, plan=plan, not_proved=(*proof.not_proved, _elsewhere(run)))
+            yield replace(proof, plan=plan, not_proved=(*proof.not_proved, _until_left_out(run)))
 
 
-def _elsewhere(run: Run) -> str:
+def _until_left_out(run: Run) -> str:
     return f"tile.until = '{run.plan.tile.until}': the proof hands tiles over where they need it"
 
 
-def _proof(run: Run, config: ModelConfig, task: Task, plan: Plan, left_out: tuple[str, ...]) -> Proof:
+def _small_run(run: Run, config: ModelConfig, task: Task, plan: Plan, left_out: tuple[str, ...]) -> SmallRun:
     micro_batch = _micro_batch(run)
     num_samples = plan.num_batch_ranks * micro_batch * _num_micro_batches(run)
-    return Proof(config, task, replace(plan, micro_batch=micro_batch), num_samples, run.train.seed, left_out)
+    return SmallRun(config, task, replace(plan, micro_batch=micro_batch), num_samples, run.train.seed, left_out)
 
 
-def _left_out(run: Run) -> tuple[str, ...]:
-    """What no copy has of the run. What the plan's precision leaves out, `verify` says itself."""
+def _options_left_out(run: Run) -> tuple[str, ...]:
+    """Returns the options of a run that no copy has, in words. Those of the plan's precision are added by `verify`."""
     found = []
     if drops := [name for name in _DROPOUTS if getattr(run.model, name, 0)]:
         found.append(f"dropout (model.{drops[0]} = {getattr(run.model, drops[0]):g}): the proof drops nothing")
@@ -110,7 +110,7 @@ def _small_model(run: Run) -> ModelConfig:
 
 
 def _narrow_models(run: Run, small: ModelConfig) -> Sequence[ModelConfig]:
-    """The run's own model with fewer layers, for plans that do not fit the sizes of the small one."""
+    """Returns the run's own model with fewer layers, for plans that do not fit the sizes of the small one."""
     names = {field.name for field in fields(run.model)}
     depths = {name: getattr(small, name) for name in _DEPTHS if name in names}
     narrow = _without_dropout(_changed(run.model, depths))
@@ -125,7 +125,7 @@ def _without_dropout(config: ModelConfig) -> ModelConfig:
 
 
 def _with_positions(config: ModelConfig, task: Task) -> ModelConfig:
-    """A model with learned positions for all tokens of a sequence."""
+    """Returns a model whose learned positions, if it has any, suffice for the sequence."""
     longest = getattr(config, "n_positions", None)
     if longest is None or not isinstance(task, LanguageTask) or task.sequence <= longest:
         return config
@@ -145,7 +145,7 @@ def _on_meta(config: ModelConfig) -> nn.Module:
 
 
 def _sizes(small: Task, whole: Task, plan: Plan) -> list[Task]:
-    """The small task and, for plans that split samples into many parts, larger ones."""
+    """Returns the small task and, for plans that split samples into many parts, larger ones."""
     if isinstance(small, LanguageTask) and isinstance(whole, LanguageTask):
         context, tensor = plan.context.degree, plan.tensor
         parts = context * tensor.x * tensor.chunks if tensor.sequence else 1
@@ -161,7 +161,7 @@ def _sizes(small: Task, whole: Task, plan: Plan) -> list[Task]:
 
 
 def _micro_batch(run: Run) -> int:
-    """At most two samples; where tiles become shares of the batch, as many as there are tiles."""
+    """Returns the micro-batch: at most two samples, or one for each tile if tiles become shares of the batch."""
     own, tile = run.split.micro_batch, run.plan.tile
     if tile.hand_over == "batch" and own % tile.degree == 0:
         return tile.degree
@@ -169,7 +169,7 @@ def _micro_batch(run: Run) -> int:
 
 
 def _num_micro_batches(run: Run) -> int:
-    """As few as still fill a pipeline twice, by the rules of its schedule; two without one."""
+    """Returns the number of micro-batches: as few as the schedule allows to fill the pipeline twice; 2 without one."""
     pipe, own = run.plan.pipe, run.split.accumulation
     if pipe.degree == 1:
         return min(2, own)
@@ -186,7 +186,7 @@ def _num_micro_batches(run: Run) -> int:
 
 
 def _plan(run: Run, config: ModelConfig) -> tuple[Plan, tuple[str, ...]]:
-    """The plan with the names of modules that a small model has, and what is lost thereby."""
+    """Returns the plan with names of modules of the small model, and in words the options that it lost."""
     whole, small, plan, words = micro_batch_profile(run).model, _on_meta(config), run.plan, []
     assert whole is not None
     if plan.pipe.split:
@@ -198,13 +198,16 @@ def _plan(run: Run, config: ModelConfig) -> tuple[Plan, tuple[str, ...]]:
     if plan.tile.until:
         until = _module(plan.tile.until, whole, small)
         if until is None:
-            words.append(_elsewhere(run))
+            words.append(_until_left_out(run))
         plan = replace(plan, tile=replace(plan.tile, until=until or ""))
     return plan, tuple(words)
 
 
 def _places(names: Sequence[str], whole: nn.Module, small: nn.Module) -> tuple[str, ...] | None:
-    """Units of a small model that stand to its chain as the named ones do to the whole's; in order, each once."""
+    """Returns units of a small model at the relative positions of the named ones in the whole; in order, each once.
+
+    None if there are none.
+    """
     long, short, units = list(find_blocks(whole)), list(find_blocks(small)), find_units(small)
     numbers = [long.index(name) for name in names if name in long]
     found = [max(number * len(short) // len(long), min(number, 1)) for number in numbers]
@@ -219,7 +222,10 @@ def _places(names: Sequence[str], whole: nn.Module, small: nn.Module) -> tuple[s
 
 
 def _module(name: str, whole: nn.Module, small: nn.Module) -> str | None:
-    """The module of a small model of that name, or at the same place in a block as far along the chain."""
+    """Returns the small model's module of that name; else that of the nearest block, by relative position, that has it.
+
+    None if there is none.
+    """
     modules = dict(small.named_modules())
     if name in modules:
         return name

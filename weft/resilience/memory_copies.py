@@ -57,7 +57,7 @@ class MemoryCopies(Saver):
         self._world, self._place, self._say = mesh["world"], place, say
         self._hop = place.num_local_ranks  # the distance to the rank with the same local index on the next host
         # It has its own ledger because it waits in another thread and its messages are not part of a step.
-        self._ring = replace(mesh.again("world", "memory"), ledger=Ledger()) if place.num_hosts > 1 else None
+        self._ring = replace(mesh.with_own_group("world", "memory"), ledger=Ledger()) if place.num_hosts > 1 else None
         self._is_enabled: bool | None = None  # not known before the first save
         self._last: CopyKey | None = None
         self._listings: list[PartListing] = []

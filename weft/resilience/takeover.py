@@ -70,7 +70,7 @@ class LostRankRecovery:
         store, mesh = current_store(), self._mesh
         num_ranks = mesh.plan.num_ranks
         self._model.let_go()
-        mesh.let_go()
+        mesh.release_groups()
         shutdown()
         gc.collect()  # process groups are closed when they are no longer referenced
         lost = self._await_lost_rank(why)
@@ -84,7 +84,7 @@ class LostRankRecovery:
         ahead = [one for one in progress.values() if one.number == newest]
         done = [Action(**action) for one in ahead for action in one.done]
         before = progress[lost.rank - 1]
-        mesh.without_one()
+        mesh.drop_pipe_rank()
         self._model.take_over(lost.rank, newest, done, before.has_gradients and before.number == newest)
         self._saver.continue_without(lost.rank, [one.num_saves for one in progress.values()])
         if self._rank == lost.rank - 1:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.health.rank_status import Status
-from weft.profile import Block, Places, find_parameters, profile
+from weft.profile import Block, ParameterUses, find_parameters, profile
 from weft.sharding.flat_buffer import Flat
 
 _ATTRIBUTE = "_weft_units"
-MakeFlats = Callable[[Block, Mapping[str, Places]], Sequence[Flat]]
+MakeFlats = Callable[[Block, Mapping[str, ParameterUses]], Sequence[Flat]]
 
 
 @dataclass(eq=False)

@@ -87,9 +87,9 @@ def dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
     """What the rank at these coordinates does."""
     over = f"{plan.statistics} over {plan.num_batch_ranks}, {'staged' if plan.pipe.degree > 1 else 'whole'}"
     key = f"dry {plan.tile} {over} {coordinates['rows']} {coordinates['columns']}"
-    if key not in whole.kept:
-        whole.kept[key] = _dry_run(whole, plan, coordinates)
-    found: Dry = whole.kept[key]
+    if key not in whole.cache:
+        whole.cache[key] = _dry_run(whole, plan, coordinates)
+    found: Dry = whole.cache[key]
     return found
 
 
@@ -203,13 +203,13 @@ class _Outline:
 
 def _outline(whole: Profile) -> _Outline:
     """Of the whole model."""
-    if "outline" not in whole.kept:
+    if "outline" not in whole.cache:
         found = _Outline()
         assert whole.model is not None and whole.example is not None  # noqa: PT018
         with _watched(whole.model, lambda name, _, out: found.calls.append((name, _shapes(out)))):
             count(whole.model, whole.example, None, whole.dtype, whole)
-        whole.kept["outline"] = found
-    outline: _Outline = whole.kept["outline"]
+        whole.cache["outline"] = found
+    outline: _Outline = whole.cache["outline"]
     return outline
 
 

@@ -100,10 +100,10 @@ def draws(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
         value = own_part(value, target, looks.grid)
         target = Place.of(looks.grid, target.sizes, target.dims)
     args = (value, *args[1:])
-    if looks.grid.draws is not None:
-        looks.grid.draws.apart()
+    if looks.grid.rng is not None:
+        looks.grid.rng.per_rank()
     try:
         return put_all(func(*args, **kwargs), target)
     finally:
-        if looks.grid.draws is not None:
-            looks.grid.draws.alike()
+        if looks.grid.rng is not None:
+            looks.grid.rng.shared()

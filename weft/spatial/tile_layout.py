@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.comm import Axis
 from weft.inspection.parameter_cut import Interval
-from weft.inspection.rng import TileDraws
+from weft.inspection.rng import TileRng
 from weft.spatial.ownership import Line
 
 _ATTRIBUTE = "_weft_place"
@@ -38,7 +38,7 @@ class Grid:
     rows: Axis
     columns: Axis
     tile: Axis
-    draws: TileDraws | None = None
+    rng: TileRng | None = None
     note: Callable[[list[Call]], None] | None = None
     layer: Callable[[Place, Place, tuple[Needs, Needs]], None] | None = None
     samples: Axis | None = None

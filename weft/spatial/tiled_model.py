@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.errors import PlanError
-from weft.inspection.absent_module import Elsewhere
+from weft.inspection.absent_module import AbsentModule
 from weft.inspection.blocks import find_blocks, find_units
 from weft.spatial.hand_over import own_part
 from weft.spatial.operands import map_tensors
@@ -140,7 +140,7 @@ def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
     find = find_units if view.is_staged else find_blocks
     for name, unit in find(model).items():
         setattr(unit, "forward", partial(run_unit, view, name, unit, unit.forward))  # noqa: B010
-        if view.tile.until and not isinstance(unit, Elsewhere):
+        if view.tile.until and not isinstance(unit, AbsentModule):
             unit.register_forward_pre_hook(partial(_before_unit, view), with_kwargs=True)
     if view.tile.until:
         _watch_point(model, view)
@@ -150,7 +150,7 @@ def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
 def _watch_point(model: nn.Module, view: View) -> None:
     """Let tiles be handed over before `until`, or (where another stage has it) the view know when that has been."""
     for name, module in model.named_modules():
-        if isinstance(module, Elsewhere) and f"{view.tile.until}.".startswith(f"{name}."):
+        if isinstance(module, AbsentModule) and f"{view.tile.until}.".startswith(f"{name}."):
             module.register_forward_pre_hook(lambda *_: view.pass_point(()))
         elif name == view.tile.until:
             module.register_forward_pre_hook(partial(_before_until, view), with_kwargs=True)

@@ -19,7 +19,7 @@ from weft.comm import Axis, Traffic
 from weft.comm.ledger import Key
 from weft.data.config import DataConfig
 from weft.errors import PlanError
-from weft.inspection.absent_module import Elsewhere
+from weft.inspection.absent_module import AbsentModule
 from weft.inspection.blocks import find_blocks
 from weft.memory.recompute_context import carry
 from weft.models.decoder import CausalAttention
@@ -54,7 +54,7 @@ def separate_documents(model: nn.Module, end: int, axis: Axis) -> None:
 def _with_elsewhere(model: nn.Module) -> Iterator[nn.Module]:
     """A model's modules, and those of other stages that it has stand-ins for."""
     for module in model.modules():
-        yield from module.__dict__["stands_for"].modules() if isinstance(module, Elsewhere) else (module,)
+        yield from module.__dict__["stands_for"].modules() if isinstance(module, AbsentModule) else (module,)
 
 
 class _Documents:

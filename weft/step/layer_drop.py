@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
-from weft.inspection.chain_ends import hidden_of
+from weft.inspection.chain_ends import hidden_states_of
 from weft.plan import Plan
 from weft.run_tables import LayerDrop
 
@@ -41,7 +41,7 @@ class Gates:
     def gate(self, layer: int) -> tuple[bool, float]:
         """Whether a block is kept, and how probable that was."""
         step, micro_batch = self._now
-        kept = self.config.kept(step, layer, self.num_layers)
+        kept = self.config.keep_probability(step, layer, self.num_layers)
         key = f"layer drop:{self.seed}:{step}:{micro_batch}:{layer}"
         drawn = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest()) / 2**56
         return drawn < kept, kept
@@ -76,7 +76,7 @@ def _call(block: nn.Module, gates: Gates, layer: int, *args: Any, **kwargs: Any)
     if not block.training:
         return block._call_impl(*args, **kwargs)
     is_kept, probability = gates.gate(layer)
-    hidden = hidden_of(args, kwargs)
+    hidden = hidden_states_of(args, kwargs)
     if hidden is None:
         raise PlanError("train.layer_drop needs blocks whose first argument is the stream of hidden states")
     if not is_kept:

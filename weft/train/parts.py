@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from weft.inspection.rng import keyed, seed_draws
+from weft.inspection.rng import derive_seed, seed_rng
 from weft.pipeline.rank_model import pipeline_of
 from weft.resilience.faults import Faults
 from weft.step.task import task_of
@@ -118,7 +118,7 @@ class RandomStates(Part):
         state = self._state
         if state.gates is not None:
             state.gates.begin(step, index)
-        seed_draws(keyed(state.run.train.seed, step, index, state.mesh["batch"].index), state.mesh.device)
+        seed_rng(derive_seed(state.run.train.seed, step, index, state.mesh["batch"].index), state.mesh.device)
 
 
 class Timeline(Part):

@@ -1,12 +1,14 @@
-"""Causal attention over a sequence that is split over an axis, in two exact ways, forward and backward.
+"""Causal attention over a sequence that is split over an axis, by two exact algorithms, forward and backward.
 
-The sequence is cut into 2·p equal chunks for p ranks, and rank i holds chunks i and 2p-1-i (`zigzag`): what it may see
-is then the same for every rank, half of everything. All ranks know all positions; nothing but K, V and heads travels.
+The sequence is cut into 2·p equal chunks for p ranks, and rank i holds chunks i and 2p-1-i (`zigzag`). So the queries
+of every rank see the same number of keys: half of all pairs. Every rank can compute all positions; only K, V and heads
+are sent.
 
-    ring         K and V go round the ring of ranks, and each rank adds up what its queries see of them (Liu et al.,
-                 Ring Attention, 2023). Any number of heads; saves O(sequence / p).
-    all-to-all   every rank trades its part of the sequence for all of it and a part of the heads, attends as one device
-                 would, and trades back (Jacobs et al., DeepSpeed-Ulysses, 2023). p must divide the heads.
+    ring         K and V are sent around the ring of ranks, and each rank accumulates the attention of its queries to
+                 them (Liu et al., Ring Attention, 2023). Any number of heads; saves O(sequence / p).
+    all-to-all   every rank exchanges its part of the sequence for the whole sequence of a part of the heads, computes
+                 attention as one device would, and exchanges back (Jacobs et al., DeepSpeed-Ulysses, 2023). p must
+                 divide the heads.
 
 Calls per rank, with kv = batch·kv_heads·local_sequence·head_dim elements in K, q = batch·heads·local_sequence·head_dim
 in the queries, c bytes an element (w = max(c, 4) where gradients add up), r = p / gcd(kv_heads, p):
@@ -28,12 +30,12 @@ from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, all_gather, all_to_all, shift
 from weft.parallel.context.block_attention import (
-    Block,
-    Gradients,
+    AttentionResult,
+    GradientSums,
     Mask,
     PartialSoftmax,
-    Result,
     Rows,
+    VisibleBlock,
     attend,
     attend_backward,
     wide_dtype,
@@ -42,30 +44,30 @@ from weft.parallel.context.block_attention import (
 Calls = list[tuple[str, int]]  # the operation and the bytes of each call
 
 
-# --- who holds what
+# --- which rank holds which rows
 
 
 def zigzag(sequence: int, degree: int, index: int) -> Tensor:
-    """The positions of the rows that rank `index` holds, ascending: [sequence / degree]."""
+    """Returns the positions of the rows that rank `index` holds, ascending: [sequence / degree]."""
     assert sequence % (2 * degree) == 0
     return torch.cat([torch.arange(rows.position, rows.end) for rows in _runs(sequence // degree, degree, index)])
 
 
-def visible_block(local_sequence: int, degree: int, own: int, peer: int) -> Block:
-    """Which rows of rank `own`'s queries see which rows of rank `peer`'s keys: half of all pairs, whatever the ranks.
+def visible_block(local_sequence: int, degree: int, own: int, peer: int) -> VisibleBlock:
+    """Returns which rows of rank `own`'s queries see which rows of rank `peer`'s keys: half of all pairs for any ranks.
 
-    An earlier peer's second chunk lies after all queries; a later peer's chunks both lie between the two of queries.
+    An earlier peer's second chunk lies after all queries. A later peer's two chunks lie between the two of the queries.
     """
     query_rows, key_rows = _runs(local_sequence, degree, own), _runs(local_sequence, degree, peer)
     if peer < own:
-        return Block(query_rows, key_rows[:1])
-    return Block(query_rows if peer == own else query_rows[1:], key_rows)
+        return VisibleBlock(query_rows, key_rows[:1])
+    return VisibleBlock(query_rows if peer == own else query_rows[1:], key_rows)
 
 
 def gather_documents(documents: Tensor, axis: Axis) -> Tensor:
-    """Document ids [batch, local_sequence] of each rank -> [batch, sequence] in the sequence's order, on all ranks.
+    """Gathers document ids [batch, local_sequence] of all ranks to [batch, sequence] in the sequence's order.
 
-    One all_gather of the whole ids; they are the same for every layer, so once a batch is enough.
+    It is one all_gather. The ids are the same for every layer, so one call for each batch is enough.
     """
     parts = documents.new_empty((axis.degree, *documents.shape))
     all_gather(parts, documents[None].contiguous(), axis).wait()
@@ -73,7 +75,7 @@ def gather_documents(documents: Tensor, axis: Axis) -> Tensor:
 
 
 def _runs(local_sequence: int, degree: int, index: int) -> tuple[Rows, Rows]:
-    """The two chunks of a rank; the first lies before the second, so local order is the sequence's order."""
+    """Returns the two chunks of a rank. The first lies before the second, so local order is the sequence's order."""
     assert local_sequence % 2 == 0
     chunk = local_sequence // 2
     first, second = index * chunk, (2 * degree - 1 - index) * chunk
@@ -81,12 +83,12 @@ def _runs(local_sequence: int, degree: int, index: int) -> tuple[Rows, Rows]:
 
 
 def _in_order(by_rank: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All ranks' rows one after the other -> the rows in the sequence's order."""
+    """Reorders rows from the order of ranks to the order of the sequence."""
     return by_rank.index_select(dim, _positions(by_rank, axis, dim).argsort())
 
 
 def _by_rank(in_order: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The rows in the sequence's order -> all ranks' rows one after the other."""
+    """Reorders rows from the order of the sequence to the order of ranks."""
     return in_order.index_select(dim, _positions(in_order, axis, dim))
 
 
@@ -108,7 +110,7 @@ def ring_attention(
     sliding_window: int | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Attention of this rank's rows (`zigzag`) on the whole sequence; the next K and V arrive while these are used.
+    """Returns the attention of this rank's rows (`zigzag`) to the whole sequence. Sends of K and V overlap with it.
 
     query [batch, heads, local_sequence, head_dim]; key and value [batch, kv_heads, local_sequence, head_dim]; out like
     query. A position sees itself and those before it, less than `sliding_window` away, with the same id in `documents`
@@ -126,7 +128,7 @@ def ring_attention(
 def ring_traffic(
     batch: int, kv_heads: int, local_sequence: int, head_dim: int, itemsize: int, degree: int
 ) -> tuple[Calls, Calls]:
-    """What a rank's forward and backward send."""
+    """Returns the operation and bytes of each call in a rank's forward, and in its backward."""
     numel = batch * kv_heads * local_sequence * head_dim
     keys_and_values = [("send", numel * itemsize)] * 2 * (degree - 1)
     gradients = [("send", numel * max(itemsize, 4))] * 2 * (degree - 1)
@@ -151,17 +153,17 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         axis: Axis = ctx.axis
-        if grad_out.stride(-1) != 1 or 0 in grad_out.stride():  # as that of a sum, which kernels need not read
+        if grad_out.stride(-1) != 1 or 0 in grad_out.stride():  # expanded, as of a sum: kernels may not support it
             grad_out = grad_out.contiguous()
-        result = Result(query, out, grad_out, logsumexp)
+        result = AttentionResult(query, out, grad_out, logsumexp)
         grad_query = _zeros(query)
         home = _zeros(key), _zeros(value)
-        # What others add to the gradients of a travelling K and V follows them, and comes home with the last shift.
+        # Gradients of a K and V that other ranks add are sent around the ring after them. The last shift returns them.
         arrived, pending = home, None
         for peer, peer_key, peer_value in _rotate(key, value, axis):
             block = visible_block(query.shape[2], axis.degree, axis.index, peer)
             sums = home if peer == axis.index else (_zeros(key), _zeros(value))
-            attend_backward(Gradients(grad_query, *sums), result, peer_key, peer_value, block, ctx.mask, ctx.scale)
+            attend_backward(GradientSums(grad_query, *sums), result, peer_key, peer_value, block, ctx.mask, ctx.scale)
             if peer == axis.index:
                 continue
             if pending is not None:
@@ -176,7 +178,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _rotate(key: Tensor, value: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(rank, its K, its V) of this rank, the one before it, and so on; the next are on their way meanwhile."""
+    """Yields (rank, its K, its V) for this rank, the one before it, and so on. The next K and V are sent meanwhile."""
     key, value = key.contiguous(), value.contiguous()
     for step in range(axis.degree - 1):
         following = torch.empty_like(key), torch.empty_like(value)
@@ -209,7 +211,7 @@ def all_to_all_attention(
     sliding_window: int | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """`ring_attention` by other means: the same arguments, the same result."""
+    """Computes what `ring_attention` does, with the same arguments, by two all-to-alls."""
     degree, local_sequence = axis.degree, query.shape[2]
     assert query.shape[1] % degree == 0
     repeats = _repeats(key.shape[1], degree)
@@ -230,7 +232,7 @@ def all_to_all_attention(
 def all_to_all_traffic(
     batch: int, heads: int, kv_heads: int, local_sequence: int, head_dim: int, itemsize: int, degree: int
 ) -> tuple[Calls, Calls]:
-    """What a rank's forward and backward trade."""
+    """Returns the operation and bytes of each call in a rank's forward, and in its backward."""
     if degree == 1:
         return [], []
     row_bytes = batch * local_sequence * head_dim * itemsize  # of one head
@@ -240,25 +242,25 @@ def all_to_all_traffic(
 
 
 def _repeats(kv_heads: int, degree: int) -> int:
-    """How often each key head must be there for every rank to get as many, those that its query heads share."""
+    """Returns how often each key head is repeated, so that every rank gets the key heads of its query heads."""
     return degree // math.gcd(kv_heads, degree)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of the first dim goes to rank i. What came from rank i has its gradient go back there: the same again."""
+    """Sends part i of the first dim to rank i. Backward is the same operation: gradients return to the senders."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return _trade(sent, axis)
+        return _exchange(sent, axis)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_received: Tensor) -> tuple[Tensor, None]:
-        return _trade(grad_received, ctx.axis), None
+        return _exchange(grad_received, ctx.axis), None
 
 
-def _trade(sent: Tensor, axis: Axis) -> Tensor:
+def _exchange(sent: Tensor, axis: Axis) -> Tensor:
     received = torch.empty_like(sent, memory_format=torch.contiguous_format)
     all_to_all(received, sent.contiguous(), axis).wait()
     return received

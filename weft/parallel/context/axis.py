@@ -1,10 +1,10 @@
-"""Axis `context`: the sequence over ranks, for sequences that one device cannot hold. Weights are whole on each.
+"""Axis `context`: splits sequences over ranks, for sequences too long for one device. Each rank holds whole weights.
 
-Everything but attention works on each token alone, so a rank computes its own tokens; attention sees the others by a
-ring of keys and values (Liu et al. 2023) or by exchanging heads for tokens (Ulysses, Jacobs et al. 2023); see
-`context_attention.py` for both and their bytes. Tokens are dealt zig-zag: of 2·context equal parts rank i takes parts i
-and 2·context - 1 - i, so that causal attention is equal work for all. Labels are dealt with their tokens, positions
-follow the deal, and gradients are summed over the axis: one all-reduce of each trained slice a step.
+Everything but attention treats each token independently, so a rank computes its own tokens. Attention gets the others
+by a ring of keys and values (Liu et al. 2023), or by exchanging heads for tokens (Ulysses, Jacobs et al. 2023);
+`attention.py` has both and their bytes. Tokens are split zig-zag: of 2·context equal parts rank i holds parts i and
+2·context - 1 - i, so that causal attention is equal work for all ranks. Labels and positions are split like their
+tokens. Gradients are summed over the axis: one all-reduce of each trained slice a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.comm import Axis
 from weft.comm.ledger import Key
 from weft.errors import PlanError
-from weft.inspection.rng import Draws
+from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.decoder import CausalAttention
 from weft.parallel.context.attention import (
@@ -36,11 +36,11 @@ from weft.sharding.layout import COMPUTE_DTYPE, master_bytes, trained_layouts
 from weft.sharding.units import units_of
 from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
 
-SEQUENCE_DIM = 1  # of tokens, labels and whatever else a batch holds: [batch, sequence, ...]
+SEQUENCE_DIM = 1  # of all tensors of a batch (tokens, labels, ...): [batch, sequence, ...]
 
 
 class ContextAxis(Strategy):
-    """Sequences over `context`."""
+    """Splits sequences over `context`."""
 
     name = "context"
 
@@ -100,9 +100,9 @@ class ContextAxis(Strategy):
             if isinstance(module, CausalAttention):
                 setattr(module, "forward", partial(_attend, module, plan.context.kind, axis))  # noqa: B010 (to mypy)
         model.register_forward_pre_hook(partial(_add_positions, axis), with_kwargs=True)
-        draws = Draws({"context": [axis]}, mesh.device)  # all that a rank has in the model is of its own tokens
-        model.register_forward_pre_hook(partial(_draw_apart, draws))
-        model.register_forward_hook(lambda *_: draws.end())
+        rng = ScopedRng({"context": [axis]}, mesh.device)  # every element in the model is of this rank's own tokens
+        model.register_forward_pre_hook(partial(_use_own_rng, rng))
+        model.register_forward_hook(lambda *_: rng.end())
         units = units_of(model)
         assert units is not None
         for flat in units.flats:
@@ -111,17 +111,17 @@ class ContextAxis(Strategy):
 
 
 def _forwards(profile: Profile, plan: Plan, name: str) -> tuple[int, bool]:
-    """How often an attention computes forward in a micro-batch, and whether its result needs a gradient."""
+    """Returns how often an attention's forward runs in a micro-batch, and whether its result requires a gradient."""
     block = next((block for block in profile.blocks if name.startswith(f"{block.name}.")), None)
     is_again = block is not None and block.in_backward and plan.memory.recompute != "none"
     around = f"{name.rpartition('.')[0]}."
     inside = [layer for path, layer in profile.layers.items() if path.startswith(around)]
-    # The last layer there is the projection that takes the attention's result.
+    # The last layer is the projection of the attention's result.
     return (2 if is_again else 1), not inside or inside[-1].needs_gradient
 
 
 def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
-    """This rank's tokens of whole sequences, and what goes with them."""
+    """Returns this rank's tokens of a batch of whole sequences, with their labels and other tensors."""
     if axis.degree == 1:
         return batch
     return tuple(
@@ -130,23 +130,23 @@ def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
     )
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and their count are no part of a compiled graph
+@torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and the ledger are not part of a compiled graph
 def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """What takes the place of a module's attention; `module.documents` are then those of the whole sequence."""
+    """Replaces a module's attention; `module.documents` must be those of the whole sequence."""
     attention = ring_attention if kind == "ring" else all_to_all_attention
-    # Selective recompute watches operations by a mode and keeps what matmuls give; inside attention these are scores,
-    # which are many and are changed in place, so it is kept from looking inside.
+    # Selective recompute uses a dispatch mode to save the results of matmuls. Inside attention these would be scores,
+    # which are large and are changed in place, so modes are disabled here.
     with _disable_current_modes():
         return attention(query, key, value, axis, sliding_window=module.sliding_window, documents=module.documents)
 
 
-def _draw_apart(draws: Draws, *_: Any) -> None:
-    draws.begin()
-    draws.enter("context")
+def _use_own_rng(rng: ScopedRng, *_: Any) -> None:
+    rng.begin()
+    rng.enter("context")
 
 
 def _add_positions(axis: Axis, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Tell the model where in the sequence its tokens stand."""
+    """Pass the positions of this rank's tokens in the sequence to the model."""
     tokens = args[0] if args else next(iter(kwargs.values()))
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         raise PlanError(f"{type(model).__name__} got no tokens [batch, sequence] to split over context = {axis.degree}")

@@ -1,11 +1,12 @@
-"""Causal attention of some rows of a sequence on some others: a part of a softmax, added up with other parts.
+"""Causal attention of some rows of a sequence to some others: one part of a softmax, to be added to other parts.
 
-A softmax may span keys that are never in one place. Each part gives a numerator, a denominator and the peak that both
-are scaled by (`PartialSoftmax`). Backward needs of the whole only its result and the logsumexp of each row, so each
-part of the gradient is exact by itself (Dao et al., FlashAttention, 2022). Sums are float32, or float64 for float64.
+The keys of a softmax may never be on one device at the same time. Each part has a numerator, a denominator and the peak
+that both are scaled by (`PartialSoftmax`). Backward needs only the result and the logsumexp of each row of the whole
+softmax, so each part of the gradient is exact by itself (Dao et al., FlashAttention, 2022). Sums are in float32, or in
+float64 for float64.
 
-Parts go through torch's flash kernels where nothing but causality hides keys, and through matmuls in tiles of `TILE` by
-`TILE` rows otherwise: no larger matrix of scores ever exists, and tiles that are wholly hidden cost nothing.
+If only causality masks keys, parts use torch's flash kernels. Otherwise they are computed by matmuls in tiles of `TILE`
+by `TILE` rows: no larger matrix of scores exists, and tiles that are fully masked are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows `start` to `stop` of what a rank holds, which are consecutive in the sequence, from `position` on."""
+    """Rows `start` to `stop` of a rank's tensor. They are consecutive in the sequence, beginning at `position`."""
 
     start: int
     stop: int
@@ -35,14 +36,14 @@ class Rows:
         return self.position + self.stop - self.start
 
     def tiles(self) -> Iterator[Rows]:
-        """The rows in pieces of at most `TILE`."""
+        """Yields the rows in pieces of at most `TILE`."""
         for start in range(self.start, self.stop, TILE):
             yield Rows(start, min(start + TILE, self.stop), self.position + start - self.start)
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What a position sees: itself and those before it, less than `sliding_window` away, with the same document id.
+    """A position sees itself and those before it, less than `sliding_window` away, with the same document id.
 
     `documents` holds the ids [batch, sequence] of the whole sequence, in its order.
     """
@@ -51,12 +52,12 @@ class Mask:
     documents: Tensor | None
 
     def sees(self, query: Rows, key: Rows) -> bool:
-        """Whether any position of `query` may see any of `key`, as far as positions tell."""
+        """Can any position of `query` see any of `key`? Documents are not considered."""
         near = self.sliding_window is None or query.position - (key.end - 1) < self.sliding_window
         return key.position < query.end and near
 
     def hidden(self, query: Rows, key: Rows, device: torch.device) -> Tensor | None:
-        """What may not be seen, as [rows, keys] or [batch, 1, 1, rows, keys]; None where all may."""
+        """Returns the mask of hidden keys, [rows, keys] or [batch, 1, 1, rows, keys]; None if no key is hidden."""
         hidden: Tensor | None = None
         window = query.end if self.sliding_window is None else self.sliding_window
         if key.end - 1 > query.position or query.end - 1 - key.position >= window:
@@ -71,8 +72,8 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Block:
-    """The rows of one rank's queries that see something of one rank's keys, and the rows of these keys."""
+class VisibleBlock:
+    """The rows of one rank's queries that see some of another rank's keys, and the rows of these keys."""
 
     query_rows: tuple[Rows, ...]
     key_rows: tuple[Rows, ...]
@@ -87,7 +88,7 @@ class Block:
 
     @property
     def is_causal(self) -> bool:
-        """Whether causality hides keys inside the block: in a rank's own. In all others each query sees each key."""
+        """Does causality hide keys inside the block? It does for a rank's own keys only."""
         return self.query_rows == self.key_rows
 
 
@@ -97,7 +98,7 @@ class PartialSoftmax:
     def __init__(self, query: Tensor) -> None:
         self.numerator = torch.zeros_like(query, dtype=wide_dtype(query.dtype), memory_format=torch.contiguous_format)
         self.denominator = torch.zeros_like(self.numerator[..., :1])  # [batch, heads, sequence, 1]
-        # The lowest finite number, not -inf: a row that has seen nothing yet must not subtract infinities.
+        # The lowest finite number, not -inf: a row without keys so far must not subtract infinities.
         self.peak = torch.full_like(self.denominator, torch.finfo(self.numerator.dtype).min)
 
     def add(self, rows: slice, numerator: Tensor, denominator: Tensor, peak: Tensor) -> None:
@@ -110,13 +111,13 @@ class PartialSoftmax:
         old_peak.copy_(new_peak)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """The result [batch, heads, sequence, head_dim] and the logsumexp [batch, heads, sequence] of all parts."""
+        """Returns the result [batch, heads, sequence, head_dim] and logsumexp [batch, heads, sequence] of all parts."""
         return self.numerator / self.denominator, (self.peak + self.denominator.log()).squeeze(-1)
 
 
 @dataclass(frozen=True)
-class Result:
-    """What backward needs of the whole softmax: queries, result, its gradient, and the logsumexp of each row."""
+class AttentionResult:
+    """Queries, result, gradient of the result, and logsumexp of each row of a whole softmax, for backward."""
 
     query: Tensor
     out: Tensor
@@ -125,8 +126,8 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Where gradients add up, in the dtype of sums."""
+class GradientSums:
+    """Sums of the gradients of query, key and value so far, in the dtype of sums."""
 
     query: Tensor
     key: Tensor
@@ -134,14 +135,14 @@ class Gradients:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums."""
+    """Returns the dtype in which sums of `dtype` are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def attend(
-    softmax: PartialSoftmax, query: Tensor, key: Tensor, value: Tensor, block: Block, mask: Mask, scale: float
+    softmax: PartialSoftmax, query: Tensor, key: Tensor, value: Tensor, block: VisibleBlock, mask: Mask, scale: float
 ) -> None:
-    """Add to `softmax` what the block's queries see of its keys.
+    """Add the attention of the block's queries to its keys to `softmax`.
 
     query [batch, heads, sequence, head_dim]; key and value [batch, kv_heads, sequence, head_dim].
     """
@@ -158,7 +159,13 @@ def attend(
 
 
 def attend_backward(
-    gradients: Gradients, result: Result, key: Tensor, value: Tensor, block: Block, mask: Mask, scale: float
+    gradients: GradientSums,
+    result: AttentionResult,
+    key: Tensor,
+    value: Tensor,
+    block: VisibleBlock,
+    mask: Mask,
+    scale: float,
 ) -> None:
     """Add the block's part of the gradients of query, key and value."""
     if _can_fuse(result.query, key, value, mask):
@@ -185,7 +192,7 @@ def attend_backward(
 
 def _attend_tile(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     scores = _scores(query, key, hidden)
-    peak = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)  # of a row that sees nothing here
+    peak = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)  # finite for rows without keys
     weights = scores.sub_(peak).exp_()
     return _times(weights, value), weights.sum(-1, keepdim=True), peak
 
@@ -194,8 +201,8 @@ def _attend_tile_backward(
     query: Tensor, out: Tensor, grad_out: Tensor, logsumexp: Tensor, key: Tensor, value: Tensor, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     weights = _scores(query, key, hidden).sub_(logsumexp).exp_()
-    grad_value = weights.flatten(2, 3).mT @ grad_out.flatten(2, 3)  # the group's queries add up: [.., keys, head_dim]
-    inner = (grad_out * out).sum(-1, keepdim=True)  # what a row's weights, which sum to 1, share of each gradient
+    grad_value = weights.flatten(2, 3).mT @ grad_out.flatten(2, 3)  # summed over the group: [.., keys, head_dim]
+    inner = (grad_out * out).sum(-1, keepdim=True)  # from the normalisation of the weights
     grad_scores = _times(grad_out, value.mT).sub_(inner).mul_(weights)
     return _times(grad_scores, key), grad_scores.flatten(2, 3).mT @ query.flatten(2, 3), grad_value
 
@@ -206,13 +213,13 @@ def _scores(query: Tensor, key: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def _times(grouped: Tensor, matrix: Tensor) -> Tensor:
-    """[batch, kv_heads, group, rows, n] @ [batch, kv_heads, n, m], without a copy of the matrix for each of a group."""
+    """Returns [batch, kv_heads, group, rows, n] @ [batch, kv_heads, n, m] without copying the matrix for each group."""
     product: Tensor = (grouped.flatten(2, 3) @ matrix).unflatten(2, grouped.shape[2:4])
     return product
 
 
 def _group(tensor: Tensor, key: Tensor) -> Tensor:
-    """[batch, heads, rows, n] -> [batch, kv_heads, group, rows, n], a key head with the query heads that share it."""
+    """Reshapes [batch, heads, rows, n] to [batch, kv_heads, group, rows, n]: the query heads that share a key head."""
     grouped: Tensor = tensor.to(wide_dtype(tensor.dtype)).unflatten(1, (key.shape[1], -1))
     return grouped
 
@@ -221,7 +228,7 @@ def _wide(tensor: Tensor, rows: slice) -> Tensor:
     return tensor[:, :, rows].to(wide_dtype(tensor.dtype))
 
 
-def _visible_tiles(block: Block, mask: Mask) -> Iterator[tuple[Rows, Rows]]:
+def _visible_tiles(block: VisibleBlock, mask: Mask) -> Iterator[tuple[Rows, Rows]]:
     for query_rows in block.query_rows:
         for query_tile in query_rows.tiles():
             for key_rows in block.key_rows:
@@ -230,7 +237,7 @@ def _visible_tiles(block: Block, mask: Mask) -> Iterator[tuple[Rows, Rows]]:
                         yield query_tile, key_tile
 
 
-# --- torch's kernels; private names, because the public one does not return the logsumexp
+# --- torch's kernels, by private names, because the public function does not return the logsumexp
 
 
 def _can_fuse(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> bool:
@@ -239,7 +246,7 @@ def _can_fuse(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> bool:
     if query.is_cuda:
         grouped = query.shape[1] != key.shape[1]
         given = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, True, grouped)
-        # Below this level nobody pads the heads for the kernel.
+        # The private function does not pad heads for the kernel, as the public one does.
         return query.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(given)
     return query.device.type == "cpu"
 
@@ -255,14 +262,14 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
 
 
 def _flash_backward(
-    result: Result, key: Tensor, value: Tensor, block: Block, scale: float
+    result: AttentionResult, key: Tensor, value: Tensor, block: VisibleBlock, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     query, out, grad_out = (tensor[:, :, block.queries] for tensor in (result.query, result.out, result.grad_out))
     logsumexp = result.logsumexp[:, :, block.queries].contiguous()
     given = (grad_out, query, key, value, out, logsumexp)
     grads: tuple[Tensor, Tensor, Tensor]
     if query.is_cuda:
-        unused = torch.empty((), dtype=torch.int64, device=query.device)  # the random state of a dropout
+        unused = torch.empty((), dtype=torch.int64, device=query.device)  # the rng state of dropout
         lengths = (None, None, query.shape[2], key.shape[2])
         grads = _aten._scaled_dot_product_flash_attention_backward(
             *given, *lengths, 0.0, block.is_causal, unused, unused, scale=scale

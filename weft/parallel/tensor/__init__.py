@@ -1,1 +1,1 @@
-"""The tensor axes `x` and `y`: layers split over ranks."""
+"""The tensor axes `x` and `y`: split linears and convolutions over ranks."""

@@ -1,22 +1,26 @@
-"""Axes `x` and `y`: every linear split by outputs and inputs (AxoNN; Megatron is y = 1). With `shard`, a 3-D matmul.
+"""Axes `x` and `y`: split every linear by outputs and inputs (AxoNN; Megatron is y = 1). With `shard`, a 3-D matmul.
 
 For O = I·W with I [m, k], m tokens of one batch rank, and W [k, n]:
 
     column  W: n over x, k over y     I: k over y      O = sum over y, n over x       dI = sum over x
     row     W: n over y, k over x     I: k over x      O = sum over x, n over y       dI = sum over y
 
-Columns and rows alternate, so a row's output is laid out as the next column takes it: the residual stream has its
-features over y and is the same on all ranks of x; between column and row, features (heads) go over x. Bytes per layer
-and micro-batch, at c bytes an element: column backward m·k/y·c over x (once for several columns with one input),
-forward m·n/x·c over y; row forward m·n/y·c over x, backward m·k/x·c over y. With `tensor.sequence` the residual stream
-is also split along the sequence over x between the regions: each all-reduce over x becomes an all-gather and a
-reduce-scatter of the same size, and norms and their activations are split too; from the embedding to the head, where
-nothing but the chain of blocks and a norm stands between (`ends.py`).
+Columns and rows alternate, so a row's output has the layout of the next column's input. The residual stream has its
+features split over y, and is the same on all ranks of x. From a column to its row (a *region*), features or heads are
+split over x. Bytes per layer and micro-batch, with c bytes an element:
 
-The embedding's rows (vocabulary) go over x, its features over y; the head likewise, and its logits stay split
-(`vocabulary.py`). Norms over y sum their moments over y. What has no partner is gathered after its matmul.
-Convolutions are in `convolution.py`; in a model that has some, the stream between layers is whole on every rank of y:
-a column takes its part of it, and a row's parts are gathered.
+    column   forward m·n/x·c over y, backward m·k/y·c over x (once for several columns with the same input)
+    row      forward m·n/y·c over x, backward m·k/x·c over y
+
+With `tensor.sequence` the residual stream is also split along the sequence over x, outside of the regions. Each
+all-reduce over x becomes an all-gather and a reduce-scatter of the same size, and norms and their activations are
+split, too. The sequence stays split from the embedding to the head if only the chain of blocks and a norm lie between
+them (`inspection/chain_ends.py`).
+
+The embedding's rows (vocabulary) are split over x and its features over y; the head is split in the same way, and its
+logits stay split (`vocabulary.py`). Norms sum their moments over y. The outputs of a linear without a partner are
+gathered after its matmul. Convolutions are in `convolution.py`. In a model with convolutions, every rank of y holds the
+whole values between layers: a column takes its part of them, and the parts of a row's output are gathered.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut, share
-from weft.inspection.rng import INNER, PART, WHOLE, Draws, has_dropout
+from weft.inspection.rng import INNER, PART, WHOLE, ScopedRng, has_dropout
 from weft.inspection.split_probe import linear_sizes
 from weft.inspection.tensor_splits import Pairing, Split, is_norm
 from weft.memory.recompute_context import carry
@@ -42,10 +46,10 @@ from weft.parallel.tensor.cost import localise, traffic, transient_bytes
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
 from weft.parallel.tensor.norm import split_norm
 from weft.parallel.tensor.operations import gather, leave
-from weft.parallel.tensor.overlapped_matmul import Stream
+from weft.parallel.tensor.overlapped_matmul import StreamSplit
 from weft.parallel.tensor.refuse import refuse_sizes
-from weft.parallel.tensor.sequence_stream import Chain
-from weft.parallel.tensor.split_linear import Entrance, SplitLinear
+from weft.parallel.tensor.sequence_stream import SequenceSplitter
+from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
 from weft.profile import CUTS_ATTRIBUTE, Profile
@@ -55,7 +59,7 @@ __all__ = ["TensorAxes", "localise"]
 
 
 class TensorAxes(Strategy):
-    """Matmuls over `x` and `y`."""
+    """Splits matmuls and convolutions over `x` and `y`."""
 
     name = "tensor"
 
@@ -72,9 +76,9 @@ class TensorAxes(Strategy):
         if plan.tensor.x == plan.tensor.y == 1:
             return Cost()
         calls = list(traffic(profile, plan, coordinates["x"], coordinates["y"])) * split.accumulation
-        beside = transient_bytes(profile, plan)
-        told = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
-        return Cost(told, transient=Transient(0, beside, beside))
+        temporary_bytes = transient_bytes(profile, plan)
+        communication = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
+        return Cost(communication, transient=Transient(0, temporary_bytes, temporary_bytes))
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if plan.tensor.x == plan.tensor.y == 1:
@@ -89,11 +93,11 @@ class TensorAxes(Strategy):
         return model
 
 
-# --- what each module does
+# --- changes to modules
 
 
 def _shrink(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Put parameters of the local shapes in place; their values come when the state is laid out."""
+    """Replace parameters by ones of the local shapes on the meta device. `ShardAxis` sets their values."""
     made: dict[int, nn.Parameter] = {}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
@@ -107,15 +111,15 @@ def _shrink(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 
 class _Applier:
-    """Replaces forwards and adds hooks; modules, names and classes stay."""
+    """Replaces forwards and adds hooks. Modules, their names and classes stay."""
 
     def __init__(self, model: nn.Module, pairing: Pairing, plan: Plan, mesh: Mesh) -> None:
         self.model, self.pairing = model, pairing
         self.x, self.y = mesh["x"], mesh["y"]
-        self.draws = _scopes_of(model, pairing, mesh) if has_dropout(model) else None
+        self.rng = _scopes_of(model, pairing, mesh) if has_dropout(model) else None
         is_split = plan.tensor.sequence and self.x.degree > 1
-        self.stream = Stream(plan.tensor.chunks, plan.tensor.regather) if is_split else None
-        self.chain = Chain(self.x, ends_of(pairing, plan), self.stream, self.draws)
+        self.stream = StreamSplit(plan.tensor.chunks, plan.tensor.regather) if is_split else None
+        self.chain = SequenceSplitter(self.x, ends_of(pairing, plan), self.stream, self.rng)
 
     def apply(self) -> None:
         self.model.register_forward_pre_hook(self._before_model, with_kwargs=True)
@@ -133,24 +137,24 @@ class _Applier:
                 _replace_forward(norm, partial(split_norm, norm, self.y))
         if self.stream is not None and self.pairing.blocks:  # a stage of a pipeline may have no block
             self.chain.attach(self.model, self.pairing.blocks[0], self.pairing.blocks[-1])
-        if self.draws is not None:
-            self._scopes(self.draws)
+        if self.rng is not None:
+            self._scopes(self.rng)
         for name, scaled in self.pairing.scaled.items():
             scaled.apply(self.model.get_submodule(name), self.x.degree)
 
-    def _scopes(self, draws: Draws) -> None:
-        """Draw in the scope of the residual stream from each block on, and where a module drops before any of them.
+    def _scopes(self, rng: ScopedRng) -> None:
+        """Enter the rng scope of the residual stream before each block, and before dropout ahead of all blocks.
 
-        One between a column and its row, which may be blocks themselves, stays in their scope.
+        Dropout between a column and its row stays in their scope; column and row may themselves be blocks.
         """
         stream = WHOLE if self.stream is None else PART
         for block in find_blocks(self.model).values():
-            block.register_forward_pre_hook(partial(_enter, draws, stream), prepend=True)
-            carry(block, draws)
+            block.register_forward_pre_hook(partial(_enter, rng, stream), prepend=True)
+            carry(block, rng)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and self.pairing.block_of(name) is None:
-                module.register_forward_pre_hook(lambda *_: draws.enter_first(WHOLE))
-        self.model.register_forward_hook(lambda *_: draws.end())
+                module.register_forward_pre_hook(lambda *_: rng.enter_first(WHOLE))
+        self.model.register_forward_hook(lambda *_: rng.end())
 
     def _linears(self) -> None:
         entering: dict[str, list[SplitLinear]] = {}
@@ -161,7 +165,7 @@ class _Applier:
                 continue
             is_split = self.pairing.block_of(split.module) is not None or split.module == self.chain.ends.head
             stream = self.stream if is_split else None
-            linear = SplitLinear(module, split, self.x, self.y, stream, self.chain, self.draws, self.pairing.is_whole)
+            linear = SplitLinear(module, split, self.x, self.y, stream, self.chain, self.rng, self.pairing.is_whole)
             _replace_forward(module, getattr(linear, split.kind))
             if split.parent is not None:
                 entering.setdefault(split.parent, []).append(linear)
@@ -171,21 +175,21 @@ class _Applier:
                 set_vocabulary(self.model, Vocabulary(begin, end, num_classes, self.x))
         for parent, columns in entering.items():
             module = self.model.get_submodule(parent)
-            _replace_forward(module, Entrance(parent, module.forward, columns).forward)
+            _replace_forward(module, SharedInput(parent, module.forward, columns).forward)
 
     def _convolution(self, module: Any, split: Split, value: Tensor) -> Tensor:
-        if self.draws is not None and split.kind in ("column", "row"):
-            self.draws.enter(INNER if split.kind == "column" else WHOLE)
+        if self.rng is not None and split.kind in ("column", "row"):
+            self.rng.enter(INNER if split.kind == "column" else WHOLE)
         kinds = {"gathered": convolution.gathered, "column": convolution.column, "row": convolution.row}
         return kinds[split.kind](module, self.x, self.y, value)
 
     def _embedding(self, name: str, module: nn.Embedding, begin: int, tokens: Tensor) -> Tensor:
         rows = split_embedding(module, tokens, begin)
-        if self.draws is not None:
-            self.draws.enter(WHOLE)
+        if self.rng is not None:
+            self.rng.enter(WHOLE)
         if name != self.chain.ends.embedding:
             return leave(rows, self.x)
-        self.chain.given = rows
+        self.chain.expected = rows
         return rows
 
     def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
@@ -195,33 +199,33 @@ class _Applier:
                 "labels out and use weft.train_step, or weft.cross_entropy(logits, labels, weft.vocabulary_of(model))"
             )
         self.chain.reset()
-        if self.draws is not None:
-            self.draws.begin()
+        if self.rng is not None:
+            self.rng.begin()
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     setattr(module, "forward", forward)  # noqa: B010 (a method to mypy)
 
 
-def _scopes_of(model: nn.Module, pairing: Pairing, mesh: Mesh) -> Draws | None:
-    """The scopes of a model over x and y; None where no rank holds other elements than another.
+def _scopes_of(model: nn.Module, pairing: Pairing, mesh: Mesh) -> ScopedRng | None:
+    """Returns the rng scopes of a model over x and y; None if all ranks hold the same elements.
 
-    The residual stream has its features over y, and with `tensor.sequence` its tokens over x; between a column and its
-    row features (heads) are over x, the same on all ranks of y.
+    The residual stream has its features split over y, and with `tensor.sequence` its tokens over x. Between a column
+    and its row, features (heads) are split over x, and all ranks of y hold the same ones.
     """
     x, y = mesh["x"], mesh["y"]
     of_stream = [] if pairing.is_whole or y.degree == 1 else [y]
     if x.degree == 1 and not of_stream:
         return None
-    return Draws({WHOLE: of_stream, PART: [*of_stream, x], INNER: [x]}, mesh.device)
+    return ScopedRng({WHOLE: of_stream, PART: [*of_stream, x], INNER: [x]}, mesh.device)
 
 
-def _enter(draws: Draws, scope: str, *_: Any) -> None:
-    draws.enter(scope)
+def _enter(rng: ScopedRng, scope: str, *_: Any) -> None:
+    rng.enter(scope)
 
 
 def _outer_norms(model: nn.Module, pairing: Pairing) -> list[str]:
-    """The norms whose features are split over y: all but those of single heads."""
+    """Returns the names of norms whose features are split over y: all but those of single heads."""
     return [
         name
         for name, module in model.named_modules()

@@ -1,12 +1,13 @@
-"""What the tensor axes say and leave: every collective of one micro-batch, and a rank's part of the profile.
+"""Cost of the tensor axes: every collective of one micro-batch, and a rank's part of the profile.
 
-Traffic follows the formulas of `tensor.py`, layer by layer, and equals the ledger to the byte. Saved bytes are those of
-the whole model, parted by where they lie (for activations, after Korthikanti et al. 2022): between column and row they
-go over x; what norms save and what enters the regions is the residual stream, which goes over y, and with
-`tensor.sequence` also over x. FLOPs of matmuls go over x and y, those of attention over x only, because all ranks of y
-have the same heads.
+Traffic follows the formulas of `axis.py`, layer by layer, and equals the ledger to the byte. A rank's saved bytes are
+those of the whole model, divided by where they are saved (after Korthikanti et al. 2022). Activations between a column
+and its row (a *region*) are divided by x. Those saved by norms, and the inputs of regions, are the residual stream,
+which is divided by y, and with `tensor.sequence` also by x. FLOPs of matmuls are divided by x and y, those of attention
+by x only, because all ranks of y have the same heads.
 
-Between convolutions all is whole on every rank: of what is saved there, only what lies inside regions goes over x.
+Values between convolutions are whole on every rank: of the activations saved there, only those inside regions are
+divided by x.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weft.parallel.tensor.cuts import ends_of, parameter_cuts
 from weft.parallel.tensor.norm import ALONE, split_norm
 from weft.parallel.tensor.vocabulary import loss_bytes
 from weft.plan import Plan
-from weft.profile import Block, Profile, Shares
+from weft.profile import BackwardShares, Block, Profile
 from weft.sharding.layout import COMPUTE_DTYPE
 
 Calls = Iterator[tuple[Key, int]]
@@ -36,24 +37,24 @@ Calls = Iterator[tuple[Key, int]]
 
 
 def traffic(profile: Profile, plan: Plan, x_index: int, y_index: int = 0) -> Calls:
-    """Every collective of one micro-batch, forward and backward, with the bytes of the whole tensor."""
-    meter = _Meter(profile, plan, x_index, y_index)
+    """Yields every collective of one micro-batch, forward and backward, with the bytes of the whole tensor."""
+    layer_traffic = _LayerTraffic(profile, plan, x_index, y_index)
     entered: set[str] = set()
     for split in profile.pairing.splits.values():
         if split.kind == "row":
-            yield from meter.row(split)
+            yield from layer_traffic.row(split)
             continue
         if split.parent is None or split.parent not in entered:
-            yield from meter.enter(split)
+            yield from layer_traffic.enter(split)
             entered.add(split.parent or split.module)
-        yield from meter.column(split)
-    yield from meter.embeddings()
-    yield from meter.norms()
-    yield from meter.sequence_ends()
+        yield from layer_traffic.column(split)
+    yield from layer_traffic.embeddings()
+    yield from layer_traffic.norms()
+    yield from layer_traffic.sequence_ends()
 
 
-class _Meter:
-    """Bytes of the collectives of each split, with forward ones again where a block is recomputed."""
+class _LayerTraffic:
+    """Bytes of the collectives of each split layer. Forward ones count twice where a block is recomputed."""
 
     def __init__(self, profile: Profile, plan: Plan, x_index: int, y_index: int) -> None:
         self.profile, self.pairing, self.plan = profile, profile.pairing, plan
@@ -66,9 +67,10 @@ class _Meter:
         self.frozen = {p.name for block in profile.all for p in block.parameters if not p.trainable}
 
     def enter(self, split: Split) -> Calls:
-        """Into a region: dI summed over x. With `sequence` I is gathered, and with `regather` again for dW.
+        """Yields the collectives of a column's input: dI is summed over x.
 
-        Where the stream is whole over y, our part of I is taken, and dI put together.
+        With `sequence`, I is gathered, and with `regather` once more for dW. If the stream is whole over y, each rank
+        takes its part of I, and dI is gathered over y.
         """
         layer, calls = self.profile.layers[split.module], self._calls(split.module)
         if self.y > 1 and self.pairing.is_whole:
@@ -88,7 +90,7 @@ class _Meter:
         yield from self._in_chunks("reduce_scatter", whole, calls * layer.needs_gradient)
 
     def column(self, split: Split) -> Calls:
-        """Partial sums over y; the head's loss; the gathered outputs."""
+        """Yields the collectives of a column's output: partial sums over y, gathered outputs, and the head's loss."""
         layer, forwards = self.profile.layers[split.module], self._results(split.module)
         if self.y > 1:
             yield from [(("y", "all_reduce"), layer.rows * self._local_width(split) * self.size)] * forwards
@@ -101,7 +103,10 @@ class _Meter:
                 yield ("x", "all_reduce"), num_bytes
 
     def row(self, split: Split) -> Calls:
-        """Out of a region: partial sums over x, gathered over y where the stream is whole; dI summed over y."""
+        """Yields the collectives of a row: partial sums over x, and dI summed over y.
+
+        If the stream is whole over y, the output is also gathered over y.
+        """
         layer, calls = self.profile.layers[split.module], self._calls(split.module)
         whole = layer.rows * layer.out_features // self.y * self.size
         if self.x > 1 and self.sequence and self._in_block(split.module):
@@ -116,7 +121,7 @@ class _Meter:
             yield from [(("y", "all_reduce"), layer.in_rows * self._local_width(split) * self.size)] * calls
 
     def embeddings(self) -> Calls:
-        """Rows that other ranks of x hold, and features of y where the stream is whole."""
+        """Yields the collectives of embeddings: sums over x, and gathers over y if the stream is whole over y."""
         for name in self.pairing.embeddings:
             layer, forwards = self.profile.layers[name], self._results(name)
             whole = layer.rows * layer.out_features * self.size
@@ -127,7 +132,7 @@ class _Meter:
                 yield from [(("y", "all_gather"), whole)] * forwards
 
     def norms(self) -> Calls:
-        """Moments over y, forward and backward."""
+        """Yields the all-reduces of norms' moments over y, forward and backward."""
         assert self.profile.model is not None
         for name, layer in self.profile.layers.items() if self.y > 1 and not self.pairing.is_whole else ():
             module, rows = self.profile.model.get_submodule(name), layer.rows
@@ -140,8 +145,8 @@ class _Meter:
             yield from [one] * times * (2 if isinstance(module, nn.LayerNorm) else 1)
 
     def sequence_ends(self) -> Calls:
-        """Behind the last block parts are gathered, unless by the head; before the first, in backward, gradients."""
-        if not self.sequence or not self.pairing.blocks:  # as in `Chain.attach`
+        """Yields the gather after the last block, unless the head does it, and that of gradients before the first."""
+        if not self.sequence or not self.pairing.blocks:  # the condition for `SequenceSplitter.attach`
             return
         in_first = (layer for name, layer in self.profile.layers.items() if self._block(name) == self.pairing.blocks[0])
         first = next(in_first, None)
@@ -166,7 +171,7 @@ class _Meter:
         return f"{module}.weight" not in self.frozen
 
     def _has_backward(self, split: Split) -> bool:
-        """Whether the result needs a gradient."""
+        """Does the layer's result require a gradient?"""
         return self.profile.layers[split.module].needs_gradient or self._trains(split.module)
 
     def _calls(self, name: str) -> int:
@@ -174,15 +179,15 @@ class _Meter:
         return 1 if block is None else self.blocks[block].calls
 
     def _over_sequence(self, name: str) -> int:
-        """Over how many ranks of x the stream around a layer is split."""
+        """Returns over how many ranks of x the stream around a layer is split along the sequence."""
         return self.x if self.sequence and self._in_block(name) else 1
 
     def _results(self, name: str) -> int:
-        """How often a layer's result is put together: recomputing stops at the last thing that backward needs."""
+        """Returns how often a layer's result is communicated. Recompute stops at the last saved tensor of a block."""
         return self._calls(name) if self.profile.layers[name].is_last else self._forwards(name)
 
     def _forwards(self, name: str) -> int:
-        """How often a layer computes forward in a micro-batch."""
+        """Returns how often a layer's forward runs in a micro-batch."""
         block = self._block(name)
         is_again = block is not None and self.plan.memory.recompute != "none" and self.blocks[block].in_backward
         return self._calls(name) * (2 if is_again else 1)
@@ -192,7 +197,7 @@ class _Meter:
 
 
 def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
-    """The profile as the rank at `coordinates` sees it: its parameters, its tokens, its FLOPs and saved bytes."""
+    """Returns the profile of the rank at `coordinates`: its parameters, tokens, FLOPs and saved bytes."""
     context = plan.context.degree
     layers = {
         name: replace(layer, rows=layer.rows // context, in_rows=layer.in_rows // context)
@@ -205,13 +210,13 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
         blocks=tuple(blocks),
         layers=layers,
         stream_numel=profile.stream_numel // context,
-        shares=Shares(*[1 / context] * 4),
+        shares=BackwardShares(*[1 / context] * 4),
     )
     if plan.tensor.x == plan.tensor.y == 1:
         return profile
     shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
     cuts = parameter_cuts(profile.pairing, shapes, plan, coordinates)
-    stream = _Stream(profile, plan)
+    stream = _LocalCounts(profile, plan)
 
     def local(block: Block) -> Block:
         parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
@@ -225,19 +230,22 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
     )
 
 
-def _shares(profile: Profile, plan: Plan, over: int) -> Shares:
-    """Of what only backward holds. The loss over split classes makes its gradient in one buffer, not two."""
+def _shares(profile: Profile, plan: Plan, over: int) -> BackwardShares:
+    """Returns a rank's shares of backward's memory. With split classes the loss has one gradient buffer, not two."""
     context, x = plan.context.degree, plan.tensor.x
     if not any(split.kind == "head" for split in profile.pairing.splits.values()):
-        return Shares(1 / context / x, 1 / context / over, 1 / context, 1 / context)
+        return BackwardShares(1 / context / x, 1 / context / over, 1 / context, 1 / context)
     narrow = COMPUTE_DTYPE[plan.precision].itemsize
     wide = max(4, narrow)
     loss = (wide + (narrow if narrow < wide else 0)) / (2 * wide) if x > 1 else 1.0
-    return Shares(1 / context / x, 1 / context / over, 1 / context / x, loss / context / x)
+    return BackwardShares(1 / context / x, 1 / context / over, 1 / context / x, loss / context / x)
 
 
 def transient_bytes(profile: Profile, plan: Plan) -> int:
-    """With `sequence`, where a region ends: its gradient, gathered and a rank's part, and a row's input in pieces."""
+    """Returns the temporary bytes of a row's backward with `sequence`; 0 without.
+
+    These are the gradient of its output, gathered and this rank's part, and its input in pieces.
+    """
     if not plan.tensor.sequence or plan.tensor.x == 1:
         return 0
     size, x = COMPUTE_DTYPE[plan.precision].itemsize, plan.tensor.x
@@ -258,18 +266,18 @@ def _divide(block: Block, degree: int) -> Block:
     )
 
 
-class _Stream:
-    """The part of what a block saves that is the residual stream, not the inside of regions."""
+class _LocalCounts:
+    """Computes a rank's FLOPs and saved bytes of a block, from how much of the block is residual stream."""
 
     def __init__(self, profile: Profile, plan: Plan) -> None:
         self.profile, self.pairing, self.plan = profile, profile.pairing, plan
         self.x, self.y = plan.tensor.x, plan.tensor.y
         self.dtype = COMPUTE_DTYPE[plan.precision]
         self.ends = ends_of(self.pairing, plan)
-        self._per_row: dict[Any, int] = profile.kept.setdefault("saved by norms", {})
+        self._per_row: dict[Any, int] = profile.cache.setdefault("saved by norms", {})
 
     def local(self, block: Block) -> Block:
-        """The block with a rank's FLOPs and saved bytes."""
+        """Returns the block with a rank's FLOPs and saved bytes."""
         attention = block.attention_flops // self.x
         flops = (block.flops - block.attention_flops) // (self.x * self.y) + attention
         backward = block.backward_flops * flops // max(1, block.flops)  # in proportion
@@ -280,24 +288,24 @@ class _Stream:
             return replace(block, saved_bytes=self._around_convolutions(block))
         over = self.over(bool(block.name) or self.ends.head is not None)
         inputs, outputs = self._inputs(block.name), self._outputs(block.name)
-        norms = local_norms = 0  # compiled ones keep their input, which is the stream
+        norms = local_norms = 0  # compiled norms save their input, which is the stream
         if block.backward_bytes is None:
             norms, local_norms = (self._norms(block.name, is_local) for is_local in (False, True))
         none, selective, full = (block.saved_bytes[kind] for kind in ("none", "selective", "full"))
         inside = min(max(0, none - norms - inputs), self._behind_columns(block))
-        beside = max(0, none - norms - inputs - inside)  # on the stream: masks of dropouts, what compiled norms keep
+        beside = max(0, none - norms - inputs - inside)  # on the stream: masks of dropout, inputs of compiled norms
         parts = self.x if self.plan.tensor.sequence and self.plan.tensor.regather else 1
         saved = {"none": inside // self.x + beside // over + local_norms + inputs // (self.y * parts)}
         if block.name:
             inside = max(0, selective - full - outputs)
             saved |= {"selective": full // over + outputs // self.y + inside // self.x, "full": full // over}
         else:
-            saved |= {"selective": saved["none"], "full": saved["none"]}  # the root keeps all
+            saved |= {"selective": saved["none"], "full": saved["none"]}  # the root is not recomputed
         return replace(block, saved_bytes=saved)
 
     def _behind_columns(self, block: Block) -> int:
-        """What is saved inside of regions; behind a row, or a result that is gathered, the stream is whole again."""
-        behind, none = block.saved_behind.get("none", {}), (block.saved_bytes or {}).get("none", 0)
+        """Returns the bytes saved inside of regions: after columns and the head, not after rows and gathered layers."""
+        behind, none = block.saved_by_layer.get("none", {}), (block.saved_bytes or {}).get("none", 0)
         regions = [name for name, split in self.pairing.splits.items() if split.kind in ("column", "head")]
         outside = sum(size for name, size in behind.items() if name not in regions)
         return none - outside * none // max(1, sum(behind.values()))
@@ -307,15 +315,15 @@ class _Stream:
         assert block.saved_bytes is not None
         saved = {}
         for kind, num_bytes in block.saved_bytes.items():
-            in_regions = sum(block.saved_behind[kind].get(name, 0) for name in inside)
+            in_regions = sum(block.saved_by_layer[kind].get(name, 0) for name in inside)
             saved[kind] = num_bytes - in_regions + in_regions // self.x
-        if self.y > 1:  # our part of each input is saved, and the whole where others save it too
+        if self.y > 1:  # this rank's part of each input is saved, and the whole input if other layers save it, too
             saved["none"] += sum(self._change_over_y(split) for split in self._splits(block.name))
-        if block.name:  # selective keeps results before they are put together
+        if block.name:  # selective recompute saves results before they are summed or gathered
             outputs = self._outputs(block.name)
             kept = max(0, block.saved_bytes["selective"] - block.saved_bytes["full"] - outputs)
             return saved | {"selective": saved["full"] + outputs // self.y + kept // self.x}
-        return dict.fromkeys(saved, saved["none"])  # the root keeps all
+        return dict.fromkeys(saved, saved["none"])  # the root is not recomputed
 
     def _change_over_y(self, split: Split) -> int:
         layer = self.profile.layers[split.module]
@@ -326,18 +334,18 @@ class _Stream:
         return layer.in_rows * layer.in_features * self.dtype.itemsize // self.y
 
     def _inputs(self, block: str) -> int:
-        """What enters the regions, once for several columns with one input."""
+        """Returns the bytes of the inputs of regions; several columns with the same input count once."""
         entered = {split.parent or split.module: split for split in self._splits(block) if split.kind != "row"}
         layers = [self.profile.layers[split.module] for split in entered.values()]
         return sum(layer.in_rows * layer.in_features for layer in layers) * self.dtype.itemsize
 
     def _outputs(self, block: str) -> int:
-        """What rows give before it is summed, which selective recompute keeps."""
+        """Returns the bytes of the rows' results before they are summed, which selective recompute saves."""
         layers = [self.profile.layers[split.module] for split in self._splits(block) if split.kind == "row"]
         return sum(layer.rows * layer.out_features for layer in layers) * self.dtype.itemsize
 
     def over(self, is_split: bool) -> int:
-        """Over how many ranks the stream goes, where `sequence` splits it or not."""
+        """Returns over how many ranks the stream is split; `is_split`: here `sequence` splits it, too."""
         over_y = 1 if self.pairing.is_whole else self.y
         return over_y * (self.x if self.plan.tensor.sequence and is_split else 1)
 
@@ -360,7 +368,7 @@ class _Stream:
 
 
 def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: bool) -> int:
-    """The bytes that a norm saves for backward of each row, found by running it on a few."""
+    """Returns the bytes that a norm saves for backward for each row, measured by running it on a few rows."""
     num_rows = 8
     copy = random_copy(module, torch.Generator().manual_seed(0)).to(dtype)
     held = {parameter.untyped_storage()._cdata for parameter in copy.parameters()}

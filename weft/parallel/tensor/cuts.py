@@ -1,13 +1,13 @@
-"""Which part of each parameter the rank at (x, y) holds, and over which axes its gradients are partial sums.
+"""Computes the part of each parameter that the rank at (x, y) holds, and over which axes its gradients are summed.
 
-Pure arithmetic from a pairing, shared by the runtime, the cost formulas and the checkpoint.
+It follows from a pairing alone. The runtime, the cost formulas and the checkpoint share it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.inspection.chain_ends import Ends
+from weft.inspection.chain_ends import ChainEnds
 from weft.inspection.parameter_cut import Cut, Interval, share
 from weft.inspection.tensor_splits import Pairing
 from weft.plan import Plan
@@ -16,15 +16,15 @@ from weft.plan import Plan
 def parameter_cuts(
     pairing: Pairing, shapes: Mapping[str, tuple[int, ...]], plan: Plan, coordinates: Mapping[str, int]
 ) -> dict[str, Cut]:
-    """Every parameter's part on the rank at `coordinates`."""
+    """Returns, by name, the part of every parameter on the rank at `coordinates`."""
     x, y = coordinates["x"], coordinates["y"]
     make = _CutMaker(pairing, plan, x, y)
     return {name: make.cut(name, shape) for name, shape in shapes.items()}
 
 
-def ends_of(pairing: Pairing, plan: Plan) -> Ends:
-    """Where `tensor.sequence` splits the sequence beyond the chain of blocks."""
-    return pairing.ends if plan.tensor.sequence and plan.tensor.x > 1 and not pairing.is_whole else Ends()
+def ends_of(pairing: Pairing, plan: Plan) -> ChainEnds:
+    """Returns the modules around the chain of blocks to which `tensor.sequence` extends the split of the sequence."""
+    return pairing.ends if plan.tensor.sequence and plan.tensor.x > 1 and not pairing.is_whole else ChainEnds()
 
 
 class _CutMaker:
@@ -44,12 +44,12 @@ class _CutMaker:
         if split.kind == "row":
             if leaf == "bias":
                 return self._make(shape, {0: self._over_y(shape[0])}, y=1, sums=self._outside_sums(name))
-            inner, outer = (0, 1) if split.turned else (1, 0)
+            inner, outer = (0, 1) if split.transposed else (1, 0)
             return self._make(shape, {inner: over_x, outer: self._over_y(shape[outer])}, x=1, y=1)
         sums = (f"x:{repeats}",) if repeats > 1 else ()
         if leaf == "bias":
             return self._make(shape, {0: over_x}, x=1, repeats=repeats, sums=sums)
-        inner, outer = (0, 1) if split.turned else (1, 0)
+        inner, outer = (0, 1) if split.transposed else (1, 0)
         cuts = {outer: over_x, inner: self._over_y(shape[inner])}
         return self._make(shape, cuts, x=1, y=1, repeats=repeats, sums=sums)
 
@@ -64,12 +64,12 @@ class _CutMaker:
             return self._make(shape, {}, sums=sums)
         if self.num_y > 1 and shape:
             return self._make(shape, {len(shape) - 1: self._over_y(shape[-1])}, y=1, sums=sums)
-        if self.num_y > 1:  # one number for features of which each rank has a part
+        if self.num_y > 1:  # a scalar that is applied to features split over y
             sums = (*sums, "y")
         return self._make(shape, {}, sums=sums)
 
     def _outside_sums(self, name: str) -> tuple[str, ...]:
-        """Between regions each rank of x has its own part of the sequence, so gradients there are partial."""
+        """Returns ("x",) if each rank of x has only its part of the sequence here, so gradients are partial sums."""
         if not self.plan.tensor.sequence or self.num_x == 1:
             return ()
         is_split = self.pairing.block_of(name) is not None or name.rpartition(".")[0] == self.ends.norm
@@ -84,7 +84,7 @@ class _CutMaker:
         repeats: int = 1,
         sums: tuple[str, ...] = (),
     ) -> Cut:
-        """`x`, `y`: whether the parameter is cut over the axis; `repeats` neighbours on x hold the same part."""
+        """`x`, `y`: whether the axis splits the parameter; `repeats` neighbours on x hold the same part."""
         intervals = tuple(cuts.get(dim, ((0, size),)) for dim, size in enumerate(shape))
         replicas = (repeats if x else self.num_x) * (1 if y else self.num_y)
         is_first = (self.x % repeats == 0 if x else self.x == 0) and (bool(y) or self.y == 0)

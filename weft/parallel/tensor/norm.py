@@ -1,4 +1,4 @@
-"""Norms over features that are split over y: their moments are summed over the axis, forward and backward."""
+"""LayerNorm and RMSNorm of features that are split over y: moments are summed over the axis, forward and backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from weft.parallel.tensor.operations import enter, leave
 ALONE = Axis("y", 1, 0, None, Ledger())
 
 
-_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # norms that were tried
+_PLAIN: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # results of `is_plain_norm`
 
 
 def split_norm(module: Any, axis: Axis, hidden: Tensor) -> Tensor:
-    """LayerNorm or RMSNorm of this rank's features, in float32 at least."""
+    """Returns the LayerNorm or RMSNorm of this rank's features, computed in float32 at least."""
     wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     size = hidden.shape[-1] * axis.degree
     if isinstance(module, nn.LayerNorm):
@@ -32,13 +32,13 @@ def split_norm(module: Any, axis: Axis, hidden: Tensor) -> Tensor:
 
 
 def is_plain_norm(module: nn.Module) -> bool:
-    """Whether a norm with parameters computes what `split_norm` does: some add one to the weight, or norm more dims."""
+    """Does a norm with parameters compute what `split_norm` does? Some add one to the weight, or norm more dims."""
     if module not in _PLAIN:
-        _PLAIN[module] = _try(module)
+        _PLAIN[module] = _equals_split_norm(module)
     return _PLAIN[module]
 
 
-def _try(module: nn.Module) -> bool:
+def _equals_split_norm(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     try:
         copy = random_copy(module, generator)

@@ -1,10 +1,10 @@
-"""The autograd operations of the tensor axes. Each pairs a collective forward with its transpose backward.
+"""Autograd operations of the tensor axes. Each has a collective in forward and its transpose in backward.
 
-    enter: identity forward, all-reduce backward             (into a region whose weights are split over the axis)
-    leave: all-reduce forward, identity backward             (out of it: partial sums become the result)
-    gather, scatter, scatter_sum: along a dim, for sequence-sharded activations and gathered outputs
+    enter: identity forward, all-reduce backward             (before layers whose weights are split over the axis)
+    leave: all-reduce forward, identity backward             (after them: sums the partial results)
+    gather, scatter, scatter_sum: along a dim, for activations split along the sequence and for gathered outputs
 
-Matmuls that hide their collectives are in `region.py`.
+Matmuls that overlap with their collectives are in `overlapped_matmul.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weft.comm import Axis, all_gather, all_reduce, reduce_scatter
 from weft.inspection.parameter_cut import share
 
 
-class _Enter(Function):
+class _AllReduceGradient(Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -32,7 +32,7 @@ class _Enter(Function):
         return gradient, None
 
 
-class _Leave(Function):
+class _AllReduce(Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis) -> Tensor:
         value = value.contiguous().clone()
@@ -45,12 +45,12 @@ class _Leave(Function):
 
 
 class _Gather(Function):
-    """All parts along a dim, which every rank uses alike; backward takes our part of the gradient."""
+    """Gathers the parts along a dim. Every rank uses the result in the same way; backward takes this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        # In order, and no view: what follows may change it in place, as nn.ReLU(inplace=True) does.
+        # Contiguous, and not a view: the next module may change it in place, as nn.ReLU(inplace=True) does.
         return gather_along(value, axis, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
@@ -59,7 +59,7 @@ class _Gather(Function):
 
 
 class _ReduceScatter(Function):
-    """Partial sums to our part of the sum along a dim; backward gathers."""
+    """Sums over the axis and returns this rank's part along a dim; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -75,7 +75,7 @@ class _ReduceScatter(Function):
 
 
 class _Slice(Function):
-    """Our part along a dim of what all ranks hold alike; backward gathers."""
+    """Returns this rank's part along a dim of a value that all ranks hold; backward gathers."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -87,19 +87,19 @@ class _Slice(Function):
         return gather_along(gradients[0], ctx.axis, ctx.dim), None, None
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # as torch.compiler.disable, but that imports the compiler for all who import weft
+@torch._disable_dynamo  # type: ignore[attr-defined]  # torch.compiler.disable would import the compiler with weft
 def apply(operation: type[Function], *args: Any) -> Any:
-    """Run an operation that says something; torch.compile steps around it."""
+    """Run an operation that communicates. torch.compile does not trace it."""
     return operation.apply(*args)
 
 
-def linear(value: Tensor, weight: Tensor, turned: bool) -> Tensor:
-    """A product with a weight [out, in], or [in, out] if `turned`."""
-    return value @ (weight if turned else weight.t())
+def linear(value: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+    """Returns the product with a weight [out, in], or [in, out] if `transposed`."""
+    return value @ (weight if transposed else weight.t())
 
 
 def gather_along(value: Tensor, axis: Axis, dim: int) -> Tensor:
-    """The parts of all ranks of the axis, one after the other along a dim (equal parts)."""
+    """Returns the equal parts of all ranks of the axis, concatenated along a dim; without autograd."""
     if axis.degree == 1:
         return value
     part = value.movedim(dim, 0).contiguous()
@@ -109,38 +109,41 @@ def gather_along(value: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def slice_along(value: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Our part of equal parts along a dim."""
+    """Returns this rank's part of equal parts along a dim; without autograd."""
     size = value.shape[dim] // axis.degree
     return value.narrow(dim, axis.index * size, size)
 
 
 def enter(value: Tensor, axis: Axis) -> Tensor:
-    """Identity; the gradient is summed over the axis."""
-    return value if axis.degree == 1 else apply(_Enter, value, axis)
+    """Returns the value unchanged; backward sums the gradient over the axis."""
+    return value if axis.degree == 1 else apply(_AllReduceGradient, value, axis)
 
 
 def leave(value: Tensor, axis: Axis) -> Tensor:
-    """The sum over the axis; the gradient passes as it is."""
-    return value if axis.degree == 1 else apply(_Leave, value, axis)
+    """Returns the sum over the axis; backward leaves the gradient unchanged."""
+    return value if axis.degree == 1 else apply(_AllReduce, value, axis)
 
 
 def gather(value: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All parts along a dim, to be used alike on every rank."""
+    """Returns all parts along a dim. Every rank must use the result in the same way."""
     return value if axis.degree == 1 else apply(_Gather, value, axis, dim)
 
 
 def scatter_sum(value: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Our part along a dim of the sum over the axis."""
+    """Returns this rank's part along a dim of the sum over the axis."""
     return value if axis.degree == 1 else apply(_ReduceScatter, value, axis, dim)
 
 
 def scatter(value: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Our part along a dim of a value that all ranks hold alike."""
+    """Returns this rank's part along a dim of a value that all ranks hold."""
     return value if axis.degree == 1 else apply(_Slice, value, axis, dim)
 
 
 def own_part(value: Tensor, axis: Axis, dim: int) -> Tensor:
-    """As `scatter`, in parts as even as can be; uneven ones sum their gradients, each with zeros for the others."""
+    """Like `scatter`, for sizes that the degree need not divide.
+
+    The gradients of uneven parts, each filled up with zeros, are all-reduced instead of gathered.
+    """
     size = value.shape[dim]
     if size % axis.degree == 0:
         return scatter(value, axis, dim)

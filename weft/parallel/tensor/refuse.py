@@ -1,6 +1,6 @@
-"""Why x and y do not fit a model: sizes that they do not divide, and layers that want what they would split whole.
+"""Reasons why x and y do not fit a model: sizes that they do not divide, and layers that need whole features.
 
-Each reason says what was given, which rule failed and what to change.
+Each reason states the given value, the rule that failed and what to change.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weft.profile import Profile
 
 
 def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
-    """The first reason why x and y do not divide the layers of a pairing, or what lies between them."""
+    """Returns the first reason why x and y cannot split a pairing's layers, or the values between them; or None."""
     assert profile.model is not None
     for split in pairing.splits.values():
         in_and_out = linear_sizes(profile.model.get_submodule(split.module))
@@ -30,7 +30,7 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
 
 
 def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
-    """Over y the residual stream has a part of its features, so all that works on it must take parts."""
+    """Checks that all modules on the residual stream can compute parts of the features, which y splits."""
     if pairing.is_whole:
         return next((reason for name in pairing.embeddings if (reason := _refuse_embedding(model, name, y))), None)
     for name, parameter in model.named_parameters():
@@ -124,7 +124,7 @@ def _refuse_over_x(split: Split, x: int) -> str | None:
 def _refuse_split_over_y(split: Split, in_and_out: tuple[int, int], y: int, is_whole: bool) -> str | None:
     is_output = split.kind == "row"
     over_y, what = in_and_out[is_output], _features(split, is_output)
-    if is_whole and not is_output:  # our part of a whole input, which need not be even
+    if is_whole and not is_output:  # each rank takes its part of a whole input, and parts may differ in size
         few = f"tensor.y = {y} is more than the {over_y} {what} of '{split.module}'; use at most {over_y}"
         return few if over_y < y else None
     if split.kind == "gathered":

@@ -1,8 +1,9 @@
-"""The residual stream split along the sequence over x: where it is parted, and where it is whole again.
+"""Splits the residual stream along the sequence over x before the first block, and gathers it after the last.
 
-Along the chain of blocks each rank of x has its part of every sequence. Before the first block partial sums of the
-embedding are summed and parted at once, if nothing else stands there (`ends.py`), and else what is whole is parted.
-Behind the last block the parts are gathered, unless they come to the head through nothing but a norm: it gathers them.
+Along the chain of blocks each rank of x has its part of every sequence. If the embedding feeds the first block directly
+(`inspection/chain_ends.py`), its partial sums are reduce-scattered; otherwise each rank takes its part of the whole
+hidden states. After the last block the parts are gathered, unless they reach the head directly or through a norm: then
+the head gathers them.
 """
 
 from __future__ import annotations
@@ -13,36 +14,39 @@ from torch import Tensor, nn
 
 from weft.comm import Axis
 from weft.errors import PlanError
-from weft.inspection.chain_ends import Ends, hidden_of, with_hidden
-from weft.inspection.rng import PART, WHOLE, Draws
+from weft.inspection.chain_ends import ChainEnds, hidden_states_of, with_hidden_states
+from weft.inspection.rng import PART, WHOLE, ScopedRng
 from weft.parallel.tensor.operations import gather, scatter, scatter_sum
-from weft.parallel.tensor.overlapped_matmul import SEQUENCE_DIM, Stream
+from weft.parallel.tensor.overlapped_matmul import SEQUENCE_DIM, StreamSplit
 
 
-class Chain:
-    """Hooks on the ends of a chain of blocks."""
+class SequenceSplitter:
+    """Hooks on the first and the last block, and the norm after it, that split and gather the sequence."""
 
-    def __init__(self, axis: Axis, ends: Ends, stream: Stream | None, draws: Draws | None) -> None:
-        self.axis, self.ends, self.stream, self.draws = axis, ends, stream, draws
-        self.given: Tensor | None = None  # what an end has given, and the next module there has yet to take
-        self._passed: set[str] = set()  # the ends that this forward has come by
+    def __init__(self, axis: Axis, ends: ChainEnds, stream: StreamSplit | None, rng: ScopedRng | None) -> None:
+        self.axis, self.ends, self.stream, self.rng = axis, ends, stream, rng
+        self.expected: Tensor | None = None  # a split result of one module, which the next one must get as its input
+        self._passed: set[str] = set()  # the ends ("first", "last") that this forward has reached
 
     def attach(self, model: nn.Module, first: str, last: str) -> None:
-        """Part the sequence before the first block, and gather it behind the last."""
-        # First of all hooks: a block may itself be what takes the sequence into a region.
+        """Register the hooks. `first` and `last` are the names of the first and the last block."""
+        # Before all other hooks: a block may itself be a module that gathers the sequence.
         model.get_submodule(first).register_forward_pre_hook(self._before_first, with_kwargs=True, prepend=True)
         model.get_submodule(last).register_forward_hook(self._after_last)
         if self.ends.norm is not None:
             model.get_submodule(self.ends.norm).register_forward_hook(self._after_norm)
 
     def reset(self) -> None:
-        """A new forward begins."""
-        self.given = None
+        """Start a new forward."""
+        self.expected = None
         self._passed.clear()
 
-    def take(self, value: Tensor, taker: str) -> None:
-        """What was given at an end has come to its taker as it was, or the model takes another way than when tried."""
-        given, self.given = self.given, None
+    def check_input(self, value: Tensor, taker: str) -> None:
+        """Check that the input of `taker` is the split result of the module before it.
+
+        Raises PlanError if not: the model then computes something else than when weft inspected it.
+        """
+        given, self.expected = self.expected, None
         if given is None or not _is_same(value, given):
             raise PlanError(
                 f"{taker} got {list(value.shape)}, which is not what the module before it gave (of the split sequence, "
@@ -53,7 +57,7 @@ class Chain:
     def _before_first(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         self._pass("first")
         assert self.stream is not None
-        hidden, parts = hidden_of(args, kwargs), self.axis.degree * self.stream.chunks
+        hidden, parts = hidden_states_of(args, kwargs), self.axis.degree * self.stream.chunks
         if hidden is None or hidden.dim() != 3 or hidden.shape[SEQUENCE_DIM] % parts:
             over = f"x = {self.axis.degree}" + (f" × chunks = {self.stream.chunks}" if self.stream.chunks > 1 else "")
             raise PlanError(
@@ -61,27 +65,27 @@ class Chain:
                 f"{None if hidden is None else list(hidden.shape)}; use a sequence that {parts} divides, or "
                 f"tensor.sequence = false"
             )
-        if self.draws is not None:
-            self.draws.enter(PART)
+        if self.rng is not None:
+            self.rng.enter(PART)
         if self.ends.embedding is None:
-            return with_hidden(args, kwargs, scatter(hidden, self.axis, SEQUENCE_DIM))
-        self.take(hidden, "the first block")
-        return with_hidden(args, kwargs, scatter_sum(hidden, self.axis, SEQUENCE_DIM))
+            return with_hidden_states(args, kwargs, scatter(hidden, self.axis, SEQUENCE_DIM))
+        self.check_input(hidden, "the first block")
+        return with_hidden_states(args, kwargs, scatter_sum(hidden, self.axis, SEQUENCE_DIM))
 
     def _after_last(self, _: nn.Module, __: Any, out: Any) -> Any:
         self._pass("last")
-        if self.draws is not None:
-            self.draws.enter(WHOLE)
+        if self.rng is not None:
+            self.rng.enter(WHOLE)
         hidden = out[0] if isinstance(out, tuple) else out
         if self.ends.head is not None:
-            self.given = hidden
+            self.expected = hidden
             return out
         hidden = gather(hidden, self.axis, SEQUENCE_DIM)
         return (hidden, *out[1:]) if isinstance(out, tuple) else hidden
 
     def _after_norm(self, _: nn.Module, args: Any, out: Tensor) -> None:
-        self.take(args[0], f"'{self.ends.norm}'")
-        self.given = out
+        self.check_input(args[0], f"'{self.ends.norm}'")
+        self.expected = out
 
     def _pass(self, end: str) -> None:
         if end in self._passed:
@@ -93,6 +97,6 @@ class Chain:
 
 
 def _is_same(value: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are one, but for a name."""
+    """Are two tensors the same view of the same memory?"""
     places = [(t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride()) for t in (value, other)]
     return places[0] == places[1]

@@ -1,7 +1,7 @@
-"""What stands in for the forward of a linear that is split over x and y, and of a module whose columns share one input.
+"""Forwards that replace those of a linear split over x and y, and of a module whose columns share one input.
 
-Each is an object of its own with a method that takes the place of `module.forward`, and decides nothing by names when
-it runs: torch.compile then uses what it made of one block for all.
+Each replaced forward is a method of its own object, and uses no module names when it runs. So torch.compile compiles
+one block and uses the result for all equal blocks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 
 from weft.comm import Axis
 from weft.errors import PlanError
-from weft.inspection.rng import INNER, PART, WHOLE, Draws
+from weft.inspection.rng import INNER, PART, WHOLE, ScopedRng
 from weft.inspection.split_probe import linear_sizes
 from weft.inspection.tensor_splits import Split
 from weft.parallel.tensor.operations import gather, leave, own_part, scatter
-from weft.parallel.tensor.overlapped_matmul import SEQUENCE_DIM, Stream, into_region, out_of_region
-from weft.parallel.tensor.sequence_stream import Chain
+from weft.parallel.tensor.overlapped_matmul import SEQUENCE_DIM, StreamSplit, into_region, out_of_region
+from weft.parallel.tensor.sequence_stream import SequenceSplitter
 
 
 class SplitLinear:
-    """A linear; its methods are named by the kinds of `Split`."""
+    """A linear that is split over x and y. It has one forward for each kind of `Split`, named by the kind."""
 
     def __init__(
         self,
@@ -30,23 +30,24 @@ class SplitLinear:
         split: Split,
         x: Axis,
         y: Axis,
-        stream: Stream | None,
-        chain: Chain,
-        draws: Draws | None,
+        stream: StreamSplit | None,
+        chain: SequenceSplitter,
+        rng: ScopedRng | None,
         is_whole: bool,
     ) -> None:
-        """`stream`, where the linear's input (or a row's result) is split along the sequence; `is_whole`, where the
+        """`stream` is given if the linear's input (or a row's result) is split along the sequence. `is_whole`: the
         residual stream has all its features on every rank of y.
         """
-        self.module, self.split, self.turned, self.has_parent = module, split, split.turned, split.parent is not None
-        self.x, self.y, self.stream, self.chain, self.draws = x, y, stream, chain, draws
+        self.module, self.split, self.transposed = module, split, split.transposed
+        self.has_parent = split.parent is not None
+        self.x, self.y, self.stream, self.chain, self.rng = x, y, stream, chain, rng
         self.is_whole = is_whole and y.degree > 1
-        self.width = linear_sizes(module)[0] // (1 if self.is_whole else y.degree)  # of what columns are given
-        self.given: Tensor | None = None
-        self.product: Tensor | None = None  # of what is given, once it is there
+        self.width = linear_sizes(module)[0] // (1 if self.is_whole else y.degree)  # features of a column's input
+        self.given: Tensor | None = None  # the input for which `product` was computed
+        self.product: Tensor | None = None  # set by `SharedInput` before the module's forward runs
 
     def column(self, value: Tensor) -> Tensor:
-        """By outputs; a row follows."""
+        """Forward of a linear that is split by outputs and followed by a row."""
         given, product = self.given, self.product
         self.given = self.product = None
         if product is None or given is not value:
@@ -55,38 +56,38 @@ class SplitLinear:
                     f"'{self.split.module}' was called twice, or given something else than '{self.split.parent}' was, "
                     f"which tensor.sequence = true does not split; use false"
                 )
-            if self.draws is not None:
-                self.draws.enter(INNER)
+            if self.rng is not None:
+                self.rng.enter(INNER)
             product = self._enter(value)
         return self._add_bias(leave(product, self.y))
 
     def row(self, value: Tensor) -> Tensor:
-        """By inputs; partial sums over x."""
-        if self.draws is not None:
-            self.draws.enter(WHOLE if self.stream is None else PART)
+        """Forward of a linear that is split by inputs; its results are summed over x."""
+        if self.rng is not None:
+            self.rng.enter(WHOLE if self.stream is None else PART)
         if self.stream is not None:
-            out = out_of_region(value, self.module.weight, self.turned, self.x, self.y, self.stream)
+            out = out_of_region(value, self.module.weight, self.transposed, self.x, self.y, self.stream)
         else:
-            out = leave(into_region(value, [self.module.weight], self.turned, self.y)[0], self.x)
+            out = leave(into_region(value, [self.module.weight], self.transposed, self.y)[0], self.x)
         out = self._add_bias(out)
         return gather(out, self.y, -1) if self.is_whole else out
 
     def gathered(self, value: Tensor) -> Tensor:
-        """By outputs, which are put together."""
+        """Forward of a linear that is split by outputs, which are gathered over x."""
         out = gather(self._add_bias(leave(self._enter(value), self.y)), self.x, -1)
         return out if self.stream is None else scatter(out, self.x, SEQUENCE_DIM)
 
     def head(self, value: Tensor) -> Tensor:
-        """By outputs, the classes, which stay split."""
+        """Forward of the head. It is split by outputs (the classes), which stay split."""
         if self.stream is not None:
-            self.chain.take(value, f"'{self.split.module}'")
+            self.chain.check_input(value, f"'{self.split.module}'")
         return self._add_bias(leave(self._enter(value), self.y))
 
     def _enter(self, value: Tensor) -> Tensor:
-        return into_region(self.own(value), [self.module.weight], self.turned, self.x, self.stream)[0]
+        return into_region(self.own(value), [self.module.weight], self.transposed, self.x, self.stream)[0]
 
     def own(self, value: Tensor) -> Tensor:
-        """Our features of a stream that is whole over y; elsewhere we have only ours."""
+        """Returns this rank's features of an input that is whole over y; any other input unchanged."""
         return own_part(value, self.y, -1) if self.is_whole else value
 
     def _add_bias(self, value: Tensor) -> Tensor:
@@ -94,18 +95,19 @@ class SplitLinear:
         return out
 
 
-class Entrance:
-    """A module whose columns share its input: it enters their region once, and its gradient is summed once.
+class SharedInput:
+    """A module whose columns share its input, so that the input's gradient is summed over x once for all columns.
 
-    All columns are multiplied before the module's own forward runs, which hands its input to each of them and gets its
-    product. Where the input is a part of the sequence, something else stands in for the whole.
+    All columns are multiplied before the module's own forward runs. When that forward calls a column with the input,
+    the column returns the product. If the input is a part of the sequence, the module's forward gets a placeholder of
+    the whole sequence's shape, filled with NaN.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], columns: Sequence[SplitLinear]) -> None:
         self.name, self.inner, self.columns = name, forward, columns
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the module's."""
+        """The forward that replaces the module's."""
         first = self.columns[0]
         width = first.width
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
@@ -115,16 +117,16 @@ class Entrance:
                 f"'{self.name}' got {len(inputs)} tensors with {width} features, but the tensor axes split attention "
                 f"to one input (self-attention) only; use tensor.x = tensor.y = 1"
             )
-        if first.draws is not None:
-            first.draws.enter(INNER)
+        if first.rng is not None:
+            first.rng.enter(INNER)
         value = given[inputs[0]]
         weights = [column.module.weight for column in self.columns]
-        products = into_region(first.own(value), weights, first.turned, first.x, first.stream)
+        products = into_region(first.own(value), weights, first.transposed, first.x, first.stream)
         if first.stream is not None:
             value = given[inputs[0]] = value.new_full((), float("nan")).expand(*products[0].shape[:-1], width)
         for column, product in zip(self.columns, products, strict=True):
             column.given, column.product = value, product
-        del products  # from here on each is its column's alone
+        del products  # so that only its column refers to each product
         return self.inner(*(given[number] for number in range(len(args))), **{key: given[key] for key in kwargs})
 
 

@@ -1,7 +1,8 @@
-"""Embedding and cross-entropy with the vocabulary split over x: no rank ever holds whole logits.
+"""Embedding and cross-entropy with the vocabulary split over x: no rank holds the logits of all classes.
 
 Cross-entropy needs three numbers per target from the other ranks: the largest logit (one all-reduce), the sum of
-exponentials and the target's logit (one all-reduce of both). Backward needs nothing. In float32 at least.
+exponentials and the target's logit (one all-reduce of both). Backward does not communicate. The loss is computed in
+float32 at least.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _ATTRIBUTE = "_weft_vocabulary"
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The classes [begin, end) of `num_classes` that this rank's logits are of, and the axis that holds the others."""
+    """The classes [begin, end) of this rank's logits, the number of all classes, and the axis that splits them."""
 
     begin: int
     end: int
@@ -32,19 +33,23 @@ class Vocabulary:
 
 
 def vocabulary_of(model: nn.Module) -> Vocabulary | None:
-    """Which classes a model's logits are of, where they are split; None where they are all."""
+    """Returns which classes this rank's logits have, if they are split over x; None if each rank has all classes."""
     return model.__dict__.get(_ATTRIBUTE)
 
 
 def set_vocabulary(model: nn.Module, vocabulary: Vocabulary) -> None:
-    """Remember that a model's logits are split."""
+    """Store on a model that its logits are split."""
     model.__dict__[_ATTRIBUTE] = vocabulary
 
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As `token_loss`, for logits of all classes or of this rank's: the sum over valid labels, and their number."""
+    """Returns the sum of the cross-entropy over valid labels, and their number.
+
+    The logits have all classes, or with `vocabulary` this rank's classes only. The other arguments are those of
+    `models.loss.token_loss`.
+    """
     if vocabulary is None or vocabulary.axis.degree == 1:
         return token_loss(logits, labels, z_loss)
     if (reason := refuse_z_loss(z_loss, vocabulary.axis.degree)) is not None:
@@ -60,7 +65,7 @@ def cross_entropy(
 
 
 def refuse_z_loss(z_loss: float, x: int) -> str | None:
-    """Why logits that are split over x have no such loss."""
+    """Returns why z-loss is not possible with logits that are split over x; None if it is."""
     if not z_loss or x == 1:
         return None
     return (
@@ -70,12 +75,12 @@ def refuse_z_loss(z_loss: float, x: int) -> str | None:
 
 
 def loss_bytes(num_targets: int, itemsize: int) -> list[int]:
-    """The sizes of the all-reduces over x that one cross-entropy makes."""
+    """Returns the bytes of each all-reduce over x that one cross-entropy makes."""
     return [num_targets * itemsize, 2 * num_targets * itemsize]
 
 
 def num_right(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None) -> Tensor:
-    """How many labels that count have the largest logit; over the split classes, where logits are split."""
+    """Returns the number of valid labels whose logit is the largest, among all classes also if logits are split."""
     wide, flat = logits.detach().flatten(0, -2), labels.flatten()  # [targets, classes]
     if vocabulary is None:
         return (wide.argmax(-1) == flat).sum()
@@ -101,7 +106,7 @@ class _SplitCrossEntropy(Function):
         sums = torch.stack([exponentials.sum(-1), target])  # [2, targets]
         all_reduce(sums, vocabulary.axis).wait()
         valid = flat != IGNORE
-        sums.masked_fill_(is_unknown(flat, vocabulary.num_classes), float("nan"))  # loss and gradient, as elsewhere
+        sums.masked_fill_(is_unknown(flat, vocabulary.num_classes), float("nan"))  # as with whole logits
         probabilities = exponentials.div_(sums[0][:, None])
         ctx.save_for_backward(probabilities, own & valid, local, valid)
         ctx.shape, ctx.dtype = logits.shape, logits.dtype
@@ -117,7 +122,7 @@ class _SplitCrossEntropy(Function):
 
 
 def split_embedding(module: nn.Embedding, tokens: Tensor, begin: int) -> Tensor:
-    """Rows that this rank holds, zeros for the others, to be summed over x; NaN for tokens that none holds."""
+    """Returns the rows that this rank holds and zeros for others, to be summed over x; NaN for unknown tokens."""
     own = (tokens >= begin) & (tokens < begin + module.weight.shape[0])
     local = torch.where(own, tokens - begin, 0)
     padding = module.padding_idx
