@@ -110,9 +110,9 @@ def test_a_large_cut_by_columns_is_few_copies() -> None:
     for stored, wanted in ((Region.whole((size, size)), columns), (columns, Region.whole((size, size)))):
         runs = overlap(stored, wanted)
         assert len(runs) == 3 * size
-        assert [len(group) for group in load._even_groups(runs)] == [size] * 3
+        assert [len(group) for group in load._evenly_spaced_groups(runs)] == [size] * 3
     short = overlap(Region.whole((size, size)), Region((size, size), columns.intervals, 100, 512 * size - 100))
-    assert [len(group) for group in load._even_groups(short)] == [1, size - 1, size, size - 1, 1]
+    assert [len(group) for group in load._evenly_spaced_groups(short)] == [1, size - 1, size, size - 1, 1]
 
 
 def test_the_same_block_is_the_same_value() -> None:

@@ -367,7 +367,7 @@ def test_who_is_slow_is_told_and_the_job_goes_on(tmp_path: Path, capfd: pytest.C
         publish(tmp_path / "told")
         return None, None if is_told else "rank 1 is slow"
 
-    with patch.object(watchdog.Watchdog, "look", look):
+    with patch.object(watchdog.Watchdog, "check", look):
         assert run(lambda: wait_for(tmp_path / "told")) == 0
     assert capfd.readouterr().err == "weft: rank 1 is slow\n"
 

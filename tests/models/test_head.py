@@ -48,7 +48,7 @@ def test_parts_equal_the_whole(
     pads: bool, part: int, z_loss: float, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses, "PART_NUMEL", part)
-    monkeypatch.setattr(losses, "_pads", lambda tensor: pads)  # as on a GPU: 37 classes become 40
+    monkeypatch.setattr(losses, "_needs_padding", lambda tensor: pads)  # as on a GPU: 37 classes become 40
     hidden, weight, bias, labels = example(has_bias=has_bias)
     found = head_loss(hidden, weight, bias, labels, z_loss)
     expected = token_loss(F.linear(hidden, weight, bias), labels, z_loss)[0]

@@ -793,7 +793,7 @@ def test_without_seeds_every_micro_batch_draws_anew() -> None:
 
 def answers_of(function: Callable[[int], Any], num_ranks: int, folder: Path) -> list[str | None]:
     """What each of several local ranks fails with; None for one that was killed. Waits for all of them."""
-    places = [local._Place(rank, num_ranks, folder, 0.0, "cpu") for rank in range(num_ranks)]
+    places = [local._RankPlace(rank, num_ranks, folder, 0.0, "cpu") for rank in range(num_ranks)]
     children = [local._start(local._forked(function), place) for place in places]
     found: list[str | None] = []
     for child in children:
