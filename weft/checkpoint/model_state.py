@@ -1,5 +1,4 @@
-"""Saves and loads a parallel model and its optimizer: which pieces this rank writes, and how it reads them under any
-plan.
+"""Saves and loads the state of a parallel model and its optimizer: the pieces that this rank writes and reads.
 
 Parameters (in the master dtype) and the optimizer's state are stored under each parameter's own name with the region
 that this rank holds. So the layout that loads may differ from the layout that saved.
@@ -133,9 +132,7 @@ def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, pi
 
 
 def _write_state(optimizer: AdamW, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-    """Write a parameter's optimizer state. A checkpoint from before the first update has none, so the state is
-    reset.
-    """
+    """Write a parameter's optimizer state. A checkpoint from before the first update has none: reset the state."""
     if state:
         optimizer.write_state(piece, state)
     else:
