@@ -1,6 +1,4 @@
-"""The report of `weft chaos`: measured goodput and Daly's formula, recoveries, and whether two runs end with
-equal bits.
-"""
+"""The report of `weft chaos`: measured and predicted goodput, recoveries, and whether two runs end with equal bits."""
 
 from __future__ import annotations
 

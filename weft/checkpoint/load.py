@@ -259,9 +259,7 @@ def _copy_runs(runs: npt.NDArray[np.int64], stored: Tensor, out: Tensor) -> None
 
 
 def _evenly_spaced_groups(runs: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Group consecutive runs of equal length and distance. The flat ranges may shorten the first or last run of
-    a row.
-    """
+    """Group consecutive runs of equal length and distance. The flat ranges may shorten the first or last run."""
     step = np.diff(runs, axis=0)
     # [runs - 1]: whether a run and the next can be in one copy
     even = ((step[:, :2] > 0).all(axis=1) & (step[:, 2] == 0)).tolist()

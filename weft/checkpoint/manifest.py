@@ -129,9 +129,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def seal(text: bytes) -> bytes:
-    """Insert the hash of a JSON object as its first field. Raises CheckpointError if it is too large to be read
-    again.
-    """
+    """Insert the hash of a JSON object as its first field. Raises CheckpointError if it is too large to be read."""
     if len(text) + _SEAL_BYTES > MAX_MANIFEST_BYTES:
         raise CheckpointError(f"the manifest has {len(text)} bytes, more than {MAX_MANIFEST_BYTES}; save less state")
     return _SEAL % hashlib.sha256(text).hexdigest().encode() + text[1:]

@@ -1,5 +1,4 @@
-"""Saves and loads a parallel model and its optimizer: which pieces this rank writes, and how it reads them under any
-plan.
+"""Saves and loads the state of a parallel model and its optimizer: the pieces that this rank writes and reads.
 
 Parameters (in the master dtype) and the optimizer's state are stored under each parameter's own name with the region
 that this rank holds. So the layout that loads may differ from the layout that saved.

@@ -139,9 +139,7 @@ def covers(shape: tuple[int, ...], regions: Iterable[Region]) -> bool:
 
 
 def _merged_intervals(shape: tuple[int, ...], dim: int, intervals: Intervals) -> Intervals:
-    """Check the intervals of one dim, remove empty ones and merge adjacent ones. If all are empty, returns one empty
-    one.
-    """
+    """Check the intervals of one dim, remove empty ones and merge adjacent ones; one empty one if all are empty."""
     if not 0 < len(intervals) <= MAX_INTERVALS:
         raise CheckpointError(f"dim {dim} has {len(intervals)} intervals, it needs 1 to {MAX_INTERVALS}")
     for begin, end in intervals:

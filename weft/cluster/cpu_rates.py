@@ -1,6 +1,4 @@
-"""Compute and memory rates of this machine's CPU, which the catalog lacks: measured for a prediction, assumed for a
-plan.
-"""
+"""Rates of this machine's CPU, which the catalog lacks: measured for a prediction, assumed for a plan."""
 
 from __future__ import annotations
 

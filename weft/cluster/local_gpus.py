@@ -62,9 +62,7 @@ def query_gpus(with_free_bytes: bool = False) -> tuple[Gpu, ...]:
 
 @contextmanager
 def hide_gpus(found: Sequence[Gpu]) -> Iterator[None]:
-    """In this context, this process sees no GPU (unless it has initialised CUDA before), and `gpus()` returns
-    `found`.
-    """
+    """In this context this process sees no GPU (unless CUDA was initialised before), and `gpus()` returns `found`."""
     global _gpu_list
     before, visible = _gpu_list, os.environ.get(VISIBLE_VARIABLE)
     _gpu_list = tuple(found)

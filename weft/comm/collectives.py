@@ -57,9 +57,7 @@ def uses_nccl(axis: Axis, device: torch.device) -> bool:
 
 
 class _HostCopies:
-    """Host copies of one operation's tensors, if the axis sends them through host memory; else the tensors
-    themselves.
-    """
+    """Host copies of one operation's tensors, if the axis sends them through host memory; else the tensors."""
 
     def __init__(self, axis: Axis) -> None:
         self._axis = axis
@@ -197,9 +195,7 @@ def all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
 
 
 def shift(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis, by: int = 1) -> Pending:
-    """Send tensors to the rank at index + `by` of the axis, a ring, and receive as many from the rank at index
-    - `by`.
-    """
+    """Send tensors to the rank at index + `by` of the axis (a ring), and receive as many from index - `by`."""
     assert len(received) == len(sent)
     if axis.degree == 1:
         for target, source in zip(received, sent, strict=True):
@@ -237,9 +233,7 @@ def send(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
 
 
 def receive(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
-    """Start to receive the next tensor from the rank at index `peer` of the axis. Only the sender counts the
-    message.
-    """
+    """Start to receive the next tensor from the rank at index `peer` of the axis. Only the sender counts it."""
     copies = _HostCopies(axis)
     work = dist.irecv(copies.to_receive(tensor), group=axis.group, group_src=peer)
     return Pending(work, axis, what, peer, copies)
@@ -256,9 +250,7 @@ def broadcast(tensor: Tensor, axis: Axis, source: int = 0) -> Pending:
 
 
 def barrier() -> None:
-    """Return when every process of the world group has called this. For set-up only: it is not counted in the
-    ledger.
-    """
+    """Return when every process of the world group has called this. For set-up only: the ledger does not count it."""
     dist.barrier()
 
 

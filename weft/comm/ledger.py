@@ -81,9 +81,7 @@ class Ledger:
         return None if self.status is None else (self.status.num_calls, self.status.inside)
 
     def wait_begins(self, axis: str, operation: str, call: CallId | None = None, peers: Sequence[int] = ()) -> None:
-        """Record that the rank waits in an operation. `call` identifies it; `peers` are the ranks it waits for,
-        if few.
-        """
+        """Record that the rank waits in an operation, whose id is `call`, for the ranks `peers` (if they are few)."""
         self.doing = f"{operation} over {axis}"
         if self.status is None:
             return

@@ -106,9 +106,7 @@ class ImageRegion:
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """The images of a folder, split into training and held-out images. `bad` maps images that are left out to the
-    reason.
-    """
+    """The images of a folder, split into training and held-out images. `bad` says why images are left out."""
 
     train: Images
     held_out: Images | None
@@ -125,9 +123,7 @@ def open_folder(
     level: int = 0,
     on_bad: OnBad = "stop",
 ) -> ImageFolder:
-    """Open and check the images of a folder, all of `shape`. They are split by a hash of their number in the labels
-    file.
-    """
+    """Open and check the images of a folder, all of `shape`. A hash of their number in the labels file splits them."""
     entries = read_labels(folder, num_classes)
     bad: dict[str, str] = {}
     good = []
@@ -162,8 +158,8 @@ def open_folder(
 
 
 def read_labels(folder: Path, num_classes: int) -> list[LabelledImage]:
-    """Read a folder's labels file. Raises DataError for unknown columns, names outside the folder, or repeated
-    names.
+    """Read a folder's labels file. Raises DataError for unknown columns, and for names outside the folder or
+    repeated.
     """
     path = folder / LABELS
     try:

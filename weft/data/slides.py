@@ -202,9 +202,7 @@ def _inside_cells(slide: Slide, rows: Interval, columns: Interval) -> Floats:
 
 
 def _noise(slide: Slide, name: str, spacing: int, rows: Interval, columns: Interval) -> Floats:
-    """Smooth noise between 0 and 1: random values on a grid of `spacing` pixels, linearly interpolated. [rows,
-    columns]
-    """
+    """Smooth noise in [0, 1): random values on a grid of `spacing` pixels, linearly interpolated. [rows, columns]"""
     (down, row_part), (across, column_part) = (_grid_positions(spacing, ends) for ends in (rows, columns))
     grid = _uniform(slide, name, np.arange(down[0], down[-1] + 2), np.arange(across[0], across[-1] + 2))
     down, across = down - down[0], across - across[0]

@@ -56,9 +56,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The tokenizer of a `tokenizer.json`. Special tokens that a text contains are encoded as such, as in
-    transformers.
-    """
+    """The tokenizer of a `tokenizer.json`. Special tokens in a text are encoded as such, as in transformers."""
 
     def __init__(self, path: Path, end_token: str | None) -> None:
         try:

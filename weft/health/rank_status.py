@@ -68,9 +68,7 @@ class Failure:
 
 
 class Status:
-    """Writes this rank's status page: to a file in the folder FOLDER_VARIABLE, or to private memory if it
-    is not set.
-    """
+    """Writes this rank's status page: a file in the folder FOLDER_VARIABLE; private memory if it is not set."""
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         self.rank, self.place = rank, ""

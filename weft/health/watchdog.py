@@ -32,9 +32,7 @@ _MAX_NAMED = 4
 
 
 class Deadline:
-    """How long ranks may wait or write no page. It follows from measured steps, before the first from the
-    predicted one.
-    """
+    """How long ranks may wait or write no page, from measured steps; before the first, from the predicted one."""
 
     def __init__(self, floor_seconds: float, predicted_seconds: float | None = None) -> None:
         self._floor_seconds, self._predicted_seconds = floor_seconds, predicted_seconds or 0.0

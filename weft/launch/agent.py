@@ -149,9 +149,7 @@ def _watch(
 
 
 def _collect(fork_server: ForkServer, codes: dict[int, int]) -> None:
-    """Add exit codes of ranks to `codes`. Waits briefly for one; after an error, longer, for the rank that
-    caused it.
-    """
+    """Add exit codes of ranks to `codes`. Waits briefly; after an error longer, for the rank that caused it."""
     rank_exit = fork_server.next_exit(_POLL_SECONDS)
     while rank_exit is not None:
         codes[rank_exit.rank] = rank_exit.status
@@ -187,9 +185,7 @@ class _FailedAttempt:
 
     @property
     def may_succeed_on_restart(self) -> bool:
-        """Whether a restart may succeed: after a kill, a hang or flipped bits; after an error only if a
-        step was done.
-        """
+        """Whether a restart may succeed: after a kill, a hang or flipped bits; after an error only if a step ended."""
         if self.hang is not None or any(code < 0 for code in self.codes.values()):
             return True
         if self.failure is None or self.failure.final:

@@ -174,9 +174,7 @@ class DecoderConfig:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, computed in at least float32 and rounded before the weight is
-    applied.
-    """
+    """Root-mean-square norm over the last dim, computed in at least float32 and rounded before weighting."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

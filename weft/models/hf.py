@@ -93,9 +93,7 @@ CONV1D_WEIGHTS = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 
 
 def read_config(folder: Path) -> LanguageConfig:
-    """Read the config of a Hugging Face folder. Raises a ConfigError that names the first key that weft does not
-    support.
-    """
+    """Read the config of a Hugging Face folder. Raises a ConfigError that names a key that weft does not support."""
     path = folder / CONFIG_FILE
     raw = _read_json(path)
     names = raw.get("architectures")
@@ -385,9 +383,7 @@ def _transposed(name: str, tensor: Tensor, config: LanguageConfig) -> Tensor:
 
 @contextmanager
 def _published(folder: Path) -> Iterator[Path]:
-    """Yields a new folder beside the target. It is renamed to the target when the block succeeds, and removed
-    otherwise.
-    """
+    """Yields a new folder beside the target. It is renamed to the target if the block succeeds, else removed."""
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder; choose a new one or remove it")

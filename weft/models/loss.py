@@ -66,9 +66,7 @@ def count_unknown(labels: Tensor, num_classes: int) -> str | None:
 
 @dataclass(frozen=True)
 class ExampleLoss:
-    """The loss of an example, for a profile. If the model's output is a loss already (a scalar), returns it
-    unchanged.
-    """
+    """The loss of an example, for a profile. If the output is a loss already (a scalar), returns it unchanged."""
 
     labels: Callable[[], Tensor]
 
@@ -123,9 +121,7 @@ def rows_kernel(device: torch.device) -> RowsLoss | None:
 def head_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float = 0.0, rows: RowsLoss = rows_loss
 ) -> Tensor:
-    """Computes `token_loss(F.linear(hidden, weight, bias), labels, z_loss)[0]` in parts. `rows` computes the loss of
-    one part.
-    """
+    """Compute `token_loss(F.linear(hidden, weight, bias), labels, z_loss)[0]` in parts, each part's loss by `rows`."""
     total: Tensor = _HeadLoss.apply(hidden, weight, bias, labels, z_loss, rows, torch.is_grad_enabled())
     return total
 

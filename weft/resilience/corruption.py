@@ -241,9 +241,7 @@ def _trained_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 @contextmanager
 def _keep_gradients(model: nn.Module) -> Iterator[None]:
-    """In this context backward computes gradients for hooks, and gradients that were accumulated before stay
-    unchanged.
-    """
+    """In this context backward computes gradients for hooks only; accumulated gradients stay unchanged."""
     parameters = _trained_parameters(model)
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:

@@ -51,8 +51,8 @@ class Faults:
         return None if folder is None else Faults(Path(folder), rank)
 
     def strike(self, model: nn.Module) -> None:
-        """Cause the requested fault, if there is one. Call it before a step. A NaN affects the gradients of this step
-        only.
+        """Cause the requested fault, if there is one. Call it before a step. A NaN affects this step's
+        gradients only.
         """
         if self._nan_hook is not None:
             self._nan_hook.remove()

@@ -97,9 +97,7 @@ def _prepare(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
-    """The config of the language model in a checkpoint, which needs no run file. Raises ConfigError for other
-    models.
-    """
+    """The config of the language model in a checkpoint, without a run file. Raises ConfigError for other models."""
     table = checkpoint.stated("model", dict)
     if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in table.values()):
         raise CheckpointError(
@@ -144,9 +142,7 @@ def saved_tokenizer(checkpoint: Checkpoint) -> str:
 
 
 def _started_in(checkpoint: Checkpoint) -> Path | None:
-    """The folder in which a checkpoint's run was started; None if the checkpoint is no longer where the run
-    wrote it.
-    """
+    """The folder in which a checkpoint's run was started; None if the checkpoint was moved since."""
     folder = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("folder")
     if not isinstance(folder, str) or not folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
         return None

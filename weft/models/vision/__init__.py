@@ -56,9 +56,7 @@ def build_vision(config: VisionConfig) -> VisionModel:
 
 
 def _start_statistics(model: nn.Module) -> None:
-    """Create running statistics on the CPU even if the model is on the meta device: they are small and no
-    parameters.
-    """
+    """Create running statistics on the CPU even if the model is on the meta device: they are small, not parameters."""
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None and module.running_mean.is_meta:
             for name, buffer in module._buffers.items():

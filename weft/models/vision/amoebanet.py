@@ -55,9 +55,7 @@ NUM_GROUPS = 3  # groups of normal cells, with a reduction cell between groups
 
 @dataclass(frozen=True)
 class AmoebaNetDConfig:
-    """The config of an AmoebaNet-D with `layers` normal cells, whose convolutions have `filters` to 4 × `filters`
-    channels.
-    """
+    """The config of an AmoebaNet-D: `layers` normal cells; convolutions have `filters` to 4 × `filters` channels."""
 
     architecture: Literal["amoebanet-d"] = "amoebanet-d"
     layers: int = 18

@@ -124,9 +124,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions with a residual connection: 1 × 1 to few channels, 3 × 3 (in groups), 1 × 1 to 4 ×
-    `channels`.
-    """
+    """1 × 1 to few channels, 3 × 3 (in groups), 1 × 1 to 4 × `channels`, with a residual connection."""
 
     def __init__(self, config: ResNetConfig, inputs: int, channels: int, stride: int) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""U-Net (Ronneberger et al., 2015): predicts a class for each pixel. Convolutions are padded, so the image keeps its
-size.
+"""U-Net (Ronneberger et al., 2015): a class for each pixel. Convolutions are padded, so the image keeps its size.
 
 Down: two convolutions and a pool, `depth` times, with twice the channels each time. Up: the image is upsampled by two,
 concatenated with the features of this size from the way down, and passed through two convolutions. It has BatchNorm,
