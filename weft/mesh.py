@@ -167,9 +167,20 @@ class Mesh:
             joint = self._split(members)
             if len(joint) > 1 and joint != split and joint not in groups:
                 groups[joint] = device_mesh[joint]._flatten(name).get_group()
-        assert dist.group.WORLD is not None
-        groups[split] = dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None
+        groups[split] = self._own_world(world) if self.plan.pipe.shadow else world
         return groups
+
+    def _own_world(self, world: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A group of all ranks whose connections close after `let_go`, with the same timeout as `world`.
+
+        A group stays open while anything holds it, and functions with the default argument `group=dist.group.WORLD`
+        hold torch's world group for ever if their module is imported while that group exists.
+        """
+        timeout = world._get_backend(self.device).options._timeout
+        group: dist.ProcessGroup = dist.new_group(timeout=timeout, group_desc="world with shadows")
+        return group
 
     def _group_among(self, rows: Tensor, description: str, label: str = "") -> dist.ProcessGroup | None:
         """Returns this rank's group among rows of ranks [groups, members]. It is created once per rows and label."""

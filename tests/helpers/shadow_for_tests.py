@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from pipeline_for_tests import CLASSES, WIDTH, Block, vectors
 from torch import Tensor, nn
 
@@ -44,17 +46,20 @@ RANKS, MICRO_BATCHES, NUM_STEPS, EVALUATED, SAVED = 4, 4, 5, 3, (2, 4)
 TIMEOUT = timedelta(seconds=120)
 IN_STEP = ["forward 0", "forward 2", "backward 0", "backward 1", "backward 3", "refresh 0", "refresh 2", "losses"]
 IN_STEP += ["state", "update", "updated", "world"]
+HELD: list[dist.ProcessGroup | None] = []  # as default arguments hold it (`group=dist.group.WORLD`)
 
 
 @dataclass(frozen=True)
 class Death:
     """A rank dies in a step (from 1), at a point: before an action ("backward 1"), a message of the refresh, a sum over
-    an axis, the update; behind it; or in what comes after steps.
+    an axis, the update; behind it; or in what comes after steps. It first waits for `seconds`, in which the others get
+    as far as they can without it.
     """
 
     rank: int
     step: int
     point: str
+    seconds: float = 0.0
 
 
 def all_deaths() -> list[Death]:
@@ -117,6 +122,7 @@ class Dying:
 
     def at(self, point: str) -> None:
         if self._death is not None and (self._death.step, self._death.point) == (self.step, point):
+            time.sleep(self._death.seconds)
             (self._folder / "died").write_text(point)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -155,6 +161,7 @@ def rank_main(arguments: list[str]) -> None:
         patch.object(AdamW, "step", lambda *given, **named: dying.update(*given, **named)),
     ):
         init_process_group(place, "cpu", TIMEOUT)
+        HELD.append(dist.group.WORLD)
         train(folder, Plan(pipe=Pipe(place.num_ranks, spec["schedule"], shadow=True), micro_batch=2), dying)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
+import time
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +16,11 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.comm import Axis, all_gather, barrier
+from weft.comm import Axis, all_gather, all_reduce, barrier
 from weft.errors import LaunchError
 from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import JOINT_AXES, Mesh, level_degrees, ranks_of, rectangle
-from weft.plan import AXES, Context, Plan, Shard, Tensor
+from weft.plan import AXES, Context, Pipe, Plan, Shard, Tensor
 
 
 def peers(axis: Axis) -> list[int]:
@@ -85,6 +88,39 @@ def test_joint_axes_share_the_group_of_the_only_axis_that_talks() -> None:
         return all(mesh[name].group is mesh["shard"].group for name in JOINT_AXES if name != "tile")
 
     assert run_local(rank, 2) == [True, True]
+
+
+def test_who_waits_for_a_rank_that_lets_go_learns_of_it_though_the_world_group_is_held(tmp_path: Path) -> None:
+    """Ranks with shadows rely on it. Something else holds torch's world group, as default arguments do."""
+
+    def rank(index: int) -> bool:
+        mesh, held = Mesh(Plan(pipe=Pipe(2, shadow=True))), dist.group.WORLD
+        assert held is not None
+        barrier()
+        if index == 0:
+            with pytest.raises(RuntimeError, match=r"[Cc]onnection"):
+                all_reduce(torch.zeros(1), mesh["world"]).wait()
+            (tmp_path / "told").touch()
+            return True
+        mesh.let_go()
+        dist.destroy_process_group()
+        gc.collect()
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "told").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return (tmp_path / "told").exists()
+
+    assert run_local(rank, 2) == [True, True]
+
+
+def test_the_world_of_ranks_with_shadows_waits_as_long_as_torchs() -> None:
+    def rank(_: int) -> list[float]:
+        groups = (Mesh(Plan(pipe=Pipe(2, shadow=True)))["world"].group, dist.group.WORLD)
+        barrier()
+        assert None not in groups
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+    assert run_local(rank, 2, timeout_seconds=50) == [[80.0, 80.0]] * 2  # `run_local` adds half a minute
 
 
 @pytest.mark.parametrize(("plan", "found"), [(Plan(data=2), 1), (Plan(data=2, shard=Shard(3, 1)), 2)])

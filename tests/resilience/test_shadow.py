@@ -89,6 +89,13 @@ def test_a_lost_rank_changes_nothing(undisturbed: Path, tmp_path: Path, capfd: p
         lose(death, tmp_path / str(number), undisturbed, capfd)
 
 
+def test_ranks_that_wait_in_a_sum_learn_of_the_loss(
+    undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 3 waits for rank 0 in the sum of losses: it has nothing from rank 1, and must see rank 0 let go."""
+    lose(Death(1, 2, "backward 3", seconds=1.0), tmp_path / "run", undisturbed, capfd)
+
+
 @pytest.mark.soak
 def test_every_rank_at_every_step_and_point(
     undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
