@@ -50,13 +50,10 @@ def _same_draws() -> None:
     torch.manual_seed(0)
 
 
-RECORD = os.environ.get("RECORD_PROCESSES")
-
-
 @pytest.fixture(autouse=True)
 def _no_process_without_the_marker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A test that starts a process, and is not marked, fails."""
-    if request.node.get_closest_marker("processes") is not None:
+    """Under `make check`, a test that starts a process and is not marked fails."""
+    if "not processes" not in request.config.option.markexpr:
         yield
         return
     started: list[str] = []
@@ -74,10 +71,7 @@ def _no_process_without_the_marker(request: pytest.FixtureRequest, monkeypatch: 
     monkeypatch.setattr(subprocess.Popen, "__init__", noted_popen)
     monkeypatch.setattr(os, "posix_spawn", lambda *a, **k: (note("posix_spawn"), spawn(*a, **k))[1])
     yield
-    if started and RECORD:
-        with open(RECORD, "a") as file:
-            file.write(f"{request.node.nodeid}\t{started[0]}\n")
-    elif started:
+    if started:
         pytest.fail(f"it started a process ({started[0]}); mark it with pytest.mark.processes")
 
 

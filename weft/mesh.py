@@ -173,7 +173,7 @@ class Mesh:
         return groups
 
     def _own_world(self, world: dist.ProcessGroup) -> dist.ProcessGroup:
-        """A group of all ranks whose connections close after `let_go`, with the same timeout as `world`.
+        """A group of all ranks whose connections close after `release_groups`, with the same timeout as `world`.
 
         A group stays open while anything holds it, and functions with the default argument `group=dist.group.WORLD`
         hold torch's world group for ever if their module is imported while that group exists.

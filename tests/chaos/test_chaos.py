@@ -36,6 +36,8 @@ from weft.resilience.faults import VARIABLE, Faults, request_fault, request_path
 from weft.run_file import load_run
 from weft.train import loop, parts
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:

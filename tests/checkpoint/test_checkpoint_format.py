@@ -27,6 +27,8 @@ from weft.checkpoint.region import Intervals
 from weft.errors import CheckpointError, DamagedError, FormatError
 from weft.launch.local_ranks import run_local
 
+pytestmark = pytest.mark.processes
+
 torch.set_num_threads(1)
 
 # ---------------------------------------------------------------- regions, against sets of indices

@@ -35,6 +35,8 @@ from weft.schema import to_table
 from weft.serve.generate import load_for_generation, saved_data, saved_model
 from weft.train import resume
 
+pytestmark = pytest.mark.processes
+
 SHARDS = ("rank-00000.safetensors", "rank-00001.safetensors")
 ROOM_BYTES = 256 * 2**20  # above what the process has; twenty thousand times the checkpoint
 MAX_MESSAGE = 100_000

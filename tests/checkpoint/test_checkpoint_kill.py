@@ -12,6 +12,8 @@ import torch
 from weft.checkpoint import Checkpoint, Piece, Region, Saver, latest, steps
 from weft.errors import CheckpointError
 
+pytestmark = pytest.mark.processes
+
 torch.set_num_threads(1)
 
 OLD, NEW = 100, 200

@@ -32,6 +32,8 @@ from weft.step.examples import example_inputs
 from weft.step.train_step import train_step
 from weft.train.batches import prepare_data
 
+pytestmark = pytest.mark.processes
+
 TOLERANCE = 1e-4
 ALL_LAYOUTS = LAYOUTS | MODEL_LAYOUTS | PIPE_LAYOUTS
 CURVES = LAYOUTS | {"4 pipe (gems)": PIPE_LAYOUTS["4 pipe (gems)"]}

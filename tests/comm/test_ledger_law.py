@@ -48,6 +48,8 @@ from weft.step.train_step import train_step
 from weft.strategy import Cost
 from weft.train import loop
 
+pytestmark = pytest.mark.processes
+
 LEAST_REAL = 0.6  # of the cases drawn; the others are refused
 
 

@@ -26,6 +26,8 @@ from weft.comm import (
 )
 from weft.launch.local_ranks import run_local
 
+pytestmark = pytest.mark.processes
+
 
 class HostCopies:
     """Sends every tensor through a host copy, and counts them."""

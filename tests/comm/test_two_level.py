@@ -45,6 +45,8 @@ from weft.planner.predict import _communication_seconds, predict, run_cluster
 from weft.proof.prove import ProofReport, verify, verify_run
 from weft.train import setup
 
+pytestmark = pytest.mark.processes
+
 NODES = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3)]  # (nodes, ranks in each)
 SIZES = [1, 3, 5, 8, 16, 17, 1000]
 STAMPED = [torch.float64, torch.float32, torch.int64, torch.int32]  # hold rank · 10⁵ + place exactly, and sums of it

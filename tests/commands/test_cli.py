@@ -27,6 +27,8 @@ from weft.proof.prove import Check
 from weft.run_file import load_run
 from weft.train.metrics import StepMetrics
 
+pytestmark = pytest.mark.processes
+
 COMMANDS = ("train", "plan", "verify", "chaos", "export", "generate", "doctor")
 
 

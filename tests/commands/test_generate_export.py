@@ -20,6 +20,8 @@ from weft.run_file import load_run
 from weft.schema import to_table
 from weft.serve.generate import generate, load_for_generation
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -16,6 +16,8 @@ from weft.commands.jobs import command_fork_server, prove
 from weft.errors import LocalError, PlanError
 from weft.launch.fork_server import ForkServer
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 60.0
 
 

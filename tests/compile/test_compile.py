@@ -27,6 +27,8 @@ from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.step.objective import CROSS_ENTROPY
 
+pytestmark = pytest.mark.processes
+
 Compile = Callable[[nn.Module], None]
 MODELS = {"shipped": SHIPPED["tied"], "transformers": TRANSFORMERS["Llama"]}
 PLANS = {

@@ -29,6 +29,8 @@ from weft.data.tokens import Sequences, is_held_out, token_cache
 from weft.errors import DataError
 from weft.run_file import load_run
 
+pytestmark = pytest.mark.processes
+
 TEXTS = ["alpha\nbeta\n", "γάμμα 🙂", "delta\r\nepsilon", "zeta" * 20]
 
 

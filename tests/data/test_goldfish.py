@@ -15,6 +15,8 @@ from weft.data.goldfish import TABLE_SEED, TABLE_SIZE, Goldfish
 from weft.errors import ConfigError
 from weft.models.loss import IGNORE
 
+pytestmark = pytest.mark.processes
+
 TABLE = torch.rand(TABLE_SIZE, generator=torch.Generator().manual_seed(TABLE_SEED)).tolist()
 
 

@@ -22,6 +22,8 @@ from weft.resilience import peer_watch as lookout
 from weft.resilience import shared_memory
 from weft.resilience.peer_watch import Lookout, _decode, _encode, _StoreClient
 
+pytestmark = pytest.mark.processes
+
 NOW = 1000.0
 
 

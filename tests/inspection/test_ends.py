@@ -20,6 +20,8 @@ from weft.plan import Plan
 from weft.plan import Tensor as TensorPlan
 from weft.proof.prove import verify
 
+pytestmark = pytest.mark.processes
+
 PLAN = Plan(tensor=TensorPlan(2, sequence=True))
 DECODER = ChainEnds("model.embed_tokens", "model.norm", "lm_head")
 

@@ -20,6 +20,8 @@ from weft.launch.agent import Restarts, ResumePoint, start_local
 from weft.launch.folder_lock import locked, refuse_if_used
 from weft.launch.fork_server import ForkServer
 
+pytestmark = pytest.mark.processes
+
 DEADLINE_SECONDS = 120
 LIMIT = Restarts(2, 600)
 

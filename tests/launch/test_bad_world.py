@@ -34,6 +34,8 @@ from weft.planner.predict import predict
 from weft.run_file import load_run
 from weft.train.metrics import MetricsLog
 
+pytestmark = pytest.mark.processes
+
 NOBODY = 65534
 
 

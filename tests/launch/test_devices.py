@@ -26,6 +26,8 @@ from weft.train import metrics
 from weft.train.metrics import Clock, Moment
 from weft.train.setup import device_type
 
+pytestmark = pytest.mark.processes
+
 H200 = Gpu("NVIDIA H200", 150_000_000_000, (9, 0))
 V100 = Gpu("Tesla V100-SXM2-32GB", 34_000_000_000, (7, 0))
 

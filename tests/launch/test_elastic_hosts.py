@@ -16,6 +16,8 @@ from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_f
 
 from weft.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["hosts"]  # a fixture
 DEADLINE_SECONDS = 150
 NUM_STEPS = 30

@@ -13,6 +13,8 @@ from weft.errors import PlanError
 from weft.launch.environment import Place, is_elastic
 from weft.plan import Pipe, Plan
 
+pytestmark = pytest.mark.processes
+
 
 def place(num_ranks: int) -> Place:
     return Place(0, num_ranks, 0, num_ranks, 1, "torchrun")

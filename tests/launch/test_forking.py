@@ -22,6 +22,8 @@ from weft.launch.function_names import import_by_name, importable_name
 from weft.launch.local_ranks import run_local, run_spawned
 from weft.plan import Context, Plan, Shard
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 
 # Notes every fork of a process that has run a backward, as if torch's threads for GPUs had started there: children of a

@@ -27,6 +27,8 @@ from weft.launch.agent import describe_failures, start_local
 from weft.launch.environment import Place, check_world, detect, expand_hosts, rendezvous
 from weft.launch.fork_server import ForkServer
 
+pytestmark = pytest.mark.processes
+
 DEADLINE_SECONDS = 120
 FORK = multiprocessing.get_context("fork")
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from weft.launch import local_ranks as local
 from weft.launch.local_ranks import LocalError, run_local
 
+pytestmark = pytest.mark.processes
+
 
 def children_of_this_process() -> set[str]:
     """Process ids of living and dead children."""

@@ -21,6 +21,8 @@ from weft.plan import Plan
 from weft.run_file import Run
 from weft.train.stop import Stop
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 300
 NUM_STEPS = 200

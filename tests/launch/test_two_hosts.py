@@ -12,6 +12,8 @@ from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 
 from weft.checkpoint import Checkpoint
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["hosts"]  # a fixture
 DEADLINE_SECONDS = 300
 NUM_LOCAL_RANKS = 2

@@ -53,6 +53,8 @@ from weft.step.layer_drop import drop_layers
 from weft.step.objective import Batch
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 BF16 = Plan(precision="bf16")
 STEPS = 5

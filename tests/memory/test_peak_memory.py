@@ -37,6 +37,8 @@ from weft.step.objective import Batch
 from weft.step.train_step import train_step
 from weft.strategy import Transient
 
+pytestmark = pytest.mark.processes
+
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 SEQUENCE = 64  # half of the example's, for time
 NARROW = ("model.hidden_size=24", "model.intermediate_size=64")  # where a CPU may be 300 times slower: it has no bf16

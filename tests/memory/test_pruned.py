@@ -24,6 +24,8 @@ from weft.plan import Memory, Plan, Shard
 from weft.step.objective import CROSS_ENTROPY
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 STEPS = 20
 
 

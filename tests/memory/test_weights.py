@@ -55,6 +55,8 @@ from weft.step.examples import example_inputs
 from weft.step.layer_drop import drop_layers
 from weft.step.train_step import evaluate, train_step
 
+pytestmark = pytest.mark.processes
+
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 FP32, BF16 = Plan(memory=Memory(offload=1e-9)), Plan(precision="bf16")  # both in flat buffers
 STEPS, CLIP = 3, 0.05

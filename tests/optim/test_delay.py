@@ -24,6 +24,8 @@ from weft.plan import Memory, Plan, Shard, split_batch
 from weft.profile import profile
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 EXACT = Plan(precision="bf16", memory=Memory(offload=0.5), exact=False)
 DELAYED = replace(EXACT, memory=replace(EXACT.memory, delay=True))
 CLIP = 0.05

@@ -31,6 +31,8 @@ from weft.sharding.flat_buffer import Flat
 from weft.step.objective import CROSS_ENTROPY, Batch
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 STEPS = 5
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}

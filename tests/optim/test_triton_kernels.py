@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 pytest.importorskip("triton")  # which has packages for Linux alone
 
 CLOSE, BF16_STEP = 2e-6, 2**-7

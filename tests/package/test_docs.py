@@ -13,6 +13,8 @@ import pytest
 from weft.commands import app as cli
 from weft.run_file import load_run
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 # Added to `weft train` lines, so that the test is about the command and not about training.
 TINY = [

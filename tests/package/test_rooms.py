@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "weft"
 MAX_LINES, MAX_FUNCTION_LINES, MAX_FILES = 450, 60, 12

@@ -16,6 +16,8 @@ from weft.checkpoint import Checkpoint
 from weft.errors import CheckpointError
 from weft.serve.generate import load_for_generation
 
+pytestmark = pytest.mark.processes
+
 PACKAGE = Path(__file__).parents[2] / "weft"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

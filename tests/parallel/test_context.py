@@ -32,6 +32,8 @@ from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import units_of
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 Patch = pytest.MonkeyPatch
 
 

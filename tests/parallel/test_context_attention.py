@@ -36,6 +36,8 @@ from weft.parallel.context.attention import (
 from weft.parallel.context.block_attention import Mask, Rows
 from weft.strategy import tally
 
+pytestmark = pytest.mark.processes
+
 Attention = Callable[..., Tensor]
 KINDS: dict[str, Attention] = {"ring": ring_attention, "all-to-all": all_to_all_attention}
 BATCH, HEADS, HEAD_DIM = 2, 4, 8

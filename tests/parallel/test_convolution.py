@@ -41,6 +41,8 @@ from weft.proof.prove import ProofReport, verify
 from weft.sharding.units import units_of
 from weft.step.objective import CROSS_ENTROPY
 
+pytestmark = pytest.mark.processes
+
 Kind = Literal["gathered", "column", "row"]
 Patch = pytest.MonkeyPatch
 TOLERANCE = 1e-12

@@ -36,6 +36,8 @@ from weft.spatial.halo import Side
 from weft.spatial.tile_layout import Place, Share
 from weft.step.train_step import evaluate, train_step
 
+pytestmark = pytest.mark.processes
+
 Patch = pytest.MonkeyPatch
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "GroupNorm": (images_for_tests.group_resnet, images(11, 14, 8)),

@@ -20,6 +20,8 @@ from weft.profile import profile
 from weft.proof.prove import verify
 from weft.step.objective import CROSS_ENTROPY
 
+pytestmark = pytest.mark.processes
+
 PLAN = Plan(precision="bf16", exact=False, matmul="fp8")
 
 

@@ -47,6 +47,8 @@ from weft.sharding.layout import flat_layouts
 from weft.step.objective import CROSS_ENTROPY, Objective
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 Patch = pytest.MonkeyPatch
 
 

@@ -19,6 +19,8 @@ from weft.plan import Pipe, Plan
 from weft.step.objective import CROSS_ENTROPY
 from weft.step.train_step import evaluate, train_step
 
+pytestmark = pytest.mark.processes
+
 BATCHES = [double(vectors(2, seed=seed)(0)) for seed in range(4)]
 
 

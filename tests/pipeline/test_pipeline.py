@@ -48,6 +48,8 @@ from weft.schedule import Action, simulate
 from weft.step.objective import CROSS_ENTROPY, Objective
 from weft.step.train_step import evaluate, train_step
 
+pytestmark = pytest.mark.processes
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "gems", "bidirectional", "message")
 ModelFn = Callable[[], nn.Module]
 

@@ -11,6 +11,8 @@ from sleeping_for_tests import Chain, Trainer, micro_batches, run_ranks
 from weft.plan import Pipe
 from weft.schedule import Action, make_schedule
 
+pytestmark = pytest.mark.processes
+
 SECONDS = 0.002  # that every block sleeps at least, each way
 
 PIPES = [

@@ -20,6 +20,8 @@ from weft.run_file import load_run, run_from_tables
 from weft.run_tables import TrainConfig
 from weft.schema import parse_toml
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 Refuse = Callable[..., str]
 

@@ -22,6 +22,8 @@ from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import JOINT_AXES, Mesh, level_degrees, ranks_of, rectangle
 from weft.plan import AXES, Context, Pipe, Plan, Shard, Tensor
 
+pytestmark = pytest.mark.processes
+
 
 def peers(axis: Axis) -> list[int]:
     """The world ranks of an axis in its order, as its own collective tells them."""

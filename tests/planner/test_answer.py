@@ -33,6 +33,8 @@ from weft.planner.search import Found, Model
 from weft.profile import profile
 from weft.run_file import load_run
 
+pytestmark = pytest.mark.processes
+
 SMALL = GPT2Config(vocab_size=50304, n_positions=1024, n_embd=2048, n_layer=8, n_head=16)
 
 

@@ -16,6 +16,8 @@ from weft.errors import ConfigError
 from weft.planner.goodput import cluster_mtbf, daly_interval, failures, goodput, parse_duration, young_interval
 from weft.run_file import load_run
 
+pytestmark = pytest.mark.processes
+
 
 def simulated(interval: float, stall: float, restart: float, mtbf: float, write: float, num_failures: int) -> float:
     """Live through failures at random times, one after the other: work that is kept, over the time that passes.

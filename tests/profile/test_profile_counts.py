@@ -18,6 +18,8 @@ from weft.launch.local_ranks import run_local
 from weft.models import DecoderConfig, build, token_loss
 from weft.profile import Convolution, Experts, Matmul, Profile, profile
 
+pytestmark = pytest.mark.processes
+
 BATCH, SEQUENCE, WIDTH = models.BATCH, models.SEQUENCE, models.WIDTH
 
 

@@ -29,6 +29,8 @@ from weft.proof.prove import ProofReport, verify
 from weft.sharding.flat_buffer import Flat
 from weft.step.objective import CROSS_ENTROPY, Objective
 
+pytestmark = pytest.mark.processes
+
 TOKEN_MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied decoder": models.tied_decoder,
     "qwen decoder": models.qwen_decoder,

@@ -19,6 +19,8 @@ from weft.proof.small_run import _module, _places, small_runs_of
 from weft.run_file import Run
 from weft.step.train_step import evaluate
 
+pytestmark = pytest.mark.processes
+
 IMAGES = """
 [model]
 architecture = "resnet"

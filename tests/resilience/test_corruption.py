@@ -26,6 +26,8 @@ from weft.resilience.corruption import describe, digest, digest_all, find_differ
 from weft.step.train_step import StepResult, train_step
 from weft.train import loop
 
+pytestmark = pytest.mark.processes
+
 Inject = Callable[[Any, Mesh, int], None]  # into a model, before a step
 STEP = 3  # in which a bit is flipped
 

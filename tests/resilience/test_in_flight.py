@@ -27,6 +27,8 @@ from weft.run_file import load_run
 from weft.train import loop, setup
 from weft.train.local_job import start_ranks
 
+pytestmark = pytest.mark.processes
+
 NUM_STEPS = 12
 DEADLINE_SECONDS = 120.0
 

@@ -22,6 +22,8 @@ from weft.launch.fork_server import ForkServer
 from weft.resilience import shared_memory
 from weft.resilience.peer_watch import HUNG
 
+pytestmark = pytest.mark.processes
+
 DEADLINE_SECONDS = 120
 OVERRIDES = [f"train.steps={NUM_STEPS}", "checkpoint.every=5", "restart.hang_seconds=2"]
 HANG_SECONDS = 3.0

@@ -23,6 +23,8 @@ from weft.resilience import memory_copies as memory_module
 from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.shared_memory import PartListing, claim, complete_steps, list_parts, parts_name
 
+pytestmark = pytest.mark.processes
+
 SHAPE = (10, 7)
 
 

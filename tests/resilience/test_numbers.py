@@ -35,6 +35,8 @@ from weft.step.train_step import Checks, StepResult, train_step
 from weft.train import loop, setup
 from weft.train.batches import TrainingData
 
+pytestmark = pytest.mark.processes
+
 Factors = dict[int, float]  # what the losses of a batch, by its number, are multiplied with on one rank
 
 

@@ -28,6 +28,8 @@ from weft.checkpoint import load, steps
 from weft.checkpoint.manifest import MANIFEST, seal
 from weft.launch.local_ranks import LocalError
 
+pytestmark = pytest.mark.processes
+
 SAMPLE = {"data 2 x shard 2": [(0, 1), (2, 5), (3, 12)], "pipe 4": [(1, 2), (0, 7)]}
 
 

@@ -45,6 +45,8 @@ from weft.resilience.corruption import compare_replicas, digest_all
 from weft.schedule.actions import Action
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 PLAN = Plan(pipe=Pipe(RANKS, shadow=True), micro_batch=2)
 
 

@@ -28,6 +28,8 @@ from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.peer_watch import Lookout
 from weft.resilience.shared_memory import claim, complete_steps, map_file
 
+pytestmark = pytest.mark.processes
+
 PREFIX = f"weft-copies-{os.getuid()}-"
 
 

@@ -15,6 +15,8 @@ from weft.pipeline.stage import Pass
 from weft.plan import Pipe
 from weft.schedule import Action
 
+pytestmark = pytest.mark.processes
+
 LATE_SECONDS = 0.02
 RANKS = 3
 

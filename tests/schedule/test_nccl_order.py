@@ -25,6 +25,8 @@ from weft.schedule.nccl_order import GroupOf, check_nccl_order
 from weft.schedule.schedules import SCHEDULES, make_schedule
 from weft.schedule.shadow import with_shadows
 
+pytestmark = pytest.mark.processes
+
 Key = tuple[int, int, int, str]
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 

@@ -22,6 +22,8 @@ from weft.profile import profile
 from weft.proof.prove import ProofReport, verify
 from weft.spatial import norms
 
+pytestmark = pytest.mark.processes
+
 Patch = pytest.MonkeyPatch
 
 

@@ -37,6 +37,8 @@ from weft.spatial.tile_layout import Notes, Share, place_of, put
 from weft.spatial.tiling import tiling_of
 from weft.step.train_step import evaluate, train_step
 
+pytestmark = pytest.mark.processes
+
 Patch = pytest.MonkeyPatch
 MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "plain": (images_for_tests.plain, images_for_tests.image_batch),

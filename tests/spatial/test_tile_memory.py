@@ -20,6 +20,8 @@ from weft.step.objective import CLASSIFICATION
 from weft.step.train_step import train_step
 from weft.strategy import Cost
 
+pytestmark = pytest.mark.processes
+
 SIZE = 4096
 LIMIT_BYTES = 500_000_000  # of one rank, set for this test
 

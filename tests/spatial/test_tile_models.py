@@ -31,6 +31,8 @@ from weft.proof.prove import verify
 from weft.proof.sequential import make_model, run_sequential
 from weft.step.objective import CROSS_ENTROPY, Batch, Objective
 
+pytestmark = pytest.mark.processes
+
 DENSE = Objective(
     count=lambda batch: torch.tensor(batch[1].numel()),
     total=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),

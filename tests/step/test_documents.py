@@ -24,6 +24,8 @@ from weft.run_file import load_run
 from weft.step.documents import document_traffic, number_documents, separate_documents
 from weft.step.train_step import evaluate, train_step
 
+pytestmark = pytest.mark.processes
+
 END = 60
 ALONE = Axis("context", 1, 0, None, Ledger())
 CONFIGS: list[ModelConfig] = [

@@ -24,6 +24,8 @@ from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tile
 from weft.plan import Tensor as TensorPlan
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 SEQUENCE, VOCABULARY, NUM_BATCHES = 8, 61, 4
 KINDS: tuple[Recompute, ...] = ("none", "selective", "full")
 

@@ -23,6 +23,8 @@ from weft.run_tables import LayerDrop
 from weft.step.layer_drop import Gates, drop_layers
 from weft.step.train_step import train_step
 
+pytestmark = pytest.mark.processes
+
 
 def test_probabilities_are_the_formulas() -> None:
     config = LayerDrop(0.5, 0.01)

@@ -38,6 +38,8 @@ from weft.train.agreement import agree, first_says
 from weft.train.local_job import run_of_job
 from weft.train.run_identity import known_run_id, make_run_id
 
+pytestmark = pytest.mark.processes
+
 NUM_STEPS = 12
 COPIES = ["plan.data=2", f"train.steps={NUM_STEPS}", "checkpoint.memory_every=1", "checkpoint.every=100"]
 

@@ -31,6 +31,8 @@ from weft.step.train_step import StepResult
 from weft.train.metrics import Moment
 from weft.train.prefetch import Batches, PendingResult
 
+pytestmark = pytest.mark.processes
+
 CUDA = torch.device("cuda", 0)
 
 

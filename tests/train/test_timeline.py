@@ -31,6 +31,8 @@ from weft.step.examples import micro_batch_profile
 from weft.step.train_step import evaluate, train_step
 from weft.train.timeline import measured
 
+pytestmark = pytest.mark.processes
+
 DOCS = Path(__file__).parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 RATE = 1e9  # FLOP/s that the predicted devices reach

@@ -30,6 +30,8 @@ from weft.step.train_step import evaluate
 from weft.train import loop, setup
 from weft.train.batches import prepare_data
 
+pytestmark = pytest.mark.processes
+
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 TOLERANCE = 1e-4
 

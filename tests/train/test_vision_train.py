@@ -34,6 +34,8 @@ from weft.step.train_step import evaluate
 from weft.train import loop, setup
 from weft.train.batches import prepare_data
 
+pytestmark = pytest.mark.processes
+
 RUN_FILE = """
 [model]
 architecture = "resnet"
