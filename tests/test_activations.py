@@ -47,7 +47,7 @@ from weft.profile import profile
 from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
 from weft.run_tables import LayerDrop
-from weft.sharding.copy_lane import Lane
+from weft.sharding.copy_lane import CopyStream
 from weft.step.examples import example_inputs
 from weft.step.layer_drop import drop_layers
 from weft.step.objective import Batch
@@ -200,7 +200,7 @@ def test_compiled_blocks_send_what_their_graphs_save(recompute: Recompute) -> No
 # --- streams: copies that run no earlier than someone waits for them
 
 
-class Slow(Lane):
+class Slow(CopyStream):
     """Copies when it is waited for, from what is there then; until then there is rubbish at both ends."""
 
     waits = True
@@ -239,7 +239,7 @@ class NeverWaits(Slow):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_every_copy_is_waited_for(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(gpt2, with_share(Plan(), 0.0, recompute))
-    monkeypatch.setattr(weft.memory.activation_copies, "Lane", Slow)
+    monkeypatch.setattr(weft.memory.activation_copies, "CopyStream", Slow)
     for share in (0.3, 1.0):
         assert differing(train(gpt2, with_share(Plan(), share, recompute))[0], expected) == []
 
@@ -249,7 +249,7 @@ def test_every_copy_is_waited_for(recompute: Recompute, monkeypatch: pytest.Monk
 def test_a_copy_that_is_not_waited_for_is_seen(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(gpt2, Plan())
     lanes = iter([NeverWaits, Slow] if lane == "down" else [Slow, NeverWaits])  # in the order they are made
-    monkeypatch.setattr(weft.memory.activation_copies, "Lane", lambda device: next(lanes)(device))
+    monkeypatch.setattr(weft.memory.activation_copies, "CopyStream", lambda device: next(lanes)(device))
     assert "loss 4" in differing(train(gpt2, with_share(Plan(), 1.0))[0], expected)
 
 

@@ -21,7 +21,7 @@ from weft.optim.delayed_update import KINDS as PENDING_KINDS
 from weft.optim.delayed_update import is_pending, refuse_undelayed, stale_reason
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
 from weft.run_tables import TrainConfig
-from weft.sharding.layout import Part
+from weft.sharding.layout import ParameterPart
 
 logger = logging.getLogger("weft")
 SCALAR = Region.whole(())
@@ -150,14 +150,14 @@ def _load_optimizer(optimizer: Optimizer, states: dict[nn.Parameter, dict[str, T
     )
 
 
-def _region(part: Part) -> Region:
+def _region(part: ParameterPart) -> Region:
     cut = part.parameter.cut
     if cut is None:
         return Region.flat(part.parameter.shape, part.start, part.stop)
     return Region(cut.shape, cut.intervals, part.start, part.stop)
 
 
-def _begins(part: Part) -> bool:
+def _begins(part: ParameterPart) -> bool:
     """Whether the part holds the first element of the whole parameter."""
     cut = part.parameter.cut
     return part.start == 0 and (cut is None or all(pieces[0][0] == 0 for pieces in cut.intervals if pieces))

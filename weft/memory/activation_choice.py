@@ -17,7 +17,7 @@ from typing import Any
 
 from weft.plan import Plan
 from weft.profile.parts import Block, Profile
-from weft.sharding.layout import spread
+from weft.sharding.layout import evenly_spaced
 
 LEAST_BYTES = 1 << 20  # what is smaller stays: a copy of it takes longer to start than to run
 _least: list[int] = [LEAST_BYTES]  # the last is in force
@@ -45,7 +45,7 @@ def sent_blocks(num_blocks: int, share: float) -> tuple[int, ...]:
     if not share:
         return ()
     last = max(1, num_blocks - math.ceil(1 / share - 1e-9))
-    return tuple(place for place in spread(num_blocks, share) if place < min(last, num_blocks - 1))
+    return tuple(place for place in evenly_spaced(num_blocks, share) if place < min(last, num_blocks - 1))
 
 
 def sent_bytes(profile: Profile, plan: Plan) -> dict[str, int]:

@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft.errors import PlanError
 from weft.inspection.memory_traffic import tensors_of
 from weft.memory.activation_choice import least_bytes
-from weft.sharding.copy_lane import Lane
+from weft.sharding.copy_lane import CopyStream
 from weft.sharding.host_memory import KEPT_FREE_BYTES, available_host_bytes, host_zeros
 
 _ATTRIBUTE = "_weft_sender"
@@ -139,7 +139,7 @@ class Sender:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.pool = device, Pool(device)
-        self.down, self.up = Lane(device), Lane(device)
+        self.down, self.up = CopyStream(device), CopyStream(device)
         self.down_bytes = self.up_bytes = 0
         self._entered: list[saved_tensors_hooks | None] = []  # as blocks may lie in each other
         self._staying = set[int]()

@@ -19,9 +19,9 @@ from weft.plan import Plan
 from weft.profile import Profile
 from weft.sharding.layout import (
     COMPUTE_DTYPE,
-    NUM_ROOMS,
+    NUM_DEVICE_BUFFERS,
+    DeviceBufferKey,
     FlatLayout,
-    RoomKey,
     flat_layouts,
     gradient_dtype,
     slice_dtype,
@@ -87,11 +87,11 @@ def home_bytes(profile: Profile, plan: Plan) -> int:
     return 0 if dtype == slice_dtype(plan) else sum(one.numel for _, one in _streamed(profile, plan)) * dtype.itemsize
 
 
-def _streamed(profile: Profile, plan: Plan) -> list[tuple[RoomKey, FlatLayout]]:
+def _streamed(profile: Profile, plan: Plan) -> list[tuple[DeviceBufferKey, FlatLayout]]:
     """The streamed buffers in order, and their rooms."""
     order = streamed_blocks(profile.all, plan)
     return [
-        ((number, order[block.name] % NUM_ROOMS), layout)
+        ((number, order[block.name] % NUM_DEVICE_BUFFERS), layout)
         for block in profile.blocks
         if block.name in order
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree))

@@ -27,7 +27,7 @@ from weft.optim.update import change_by, change_by_torch, numbers, scaled, updat
 from weft.optim.update import update as plain_update
 from weft.parallel.model_state import all_flats, all_units
 from weft.sharding.flat_buffer import Flat
-from weft.sharding.layout import STAGING, STAGING_NUMEL, Part, moment_dtype, passing_shapes, slot_shapes
+from weft.sharding.layout import STAGING, STAGING_NUMEL, ParameterPart, moment_dtype, slot_shapes, streamed_slot_shapes
 
 CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
 KERNEL_NUMEL = 1 << 26  # of one that is
@@ -320,7 +320,7 @@ class AdamW(Optimizer):
         for number, state in state_dict["state"].items():
             self.write_state(pieces[number], state)
 
-    def _find(self, piece: nn.Parameter) -> tuple[Held, int, Part]:
+    def _find(self, piece: nn.Parameter) -> tuple[Held, int, ParameterPart]:
         held, index = self._places[id(piece)]
         return held, index, held.parts[index][0]
 
@@ -331,7 +331,7 @@ def _streams(flats: Sequence[Flat]) -> Streams:
     weight = flat.slice_dtype if any(one.is_apart for one in flats) else None
     shapes, passing = slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), []
     if any(one.is_streamed for one in flats):
-        passing = passing_shapes(largest, flat.slice_dtype, flat.compute_dtype, flat.master_dtype)
+        passing = streamed_slot_shapes(largest, flat.slice_dtype, flat.compute_dtype, flat.master_dtype)
     return Streams(shapes, flat.device, passing)
 
 

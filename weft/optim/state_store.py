@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.optim.update import decode, encode
 from weft.sharding.flat_buffer import Flat
-from weft.sharding.layout import CODE_BLOCK, Part, moment_dtype, num_scales
+from weft.sharding.layout import CODE_BLOCK, ParameterPart, moment_dtype, num_scales
 
 
 class Store:
@@ -34,7 +34,7 @@ class Store:
         # What torch's fused kernel takes, and does not round: all in one dtype.
         self.is_plain = moment == flat.slice_dtype != torch.bfloat16
 
-    def at(self, index: int, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
+    def at(self, index: int, part: ParameterPart, start: int, stop: int) -> tuple[Tensor, ...]:
         """The state of the elements [start, stop) of the slice; of codes inside of part `index`, whole blocks."""
         if not self.has_scales:
             return tuple(tensor[start:stop] for tensor in self.tensors)
@@ -43,17 +43,17 @@ class Store:
         codes, scales = slice(start, stop), slice(low, high)
         return tuple(tensor[codes if place % 2 == 0 else scales] for place, tensor in enumerate(self.tensors))
 
-    def views(self, index: int, part: Part) -> dict[str, Tensor]:
+    def views(self, index: int, part: ParameterPart) -> dict[str, Tensor]:
         """A part's state as it is held."""
         moments = ("exp_avg", "exp_avg_sq")
         names = [f"{one}{end}" for one in moments for end in (("", "_scale") if self.has_scales else ("",))]
         found = self.at(index, part, part.offset, part.offset + part.stop - part.start)
         return {"step": self.steps[index], **dict(zip(names, found, strict=True))}
 
-    def read(self, index: int, part: Part) -> tuple[Tensor, Tensor]:
+    def read(self, index: int, part: ParameterPart) -> tuple[Tensor, Tensor]:
         """A part's moments as numbers: as they are held, codes in fp32."""
         return decode(self.at(index, part, part.offset, part.offset + part.stop - part.start))
 
-    def write(self, index: int, part: Part, first: Tensor, second: Tensor) -> None:
+    def write(self, index: int, part: ParameterPart, first: Tensor, second: Tensor) -> None:
         """Set a part's moments."""
         encode(self.at(index, part, part.offset, part.offset + part.stop - part.start), first, second)

@@ -13,7 +13,7 @@ from weft.memory.offload_activations import ACTIVATIONS
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.profile import Parameter
 from weft.sharding.flat_buffer import Flat
-from weft.sharding.layout import Part
+from weft.sharding.layout import ParameterPart
 from weft.sharding.streamed_buffer import StreamedFlat
 from weft.sharding.units import Units, units_of
 
@@ -37,7 +37,7 @@ def sync_gradients(model: nn.Module, enabled: bool) -> None:
         units.sync = enabled
 
 
-def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
+def named_pieces(model: nn.Module) -> Iterator[tuple[ParameterPart, nn.Parameter]]:
     """Every parameter's part on this rank (empty ones left out) with the 1-D tensor that holds it.
 
     For a model that one rank holds plainly, the parts are the parameters themselves, in their own shapes.
@@ -51,7 +51,7 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
     if units is None:
         for name, parameter in model.named_parameters():
             spec = Parameter(name, tuple(parameter.shape), parameter.requires_grad)
-            yield Part(spec, 0, parameter.numel(), 0), parameter
+            yield ParameterPart(spec, 0, parameter.numel(), 0), parameter
         return
     for flat in units.flats:
         for part, piece in zip(flat.layout.parts(flat.shard.index), flat.pieces, strict=True):

@@ -27,12 +27,12 @@ from weft.sharding.layout import (
     CODE_BLOCK,
     COMPUTE_DTYPE,
     MASTER_DTYPE,
-    NUM_ROOMS,
+    NUM_DEVICE_BUFFERS,
+    evenly_spaced,
     gradient_dtype,
-    is_apart,
+    has_separate_slice,
     moment_dtype,
     slice_dtype,
-    spread,
 )
 
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
@@ -190,9 +190,9 @@ def _of_rank(rank: Working, sizes: Sizes, plan: Plan, num_micro_batches: int) ->
             backward += ends * master + max(one, 2 * one - kept)
     streamed = 0
     if plan.memory.weights:  # on one rank
-        streamed = len(spread(round((numel - ends) / sizes.block_numel), plan.memory.weights))
+        streamed = len(evenly_spaced(round((numel - ends) / sizes.block_numel), plan.memory.weights))
         width = COMPUTE_DTYPE[plan.precision].itemsize + gradient_dtype(plan, num_micro_batches).itemsize
-        throughout += min(NUM_ROOMS, streamed) * sizes.block_numel * width
+        throughout += min(NUM_DEVICE_BUFFERS, streamed) * sizes.block_numel * width
     held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches, streamed * sizes.block_numel)
     return Memory(*held, saved, throughout + max(loss, backward))
 
@@ -207,7 +207,7 @@ def state(plan: Plan, numel: float, num_micro_batches: int, streamed_numel: floa
     frees = plan.shard.stage == 3 and not is_alone
     here = 1 - max(plan.memory.offload, streamed_numel / numel if numel else 0.0)
     parameters = 0 if frees else (numel - streamed_numel) * compute
-    parameters += own * at_rest * here if is_apart(plan) else 0
+    parameters += own * at_rest * here if has_separate_slice(plan) else 0
     gradients = (numel - streamed_numel if plan.shard.stage == 1 or is_alone else own) * gradient
     if plan.memory.delay:
         parameters, gradients = parameters + own * compute, gradients + own * gradient
@@ -233,7 +233,7 @@ def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> floa
     that are there apart from the optimizer's only go, as their gradients only come.
     """
     here = replace(plan, memory=replace(plan.memory, offload=0.0, delay=False))
-    home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if is_apart(plan) else 0.0
+    home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if has_separate_slice(plan) else 0.0
     return sum(state(here, numel, 1)) - sum(state(plan, numel, 1, streamed_numel)) - home
 
 

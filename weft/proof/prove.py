@@ -55,7 +55,7 @@ from weft.proof.small_run import proofs_of
 from weft.run_file import Run
 from weft.schedule.schedules import make_schedule
 from weft.schema import build_dataclass, to_table
-from weft.sharding.layout import COMPUTE_DTYPE, Part
+from weft.sharding.layout import COMPUTE_DTYPE, ParameterPart
 from weft.step.cuda_graph import WARM_STEPS, Graph, recording_stream, wants_graph
 from weft.step.objective import CROSS_ENTROPY, Batch, Objective, step_traffic
 from weft.step.train_step import evaluate, train_step
@@ -353,7 +353,7 @@ class _Watch:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
-        self.gradients: list[tuple[Part, Tensor]] = []
+        self.gradients: list[tuple[ParameterPart, Tensor]] = []
         self.state: dict[str, int] = {}
         self.host: dict[str, int] = {}
         optimizer.register_step_pre_hook(self._before_step)
@@ -389,7 +389,7 @@ def _own_batches(batch: Batch, split: BatchSplit, index: int) -> list[Batch]:
     return [tuple(tensor[row] for tensor in to_double(batch)) for row in chosen]
 
 
-def _pieces(model: nn.Module) -> list[tuple[Part, Tensor]]:
+def _pieces(model: nn.Module) -> list[tuple[ParameterPart, Tensor]]:
     return [(part, piece.detach().flatten()) for part, piece in named_pieces(model)]
 
 
@@ -408,7 +408,7 @@ def _worst_measure(found: list[float], expected: list[float], objective: Objecti
     return errors[worst], objective.measures[worst]
 
 
-def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
+def _worst_tensor(found: list[tuple[ParameterPart, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
     largest = max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=1.0)
     worst = (0.0, "-")
     for part, tensor in found:
@@ -436,7 +436,7 @@ def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float,
     return worst
 
 
-def _is_first(part: Part) -> bool:
+def _is_first(part: ParameterPart) -> bool:
     """Whether this rank counts for a part that several ranks of x × y, or of pipe, hold alike."""
     return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
 

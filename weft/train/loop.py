@@ -36,7 +36,7 @@ from weft.resilience.faults import Faults
 from weft.resilience.takeover import take_over_losses
 from weft.run_file import Run
 from weft.schema import to_table
-from weft.sharding.host_memory import check_room
+from weft.sharding.host_memory import check_memory_fits
 from weft.step.cuda_graph import Graph, own_stream
 from weft.step.documents import has_separate_documents, separate_documents
 from weft.step.examples import example_inputs, example_loss
@@ -97,7 +97,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         refuse_timeline(run.plan, Path(run.train.timeline))
     if run.plan.memory.activations or run.plan.memory.weights:  # what is there besides follows from the run
         hosted = predict(run, run_cluster(run, place.num_hosts)).cost.host_bytes
-        check_room(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
+        check_memory_fits(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
     objective = task_of(run).objective
     data = prepare_data(run)  # what is wrong with it is told before ranks wait for each other
     status = Status(os.environ, place.rank)
