@@ -31,7 +31,7 @@ from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.compile.blocks import compile_blocks
 from weft.errors import ConfigError, PlanError
 from weft.inspection.live_bytes import LiveTensors
-from weft.memory.offload_weights import WeightPolicy, home_bytes, trips
+from weft.memory.offload_weights import WeightPolicy, home_bytes, link_traffic
 from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
@@ -409,7 +409,7 @@ def test_bytes_are_those_predicted(name: str, share: float, count: int) -> None:
     seen = dict[str, Any]()
     optimizer.register_step_pre_hook(lambda *_: seen.update(state=state_bytes(model, optimizer)))
     expected = predicted(llama, plan, count)
-    moved = trips(profile(llama()), plan, count)
+    moved = link_traffic(profile(llama()), plan, count)
     first_up = 0
     for step in range(3):
         before = link_of(model).up_bytes, link_of(model).down_bytes

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.memory.activation_copies import sender_of
+from weft.memory.activation_copies import offloader_of
 from weft.memory.offload_activations import ACTIVATIONS
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.profile import Parameter
@@ -117,7 +117,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
 def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """What of a device's state, and of its activations, lives in host memory, by kind."""
     flats = [flat for flat in all_flats(model) if flat.on_host]
-    sender = sender_of(model)
+    sender = offloader_of(model)
     slices = [flat.slice for flat in flats if flat.is_apart]
     streamed = [flat for flat in flats if isinstance(flat, StreamedFlat)]
     values = [value for flat in flats for piece in flat.pieces for value in optimizer.state.get(piece, {}).values()]

@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from weft.compile.saved_bytes import under
-from weft.memory.activation_choice import sendable, sent_blocks
-from weft.memory.recompute import over_root, transient
+from weft.memory.activation_choice import offloadable_storages, offloaded_blocks
+from weft.memory.recompute import root_excess_bytes, transient
 from weft.models.loss import parts
 from weft.models.loss_head import is_loss_in_head
 from weft.parallel.tensor.cost import localise, transient_bytes
@@ -155,7 +155,7 @@ def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int,
     if sizes.is_compiled:  # gives the gradients of all parameters at once, when nothing is left of what it saved
         backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
     backward -= is_last * (sizes.behind_saved * per_micro_batch + sizes.kept_gradient)
-    if places := sent_blocks(num_blocks, plan.memory.activations):  # one of them is on its way back in any backward
+    if places := offloaded_blocks(num_blocks, plan.memory.activations):  # one of them is on its way back in backward
         saved -= len(places) * sizes.block_sent * per_micro_batch
         backward += sizes.block_sent * per_micro_batch
     throughout = sizes.at_regions * per_micro_batch
@@ -259,7 +259,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     root = (local.root.saved_bytes or {}).get(policy, 0)
     behind = max(0, root - local.root.saved_behind.get(policy, {}).get("", 0))
     end = transient(replace(local, blocks=(block,)), policy)  # without what tied parameters wait for
-    over, compute = over_root(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
+    over, compute = root_excess_bytes(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
     heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}
     head = max(heads.values(), default=0.0) if split_heads else 0.0
     heads_over = [size for name, size in over.items() if name in split_heads]
@@ -286,7 +286,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         layer.out_features if layer else 1,
         kept_gradient,
         block.backward_bytes is not None,
-        float(sum(sendable(block, plan).values())),
+        float(sum(offloadable_storages(block, plan).values())),
     )
 
 

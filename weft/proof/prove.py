@@ -31,7 +31,7 @@ from weft.errors import PlanError, WeftError, error_class
 from weft.launch.fork import why_not
 from weft.launch.function_names import find, name_of
 from weft.launch.local_ranks import run_local, run_spawned
-from weft.memory.activation_choice import sending_from
+from weft.memory.activation_choice import offload_from
 from weft.mesh import Mesh, level_degrees
 from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.model_state import all_units, host_bytes, named_buffers, named_pieces, state_bytes
@@ -254,7 +254,7 @@ def _try_rank(
     except WeftError as error:
         return _refused(error)
     with ExitStack() as inside:
-        inside.enter_context(sending_from(1))  # tensors of any size, for memory.activations
+        inside.enter_context(offload_from(1))  # tensors of any size, for memory.activations
         if trial.records:
             inside.enter_context(recording_stream(_device(trial)))
         return _run_rank(counted, model_fn, batch_fn, objective, trial, split)
