@@ -12,7 +12,7 @@ from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
 from weft.schedule.actions import Message, Schedule
-from weft.schedule.activation_lifetimes import StageBytes, most_held
+from weft.schedule.activation_lifetimes import StageBytes, peak_held_bytes
 from weft.schedule.simulate import simulate
 from weft.sharding.layout import COMPUTE_DTYPE, STAGING, master_bytes, trained_layouts
 from weft.strategy import Cost, Transient, tally
@@ -59,7 +59,7 @@ def pipeline_cost(
         total = replace(total, state_bytes={**total.state_bytes, STAGING: slots})
     saved = [float(stages[stage].saved_bytes) if stage in stages else 0.0 for stage in range(staging.num_stages)]
     alive = int(simulate(schedule, activation_bytes=saved).peak_activation_bytes[index])
-    more = most_held(schedule, index, stages, edge_bytes(staging, coordinates)) - alive
+    more = peak_held_bytes(schedule, index, stages, edge_bytes(staging, coordinates)) - alive
     return total + Cost(tally(pairs), transient=Transient(step_bytes, more, more), saved_bytes=alive)
 
 

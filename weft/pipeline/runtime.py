@@ -31,8 +31,8 @@ from weft.pipeline.shared_parameters import Copies
 from weft.pipeline.step_run import Run, Stage, Work
 from weft.pipeline.transport import Key, Transport
 from weft.schedule.actions import Action, Schedule
-from weft.schedule.activation_lifetimes import answers
-from weft.schedule.shadow import kept, take_over
+from weft.schedule.activation_lifetimes import confirmed_sends
+from weft.schedule.shadow import kept_actions, take_over
 from weft.schedule.simulate import Span
 
 __all__ = ["Pipeline", "Stage", "Work"]
@@ -91,7 +91,7 @@ class Pipeline(nn.Module):
             if uses_nccl(self.mesh["pipe"], self.mesh.device):
                 check_queues(made, os.environ)
             self._schedules[key] = made if self._lost is None else take_over(made, self._lost)
-            self._arrived[key] = answers(self._schedules[key], self.mesh["pipe"].index)
+            self._arrived[key] = confirmed_sends(self._schedules[key], self.mesh["pipe"].index)
         return self._schedules[key]
 
     @property
@@ -179,7 +179,7 @@ class Pipeline(nn.Module):
 
     def take_over(self, lost: int, number: int, done: Collection[Action], has_gradients: bool) -> None:
         """Go on without a rank. In the section `number` living ranks have `done` this, and the shadow of the lost
-        rank's stage has its gradients, or not; see `shadow.kept`.
+        rank's stage has its gradients, or not; see `shadow.kept_actions`.
         """
         self._cut, self._lost = _CutShort(lost, number, frozenset(done), has_gradients), lost
         self._schedules.clear()
@@ -221,4 +221,4 @@ class _CutShort:
     has_gradients: bool
 
     def rest_of(self, schedule: Schedule) -> Schedule:
-        return take_over(schedule, self.lost, kept(schedule, self.lost, self.done, self.has_gradients))
+        return take_over(schedule, self.lost, kept_actions(schedule, self.lost, self.done, self.has_gradients))
