@@ -29,7 +29,7 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import named_pieces
-from weft.pipeline.deferred_weight_grads import Deferred
+from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Pipe, Plan
 from weft.schedule import Schedule, simulate
@@ -146,13 +146,13 @@ class Sleeper:
 @contextmanager
 def _late_weights_sleep(seconds: float) -> Iterator[None]:
     """Weight gradients that were put off take time too."""
-    finish = Deferred._finish
+    finish = DeferredWeightGrads._finish
 
     def slow(*args: Any) -> None:
         time.sleep(seconds)
         finish(*args)
 
-    with patch.object(Deferred, "_finish", slow):
+    with patch.object(DeferredWeightGrads, "_finish", slow):
         yield
 
 

@@ -27,7 +27,7 @@ from weft.models import build, initial_value
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import named_pieces
 from weft.run_file import Run
-from weft.sharding.layout import Part
+from weft.sharding.layout import ParameterPart
 from weft.step.examples import example_inputs
 from weft.step.train_step import train_step
 from weft.train.batches import prepare_data
@@ -58,7 +58,7 @@ def _first_value(run: Run, shapes: dict[str, torch.Size], seed: int, name: str) 
     return initial_value(run.model, name, shapes[name], seed)
 
 
-def own_values(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[Part, str, Tensor]]:
+def own_values(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[ParameterPart, str, Tensor]]:
     """Everything that this rank holds: which part, kind, value."""
     for part, piece in named_pieces(model):
         held = {"parameter": piece.detach(), **optimizer.state[piece]}
@@ -168,7 +168,7 @@ def test_the_comparison_sees_a_wrong_slice(run_file: Path, saved: Saved) -> None
     """The control: pieces read one element off are found, on both ranks."""
     run, path = make_run(run_file, "unused", "plan.shard=2"), saved["2 data"]
 
-    def off_by_one(part: Part) -> Region:
+    def off_by_one(part: ParameterPart) -> Region:
         shift = 1 if part.start > 0 else 0
         return Region.flat(part.parameter.shape, part.start - shift, part.stop - shift)
 

@@ -27,7 +27,7 @@ from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
 from weft.sharding import gradient_kernel as take_kernel
-from weft.sharding.gradient_kernel import take_with_squares
+from weft.sharding.gradient_kernel import copy_with_squares
 
 NUMBERS = torch.tensor([1 - 1e-3, 0.1, 0.95, 0.05, 1e-8, 1e-2, 0.5], dtype=torch.float64)
 FORMATS = {
@@ -110,7 +110,7 @@ def takes() -> dict[str, dict[str, float]]:
     for dtype in (torch.float32, torch.bfloat16):
         for numel in (3, 8192, 20000):
             gradient, target = torch.randn(numel).to(dtype), torch.full((numel,), math.nan, dtype=dtype)
-            squares = take_with_squares(gradient, target)
+            squares = copy_with_squares(gradient, target)
             of_squares = difference(squares.sum(dtype=torch.float64), gradient.double().square().sum())
             found[f"{dtype} {numel}"] = {"target": difference(target, gradient), "squares": of_squares}
     return found

@@ -118,7 +118,7 @@ class Dying:
 
     def __init__(self, death: Death | None, folder: Path) -> None:
         self._death, self._folder, self.step, self._count = death, folder, 0, 0
-        self._compute, self._record, self._update = run_module.Run.compute, Ledger.record, AdamW.step
+        self._compute, self._record, self._update = run_module.StepRun.compute, Ledger.record, AdamW.step
 
     def at(self, point: str) -> None:
         if self._death is not None and (self._death.step, self._death.point) == (self.step, point):
@@ -156,7 +156,7 @@ def rank_main(arguments: list[str]) -> None:
     died = [Death(**one) for one in spec["deaths"]] if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else []
     dying = Dying(next((death for death in died if death.rank == place.rank), None), folder)
     with (
-        patch.object(run_module.Run, "compute", lambda run, action: dying.compute(run, action)),
+        patch.object(run_module.StepRun, "compute", lambda run, action: dying.compute(run, action)),
         patch.object(Ledger, "record", lambda ledger, *given: dying.record(ledger, *given)),
         patch.object(AdamW, "step", lambda *given, **named: dying.update(*given, **named)),
     ):

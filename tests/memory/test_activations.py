@@ -29,8 +29,8 @@ from weft.compile.saved_bytes import compiled_profile
 from weft.errors import PlanError
 from weft.inspection.live_bytes import LiveTensors
 from weft.launch.local_ranks import run_local
-from weft.memory.activation_choice import LEAST_BYTES, sending_from, sent_blocks
-from weft.memory.activation_copies import Group, Sender, Sent, sender_of
+from weft.memory.activation_choice import MIN_OFFLOAD_BYTES, offload_from, offloaded_blocks
+from weft.memory.activation_copies import ActivationOffloader, OffloadedGroup, OffloadedStorage, offloader_of
 from weft.memory.offload_activations import ActivationPolicy
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, build, initialise
@@ -47,7 +47,7 @@ from weft.profile import profile
 from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
 from weft.run_tables import LayerDrop
-from weft.sharding.copy_lane import Lane
+from weft.sharding.copy_lane import CopyStream
 from weft.step.examples import example_inputs
 from weft.step.layer_drop import drop_layers
 from weft.step.objective import Batch
@@ -126,8 +126,8 @@ def predicted(make: Callable[[], nn.Module], plan: Plan, count: int = 2) -> Cost
     return cost(profile(make(), lambda: (tokens,), None, dtype), plan, split_batch(plan, len(tokens), 1))
 
 
-def sender(model: nn.Module) -> Sender:
-    found = sender_of(model)
+def sender(model: nn.Module) -> ActivationOffloader:
+    found = offloader_of(model)
     assert found is not None
     return found
 
@@ -138,7 +138,7 @@ def pooled_bytes(model: nn.Module) -> int:
 
 @pytest.fixture
 def all_sizes() -> Iterator[None]:
-    with sending_from(1):
+    with offload_from(1):
         yield
 
 
@@ -152,7 +152,7 @@ def test_no_bit_changes_and_each_byte_goes_once(
     make: Callable[[], nn.Module], plan: Plan, recompute: Recompute
 ) -> None:
     expected, plain = train(make, with_share(plan, 0.0, recompute))
-    assert sender_of(plain) is None
+    assert offloader_of(plain) is None
     sizes = []
     for share in (0.3, 1.0):
         mine = with_share(plan, share, recompute)
@@ -177,7 +177,7 @@ def test_what_is_small_stays() -> None:
     _, model = train(llama, with_share(BF16, 1.0), 1)
     assert sender(model).down_bytes == 0
     assert predicted(llama, with_share(BF16, 1.0)).host_bytes == {}
-    assert LEAST_BYTES == 1 << 20
+    assert MIN_OFFLOAD_BYTES == 1 << 20
 
 
 @pytest.mark.usefixtures("all_sizes")
@@ -189,20 +189,22 @@ def test_compiled_blocks_send_what_their_graphs_save(recompute: Recompute) -> No
 
     expected, _ = train(llama, with_share(BF16, 0.0, recompute), 1, compile_them)
     plan = with_share(BF16, 1.0, recompute)
-    with sending_from(1000):  # but for the state of random numbers, and shorter
+    with offload_from(1000):  # but for the state of random numbers, and shorter
         found, model = train(llama, plan, 1, compile_them)
         tokens, labels = micro_batches(0, 1)[0]
         eager = profile(llama(), lambda: (tokens,), lambda logits: token_loss(logits, labels)[0], torch.bfloat16)
         planned = cost(compiled_profile(eager), plan, split_batch(plan, len(tokens), 1)).host_bytes["activations"]
     assert differing(found, expected) == []
-    random_state = 4 * torch.get_rng_state().numel() if recompute == "full" else 0  # real ones are under LEAST_BYTES
+    random_state = (
+        4 * torch.get_rng_state().numel() if recompute == "full" else 0
+    )  # real ones are under MIN_OFFLOAD_BYTES
     assert pooled_bytes(model) - random_state == planned
 
 
 # --- streams: copies that run no earlier than someone waits for them
 
 
-class Slow(Lane):
+class Slow(CopyStream):
     """Copies when it is waited for, from what is there then; until then there is rubbish at both ends."""
 
     waits = True
@@ -241,7 +243,7 @@ class NeverWaits(Slow):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_every_copy_is_waited_for(recompute: Recompute, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(gpt2, with_share(Plan(), 0.0, recompute))
-    monkeypatch.setattr(weft.memory.activation_copies, "Lane", Slow)
+    monkeypatch.setattr(weft.memory.activation_copies, "CopyStream", Slow)
     for share in (0.3, 1.0):
         assert differing(train(gpt2, with_share(Plan(), share, recompute))[0], expected) == []
 
@@ -251,15 +253,15 @@ def test_every_copy_is_waited_for(recompute: Recompute, monkeypatch: pytest.Monk
 def test_a_copy_that_is_not_waited_for_is_seen(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = train(gpt2, Plan())
     lanes = iter([NeverWaits, Slow] if lane == "down" else [Slow, NeverWaits])  # in the order they are made
-    monkeypatch.setattr(weft.memory.activation_copies, "Lane", lambda device: next(lanes)(device))
+    monkeypatch.setattr(weft.memory.activation_copies, "CopyStream", lambda device: next(lanes)(device))
     assert "loss 4" in differing(train(gpt2, with_share(Plan(), 1.0))[0], expected)
 
 
 @pytest.mark.usefixtures("all_sizes")
 def test_a_stale_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, before = Sent.start, dict[int, Tensor]()
+    started, before = OffloadedStorage.start, dict[int, Tensor]()
 
-    def stale(self: Sent) -> None:
+    def stale(self: OffloadedStorage) -> None:
         """Give what was fetched from the buffer the last time."""
         is_new = self._up is None
         started(self)
@@ -270,24 +272,24 @@ def test_a_stale_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             before[self.buffer.data_ptr()] = now
 
     expected, _ = train(gpt2, Plan())
-    monkeypatch.setattr(Sent, "start", stale)
+    monkeypatch.setattr(OffloadedStorage, "start", stale)
     assert "loss 4" in differing(train(gpt2, with_share(Plan(), 0.3))[0], expected)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often a storage was fetched when it was wanted, and the most groups on their way down at once."""
-    found, back, leave = {"late": 0, "under way": 0}, Sent.back, Sender._leave
+    found, back, leave = {"late": 0, "under way": 0}, OffloadedStorage.fetch, ActivationOffloader._leave
 
-    def watched_back(self: Sent) -> Any:
+    def watched_back(self: OffloadedStorage) -> Any:
         found["late"] += self._up is None
         return back(self)
 
-    def watched_leave(self: Sender, *args: Any) -> None:
+    def watched_leave(self: ActivationOffloader, *args: Any) -> None:
         found["under way"] = max(found["under way"], len(self._under_way))
         leave(self, *args)
 
-    monkeypatch.setattr(Sent, "back", watched_back)
-    monkeypatch.setattr(Sender, "_leave", watched_leave)
+    monkeypatch.setattr(OffloadedStorage, "fetch", watched_back)
+    monkeypatch.setattr(ActivationOffloader, "_leave", watched_leave)
     return found
 
 
@@ -297,8 +299,8 @@ def test_all_is_fetched_a_block_ahead(share: float, monkeypatch: pytest.MonkeyPa
     expected, _ = train(gpt2, Plan())
     found = counted(monkeypatch)
     train(gpt2, with_share(Plan(), share))
-    assert found == {"late": 0, "under way": min(2, len(sent_blocks(5, share)))}
-    monkeypatch.setattr(Group, "start", lambda self: None)  # nobody fetches ahead
+    assert found == {"late": 0, "under way": min(2, len(offloaded_blocks(5, share)))}
+    monkeypatch.setattr(OffloadedGroup, "start", lambda self: None)  # nobody fetches ahead
     assert differing(train(gpt2, with_share(Plan(), share))[0], expected) == []
     assert found["late"] > 0
 
@@ -346,7 +348,7 @@ class Changes(nn.Module):
 def test_views_of_a_storage_go_once_and_parameters_never() -> None:
     torch.manual_seed(0)
     model = parallelize(Chain(Views), Plan(memory=Memory(activations=1.0)))
-    with sending_from(256):
+    with offload_from(256):
         model(torch.randn(8, 8)).sum().backward()
     assert sender(model).down_bytes == 2 * 2 * 8 * 8 * 4  # of two blocks, the input and the product
     assert sender(model).up_bytes == sender(model).down_bytes
@@ -355,7 +357,7 @@ def test_views_of_a_storage_go_once_and_parameters_never() -> None:
 def test_what_was_changed_in_place_is_told_as_without() -> None:
     for share in (0.0, 1.0):
         model = parallelize(Chain(Changes), Plan(memory=Memory(activations=share)))
-        with sending_from(64), pytest.raises(RuntimeError, match=r"in ?place"):
+        with offload_from(64), pytest.raises(RuntimeError, match=r"in ?place"):
             model(torch.randn(8, 8)).sum().backward()
 
 
@@ -401,7 +403,7 @@ def test_skipped_blocks_change_nothing() -> None:
 @given(num_blocks=st.integers(2, 200), twentieths=st.integers(1, 20))
 def test_blocks_are_spread_and_the_last_interval_stays(num_blocks: int, twentieths: int) -> None:
     share = twentieths / 20
-    found = sent_blocks(num_blocks, share)
+    found = offloaded_blocks(num_blocks, share)
     assert found[0] == 0
     assert found[-1] < num_blocks - 1
     assert len(found) <= max(1, share * num_blocks + 1)
@@ -410,7 +412,7 @@ def test_blocks_are_spread_and_the_last_interval_stays(num_blocks: int, twentiet
     assert max(gaps, default=1) - min(gaps, default=1) <= 1
     if len(found) > 1:
         assert num_blocks - found[-1] > 1 / share - 1e-6
-    assert sent_blocks(num_blocks, 0.0) == ()
+    assert offloaded_blocks(num_blocks, 0.0) == ()
 
 
 PEAKS = {
@@ -446,7 +448,7 @@ def test_predicted_peak_is_what_tensors_take(name: str) -> None:
         return live.peak_bytes, hosted
 
     cluster = local_cluster(run.plan.num_ranks, on_cpu=True)
-    with sending_from(1 << 14):
+    with offload_from(1 << 14):
         measured = run_local(rank, run.plan.num_ranks, timeout_seconds=120)
         found = predict(run, cluster).cost
     without = predict(replace(run, plan=with_share(run.plan, 0.0, run.plan.memory.recompute)), cluster).cost

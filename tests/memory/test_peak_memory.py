@@ -123,7 +123,7 @@ def nothing(*_: Any) -> Transient:
         (weft.memory.recompute, "transient", nothing, "shard 2 stage 3, full, bf16"),  # a block computed again
         (weft.memory.recompute, "transient", nothing, "data 2, selective"),
         (weft.parallel.shard, "_transient", nothing, "shard 2 stage 3"),  # whole gradients
-        (weft.pipeline.cost, "most_held", lambda *_: 0, "pipe 2, interleaved, full"),
+        (weft.pipeline.cost, "peak_held_bytes", lambda *_: 0, "pipe 2, interleaved, full"),
     ],
 )
 def test_a_term_that_is_left_out_is_seen(

@@ -31,7 +31,7 @@ from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.compile.blocks import compile_blocks
 from weft.errors import ConfigError, PlanError
 from weft.inspection.live_bytes import LiveTensors
-from weft.memory.offload_weights import WeightPolicy, home_bytes, trips
+from weft.memory.offload_weights import WeightPolicy, home_bytes, link_traffic
 from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
@@ -49,7 +49,7 @@ from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
 from weft.run_tables import LayerDrop
 from weft.sharding.layout import streamed_blocks
-from weft.sharding.streamed_buffer import Link, Room, StreamedFlat
+from weft.sharding.streamed_buffer import DeviceBuffer, HostLink, StreamedFlat
 from weft.step.cuda_graph import wants_graph
 from weft.step.examples import example_inputs
 from weft.step.layer_drop import drop_layers
@@ -92,8 +92,8 @@ def train(make: Callable[[], nn.Module], plan: Plan, count: int = 1) -> dict[str
     return run(built(make, plan), count)
 
 
-def link_of(model: nn.Module) -> Link:
-    return next(flat.room.link for flat in all_flats(model) if isinstance(flat, StreamedFlat))
+def link_of(model: nn.Module) -> HostLink:
+    return next(flat.device_buffer.link for flat in all_flats(model) if isinstance(flat, StreamedFlat))
 
 
 def predicted(make: Callable[[], nn.Module], plan: Plan, count: int = 1) -> Cost:
@@ -326,7 +326,7 @@ def test_a_run_file_trains_and_resumes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("plan", [FP32, BF16], ids=["fp32", "bf16"])
 def test_every_copy_is_waited_for(plan: Plan, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(gpt2, plan, count)
-    monkeypatch.setattr(weft.sharding.streamed_buffer, "Lane", Slow)
+    monkeypatch.setattr(weft.sharding.streamed_buffer, "CopyStream", Slow)
     for share in (0.4, 1.0):
         assert differing(train(gpt2, streamed(plan, share), count), expected) == []
 
@@ -335,7 +335,7 @@ def test_every_copy_is_waited_for(plan: Plan, count: int, monkeypatch: pytest.Mo
 def test_a_copy_that_is_not_waited_for_is_seen(lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(gpt2, BF16)
     lanes = iter([NeverWaits, Slow] if lane == "up" else [Slow, NeverWaits])  # in the order they are made
-    monkeypatch.setattr(weft.sharding.streamed_buffer, "Lane", lambda device: next(lanes)(device))
+    monkeypatch.setattr(weft.sharding.streamed_buffer, "CopyStream", lambda device: next(lanes)(device))
     assert "loss 1" in differing(train(gpt2, streamed(BF16, 1.0)), expected)
 
 
@@ -347,7 +347,7 @@ def stay_away(self: StreamedFlat) -> None:
     if id(self) not in FETCHED:
         FETCH(self)
     FETCHED.add(id(self))
-    self.room.holder = self
+    self.device_buffer.holder = self
 
 
 def begin_anew(self: StreamedFlat) -> None:
@@ -355,15 +355,15 @@ def begin_anew(self: StreamedFlat) -> None:
     BEGIN(self)
 
 
-def keep_here(self: Room, target: Tensor, gradient: Tensor) -> None:
+def keep_here(self: DeviceBuffer, target: Tensor, gradient: Tensor) -> None:
     self.owner = None
 
 
 FETCHED = set[int]()
 BREAKS: dict[str, tuple[type, str, Any]] = {
-    "stale weights": (StreamedFlat, "_leave_room", lambda self: None),
+    "stale weights": (StreamedFlat, "_leave_device_buffer", lambda self: None),
     "no way back": (StreamedFlat, "_fetch", stay_away),
-    "a gradient that stays": (Room, "send", keep_here),
+    "a gradient that stays": (DeviceBuffer, "send", keep_here),
     "a sum that is not added to": (StreamedFlat, "_begin_gradient", begin_anew),
 }
 
@@ -381,7 +381,7 @@ def test_weights_come_a_block_ahead(share: float, monkeypatch: pytest.MonkeyPatc
     late, finish = list[str](), StreamedFlat.finish_gather
 
     def watched(self: StreamedFlat) -> None:
-        if not self.is_whole and self.room.holder is not self:
+        if not self.is_whole and self.device_buffer.holder is not self:
             late.append(self.layout.parameters[0].name)
         finish(self)
 
@@ -411,7 +411,7 @@ def test_bytes_are_those_predicted(name: str, share: float, count: int) -> None:
     seen = dict[str, Any]()
     optimizer.register_step_pre_hook(lambda *_: seen.update(state=state_bytes(model, optimizer)))
     expected = predicted(llama, plan, count)
-    moved = trips(profile(llama()), plan, count)
+    moved = link_traffic(profile(llama()), plan, count)
     first_up = 0
     for step in range(3):
         before = link_of(model).up_bytes, link_of(model).down_bytes

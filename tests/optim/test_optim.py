@@ -151,7 +151,7 @@ def test_plain_arithmetic_is_that_of_torch() -> None:
     expected = train(plan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            weft.optim.state_store.Store, "is_plain", property(lambda _: False, lambda *_: None), raising=False
+            weft.optim.state_store.MomentStore, "is_plain", property(lambda _: False, lambda *_: None), raising=False
         )
         found = train(plan)
     assert differing(found, expected)

@@ -14,11 +14,11 @@ from torch import Tensor
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.optim.rounding import (
-    draws,
     from_signed_codes,
     from_square_codes,
+    random_bits,
     signed_codes,
-    sixteen,
+    sixteen_bits,
     square_codes,
     to_bf16,
 )
@@ -35,7 +35,7 @@ def random_values(seed: int, numel: int) -> Tensor:
 
 
 def draw_of(seed: int, numel: int, which: int = 0) -> Tensor:
-    return sixteen(draws(torch.tensor(seed), numel), which)
+    return sixteen_bits(random_bits(torch.tensor(seed), numel), which)
 
 
 def test_draws_are_even_and_differ_by_seed_and_place() -> None:

@@ -27,7 +27,7 @@ from weft.parallel.tile import tile
 from weft.pipeline import stage as stage_module
 from weft.pipeline.build import stage
 from weft.pipeline.cost import edge_bytes
-from weft.pipeline.shared_parameters import Copies
+from weft.pipeline.shared_parameters import SharedParameters
 from weft.plan import Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.profile import profile
 from weft.proof.prove import ProofReport, verify
@@ -129,7 +129,7 @@ def test_finds_a_halo_that_has_no_backward(monkeypatch: Patch) -> None:
 
 
 def test_finds_mirrored_stages_that_do_not_add_up(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Copies, "combine", lambda self: None)
+    monkeypatch.setattr(SharedParameters, "combine", lambda self: None)
     assert "worst gradient" in failures(check("GroupNorm", over(Pipe(2, "bidirectional"), 1, 2)))
 
 

@@ -39,8 +39,8 @@ from weft.models import token_loss
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_flats, named_pieces
 from weft.pipeline.runtime import Pipeline, Stage
-from weft.pipeline.shared_parameters import Copies
-from weft.pipeline.step_run import Run
+from weft.pipeline.shared_parameters import SharedParameters
+from weft.pipeline.step_run import StepRun
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.proof.prove import ProofReport, verify, verify_run
@@ -330,9 +330,9 @@ def silent(tensor: Tensor, axis: Axis) -> Pending:
 
 
 def test_finds_a_micro_batch_that_is_not_scaled(monkeypatch: Patch) -> None:
-    backward = Run._backward
+    backward = StepRun._backward
 
-    def unscaled(self: Run, stage: Stage, action: Action) -> None:
+    def unscaled(self: StepRun, stage: Stage, action: Action) -> None:
         kept = self.work
         if action.micro_batch == 2:
             assert kept.scale is not None
@@ -340,7 +340,7 @@ def test_finds_a_micro_batch_that_is_not_scaled(monkeypatch: Patch) -> None:
         backward(self, stage, action)
         self.work = kept
 
-    monkeypatch.setattr(Run, "_backward", unscaled)
+    monkeypatch.setattr(StepRun, "_backward", unscaled)
     found = broken(check(chain(4), vectors(), Pipe(2)))
     assert "worst gradient" in found
     assert not [what for what in found if what.startswith(("traffic", "state"))]
@@ -348,22 +348,22 @@ def test_finds_a_micro_batch_that_is_not_scaled(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("schedule", ["gems", "bidirectional"])
 def test_finds_a_replica_that_is_left_out(monkeypatch: Patch, schedule: Any) -> None:
-    monkeypatch.setattr(Copies, "combine", lambda self: None)
+    monkeypatch.setattr(SharedParameters, "combine", lambda self: None)
     assert {"worst gradient", "traffic: mirror all_reduce"} <= set(
         broken(check(chain(4), vectors(), Pipe(2, schedule)))
     )
 
 
 def test_finds_a_consumer_whose_gradient_is_dropped(monkeypatch: Patch) -> None:
-    take = Run._take
+    take = StepRun._take
 
-    def forgetful(self: Run, key: Any) -> Tensor:
+    def forgetful(self: StepRun, key: Any) -> Tensor:
         tensor = take(self, key)
         edge, _, _, direction = key
         is_dropped = direction == "backward" and self.schedule.edges[edge][:2] == (0, 2)
         return torch.zeros_like(tensor) if is_dropped else tensor
 
-    monkeypatch.setattr(Run, "_take", forgetful)
+    monkeypatch.setattr(StepRun, "_take", forgetful)
     found = broken(check(models.Fan, vectors(), Pipe(3)))
     assert found["worst gradient"].startswith("rank 0")
     assert "loss" not in found or found["loss"].endswith(("step 2", "step 3"))
@@ -435,7 +435,7 @@ def test_statistics_of_replicas_agree(count: int) -> None:
 
 
 def test_copies_that_are_not_combined_differ(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Copies, "combine", lambda self: None)
+    monkeypatch.setattr(SharedParameters, "combine", lambda self: None)
     found = copies_after_three_steps(chain(4), vectors(), Plan(pipe=Pipe(2, "gems"), precision="fp64"))
     assert [name for name, bits in found.items() if len(bits) > 1] == list(found)
 
@@ -467,7 +467,7 @@ class Alive:
 def measure_alive(pipe: Pipe, count: int, monkeypatch: Patch) -> tuple[list[int], list[int]]:
     """The most activations alive at once on each rank: measured on a real step, and simulated."""
     plan = Plan(pipe=pipe, precision="fp64")
-    forward, batch = Run._forward, vectors(count)(0)
+    forward, batch = StepRun._forward, vectors(count)(0)
 
     def rank(index: int) -> tuple[int, int]:
         batches = split(batch, count)
@@ -475,12 +475,12 @@ def measure_alive(pipe: Pipe, count: int, monkeypatch: Patch) -> tuple[list[int]
         model = on_stages(chain(9), plan, mesh, batch)
         alive = Alive([*(tensor for own in batches for tensor in own), *(flat.whole for flat in all_flats(model))])
 
-        def watched(self: Run, stage: Stage, action: Action) -> None:
+        def watched(self: StepRun, stage: Stage, action: Action) -> None:
             alive.now = action.stage, action.micro_batch
             forward(self, stage, action)
             alive.now = None
 
-        monkeypatch.setattr(Run, "_forward", watched)
+        monkeypatch.setattr(StepRun, "_forward", watched)
         with torch.autograd.graph.saved_tensors_hooks(alive.pack, lambda tensor: tensor):
             train_step(model, SGD(model.parameters(), lr=0.1), batches, mesh)
         assert not any(alive.held.values())
@@ -809,15 +809,15 @@ def answers_of(function: Callable[[int], Any], num_ranks: int, folder: Path) -> 
 @pytest.mark.parametrize("schedule", ["gems", "message"])
 def test_a_lost_rank_is_named(schedule: Any, tmp_path: Path, monkeypatch: Patch) -> None:
     plan = Plan(pipe=Pipe(4, schedule), precision="fp64")
-    forward, batches = Run._forward, split(vectors(8)(0), 8)
+    forward, batches = StepRun._forward, split(vectors(8)(0), 8)
 
     def rank(index: int) -> None:
-        def killed(self: Run, stage: Stage, action: Action) -> None:
+        def killed(self: StepRun, stage: Stage, action: Action) -> None:
             if index == 1 and action.micro_batch == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             forward(self, stage, action)
 
-        monkeypatch.setattr(Run, "_forward", killed)
+        monkeypatch.setattr(StepRun, "_forward", killed)
         mesh = Mesh(plan)
         model = on_stages(chain(5), plan, mesh, batches[0])
         train_step(model, SGD(model.parameters(), lr=0.1), batches, mesh)

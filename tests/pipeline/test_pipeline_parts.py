@@ -22,12 +22,12 @@ from weft.inspection.functional_call import call_with
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.parallel.apply import parallelize, refuse
 from weft.pipeline.build import Staging, stage
-from weft.pipeline.deferred_weight_grads import Deferred
+from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
 from weft.pipeline.partition import Route, cut, partition, unit_order
 from weft.pipeline.shared_parameters import tied_stages
-from weft.pipeline.stage_rng import Draws, is_random
+from weft.pipeline.stage_rng import StageRng, is_random
 from weft.pipeline.stand_in import AbsentModule, skeleton
-from weft.pipeline.trace import END, Event, Trace, Value, trace
+from weft.pipeline.trace import END, Trace, TracedTensor, TraceEvent, trace
 from weft.plan import Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.profile import profile
@@ -64,7 +64,7 @@ def test_a_trace_lists_calls_and_the_operations_between() -> None:
     assert by_name["exp"].parameters == {"scale"}
     assert by_name["linear"].parameters == {"enter.weight"}
     assert by_name["head"].parameters == frozenset()
-    assert found.values[by_name["enter"].outputs[0]] == Value((4, WIDTH), torch.float64, needs_gradient=True)
+    assert found.values[by_name["enter"].outputs[0]] == TracedTensor((4, WIDTH), torch.float64, needs_gradient=True)
 
 
 ALL: dict[str, tuple[ModelFn, Callable[[int], Callable[[int], Batch]]]] = {
@@ -135,12 +135,12 @@ def traces(draw: st.DrawFn) -> tuple[Trace, dict[str, int], int]:
         if is_call:
             current = min(num_stages - 1, current + draw(st.integers(0, 1)))
             stage_of[f"unit{calls}"] = current
-        events.append(Event(f"unit{calls}" if is_call else "add", is_call, tuple(chosen), outputs, parameters))
+        events.append(TraceEvent(f"unit{calls}" if is_call else "add", is_call, tuple(chosen), outputs, parameters))
         calls += is_call
     last = draw(st.lists(st.integers(0, num_values - 1), min_size=1, max_size=2, unique=True))
     parameters = frozenset().union(*(lineage.get(number, frozenset()) for number in last))
-    events.append(Event(END, False, tuple(last), (), parameters))
-    values = tuple(Value((2,), torch.float64, True) for _ in range(num_values))
+    events.append(TraceEvent(END, False, tuple(last), (), parameters))
+    values = tuple(TracedTensor((2,), torch.float64, True) for _ in range(num_values))
     found = Trace(tuple(events), values, {f"p{i}": i for i in range(num_parameters)})
     return found, stage_of, num_stages
 
@@ -227,9 +227,11 @@ def test_what_was_handed_on_is_not_changed_after() -> None:
 
 
 def chain_trace(count: int) -> Trace:
-    events = [Event(f"unit{i}", True, (i - 1,) if i else (), (i,)) for i in range(count)]
+    events = [TraceEvent(f"unit{i}", True, (i - 1,) if i else (), (i,)) for i in range(count)]
     return Trace(
-        (*events, Event(END, False, (count - 1,), ())), tuple(Value((1,), torch.float32, True) for _ in events), {}
+        (*events, TraceEvent(END, False, (count - 1,), ())),
+        tuple(TracedTensor((1,), torch.float32, True) for _ in events),
+        {},
     )
 
 
@@ -407,14 +409,14 @@ def test_a_copy_of_a_dict_is_another_dict() -> None:
 def test_stages_draw_alike_in_common_and_apart_on_their_own() -> None:
     def run(own: int, num_own_draws: int) -> tuple[list[float], list[float]]:
         torch.manual_seed(3)
-        draws, common, apart = Draws(own, CPU), [], []
+        draws, common, apart = StageRng(own, CPU), [], []
         common.append(float(torch.rand(())))
-        draws.apart()
+        draws.use_own()
         for _ in range(num_own_draws):
             apart.append(float(torch.rand(())))
-        draws.alike()
+        draws.use_shared()
         common.append(float(torch.rand(())))
-        draws.apart()
+        draws.use_own()
         apart.append(float(torch.rand(())))
         draws.end()
         common.append(float(torch.rand(())))
@@ -450,7 +452,7 @@ def test_late_gradients_are_those_of_an_ordinary_backward() -> None:
     model.zero_grad()
     inputs.grad = None
     delivered: list[Tensor] = []
-    deferred = Deferred(model, delivered.append)
+    deferred = DeferredWeightGrads(model, delivered.append)
     model(inputs).square().sum().backward()
     assert torch.allclose(inputs.grad, expected[0], rtol=1e-13)  # type: ignore[arg-type]
     assert [parameter.grad for parameter in model.parameters()] == [None] * 3
@@ -468,7 +470,7 @@ def test_late_gradients_are_those_of_an_ordinary_backward() -> None:
 def test_a_frozen_weight_with_a_trained_bias_is_not_put_off() -> None:
     linear = nn.Linear(3, 2).double()
     linear.weight.requires_grad_(False)
-    deferred = Deferred(nn.Sequential(linear), lambda parameter: None)
+    deferred = DeferredWeightGrads(nn.Sequential(linear), lambda parameter: None)
     linear(input=torch.ones(4, 3, dtype=torch.float64)).sum().backward()
     assert torch.equal(linear.bias.grad, torch.full((2,), 4.0, dtype=torch.float64))  # type: ignore[arg-type]
     deferred.collect()()
@@ -624,9 +626,9 @@ def test_a_forward_that_another_shape_leads_elsewhere_is_refused() -> None:
             logits: Tensor = self.head(hidden if kept is None else hidden + kept)
             return logits
 
-    from weft.pipeline.build import _Routes
+    from weft.pipeline.build import _RouteCache
 
-    routes = _Routes(staged(Sized, Pipe(2)), CPU)
+    routes = _RouteCache(staged(Sized, Pipe(2)), CPU)
     assert isinstance(routes.find((models.double(vectors(3)(0))[0],), {}), Route)
     with pytest.raises(PlanError, match="takes another way for inputs of another shape"):
         routes.find((models.double(vectors(2)(0))[0],), {})

@@ -37,7 +37,7 @@ from weft.mesh import Mesh
 from weft.parallel.apply import cost, refuse
 from weft.pipeline.build import stage as cut_into_stages
 from weft.pipeline.sections import Sections
-from weft.pipeline.shadow_gradients import Refresh
+from weft.pipeline.shadow_gradients import ShadowRefresh
 from weft.plan import BatchSplit, Memory, Pipe, Plan, Shard, Tensor
 from weft.profile import profile
 from weft.proof.prove import verify
@@ -236,9 +236,9 @@ def test_a_shadow_is_loaded_with_its_stage(tmp_path: Path) -> None:
 
 def without_refresh(index: int) -> None:
     with (
-        patch.object(Refresh, "expect", lambda *_: None),
-        patch.object(Refresh, "give", lambda *_: None),
-        patch.object(Refresh, "finish", lambda *_: None),
+        patch.object(ShadowRefresh, "expect", lambda *_: None),
+        patch.object(ShadowRefresh, "give", lambda *_: None),
+        patch.object(ShadowRefresh, "finish", lambda *_: None),
     ):
         train_and_hash(index)
 
@@ -249,8 +249,10 @@ def test_a_refresh_that_is_left_out_is_seen() -> None:
 
 
 def give_old_gradients(index: int) -> None:
-    give = Refresh.give
-    with patch.object(Refresh, "give", lambda refresh, units, target, step: give(refresh, units, target, step - 1)):
+    give = ShadowRefresh.give
+    with patch.object(
+        ShadowRefresh, "give", lambda refresh, units, target, step: give(refresh, units, target, step - 1)
+    ):
         train_and_hash(index)
 
 

@@ -11,7 +11,7 @@ import torch
 from sleeping_for_tests import OBJECTIVE, Chain, Trainer, micro_batches, run_ranks
 
 from weft.launch.local_ranks import LocalError
-from weft.pipeline.stage import Pass
+from weft.pipeline.stage import StagePass
 from weft.plan import Pipe
 from weft.schedule import Action
 
@@ -26,14 +26,14 @@ def chain(seed: int | None) -> Chain:
     return Chain(RANKS, late_seconds=0.0 if seed is None else LATE_SECONDS, seed=seed or 0)
 
 
-class Watched(dict[int, Pass]):
+class Watched(dict[int, StagePass]):
     """Remembers how many it held at most; and says, by a file, when it holds `full`."""
 
     def __init__(self, full: int, says: Path | None) -> None:
         super().__init__()
         self.most, self._full, self._says = 0, full, says
 
-    def __setitem__(self, key: int, value: Pass) -> None:
+    def __setitem__(self, key: int, value: StagePass) -> None:
         super().__setitem__(key, value)
         self.most = max(self.most, len(self))
         if self._says is not None and len(self) == self._full:

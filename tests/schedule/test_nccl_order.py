@@ -16,7 +16,7 @@ from weft.comm import Axis, barrier
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
-from weft.pipeline.message_order import AsTheyCome
+from weft.pipeline.message_order import MessageDrivenOrder
 from weft.pipeline.nccl_queues import check_queues
 from weft.plan import Pipe, Plan
 from weft.schedule.actions import Edge, Message, Schedule, chain, channel_of, with_messages
@@ -154,7 +154,7 @@ class DrivenRank:
 
     def __init__(self, ranks: DrivenRanks, index: int) -> None:
         self.ranks, self.index, self.has_ended = ranks, index, False
-        self.order = AsTheyCome(ranks.schedule, index, self, self.post)  # type: ignore[arg-type]
+        self.order = MessageDrivenOrder(ranks.schedule, index, self, self.post)  # type: ignore[arg-type]
 
     def post(self, message: Message) -> None:
         self.ranks.issue(self.index, message)

@@ -12,7 +12,7 @@ from weft.errors import PlanError
 from weft.schedule import Action, Message, Schedule, check, make_schedule, simulate, with_messages
 from weft.schedule.actions import SHADOW
 from weft.schedule.check import run_order
-from weft.schedule.shadow import SHADOWED_SCHEDULES, kept, take_over, with_shadows
+from weft.schedule.shadow import SHADOWED_SCHEDULES, kept_actions, take_over, with_shadows
 
 SIZES = [(name, ranks, batches) for name in SHADOWED_SCHEDULES for ranks in range(2, 7) for batches in range(2, 9)]
 
@@ -52,7 +52,7 @@ def test_a_shadow_adds_forwards_and_no_message(name: str, ranks: int, batches: i
 def assert_finished(schedule: Schedule, lost: int, order: list[tuple[int, Action]], has_gradients: bool) -> Schedule:
     """What is done of the order, and the rest by the ranks that are left: all of the step, once, and in order."""
     done = {action for rank, action in order if rank != lost}
-    have = kept(schedule, lost, done, has_gradients)
+    have = kept_actions(schedule, lost, done, has_gradients)
     rest = take_over(schedule, lost, have)
     check(rest)
     assert rest.num_ranks == schedule.num_ranks - 1
@@ -133,12 +133,12 @@ def test_shadows_cost_time_where_ranks_do_not_wait() -> None:
 def a_resumed_step() -> Schedule:
     schedule = shadowed("1f1b", 4, 4)
     order = list(run_order(schedule))[:25]
-    return take_over(schedule, 2, kept(schedule, 2, {action for rank, action in order if rank != 2}, False))
+    return take_over(schedule, 2, kept_actions(schedule, 2, {action for rank, action in order if rank != 2}, False))
 
 
 def test_a_message_that_is_not_sent_again_is_missed() -> None:
     rest = a_resumed_step()
-    message = next(one for rank in range(3) for one in rest.sent_again(rank))
+    message = next(one for rank in range(3) for one in rest.resent_messages(rank))
     lists = [tuple(step for step in steps if step != message) for steps in rest.lists]
     with pytest.raises(PlanError, match=r"lacks the send_\w+ .* of what was made before its list begins"):
         check(replace(rest, lists=tuple(lists)))

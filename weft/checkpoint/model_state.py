@@ -22,7 +22,7 @@ from weft.optim.delayed_update import is_pending, stale_reason
 from weft.optim.stepper import stepper
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
 from weft.run_tables import TrainConfig
-from weft.sharding.layout import Part
+from weft.sharding.layout import ParameterPart
 
 logger = logging.getLogger("weft")
 SCALAR = Region.whole(())
@@ -120,14 +120,14 @@ def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, pi
     return checkpoint.read_region(name, kind, region).to(piece.device).view(piece.shape)
 
 
-def _region(part: Part) -> Region:
+def _region(part: ParameterPart) -> Region:
     cut = part.parameter.cut
     if cut is None:
         return Region.flat(part.parameter.shape, part.start, part.stop)
     return Region(cut.shape, cut.intervals, part.start, part.stop)
 
 
-def _holds_first_element(part: Part) -> bool:
+def _holds_first_element(part: ParameterPart) -> bool:
     """Whether this rank's part holds the first element of the whole parameter."""
     cut = part.parameter.cut
     return part.start == 0 and (cut is None or all(pieces[0][0] == 0 for pieces in cut.intervals if pieces))

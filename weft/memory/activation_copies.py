@@ -1,17 +1,17 @@
-"""Sends what blocks have saved for backward to host memory, and brings it back one sent block ahead. Byte copies.
+"""Copies saved activations of blocks to host memory, and back one offloaded block ahead. The bytes do not change.
 
     compute   │ block 0 │ block 1 │ block 2 │ block 3 │  loss  │ 3 back │ 2 back │ 1 back │ 0 back │
     down                │ 0 goes            │                                                          blocks 0 and 2
-    down                                    │ 2 goes │                                                 are sent
+    down                                    │ 2 goes │                                                 are offloaded
     up                                                         │ 2 comes│     │ 0 comes │
 
-autograd's hooks give each tensor that a block saves; its storage goes once, whatever views share it. The device's copy
-is held until the main stream has waited for the one on the host: behind the next block that is sent, before the last
-block at the latest. So no more than two blocks are ever under way, and what waits is the stream, not the host. Room for
-what comes back is made on the main stream too, which waits for it where it is used. Nothing is shared between streams
-but through these waits, and the allocator may use all memory again at once.
+autograd's hooks report each tensor that a block saves. Its storage is copied once, whatever views share it. The device
+keeps its copy until the main stream has waited for the copy to the host: after the next offloaded block, and before the
+last block at the latest. So at most two blocks are being copied at a time, and the stream waits, not the host. Memory
+for the copy back is allocated on the main stream too, which waits for the copy before it is used. Streams share memory
+only through these waits, so the allocator can reuse all of it at once.
 
-Host buffers are made in the first step, at the size of each storage, and used again in every later one.
+Host buffers are allocated in the first step, one per storage and of its size, and reused in all later steps.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from weft.errors import PlanError
 from weft.inspection.memory_traffic import tensors_of
-from weft.memory.activation_choice import least_bytes
-from weft.sharding.copy_lane import Lane
+from weft.memory.activation_choice import min_offload_bytes
+from weft.sharding.copy_lane import CopyStream
 from weft.sharding.host_memory import KEPT_FREE_BYTES, available_host_bytes, host_zeros
 
 _ATTRIBUTE = "_weft_sender"
 
 
-class Pool:
-    """Host buffers by size; one that is given back is taken again."""
+class HostBufferPool:
+    """Host buffers by size, which are reused after `give`."""
 
     def __init__(self, device: torch.device) -> None:
         self.buffers: list[Tensor] = []
@@ -43,7 +43,7 @@ class Pool:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, num_bytes: int) -> Tensor:
-        """A buffer [num_bytes]."""
+        """Return a buffer [num_bytes]."""
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         available = available_host_bytes()
@@ -58,100 +58,106 @@ class Pool:
         return self.buffers[-1]
 
     def give(self, buffer: Tensor) -> None:
-        """A buffer that nobody needs any more."""
+        """Return a buffer to the pool."""
         self._free[buffer.numel()].append(buffer)
 
 
-class Kept(NamedTuple):
-    """A saved tensor that stays, and the version that was saved: autograd does not look at it behind hooks."""
+class SavedTensor(NamedTuple):
+    """A saved tensor that stays on the device, and its version when saved: autograd does not check it for packed
+    tensors.
+    """
 
     tensor: Tensor
     version: int
 
 
-class Place(NamedTuple):
-    """A saved tensor as a view of a storage that was sent."""
+class OffloadedView(NamedTuple):
+    """A saved tensor that is a view of an offloaded storage."""
 
-    sent: Sent
+    source: OffloadedStorage
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
 
-class Group:
-    """What one block has sent in one forward, and the group before it."""
+class OffloadedGroup:
+    """The storages that one block offloaded in one forward, and the group before it."""
 
-    def __init__(self, before: Group | None) -> None:
+    def __init__(self, before: OffloadedGroup | None) -> None:
         self.before = before
-        self.sent: list[weakref.ref[Sent]] = []
-        self.held: list[Tensor] = []  # on the device, while it goes
-        self.down: Any = None  # when all of it is on the host
+        self.storages: list[weakref.ref[OffloadedStorage]] = []
+        self.device_copies: list[Tensor] = []  # kept until the copy to the host is done
+        self.down: Any = None  # the end of the last copy to the host
 
     def start(self) -> None:
-        """Bring all of it back that is still wanted."""
-        for reference in reversed(self.sent):
+        """Start the copies back to the device of all storages that are still needed."""
+        for reference in reversed(self.storages):
             sent = reference()
             if sent is not None:
                 sent.start()
 
 
-class Sent:
-    """A storage on the host, until nothing that was saved of it is wanted."""
+class OffloadedStorage:
+    """A storage in host memory. It lives until no saved tensor needs it."""
 
-    def __init__(self, sender: Sender, group: Group, storage: torch.UntypedStorage, version: int) -> None:
-        self.group, self.version, self._sender = group, version, sender
+    def __init__(
+        self, offloader: ActivationOffloader, group: OffloadedGroup, storage: torch.UntypedStorage, version: int
+    ) -> None:
+        self.group, self.version, self._offloader = group, version, offloader
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        self.buffer = sender.pool.take(source.numel())
-        self._down = group.down = sender.down.copy(self.buffer, source)
-        group.held.append(source)
-        group.sent.append(weakref.ref(self))
-        sender.down_bytes += source.numel()
-        self._up: tuple[Tensor, Any] | None = None  # the bytes on the device, and when they are there
+        self.buffer = offloader.pool.take(source.numel())
+        self._down = group.down = offloader.down.copy(self.buffer, source)
+        group.device_copies.append(source)
+        group.storages.append(weakref.ref(self))
+        offloader.down_bytes += source.numel()
+        self._up: tuple[Tensor, Any] | None = None  # the bytes on the device, and the end of their copy
 
     def start(self) -> None:
-        """Begin to bring it back, if it has not begun."""
+        """Start the copy back to the device, unless it has started."""
         if self._up is None:
-            room = torch.empty(self.buffer.numel(), dtype=torch.uint8, device=self._sender.device)
-            self._up = room, self._sender.up.copy(room, self.buffer, self._down)
-            self._sender.up_bytes += room.numel()
+            target = torch.empty(self.buffer.numel(), dtype=torch.uint8, device=self._offloader.device)
+            self._up = target, self._offloader.up.copy(target, self.buffer, self._down)
+            self._offloader.up_bytes += target.numel()
 
-    def back(self) -> torch.UntypedStorage:
-        """The storage, there for what the current stream does next; what was sent before it comes too."""
+    def fetch(self) -> torch.UntypedStorage:
+        """Return the storage on the device; the current stream waits for its copy. Starts the copies of the group
+        before it.
+        """
         self.start()
         assert self._up is not None
         if self.group.before is not None:
             self.group.before.start()
             self.group.before = None
-        room, event = self._up
-        self._sender.up.wait(event)
-        return room.untyped_storage()
+        target, event = self._up
+        self._offloader.up.wait(event)
+        return target.untyped_storage()
 
     def __del__(self) -> None:
         if hasattr(self, "_up"):
-            if self._up is not None:  # it may have been fetched and never used
-                self._sender.up.wait(self._up[1])
-            self._sender.pool.give(self.buffer)
+            if self._up is not None:  # its copy may have started and not been used
+                self._offloader.up.wait(self._up[1])
+            self._offloader.pool.give(self.buffer)
 
 
-class Sender:
-    """The hooks on a model's blocks; `down_bytes` and `up_bytes` count what went."""
+class ActivationOffloader:
+    """The hooks on a model's blocks that offload activations. `down_bytes` and `up_bytes` count the copied bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.pool = device, Pool(device)
-        self.down, self.up = Lane(device), Lane(device)
+        self.device, self.pool = device, HostBufferPool(device)
+        self.down, self.up = CopyStream(device), CopyStream(device)
         self.down_bytes = self.up_bytes = 0
-        self._entered: list[saved_tensors_hooks | None] = []  # as blocks may lie in each other
+        self._entered: list[saved_tensors_hooks | None] = []  # a stack, as blocks may be nested
         self._staying = set[int]()
-        self._sent: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[Sent]]] = {}
-        self._group: Group | None = None  # of the block that runs, or ran last
-        self._under_way: list[Group] = []
+        self._offloaded: dict[int, tuple[weakref.ref[torch.UntypedStorage], weakref.ref[OffloadedStorage]]] = {}
+        self._group: OffloadedGroup | None = None  # of the block that runs, or ran last
+        self._under_way: list[OffloadedGroup] = []
 
     def install(self, model: nn.Module, sent: list[nn.Module], last: nn.Module) -> None:
-        """Send what some blocks of a model save; `last` is the last of all."""
+        """Offload what the blocks `sent` save. `last` is the last of all blocks."""
         model.register_forward_pre_hook(self._begin)
         for block in sent:
-            # Hooks, and not the forward, which torch.compile replaces: they lie outside of that, and of recompute.
+            # Hooks, not a new forward, which torch.compile replaces: hooks run outside of it, and of recompute.
             block.register_forward_pre_hook(self._enter, with_kwargs=True)
             block.register_forward_hook(self._leave, always_call=True)
         last.register_forward_pre_hook(self._release_all)
@@ -164,7 +170,7 @@ class Sender:
     def _begin(self, *_: Any) -> None:
         self._release_all()
         self._group = None
-        self._sent = {key: pair for key, pair in self._sent.items() if pair[1]() is not None}
+        self._offloaded = {key: pair for key, pair in self._offloaded.items() if pair[1]() is not None}
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         given = tensors_of((args, kwargs))
@@ -172,9 +178,9 @@ class Sender:
         if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (*given, *own)):
             self._entered.append(None)
             return
-        # What a block is given beside the stream (tables, masks) is given to all of them.
+        # Other inputs than the first (tables, masks) are shared by all blocks, so they stay.
         self._staying = {_key(tensor) for tensor in (*given[1:], *own) if tensor.layout is torch.strided}
-        self._group = Group(self._group)
+        self._group = OffloadedGroup(self._group)
         self._under_way.append(self._group)
         hooks = saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
@@ -189,15 +195,15 @@ class Sender:
     def _release_all(self, *_: Any) -> None:
         self._release(self._under_way)
 
-    def _release(self, groups: list[Group]) -> None:
-        """Wait until groups are on the host, and hold them on the device no longer."""
+    def _release(self, groups: list[OffloadedGroup]) -> None:
+        """Make the current stream wait until groups are on the host, and drop their copies on the device."""
         for group in list(groups):
             self.down.wait(group.down)
-            group.held.clear()
+            group.device_copies.clear()
             self._under_way.remove(group)
 
     def _expect(self, _: nn.Module, __: Any, output: Any) -> None:
-        """When the last block's backward begins, what was sent last comes back."""
+        """Start the copies back of the last group when the backward of the last block begins."""
         if self._group is not None and torch.is_grad_enabled():
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
@@ -207,25 +213,27 @@ class Sender:
 
     @torch.no_grad()
     def _pack(self, tensor: Tensor) -> Any:
-        if type(tensor) not in (Tensor, nn.Parameter):  # of a trace
+        if type(tensor) not in (Tensor, nn.Parameter):  # fake tensors of a trace
             return tensor
         is_plain = tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
         if not is_plain or tensor.device.type != self.device.type or self._stays(tensor):
-            return Kept(tensor.detach(), tensor._version)
-        return Place(self._send(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+            return SavedTensor(tensor.detach(), tensor._version)
+        return OffloadedView(
+            self._offload(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _stays(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().nbytes() < least_bytes() or _key(tensor) in self._staying
+        return tensor.untyped_storage().nbytes() < min_offload_bytes() or _key(tensor) in self._staying
 
-    def _send(self, tensor: Tensor) -> Sent:
+    def _offload(self, tensor: Tensor) -> OffloadedStorage:
         storage = tensor.untyped_storage()
-        there, known = self._sent.get(storage._cdata, (None, None))
+        there, known = self._offloaded.get(storage._cdata, (None, None))
         sent = known() if known is not None else None
-        # A storage that died has left its address to another.
+        # The address of a freed storage may belong to another one now.
         if sent is None or there is None or there() is not storage or sent.version != tensor._version:
             assert self._group is not None
-            sent = Sent(self, self._group, storage, tensor._version)
-            self._sent[storage._cdata] = weakref.ref(storage), weakref.ref(sent)
+            sent = OffloadedStorage(self, self._group, storage, tensor._version)
+            self._offloaded[storage._cdata] = weakref.ref(storage), weakref.ref(sent)
         return sent
 
 
@@ -233,20 +241,20 @@ class Sender:
 def _unpack(saved: Any) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    if isinstance(saved, Kept):
+    if isinstance(saved, SavedTensor):
         if saved.tensor._version != saved.version:
             raise RuntimeError(
                 f"a tensor {tuple(saved.tensor.shape)} that backward needs was changed in place after it was saved: it "
                 f"is at version {saved.tensor._version}, saved was {saved.version}"
             )
         return saved.tensor
-    assert isinstance(saved, Place)
-    storage = saved.sent.back()
+    assert isinstance(saved, OffloadedView)
+    storage = saved.source.fetch()
     made = torch.empty(0, dtype=saved.dtype, device=storage.device)
     return made.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload,no-any-return]
 
 
-def _start(group: Group, _: Tensor) -> None:
+def _start(group: OffloadedGroup, _: Tensor) -> None:
     group.start()
 
 
@@ -254,6 +262,6 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def sender_of(model: nn.Module) -> Sender | None:
-    """What sends a model's activations; None where nothing does."""
+def offloader_of(model: nn.Module) -> ActivationOffloader | None:
+    """Return the object that offloads a model's activations; None if nothing does."""
     return model.__dict__.get(_ATTRIBUTE)

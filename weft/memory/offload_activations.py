@@ -1,7 +1,7 @@
-"""Memory policy `activations`: what a share of the blocks save for backward waits in host memory. Exact.
+"""Memory policy `activations`: saved activations of a share of the blocks are kept in host memory. Exact.
 
-Beside any `recompute`: with `full` a block's input goes, which is the least for what it saves; with `none` all that it
-has saved. `sent.py` says which blocks and how much, `sending.py` does it.
+It works with any `recompute`: with `full` a block's input is offloaded, the fewest bytes for what it saves; with `none`
+all that it saves. `activation_choice.py` chooses the blocks, `activation_copies.py` copies.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from torch import nn
 
 from weft.inspection.blocks import find_blocks
-from weft.memory.activation_choice import sent_blocks, sent_bytes
-from weft.memory.activation_copies import Sender
+from weft.memory.activation_choice import offloaded_blocks, offloaded_bytes
+from weft.memory.activation_copies import ActivationOffloader
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
 from weft.strategy import Cost, Strategy, Values
 
-ACTIVATIONS = "activations"  # the kind of host memory
+ACTIVATIONS = "activations"  # key of host bytes
 
 
 class ActivationPolicy(Strategy):
-    """`memory.activations`, the share of blocks."""
+    """The strategy of `memory.activations`, a share of the blocks."""
 
     name = "activations"
 
@@ -47,12 +47,12 @@ class ActivationPolicy(Strategy):
         return None
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
-        sent = sum(sent_bytes(profile, plan).values())
+        sent = sum(offloaded_bytes(profile, plan).values())
         return Cost(saved_bytes=-sent, host_bytes={ACTIVATIONS: sent} if sent else {})
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         blocks = list(find_blocks(model).values())
-        places = sent_blocks(len(blocks), plan.memory.activations)
+        places = offloaded_blocks(len(blocks), plan.memory.activations)
         if places:
-            Sender(mesh.device).install(model, [blocks[place] for place in places], blocks[-1])
+            ActivationOffloader(mesh.device).install(model, [blocks[place] for place in places], blocks[-1])
         return model

@@ -1,14 +1,13 @@
-"""Memory policy `weights`: the weights of a share of the blocks live in host memory, with their gradients and all state
-of the optimizer. Exact.
+"""Memory policy `weights`: a share of the blocks keep weights, gradients and optimizer state in host memory. Exact.
 
-For models whose weights and gradients are more than the device has. `sharding/streamed_buffer.py` does it, as a kind of
-flat buffer, and `parallel/shard.py` counts its bytes among those of all buffers. A step moves, of c bytes a weight and
-g a gradient of N elements that are streamed,
+For models whose weights and gradients do not fit the device. `sharding/streamed_buffer.py` implements it as a kind of
+flat buffer, and `parallel/shard.py` counts its bytes with those of all buffers. With N streamed elements, of c bytes
+per weight and g per gradient, a step copies
 
-    up     N·c before forward, N·c before backward (but for what is still there: see `trips`)
-    down   N·g behind backward; with several micro-batches also up again, to be added to
+    up     N·c before forward, N·c before backward (less what is still there: see `link_traffic`)
+    down   N·g after backward; with several micro-batches also up again, to be added to
 
-beside what the update moves: `memory.offload` is implied for these blocks.
+in addition to the copies of the update: `memory.offload` is implied for these blocks.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from weft.plan import Plan
 from weft.profile import Profile
 from weft.sharding.layout import (
     COMPUTE_DTYPE,
-    NUM_ROOMS,
+    NUM_DEVICE_BUFFERS,
+    DeviceBufferKey,
     FlatLayout,
-    RoomKey,
     flat_layouts,
     gradient_dtype,
     slice_dtype,
@@ -33,7 +32,7 @@ WEIGHTS = "weights"
 
 
 class WeightPolicy(Strategy):
-    """`memory.weights`, the share of blocks: what it refuses."""
+    """The strategy of `memory.weights`, a share of the blocks: what it refuses."""
 
     name = WEIGHTS
 
@@ -57,41 +56,43 @@ class WeightPolicy(Strategy):
 
 
 @dataclass(frozen=True)
-class Trips:
-    """The bytes that streamed blocks move over the link in a step, the update's apart."""
+class LinkTraffic:
+    """The bytes that streamed blocks copy between host and device in a step, without those of the update."""
 
     up_forward_bytes: int = 0
     up_backward_bytes: int = 0
     down_bytes: int = 0
 
 
-def trips(profile: Profile, plan: Plan, accumulation: int) -> Trips:
-    """Of a chain that is run in order, forward and back. What forward used last is there when backward begins, and what
-    that used last when the next micro-batch does: one buffer in each room.
+def link_traffic(profile: Profile, plan: Plan, accumulation: int) -> LinkTraffic:
+    """Return the traffic of a chain that runs in order, forward and backward.
+
+    The weights that forward used last are still on the device when backward begins, and those that backward used last
+    when the next micro-batch begins: one streamed buffer in each device buffer.
     """
     buffers = _streamed(profile, plan)
     compute, gradient = COMPUTE_DTYPE[plan.precision].itemsize, gradient_dtype(plan, accumulation).itemsize
     weights = sum(layout.numel for _, layout in buffers) * compute
-    last = sum(layout.numel for layout in dict(buffers).values()) * compute  # in each room
+    last = sum(layout.numel for layout in dict(buffers).values()) * compute  # one per device buffer
     first = sum(layout.numel for layout in dict(reversed(buffers)).values()) * compute
     trained = sum(layout.numel for _, layout in buffers if layout.parameters[0].trainable) * gradient
     more = accumulation - 1
-    return Trips(
+    return LinkTraffic(
         weights + more * (weights - first), accumulation * (weights - last) + more * trained, accumulation * trained
     )
 
 
 def home_bytes(profile: Profile, plan: Plan) -> int:
-    """Weights on the host that computations read and the optimizer only writes."""
+    """The bytes of weights on the host that blocks compute with, if they are separate from the optimizer's weights."""
     dtype = COMPUTE_DTYPE[plan.precision]
     return 0 if dtype == slice_dtype(plan) else sum(one.numel for _, one in _streamed(profile, plan)) * dtype.itemsize
 
 
-def _streamed(profile: Profile, plan: Plan) -> list[tuple[RoomKey, FlatLayout]]:
-    """The streamed buffers in order, and their rooms."""
+def _streamed(profile: Profile, plan: Plan) -> list[tuple[DeviceBufferKey, FlatLayout]]:
+    """Return the streamed buffers in order, each with the key of its device buffer."""
     order = streamed_blocks(profile.all, plan)
     return [
-        ((number, order[block.name] % NUM_ROOMS), layout)
+        ((number, order[block.name] % NUM_DEVICE_BUFFERS), layout)
         for block in profile.blocks
         if block.name in order
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree))

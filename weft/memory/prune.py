@@ -1,9 +1,10 @@
-"""Pruned models with compressed state (SAMO, Singh and Bhatele 2023): what a mask removes has no state at all.
+"""Pruned models with compressed state (SAMO, Singh and Bhatele 2023): pruned elements have no state at all.
 
-`prune(model, masks)` replaces a parameter by the 1-D vector of its kept elements, under the same name. Everything else
-of weft sees that vector: flat buffers, gradients and their reduction, master weights, moments, offload, checkpoints.
-Only the module that computes sees the whole matrix, zeros in pruned places: it is spread before the module's forward,
-and its gradient is gathered as soon as backward has it, so that no dense gradient outlives its matrix.
+`prune(model, masks)` replaces a parameter by the 1-D vector of its kept elements, under the same name. All other parts
+of weft see that vector: flat buffers, gradients and their reduction, master weights, moments, offload, checkpoints.
+Only the module that computes sees the whole matrix, with zeros at pruned positions. The vector is scattered into the
+matrix before the module's forward. The matrix's gradient is gathered as soon as backward has it, so no dense gradient
+outlives its matrix.
 
 Bytes of a parameter of which a share f is kept, bf16 on one rank: dense weight 2, index 4f, and of the kept ones weight
 2f, gradient 2f (4f where it is added up or reduced), master 4f, moments 8f: at most 2 + 22f, against 16 and more.
@@ -19,19 +20,21 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 
-LEAST_PRUNED = 0.25  # below it, index and copy cost more than they save
+LEAST_PRUNED = 0.25  # with less, index and dense copy cost more than they save
 INDEX_SUFFIX = "_kept"
 
 
 def prune(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
-    """Keep of each named parameter only the elements whose mask is true, in place; before `weft.parallelize`."""
+    """Keep only the elements of each named parameter whose mask is true, in place. Call it before
+    `weft.parallelize`.
+    """
     named = dict(model.named_parameters())
     for name, mask in masks.items():
         if name not in named:
             raise PlanError(f"masks names '{name}', which is no parameter of the model")
         _check(name, named[name], mask)
     for name, mask in masks.items():
-        _Pruned(_owners(model, named[name]), named[name], mask)
+        _PrunedParameter(_owners(model, named[name]), named[name], mask)
     return model
 
 
@@ -49,14 +52,16 @@ def _check(name: str, parameter: nn.Parameter, mask: Tensor) -> None:
 
 
 def _owners(model: nn.Module, parameter: nn.Parameter) -> list[tuple[nn.Module, str]]:
-    """Every place of a parameter; a tied one has several, and one index."""
+    """Return every (module, name) that holds a parameter. A tied parameter has several, and one index."""
     return [
         (module, name) for module in model.modules() for name, own in module._parameters.items() if own is parameter
     ]
 
 
-class _Pruned:
-    """One parameter: its kept elements as the modules hold them, and the matrix that they compute with."""
+class _PrunedParameter:
+    """A pruned parameter: the vector of kept elements that modules hold, and the dense matrix that they compute
+    with.
+    """
 
     def __init__(self, owners: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter, mask: Tensor) -> None:
         self.shape = parameter.shape
@@ -70,7 +75,7 @@ class _Pruned:
         first.register_buffer(self.buffer, places.to(narrow))
         first.register_buffer(f"{name}_dense", None, persistent=False)
         self.dense = f"{name}_dense"
-        self._spread_by = (0, 0)  # which index, and which version of it
+        self._scattered_by = (0, 0)  # id and version of the index whose positions `dense` was filled with
         for module, own in owners:
             module._parameters[own] = kept
             module.register_forward_pre_hook(self._show(own))
@@ -80,7 +85,7 @@ class _Pruned:
         def show(module: nn.Module, _: Any) -> None:
             kept = module._parameters[name]
             assert kept is not None
-            module.__dict__[name] = self._spread(kept)  # found before what is registered
+            module.__dict__[name] = self._scatter(kept)  # an attribute of the instance hides the registered parameter
 
         return show
 
@@ -90,27 +95,27 @@ class _Pruned:
 
         return hide
 
-    def _spread(self, kept: Tensor) -> Tensor:
+    def _scatter(self, kept: Tensor) -> Tensor:
         index = getattr(self.holder, self.buffer)
         dense = self.holder._buffers[self.dense]
         if dense is None or (dense.dtype, dense.device) != (kept.dtype, kept.device):
             dense = torch.zeros(self.shape, dtype=kept.dtype, device=kept.device)
             self.holder._buffers[self.dense] = dense
-        if self._spread_by != (id(index), index._version):  # a checkpoint has brought another
+        if self._scattered_by != (id(index), index._version):  # a checkpoint has loaded another index
             dense.zero_()
-            self._spread_by = (id(index), index._version)
-        spread: Tensor = _Spread.apply(kept, index, dense)
+            self._scattered_by = (id(index), index._version)
+        spread: Tensor = _Scatter.apply(kept, index, dense)
         return spread
 
 
-class _Spread(torch.autograd.Function):
-    """Kept elements [kept] to a whole matrix, in room that is there; its gradient back to theirs."""
+class _Scatter(torch.autograd.Function):
+    """Scatter kept elements [kept] into a given dense matrix; backward gathers their gradient."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, index: Tensor, dense: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        # A tensor of its own on the same storage: that of an earlier micro-batch, whose backward is still to come, must
-        # not look changed. It is written with the values that it has, unless the optimizer has been here.
+        # A new tensor on the same storage, so that the tensor of an earlier micro-batch, whose backward is still to
+        # come, does not look changed. The values written are those already there, unless the optimizer has run since.
         room = torch.empty(0, dtype=dense.dtype, device=dense.device)
         room.set_(dense.untyped_storage(), 0, dense.shape, dense.stride())
         room.view(-1)[index] = kept.detach()

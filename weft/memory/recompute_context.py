@@ -1,7 +1,7 @@
-"""State beside its arguments that a block's forward reads or changes: random states, documents of a micro-batch.
+"""State that a block's forward reads or changes beside its arguments: random states, documents of a micro-batch.
 
-A block that is computed again in backward must find that state as forward did: meanwhile it may belong to a later
-micro-batch, or to another part of the model. Whoever keeps such state for a block names it here, by `carry`.
+When backward recomputes a block, this state must be as it was in forward: meanwhile it may belong to a later
+micro-batch, or to another part of the model. Code that keeps such state for a block registers it by `register_state`.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from torch import nn
 _ATTRIBUTE = "_weft_carried"
 
 
-class State(Protocol):
-    """Something that a forward reads or changes; what `get` returns is never changed."""
+class ForwardState(Protocol):
+    """A state that a forward reads or changes. A value that `get` returned is never modified."""
 
     def get(self) -> Any:
-        """The value now."""
+        """Return the current value."""
 
     def set(self, value: Any) -> None:
-        """Put a value back."""
+        """Set the value."""
 
 
-def carry(block: nn.Module, state: State) -> None:
-    """Let recompute of a block's forward begin with the state that the forward began with."""
-    carried_by(block).append(state)
+def register_state(block: nn.Module, state: ForwardState) -> None:
+    """Make each recompute of a block's forward begin with the state that the forward began with."""
+    registered_states(block).append(state)
 
 
-def carried_by(block: nn.Module) -> list[State]:
-    """The states of a block: a list that stays the same, and may grow later."""
-    states: list[State] = block.__dict__.setdefault(_ATTRIBUTE, [])
+def registered_states(block: nn.Module) -> list[ForwardState]:
+    """Return the states of a block. It is always the same list, which may grow later."""
+    states: list[ForwardState] = block.__dict__.setdefault(_ATTRIBUTE, [])
     return states
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # states are no part of a compiled graph
-def carrying(forward: Callable[..., Any], states: Sequence[State]) -> Callable[..., Any]:
-    """A block's forward that begins now, and again in recompute with the states of now."""
-    return _Carrying(forward, states)
+@torch._disable_dynamo  # type: ignore[attr-defined]  # states are not part of a compiled graph
+def with_states(forward: Callable[..., Any], states: Sequence[ForwardState]) -> Callable[..., Any]:
+    """Return a forward that, when called again for recompute, first restores the states' values of now."""
+    return _RestoringForward(forward, states)
 
 
-class _Carrying:
-    def __init__(self, forward: Callable[..., Any], states: Sequence[State]) -> None:
+class _RestoringForward:
+    def __init__(self, forward: Callable[..., Any], states: Sequence[ForwardState]) -> None:
         self._forward, self._states, self._is_again = forward, states, False
         self._began = [state.get() for state in states]
 
     @torch._disable_dynamo(recursive=False)  # type: ignore[attr-defined]  # what it keeps differs from call to call
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_again:  # the forward itself: what it changes stays
+        if not self._is_again:  # the forward itself: its changes stay
             self._is_again = True
             return self._forward(*args, **kwargs)
         now = [state.get() for state in self._states]

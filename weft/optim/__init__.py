@@ -1,5 +1,6 @@
-"""Weft's own optimizer: AdamW over flat slices. `update` is its arithmetic, `store` where its state lies, `rounding`
-numbers in few bits.
+"""Weft's AdamW over flat buffers.
+
+`update.py` has its arithmetic, `state_store.py` the memory of its state, `rounding.py` random rounding and 8-bit codes.
 """
 
 from weft.optim.adamw import AdamW

@@ -1,8 +1,8 @@
-"""Weft's AdamW: torch's, over the flat slices of a model instead of its pieces, one pass over each.
+"""AdamW over a model's flat slices: the algorithm of torch.optim.AdamW, in one pass over each slice.
 
-Any torch optimizer trains a parallel model's pieces. This one also reads gradients in the compute dtype, scales them on
-the way (clipping needs no pass of its own), writes the new weights where the next forward computes with them, and keeps
-its state as the plan says. What lies side by side in a buffer and is treated alike is one *run*, updated at once.
+Any torch optimizer can train the pieces of a parallel model. This one also reads gradients in the compute dtype, scales
+them in the same pass (clipping needs no pass of its own), writes the new weights where the next forward reads them, and
+keeps its state as the plan says. Neighbouring parts of a buffer with equal options are updated together, as one range.
 """
 
 from __future__ import annotations
@@ -19,26 +19,28 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.errors import CheckpointError, PlanError
-from weft.optim.buffer_state import Held
+from weft.optim.buffer_state import BufferState
 from weft.optim.delayed_update import KINDS as PENDING_KINDS
 from weft.optim.delayed_update import is_pending, refuse_undelayed, stale_reason
-from weft.optim.host_stream import Streams
-from weft.optim.update import change_by, change_by_torch, numbers, scaled, update_on
+from weft.optim.host_stream import HostStreams
+from weft.optim.update import apply_fused_update, apply_update, scaled_gradient, update_constants, update_for
 from weft.optim.update import update as plain_update
 from weft.parallel.model_state import all_flats, all_units
 from weft.sharding.flat_buffer import Flat
-from weft.sharding.layout import STAGING, STAGING_NUMEL, Part, moment_dtype, passing_shapes, slot_shapes
+from weft.sharding.layout import STAGING, STAGING_NUMEL, ParameterPart, moment_dtype, slot_shapes, streamed_slot_shapes
 
-CHUNK_NUMEL = 1 << 22  # of a pass that is not one kernel, and whose results in between are kept
-KERNEL_NUMEL = 1 << 26  # of one that is
-
-
-_Work = tuple[Held, Tensor, Tensor | None, Tensor | None]  # a buffer, its gradient, the scale, and where weights go too
+CHUNK_NUMEL = 1 << 22  # elements per call of the plain update, which keeps intermediate results
+KERNEL_NUMEL = 1 << 26  # elements per call of the kernel
+# A buffer, its gradient, the scale of the gradient, and a second tensor for new weights.
+_Work = tuple[BufferState, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """The scale of an update on its way to the host, when it is there, and the counts of steps that depend on it."""
+class _ScaleCopy:
+    """The scale of an update, being copied to the host.
+
+    `event` marks the end of the copy. `counts` are the step counts that are reduced by 1 if the scale is not finite.
+    """
 
     scale: Tensor
     event: torch.cuda.Event
@@ -46,9 +48,10 @@ class _Sent:
 
 
 class AdamW(Optimizer):
-    """AdamW (Loshchilov and Hutter 2019) over a model that `weft.parallelize` has laid out.
+    """AdamW (Loshchilov and Hutter 2019) over a model that `weft.parallelize` has split.
 
-    `groups`: all trained pieces, or dictionaries with "params" and options, as torch's optimizers take them.
+    `groups`: the trained pieces, or dictionaries with "params" and options, as torch's optimizers take them. If None,
+    all trained pieces form one group.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class AdamW(Optimizer):
             )
         flats = [flat for flat in all_flats(model) if flat.trainable]
         given = list(groups if groups is not None else [piece for flat in flats for piece in flat.pieces])
-        nothing = torch.zeros(0, requires_grad=True)  # a stage may be frozen
+        nothing = torch.zeros(0, requires_grad=True)  # a pipeline stage may have no trained parameters
         super().__init__(given or [nothing], {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         group_of = {id(piece): n for n, group in enumerate(self.param_groups) for piece in group["params"]}
         known = {id(piece) for flat in flats for piece in flat.pieces}
@@ -77,13 +80,13 @@ class AdamW(Optimizer):
                 f"give those of model.parameters() after weft.parallelize, or use torch.optim.AdamW"
             )
         self._numbers: dict[tuple[bool, int, int], Tensor] = {}
-        self.held = [Held(flat, number, group_of) for number, flat in enumerate(flats)]
+        self.held = [BufferState(flat, number, group_of) for number, flat in enumerate(flats)]
         away = [held.flat for held in self.held if held.flat.on_host]
         self._streams = _streams(away) if away else None
         self._no_seed = torch.zeros((), dtype=torch.int64, device=flats[0].device if flats else None)
         self._has_begun = False
-        self._sent: _Sent | None = None
-        self._places: dict[int, tuple[Held, int]] = {}
+        self._sent: _ScaleCopy | None = None
+        self._places: dict[int, tuple[BufferState, int]] = {}
         for held in self.held:
             held.flat.is_read_flat = True
             for index, (part, piece) in enumerate(held.parts):
@@ -96,7 +99,10 @@ class AdamW(Optimizer):
     def step(self, closure: Callable[[], float], scale: Tensor | None = None) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, scale: Tensor | None = None) -> float | None:
-        """Update all that has a gradient, taken times `scale` []; nothing, where that is NaN or infinite."""
+        """Update all parameters that have a gradient, with the gradient multiplied by `scale` [].
+
+        A scale that is NaN or infinite skips the update.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -117,7 +123,7 @@ class AdamW(Optimizer):
         return loss
 
     def begin(self) -> None:
-        """Start the update that the last step put off; its weights take their place at the end of this one."""
+        """Start the update that the last step delayed. The new weights take effect at the end of this step."""
         waiting = [held for held in self.held if held.pending is not None]
         if self._has_begun or not waiting:
             return
@@ -125,7 +131,7 @@ class AdamW(Optimizer):
         work: list[_Work] = []
         for held in waiting:
             assert held.pending is not None
-            held.flat.write()  # the weights before the update
+            held.flat.write()  # weights before the update
             if held.following is None:
                 held.following = torch.zeros_like(held.flat.own_whole)
             work.append((held, held.pending, held.pending_scale, held.following))
@@ -133,8 +139,8 @@ class AdamW(Optimizer):
         for held in waiting:
             held.flat.mark_written()
 
-    def _put_off(self, ready: Sequence[Held], scale: Tensor | None) -> None:
-        """Let the weights of the update that has begun take their place, and keep these gradients for the next step."""
+    def _put_off(self, ready: Sequence[BufferState], scale: Tensor | None) -> None:
+        """Make the weights of the started update take effect, and keep these gradients for the next step."""
         for held in self.held:
             if self._has_begun and held.following is not None and held.pending is not None:
                 if held.done is not None:
@@ -148,9 +154,9 @@ class AdamW(Optimizer):
             held.flat.mark_written()
 
     def _update_all(self, work: Sequence[_Work]) -> None:
-        """What is on the host by its own streams, what is on the device meanwhile."""
+        """Update all buffers: those on the host through their own streams, those on the device meanwhile."""
         self._settle()
-        self._send(work[0][2] if work else None)  # one for all
+        self._send(work[0][2] if work else None)  # all have the same scale
         self._numbers.clear()
         if self._streams is not None:
             self._streams.begin()
@@ -162,15 +168,16 @@ class AdamW(Optimizer):
                 self._update(held, gradient, scale, written, None)
 
     def _send(self, scale: Tensor | None) -> None:
-        """Let the host know later whether this update's scale is a number; see `_settle`."""
+        """Start to copy the scale to the host, where `_settle` later checks whether it is finite."""
         if scale is not None and scale.is_cuda:
             there = torch.empty((), dtype=scale.dtype, pin_memory=True)
             there.copy_(scale, non_blocking=True)
-            self._sent = _Sent(there, torch.cuda.current_stream(scale.device).record_event())
+            self._sent = _ScaleCopy(there, torch.cuda.current_stream(scale.device).record_event())
 
     def _settle(self) -> None:
-        """Count the last update only if its scale was a number. It was queued a forward and a backward ago: the device
-        has work while the host waits here.
+        """Take back the step count of the last update if its scale was not finite.
+
+        That update was queued a forward and a backward ago, so the device has work while the host waits here.
         """
         if self._sent is not None:
             self._sent.event.synchronize()
@@ -180,22 +187,24 @@ class AdamW(Optimizer):
             self._sent = None
 
     def synchronize(self) -> None:
-        """Wait until the host has the state that lives there."""
+        """Wait until all state that is kept on the host has been copied there."""
         if self._streams is not None:
             self._streams.synchronize()
 
     @property
     def beside(self) -> dict[str, list[Tensor]]:
-        """What it holds on the device beside `state`, by kind: slots for state on the host, and delayed updates."""
+        """Tensors that it holds on the device beside `state`, by kind: slots for state on the host, and delayed
+        updates.
+        """
         streams = self._streams
-        slots = [] if streams is None else [tensor for slot in (*streams.slots, *streams.passing) for tensor in slot]
+        slots = [] if streams is None else [tensor for slot in (*streams.slots, *streams.extra) for tensor in slot]
         pending = [held.pending for held in self.held if held.pending is not None]
         following = [held.following for held in self.held if held.following is not None]
         found = {STAGING: slots, "gradients": pending, "parameters": following}
         return {kind: tensors for kind, tensors in found.items() if tensors}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; buffers of them stay, and are written before they are read."""
+        """Mark all gradients as used. Their buffers stay allocated and are overwritten by the next backward."""
         super().zero_grad(set_to_none)
         for held in self.held:
             held.flat.forget_gradient()
@@ -204,11 +213,11 @@ class AdamW(Optimizer):
 
     def _update(
         self,
-        held: Held,
+        held: BufferState,
         gradient: Tensor,
         scale: Tensor | None,
         written: Tensor | None,
-        streams: Streams | None,
+        streams: HostStreams | None,
     ) -> None:
         flat, store = held.flat, held.store
         if scale is not None and not scale.is_cuda and not math.isfinite(scale):
@@ -217,10 +226,10 @@ class AdamW(Optimizer):
                 written.copy_(flat.slice)
             return
         is_fused = store.is_plain and flat.device.type == "cpu"
-        update = update_on(flat.device)
+        update = update_for(flat.device)
         chunk = CHUNK_NUMEL if update is plain_update else KERNEL_NUMEL
         if is_fused:
-            gradient = scaled(gradient, scale, flat.slice.dtype)
+            gradient = scaled_gradient(gradient, scale, flat.slice.dtype)
         for run in held.runs(joined=not (is_fused or store.has_scales)):
             store.steps[run.first : run.last] += 1
             if self._sent is not None:
@@ -232,17 +241,17 @@ class AdamW(Optimizer):
                 whole = None if written is None else written[own]
                 state = store.at(run.first, held.parts[run.first][0], start, stop)
                 if is_fused:
-                    change = partial(change_by_torch, store.steps[run.first], group)
+                    change = partial(apply_fused_update, store.steps[run.first], group)
                 else:
                     with nullcontext() if streams is None else streams.updating(scale):
                         seed = (
                             _on(torch.tensor(held.seed(step, start)), flat.device)
-                            if held.needs_draws
+                            if held.needs_random_bits
                             else self._no_seed
                         )
                         known = self._known(run.group, step, flat)
                         one = torch.ones((), device=flat.device) if scale is None else scale
-                    change = partial(change_by, update, [one, known, seed])
+                    change = partial(apply_update, update, [one, known, seed])
                 weight, changed = (None, (flat.slice[own], *state)) if flat.is_apart else (flat.slice[own], state)
                 if streams is None:
                     change(weight, gradient[own], whole, changed)
@@ -251,17 +260,20 @@ class AdamW(Optimizer):
         held.done = None if streams is None else streams.updated(with_host=flat.frees_whole)
 
     def _known(self, group: int, step: int, flat: Flat) -> Tensor:
-        """A group's numbers in one step, sent once to each stream that uses them."""
+        """The constants of a group's update in one step, copied to the device once per stream that uses them."""
         key = (flat.on_host, group, step)
         if key not in self._numbers:
-            found = torch.tensor(numbers(self.param_groups[group], step), dtype=torch.float64)
+            found = torch.tensor(update_constants(self.param_groups[group], step), dtype=torch.float64)
             self._numbers[key] = _on(found, flat.device)
         return self._numbers[key]
 
     # --- its state in checkpoints
 
     def read_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
-        """A piece's state as numbers: both moments, of codes their values, and the step."""
+        """Return a piece's state as floating-point tensors: the step and both moments (8-bit codes are decoded).
+
+        If its update is delayed, the pending gradient, its scale and its step are included.
+        """
         self._settle()
         held, index, part = self._find(piece)
         first, second = held.store.read(index, part)
@@ -275,7 +287,7 @@ class AdamW(Optimizer):
         return found
 
     def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
-        """Set a piece's state from such numbers, between steps."""
+        """Set a piece's state from a result of `read_state`. Call it between steps."""
         self._settle()
         held, index, part = self._find(piece)
         held.store.steps[index] = float(state["step"])
@@ -297,7 +309,7 @@ class AdamW(Optimizer):
         held.pending_scale = state["pending_scale"].to(device)
 
     def forget_state(self, piece: nn.Parameter) -> None:
-        """Set a piece's state as before the first update, between steps."""
+        """Reset a piece's state to that before the first update. Call it between steps."""
         self._settle()
         held, index, part = self._find(piece)
         held.store.steps[index] = 0
@@ -306,35 +318,35 @@ class AdamW(Optimizer):
         held.pending = None
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's: groups, and the state of each parameter by its number."""
+        """Return the groups and the state of each parameter by its number, in torch's format."""
         pieces = [piece for group in self.param_groups for piece in group["params"]]
         found = super().state_dict()
         found["state"] = {number: self.read_state(piece) for number, piece in enumerate(pieces) if piece.numel()}
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set options and state from such a dictionary, in place."""
+        """Set options and state from a result of `state_dict`, in place."""
         pieces = [piece for group in self.param_groups for piece in group["params"]]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         for number, state in state_dict["state"].items():
             self.write_state(pieces[number], state)
 
-    def _find(self, piece: nn.Parameter) -> tuple[Held, int, Part]:
+    def _find(self, piece: nn.Parameter) -> tuple[BufferState, int, ParameterPart]:
         held, index = self._places[id(piece)]
         return held, index, held.parts[index][0]
 
 
-def _streams(flats: Sequence[Flat]) -> Streams:
-    """For buffers whose state is on the host, which have one format."""
+def _streams(flats: Sequence[Flat]) -> HostStreams:
+    """Return streams for buffers whose state is on the host. All have the same dtypes."""
     flat, largest = flats[0], max(one.layout.slice_numel for one in flats)
     weight = flat.slice_dtype if any(one.is_apart for one in flats) else None
-    shapes, passing = slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), []
+    shapes, extra = slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), []
     if any(one.is_streamed for one in flats):
-        passing = passing_shapes(largest, flat.slice_dtype, flat.compute_dtype, flat.master_dtype)
-    return Streams(shapes, flat.device, passing)
+        extra = streamed_slot_shapes(largest, flat.slice_dtype, flat.compute_dtype, flat.master_dtype)
+    return HostStreams(shapes, flat.device, extra)
 
 
 def _on(tensor: Tensor, device: torch.device) -> Tensor:
-    """A few bytes on their way to a device; the host does not wait for it."""
+    """Copy a small tensor to a device; the host does not wait."""
     return tensor.to(device, non_blocking=True)

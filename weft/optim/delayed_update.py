@@ -1,7 +1,7 @@
-"""A delayed update in a parameter's saved state: its gradient, its scale, and the one update that it is.
+"""Checks of a delayed update in a parameter's saved state: its gradient, its scale and its number.
 
-`pending_step` counts updates from 1. It is the update that follows those counted by `step`, or the gradient is stale:
-a run without delay has gone on since it was kept. A stale gradient is never applied.
+`pending_step` counts updates from 1. It must be `step` + 1; otherwise the gradient is stale, because a run without
+delay has continued since it was saved. A stale gradient is never applied.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ KINDS = ("pending", "pending_scale", "pending_step")
 
 
 def is_pending(state: Mapping[str, Tensor]) -> bool:
-    """Whether a delayed update is part of a state."""
+    """Return whether a state contains a delayed update."""
     return "pending" in state
 
 
 def stale_reason(state: Mapping[str, Tensor]) -> str | None:
-    """Why the delayed update in a state is not the next one; None if it is."""
+    """Return why the delayed update in a state is not the next one; None if it is."""
     if "pending_step" not in state or "pending_scale" not in state:
         return "does not say which update it is"
     number, done = int(state["pending_step"]), int(state["step"])
@@ -30,7 +30,7 @@ def stale_reason(state: Mapping[str, Tensor]) -> str | None:
 
 
 def refuse_undelayed(name: str) -> NoReturn:
-    """Refuse a delayed update where updates are not delayed: to drop it would change the run."""
+    """Refuse a delayed update in a run without delay: dropping it would change the run."""
     raise CheckpointError(
         f"the state of '{name}' has a gradient whose update was put off by plan.memory.delay = true, and now it is "
         f"false; resume with delay = true"

@@ -1,12 +1,12 @@
-"""State that lives on the host passes through the device in chunks: up, updated there, and down again.
+"""Updates of state in host memory: chunks are copied to the device, updated there, and copied back.
 
     up        chunk 0 │ chunk 1 │ chunk 2 │ chunk 3 ...        a ring of slots on the device,
     update            │ 0 │     │ 1 │     │ 2 │                each stream waits for the slot's event
     down                  │ chunk 0 │ chunk 1 │ ...
 
-Both directions of the link work at once and the host waits for nothing: the next forward waits, unit by unit, for the
-weights that it needs. What the device computes with and without this is one kernel, so that results are equal to the
-bit. On a CPU the same chunks go through the same slots, one after the other.
+Copies in both directions run at the same time and the host does not wait: the next forward waits, unit by unit, for the
+weights that it needs. The update kernel is the one for state on the device, so results are bit-identical. On a CPU the
+same chunks go through the same slots, one after another.
 """
 
 from __future__ import annotations
@@ -19,30 +19,34 @@ from torch import Tensor
 
 from weft.sharding.layout import STAGING_SLOTS
 
-Update = Callable[[Tensor, Tensor | None, list[Tensor]], None]  # a gradient, other weights to write, what changes
+# arguments: gradient, second tensor for new weights, tensors to update
+Update = Callable[[Tensor, Tensor | None, list[Tensor]], None]
 
 
-class Streams:
-    """The ring of slots, and the streams that fill, use and empty it."""
+class HostStreams:
+    """A ring of slots on the device, and the CUDA streams that fill, update and empty them."""
 
     def __init__(
         self,
         shapes: Sequence[tuple[int, torch.dtype]],
         device: torch.device,
-        passing: Sequence[tuple[int, torch.dtype]] = (),
+        extra: Sequence[tuple[int, torch.dtype]] = (),
     ) -> None:
-        """`shapes`: elements and dtypes of what a slot takes, up and down. They are tensors of their own: a compiler
-        that saw one storage would have to prove that what is written does not overlap. `passing`: of gradients, which
-        only come, and of weights that only go, where those are on the host too.
+        """`shapes`: elements and dtypes of a slot's tensors, which are copied both ways. They are separate tensors:
+        with one storage a compiler would have to prove that writes do not overlap. `extra`: elements and dtypes of
+        tensors copied one way, for buffers that are in host memory altogether: the gradient (up), and weights in the
+        compute dtype (down).
         """
         self.slots = [_empty(shapes, device) for _ in range(STAGING_SLOTS)]
-        self.passing = [_empty(passing, device) for _ in range(STAGING_SLOTS)]
+        self.extra = [_empty(extra, device) for _ in range(STAGING_SLOTS)]
         self._is_cuda, self._next = device.type == "cuda", 0
         self._up, self._update, self._down = [torch.cuda.Stream(device) if self._is_cuda else None for _ in range(3)]
         self._freed: list[torch.cuda.Event | None] = [None] * STAGING_SLOTS
 
     def begin(self) -> None:
-        """Gradients and weights are there on the current stream, and the last step's state is down."""
+        """Make all streams wait for the gradients and weights of the current stream, and for the last step's copies
+        down.
+        """
         if self._is_cuda:
             current = torch.cuda.current_stream()
             for stream in (self._up, self._update, self._down):
@@ -51,7 +55,9 @@ class Streams:
             self._on(self._up, self._reached(self._down))
 
     def updating(self, scale: Tensor | None) -> AbstractContextManager[object]:
-        """Where updates run: what they read besides is made here, but for `scale`, which was there before."""
+        """Return a context in which the update stream is current. Tensors that updates read are made in it, except
+        `scale`.
+        """
         if self._update is not None and scale is not None:
             scale.record_stream(self._update)
         return self._on(self._update, None)
@@ -59,15 +65,16 @@ class Streams:
     def run(
         self, on_host: Sequence[Tensor], update: Update, gradient: Tensor, written: Tensor | None, passes: bool
     ) -> None:
-        """Bring tensors up, let `update` change what it is given for them, and take them down. `passes`: the gradient
-        and what is written besides are on the host as well.
+        """Copy tensors up, call `update` on the copies, and copy them down.
+
+        `passes`: the gradient and `written` are in host memory as well and are copied too.
         """
         number, self._next = self._next, (self._next + 1) % STAGING_SLOTS
-        rooms = self.slots[number][-len(on_host) :]  # weights come first, where they come
+        rooms = self.slots[number][-len(on_host) :]  # the weights are the first tensor of a slot, if it has them
         staged = [room[: tensor.numel()] for room, tensor in zip(rooms, on_host, strict=True)]
         up, down = list(zip(staged, on_host, strict=True)), list(zip(on_host, staged, strict=True))
         if passes:
-            incoming, *outgoing = self.passing[number]
+            incoming, *outgoing = self.extra[number]
             up.append((incoming.view(gradient.dtype)[: gradient.numel()], gradient))
             gradient = up[-1][0]
             if written is not None:
@@ -84,11 +91,11 @@ class Streams:
         self._freed[number] = self._reached(self._down)
 
     def updated(self, with_host: bool) -> torch.cuda.Event | None:
-        """When what has been asked for so far is updated; or, `with_host`, down as well."""
+        """Return an event after all updates queued so far, or with `with_host` after their copies to the host too."""
         return self._reached(self._down if with_host else self._update)
 
     def synchronize(self) -> None:
-        """Wait until the host has all of it."""
+        """Wait until the host has all results."""
         if self._down is not None:
             self._down.synchronize()
 

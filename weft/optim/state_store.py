@@ -1,6 +1,6 @@
-"""Where AdamW's state of one flat buffer lies, and in which bits: as the weights, in bf16, or as 8-bit codes.
+"""The tensors of AdamW's state of one flat buffer: in the master dtype, in bf16, or as 8-bit codes.
 
-Codes have a scale for each `CODE_BLOCK` elements of a part, counted from the part's beginning.
+Codes have a scale for each `CODE_BLOCK` elements of a part, counted from the start of the part.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from weft.optim.update import decode, encode
 from weft.sharding.flat_buffer import Flat
-from weft.sharding.layout import CODE_BLOCK, Part, moment_dtype, num_scales
+from weft.sharding.layout import CODE_BLOCK, ParameterPart, moment_dtype, num_scales
 
 
-class Store:
-    """The moments of a slice, padding included, and the steps of each part."""
+class MomentStore:
+    """Both moments of a slice, with padding, and the step count of each part."""
 
     def __init__(self, flat: Flat) -> None:
         moment = moment_dtype(flat.state, flat.master_dtype)
@@ -31,11 +31,14 @@ class Store:
             self.tensors = (codes[0], scales[0], codes[1], scales[1])
         else:
             self.tensors = (flat.state_zeros(numel, moment), flat.state_zeros(numel, moment))
-        # What torch's fused kernel takes, and does not round: all in one dtype.
+        # Whether torch's fused kernel can update it: all tensors have one dtype, and it is not rounded.
         self.is_plain = moment == flat.slice_dtype != torch.bfloat16
 
-    def at(self, index: int, part: Part, start: int, stop: int) -> tuple[Tensor, ...]:
-        """The state of the elements [start, stop) of the slice; of codes inside of part `index`, whole blocks."""
+    def at(self, index: int, part: ParameterPart, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the state of the elements [start, stop) of the slice.
+
+        For 8-bit codes they must lie in part `index` and cover whole blocks.
+        """
         if not self.has_scales:
             return tuple(tensor[start:stop] for tensor in self.tensors)
         low = self._scale_starts[index] + (start - part.offset) // CODE_BLOCK
@@ -43,17 +46,17 @@ class Store:
         codes, scales = slice(start, stop), slice(low, high)
         return tuple(tensor[codes if place % 2 == 0 else scales] for place, tensor in enumerate(self.tensors))
 
-    def views(self, index: int, part: Part) -> dict[str, Tensor]:
-        """A part's state as it is held."""
+    def views(self, index: int, part: ParameterPart) -> dict[str, Tensor]:
+        """Return a part's state by name, as views in the stored format."""
         moments = ("exp_avg", "exp_avg_sq")
         names = [f"{one}{end}" for one in moments for end in (("", "_scale") if self.has_scales else ("",))]
         found = self.at(index, part, part.offset, part.offset + part.stop - part.start)
         return {"step": self.steps[index], **dict(zip(names, found, strict=True))}
 
-    def read(self, index: int, part: Part) -> tuple[Tensor, Tensor]:
-        """A part's moments as numbers: as they are held, codes in fp32."""
+    def read(self, index: int, part: ParameterPart) -> tuple[Tensor, Tensor]:
+        """Return a part's moments: as stored, or decoded to fp32."""
         return decode(self.at(index, part, part.offset, part.offset + part.stop - part.start))
 
-    def write(self, index: int, part: Part, first: Tensor, second: Tensor) -> None:
+    def write(self, index: int, part: ParameterPart, first: Tensor, second: Tensor) -> None:
         """Set a part's moments."""
         encode(self.at(index, part, part.offset, part.offset + part.stop - part.start), first, second)

@@ -1,7 +1,8 @@
-"""One AdamW update of a run of elements, in one pass: gradient scale, moments, decay, new weights in every precision.
+"""One AdamW update of a range of elements in one pass: gradient scale, moments, weight decay, new weights.
 
-`update` is plain torch over 1-D tensors. On a GPU it is one kernel (`update_kernel.py`), which moves each byte once;
-what is held in fp32 or fp64 on a CPU goes through torch's own fused kernel: the bits of torch.optim.AdamW(fused=True).
+`update` is plain torch over 1-D tensors. On a GPU it is one kernel (`update_kernel.py`), which reads and writes each
+byte once. State in fp32 or fp64 on a CPU is updated by torch's fused kernel, so results are bit-identical to
+torch.optim.AdamW(fused=True).
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from weft.optim.rounding import (
-    draws,
     from_signed_codes,
     from_square_codes,
+    random_bits,
     signed_codes,
-    sixteen,
+    sixteen_bits,
     square_codes,
     to_bf16,
 )
 
 
-def numbers(group: Mapping[str, Any], step: int) -> list[float]:
-    """What `update` needs to know of a group's options in its `step`-th update; differences are taken in fp64 here."""
+def update_constants(group: Mapping[str, Any], step: int) -> list[float]:
+    """Return the scalars that `update` needs for a group's `step`-th update. Differences are computed in fp64 here."""
     rate, (beta1, beta2) = float(group["lr"]), group["betas"]
     size, correction = rate / (1 - beta1**step), math.sqrt(1 - beta2**step)
     return [1 - rate * group["weight_decay"], 1 - beta1, beta2, 1 - beta2, group["eps"], size, correction]
@@ -38,18 +39,18 @@ def update(
     state: tuple[Tensor, ...],
     whole: Tensor | None,
     scale: Tensor,
-    numbers: Tensor,
+    constants: Tensor,
     seed: Tensor,
 ) -> None:
-    """Change `weight` [n] and `state` in place, and write the new weight to `whole` [n] too, where there is one.
+    """Update `weight` [n] and `state` in place, and write the new weight to `whole` [n] too if it is given.
 
-    `state` is both moments [n], or both as codes [n], each followed by its scales [blocks]. Where `scale` is no number,
-    all stays as it is: the device decides that, and the host need not wait to know.
+    `state` is both moments [n], or both as codes [n], each followed by its scales [blocks]. If `scale` is not finite,
+    nothing changes; the device decides that, so the host need not wait.
     """
     good = scale.isfinite()
     wide = torch.promote_types(weight.dtype, torch.float32)
-    keep, new1, beta2, new2, epsilon, size, correction = numbers.to(wide).unbind()
-    bits = draws(seed, weight.numel()) if needs_draws(weight, state) else None
+    keep, new1, beta2, new2, epsilon, size, correction = constants.to(wide).unbind()
+    bits = random_bits(seed, weight.numel()) if needs_random_bits(weight, state) else None
     scaled = gradient.to(wide) * scale.to(wide)
     first, second = (moment.to(wide) for moment in decode(state))
     first = first + new1 * (scaled - first)
@@ -63,20 +64,20 @@ def update(
         _put(state[1], second, bits, 2, good)
         return
     assert bits is not None
-    codes = (*signed_codes(first, sixteen(bits, 1)), *square_codes(second, sixteen(bits, 2)))
+    codes = (*signed_codes(first, sixteen_bits(bits, 1)), *square_codes(second, sixteen_bits(bits, 2)))
     for place, found in zip(state, codes, strict=True):
         place.copy_(torch.where(good, found, place))
 
 
 def decode(state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Both moments as numbers."""
+    """Return both moments as floating-point tensors."""
     if len(state) == 2:
         return state[0], state[1]
     return from_signed_codes(*state[:2]), from_square_codes(*state[2:])
 
 
 def encode(state: tuple[Tensor, ...], first: Tensor, second: Tensor) -> None:
-    """Set both moments, to nearest."""
+    """Set both moments, rounded to nearest."""
     if len(state) == 2:
         state[0].copy_(first)
         state[1].copy_(second)
@@ -88,20 +89,20 @@ def encode(state: tuple[Tensor, ...], first: Tensor, second: Tensor) -> None:
         place.copy_(found)
 
 
-def needs_draws(weight: Tensor, state: tuple[Tensor, ...]) -> bool:
-    """Whether any of it is rounded at random."""
+def needs_random_bits(weight: Tensor, state: tuple[Tensor, ...]) -> bool:
+    """Return whether any of the tensors is rounded randomly: those of less than 4 bytes per element."""
     return any(tensor.element_size() < 4 for tensor in (weight, *state))
 
 
 def _put(place: Tensor, values: Tensor, bits: Tensor | None, which: int, good: Tensor) -> None:
     if place.dtype == torch.bfloat16:
         assert bits is not None
-        values = to_bf16(values, sixteen(bits, which))
+        values = to_bf16(values, sixteen_bits(bits, which))
     place.copy_(torch.where(good, values.to(place.dtype), place))
 
 
-def update_on(device: torch.device) -> Callable[..., None]:
-    """`update` as one kernel, where there is one for the device."""
+def update_for(device: torch.device) -> Callable[..., None]:
+    """Return `update`, or the equal Triton kernel if there is one for the device."""
     if device.type != "cuda" or not has_triton():
         return update
     from weft.optim.update_kernel import update_by_kernel
@@ -110,7 +111,7 @@ def update_on(device: torch.device) -> Callable[..., None]:
 
 
 def _fused(tensors: Sequence[Tensor], group: Mapping[str, Any]) -> None:
-    """Torch's fused AdamW: weight, gradient, both moments and the step, which counts this update already."""
+    """Call torch's fused AdamW with weight, gradient, both moments and the step, which already counts this update."""
     weight, gradient, first, second, step = ([tensor] for tensor in tensors)
     torch._fused_adamw_(
         weight,
@@ -129,14 +130,14 @@ def _fused(tensors: Sequence[Tensor], group: Mapping[str, Any]) -> None:
     )
 
 
-def scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """A gradient in the weights' dtype, times a scale; in place where it has it."""
+def scaled_gradient(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a gradient times `scale` in `dtype`; in place if it has that dtype."""
     if scale is None:
         return gradient.to(dtype)
     return gradient.mul_(scale) if gradient.dtype == dtype else gradient * scale.to(dtype).view(1)
 
 
-def change_by_torch(
+def apply_fused_update(
     step: Tensor,
     group: Mapping[str, Any],
     weight: Tensor | None,
@@ -144,14 +145,16 @@ def change_by_torch(
     whole: Tensor | None,
     changed: Sequence[Tensor],
 ) -> None:
-    """Torch's kernel over a weight and its moments; the weight is the first of `changed`, unless it is given."""
+    """Apply torch's fused kernel. `changed` is the weight and both moments, or only the moments if `weight` is
+    given.
+    """
     own, first, second = changed if weight is None else (weight, *changed)
     _fused([own, gradient, first, second, step], group)
     if whole is not None:
         whole.copy_(own)
 
 
-def change_by(
+def apply_update(
     update: Callable[..., None],
     small: Sequence[Tensor],
     weight: Tensor | None,
@@ -159,6 +162,8 @@ def change_by(
     whole: Tensor | None,
     changed: Sequence[Tensor],
 ) -> None:
-    """Weft's kernel over the same."""
+    """Apply `update`. `small` are its scale, constants and seed; `weight` and `changed` are as in
+    `apply_fused_update`.
+    """
     own, *state = changed if weight is None else (weight, *changed)
     update(own, gradient, tuple(state), whole, *small)

@@ -1,8 +1,9 @@
-"""`update` of `update.py` as one Triton kernel, for GPUs: every byte is read and written once, whatever the format.
+"""`update` of `update.py` as one Triton kernel for GPUs: every byte is read and written once, in every format.
 
-The same arithmetic in the same order; results differ from the plain function by the last bit of a float32, before they
-are rounded. A program does some blocks of `CODE_BLOCK` elements, so that 8-bit codes need no second pass for their
-scales. What torch.compile made of the plain function took nearly twice as long for bf16, and several passes for codes.
+It does the same arithmetic in the same order; before rounding, results differ from the plain function by the last bit
+of a float32. A program handles whole blocks of `CODE_BLOCK` elements, so 8-bit codes need no second pass for their
+scales. The kernel that torch.compile made of the plain function took nearly twice as long for bf16, and several passes
+for codes.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from torch import Tensor
 from weft.optim.update import update
 from weft.sharding.layout import CODE_BLOCK
 
-_BLOCKS = 8  # a program's
+_BLOCKS = 8  # code blocks per program
 
 
 @triton.jit
 def _first(program, SIZE: tl.constexpr):
-    """The first of a program's rows, which may lie behind 2^31 elements."""
+    """The index of a program's first row, in int64 because it may exceed 2^31 elements."""
     return program.to(tl.int64) * SIZE
 
 
 @triton.jit
-def _draws(seed_ptr, place):
-    """As `rounding.draws`."""
+def _random_bits(seed_ptr, place):
+    """Equals `rounding.random_bits`."""
     seed = tl.load(seed_ptr)
     key = (seed >> 32).to(tl.uint32) * 0x9E3779B1
     mixed = (place.to(tl.uint32) + seed.to(tl.uint32)) ^ key
@@ -36,23 +37,23 @@ def _draws(seed_ptr, place):
 
 
 @triton.jit
-def _rounded(values, draw):
-    """As `rounding.to_bf16`."""
-    up = ((values.to(tl.uint32, bitcast=True) + draw) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+def _rounded(values, bits):
+    """Equals `rounding.to_bf16`."""
+    up = ((values.to(tl.uint32, bitcast=True) + bits) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return tl.where(tl.abs(values) < float("inf"), up, values.to(tl.bfloat16))
 
 
 @triton.jit
-def _put(ptr, place, inside, values, draw):
+def _put(ptr, place, inside, values, bits):
     if ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(ptr + place, _rounded(values, draw & 0xFFFF), mask=inside)
+        tl.store(ptr + place, _rounded(values, bits & 0xFFFF), mask=inside)
     else:
         tl.store(ptr + place, values, mask=inside)
 
 
 @triton.jit
-def _put_codes(ptr, scale_ptr, place, inside, row, last_row, values, draw, LEVELS: tl.constexpr, ROOT: tl.constexpr):
-    """As `rounding.signed_codes` and, with the fourth ROOT, `rounding.square_codes`."""
+def _put_codes(ptr, scale_ptr, place, inside, row, last_row, values, bits, LEVELS: tl.constexpr, ROOT: tl.constexpr):
+    """Equals `rounding.signed_codes`, and with ROOT = 4 `rounding.square_codes`."""
     size = tl.abs(tl.where(inside, values, 0.0))
     scale = tl.max(size, 1)
     part = size * (1.0 / tl.maximum(scale, 1e-38))[:, None]
@@ -64,7 +65,7 @@ def _put_codes(ptr, scale_ptr, place, inside, row, last_row, values, draw, LEVEL
     below, above = below * below, above * above
     if ROOT == 4:
         below, above = below * below, above * above
-    fraction = ((draw & 0xFFFF).to(tl.float32) + 0.5) * (1 / 65536)
+    fraction = ((bits & 0xFFFF).to(tl.float32) + 0.5) * (1 / 65536)
     up = tl.floor((part - below) / (above - below) + fraction)
     code = low + tl.minimum(tl.maximum(up, 0.0), 1.0)
     if ROOT == 4:
@@ -85,7 +86,7 @@ def _update(
     second_scale_ptr,
     whole_ptr,
     scale_ptr,
-    numbers_ptr,
+    constants_ptr,
     seed_ptr,
     numel,
     HAS_CODES: tl.constexpr,
@@ -96,7 +97,7 @@ def _update(
     first_row = _first(tl.program_id(0), BLOCKS)
     begin, last_row = first_row * WIDTH, tl.cdiv(numel, WIDTH) - first_row
     row = tl.arange(0, BLOCKS)
-    place = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [BLOCKS, WIDTH], from `begin` on
+    place = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]  # [BLOCKS, WIDTH], relative to `begin`
     inside = place < numel - begin
     weight_ptr, gradient_ptr, whole_ptr = weight_ptr + begin, gradient_ptr + begin, whole_ptr + begin
     first_ptr, second_ptr = first_ptr + begin, second_ptr + begin
@@ -105,10 +106,10 @@ def _update(
     scale = tl.load(scale_ptr).to(tl.float32)
     weight = tl.load(weight_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if tl.abs(scale) < float("inf"):
-        keep, new1 = tl.load(numbers_ptr).to(tl.float32), tl.load(numbers_ptr + 1).to(tl.float32)
-        beta2, new2 = tl.load(numbers_ptr + 2).to(tl.float32), tl.load(numbers_ptr + 3).to(tl.float32)
-        epsilon, size = tl.load(numbers_ptr + 4).to(tl.float32), tl.load(numbers_ptr + 5).to(tl.float32)
-        correction = 1.0 / tl.load(numbers_ptr + 6).to(tl.float32)
+        keep, new1 = tl.load(constants_ptr).to(tl.float32), tl.load(constants_ptr + 1).to(tl.float32)
+        beta2, new2 = tl.load(constants_ptr + 2).to(tl.float32), tl.load(constants_ptr + 3).to(tl.float32)
+        epsilon, size = tl.load(constants_ptr + 4).to(tl.float32), tl.load(constants_ptr + 5).to(tl.float32)
+        correction = 1.0 / tl.load(constants_ptr + 6).to(tl.float32)
         scaled = tl.load(gradient_ptr + place, mask=inside, other=0.0).to(tl.float32) * scale
         first = tl.load(first_ptr + place, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(second_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -120,16 +121,16 @@ def _update(
         first = first + new1 * (scaled - first)
         second = beta2 * second + new2 * scaled * scaled
         new = weight * keep - size * first / (tl.sqrt(second) * correction + epsilon)
-        draws = _draws(seed_ptr, begin + place)  # left out by the compiler where nothing is rounded
+        bits = _random_bits(seed_ptr, begin + place)  # removed by the compiler if nothing is rounded
         if HAS_WHOLE:
             tl.store(whole_ptr + place, new.to(whole_ptr.dtype.element_ty), mask=inside)
-        _put(weight_ptr, place, inside, new, draws)
+        _put(weight_ptr, place, inside, new, bits)
         if HAS_CODES:
-            _put_codes(first_ptr, first_scale_ptr, place, inside, row, last_row, first, draws >> 16, 127.0, 2)
-            _put_codes(second_ptr, second_scale_ptr, place, inside, row, last_row, second, draws >> 8, 255.0, 4)
+            _put_codes(first_ptr, first_scale_ptr, place, inside, row, last_row, first, bits >> 16, 127.0, 2)
+            _put_codes(second_ptr, second_scale_ptr, place, inside, row, last_row, second, bits >> 8, 255.0, 4)
         else:
-            _put(first_ptr, place, inside, first, draws >> 16)
-            _put(second_ptr, place, inside, second, draws >> 8)
+            _put(first_ptr, place, inside, first, bits >> 16)
+            _put(second_ptr, place, inside, second, bits >> 8)
     elif HAS_WHOLE:
         tl.store(whole_ptr + place, weight.to(whole_ptr.dtype.element_ty), mask=inside)
 
@@ -140,16 +141,16 @@ def update_by_kernel(
     state: tuple[Tensor, ...],
     whole: Tensor | None,
     scale: Tensor,
-    numbers: Tensor,
+    constants: Tensor,
     seed: Tensor,
 ) -> None:
-    """`update`."""
+    """Equals `update.update`; see there for the arguments. float64 uses the plain function."""
     if weight.dtype == torch.float64:
-        update(weight, gradient, state, whole, scale, numbers, seed)
+        update(weight, gradient, state, whole, scale, constants, seed)
         return
     has_codes = len(state) == 4
     first, second = (state[0], state[2]) if has_codes else state
-    first_scale, second_scale = (state[1], state[3]) if has_codes else (numbers, numbers)
+    first_scale, second_scale = (state[1], state[3]) if has_codes else (constants, constants)
     _update[(triton.cdiv(weight.numel(), CODE_BLOCK * _BLOCKS),)](
         weight,
         gradient,
@@ -159,7 +160,7 @@ def update_by_kernel(
         second_scale,
         weight if whole is None else whole,
         scale,
-        numbers,
+        constants,
         seed,
         weight.numel(),
         HAS_CODES=has_codes,

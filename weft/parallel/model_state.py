@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from weft.memory.activation_copies import sender_of
+from weft.memory.activation_copies import offloader_of
 from weft.memory.offload_activations import ACTIVATIONS
 from weft.pipeline.rank_model import rank_model
 from weft.profile import Parameter
 from weft.sharding.flat_buffer import Flat
-from weft.sharding.layout import Part
+from weft.sharding.layout import ParameterPart
 from weft.sharding.streamed_buffer import StreamedFlat
 from weft.sharding.units import Units, units_of
 
@@ -34,7 +34,7 @@ def sync_gradients(model: nn.Module, enabled: bool) -> None:
         units.sync = enabled
 
 
-def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
+def named_pieces(model: nn.Module) -> Iterator[tuple[ParameterPart, nn.Parameter]]:
     """Every parameter's part on this rank (empty ones left out) with the 1-D tensor that holds it.
 
     For a model that one rank holds plainly, the parts are the parameters themselves, in their own shapes.
@@ -44,12 +44,12 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
             yield replace(part, parameter=in_whole(part.parameter)), piece
 
 
-def _pieces_of(model: nn.Module) -> Iterator[tuple[Part, nn.Parameter]]:
+def _pieces_of(model: nn.Module) -> Iterator[tuple[ParameterPart, nn.Parameter]]:
     units = units_of(model)
     if units is None:
         for name, parameter in model.named_parameters():
             spec = Parameter(name, tuple(parameter.shape), parameter.requires_grad)
-            yield Part(spec, 0, parameter.numel(), 0), parameter
+            yield ParameterPart(spec, 0, parameter.numel(), 0), parameter
         return
     for flat in units.flats:
         for part, piece in zip(flat.layout.parts(flat.shard.index), flat.pieces, strict=True):
@@ -106,7 +106,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
 def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """What of a device's state, and of its activations, lives in host memory, by kind."""
     flats = [flat for flat in all_flats(model) if flat.on_host]
-    sender = sender_of(model)
+    sender = offloader_of(model)
     slices = [flat.slice for flat in flats if flat.is_apart]
     streamed = [flat for flat in flats if isinstance(flat, StreamedFlat)]
     values = [value for flat in flats for piece in flat.pieces for value in optimizer.state.get(piece, {}).values()]

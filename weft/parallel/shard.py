@@ -32,33 +32,33 @@ from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Block, ParameterUses, Profile, profile
 from weft.sharding.flat_buffer import Flat
-from weft.sharding.host_memory import check_room
+from weft.sharding.host_memory import check_memory_fits
 from weft.sharding.layout import (
     COMPUTE_DTYPE,
     MASTER_DTYPE,
-    NUM_ROOMS,
+    NUM_DEVICE_BUFFERS,
     STAGING,
     STAGING_SLOTS,
     STEP_COUNTER_BYTES,
+    DeviceBufferKey,
     FlatLayout,
-    RoomKey,
+    device_buffer_sizes,
     flat_layouts,
     gradient_dtype,
-    is_apart,
+    has_separate_slice,
+    host_buffers,
     master_bytes,
     moment_dtype,
     needs_units,
-    on_host,
     optimizer_bytes,
-    passing_shapes,
-    room_sizes,
     slice_dtype,
     slot_shapes,
     streamed_blocks,
+    streamed_slot_shapes,
     trained_layouts,
 )
-from weft.sharding.streamed_buffer import Room, StreamedFlat, make_rooms
-from weft.sharding.units import hold
+from weft.sharding.streamed_buffer import DeviceBuffer, StreamedFlat, make_device_buffers
+from weft.sharding.units import make_units
 from weft.strategy import Cost, Strategy, Transient, Values, reductions_per_step, refuse_batch_mixers, tally
 
 _ONE = BatchSplit(1, 1, 1, 1, 1)  # one micro-batch
@@ -89,13 +89,21 @@ class ShardAxis(Strategy):
             return _hold_unsplit(model, values, master, mesh.device)
         structure = profile(model)
         state, hosted = _state_bytes(structure, plan, _ONE, mesh.coordinates["shard"])
-        check_room(sum(hosted.values()), sum(state.values()), mesh.device, mesh.num_local_ranks)
-        away, streamed = on_host(structure.all, plan), streamed_blocks(structure.all, plan)
-        rooms = make_rooms(room_sizes(structure.all, plan), COMPUTE_DTYPE[plan.precision], mesh.device)
-        make_flats = partial(
-            _make_flats, plan=plan, mesh=mesh, values=values, away=away, streamed=streamed, rooms=rooms
+        check_memory_fits(sum(hosted.values()), sum(state.values()), mesh.device, mesh.num_local_ranks)
+        away, streamed = host_buffers(structure.all, plan), streamed_blocks(structure.all, plan)
+        device_buffers = make_device_buffers(
+            device_buffer_sizes(structure.all, plan), COMPUTE_DTYPE[plan.precision], mesh.device
         )
-        hold(model, make_flats, COMPUTE_DTYPE[plan.precision])
+        make_flats = partial(
+            _make_flats,
+            plan=plan,
+            mesh=mesh,
+            values=values,
+            away=away,
+            streamed=streamed,
+            device_buffers=device_buffers,
+        )
+        make_units(model, make_flats, COMPUTE_DTYPE[plan.precision])
         for buffer_owner in model.modules():
             for name, buffer in buffer_owner._buffers.items():
                 if buffer is not None:
@@ -137,7 +145,7 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
     keeps_whole = plan.shard.stage < 3 or plan.shard.degree == 1
     keeps_whole_gradient = plan.shard.stage == 1 or plan.shard.degree == 1
     device, hosted = Counter[str](parameters=0, gradients=0, optimizer=0), Counter[str]()
-    away, streamed, largest = on_host(profile.all, plan), streamed_blocks(profile.all, plan), 0
+    away, streamed, largest = host_buffers(profile.all, plan), streamed_blocks(profile.all, plan), 0
     for block in profile.all:
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree)):
             is_away = (block.name, number) in away
@@ -147,7 +155,7 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
                 continue
             home = hosted if is_away else device
             device["parameters"] += layout.numel * compute * keeps_whole
-            if is_apart(plan):
+            if has_separate_slice(plan):
                 home["parameters"] += layout.slice_numel * at_rest
             if layout.parameters[0].trainable:
                 device["gradients"] += (layout.numel if keeps_whole_gradient else layout.slice_numel) * gradient
@@ -156,16 +164,16 @@ def _state_bytes(profile: Profile, plan: Plan, split: BatchSplit, index: int) ->
                     device["gradients"] += layout.slice_numel * gradient
                     device["parameters"] += layout.slice_numel * compute
     if away:
-        weight = slice_dtype(plan) if is_apart(plan) or streamed else None
+        weight = slice_dtype(plan) if has_separate_slice(plan) or streamed else None
         moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
         shapes = slot_shapes(largest, weight, moment)
         if streamed:
             computes, master = COMPUTE_DTYPE[plan.precision], MASTER_DTYPE[plan.precision]
-            shapes += passing_shapes(largest, slice_dtype(plan), computes, master)
+            shapes += streamed_slot_shapes(largest, slice_dtype(plan), computes, master)
         device[STAGING] = STAGING_SLOTS * sum(numel * dtype.itemsize for numel, dtype in shapes)
-    for room in room_sizes(profile.all, plan).values():
-        device["parameters"] += room.numel * compute
-        device["gradients"] += room.trained_numel * gradient
+    for size in device_buffer_sizes(profile.all, plan).values():
+        device["parameters"] += size.numel * compute
+        device["gradients"] += size.trained_numel * gradient
     return {**device, "buffers": profile.buffer_bytes}, dict(hosted)
 
 
@@ -234,11 +242,11 @@ def _make_flats(
     values: Values,
     away: frozenset[tuple[str, int]],
     streamed: Mapping[str, int],
-    rooms: Mapping[RoomKey, Room],
+    device_buffers: Mapping[DeviceBufferKey, DeviceBuffer],
 ) -> Sequence[Flat]:
     def kind(number: int) -> Callable[..., Flat]:
         if block.name in streamed:
-            return partial(StreamedFlat, rooms[number, streamed[block.name] % NUM_ROOMS])
+            return partial(StreamedFlat, device_buffers[number, streamed[block.name] % NUM_DEVICE_BUFFERS])
         return partial(Flat, on_host=(block.name, number) in away)
 
     flats = [

@@ -1,4 +1,4 @@
-"""From a model and a plan to stages: what each holds (pure, for costs too), and the pipeline that runs them."""
+"""Cuts a model into a plan's stages (without values, for costs too) and builds the pipeline that runs them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.tensor_splits import WHOLE_ATTRIBUTE
 from weft.mesh import Mesh
-from weft.pipeline.deferred_weight_grads import Deferred
+from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
 from weft.pipeline.partition import Route, cut, partition, refuse_evaluation
 from weft.pipeline.runtime import Pipeline, Stage
 from weft.pipeline.shadow_checks import refuse_shadows, refuse_stages
-from weft.pipeline.shared_parameters import Copies, Sharing, running_statistics, tied_stages
-from weft.pipeline.stage import Walk
+from weft.pipeline.shared_parameters import SharedBuffers, SharedParameters, running_statistics, tied_stages
+from weft.pipeline.stage import StageRunner
 from weft.pipeline.stand_in import skeleton, stage_model
-from weft.pipeline.tracer import FIRST, Tile, Tracer, tile_at
+from weft.pipeline.tracer import FIRST, TilePosition, Tracer, tile_at
 from weft.plan import Plan
 from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
 from weft.schedule.actions import Schedule, with_messages
@@ -35,18 +35,20 @@ from weft.spatial.tiling import localise_tile, mark, tiling_for
 from weft.strategy import Values
 
 Example = Callable[[], Any]
-SHADOW_REPLICA = 1  # a stage that is kept beside the rank's own counts as another copy of it
-ADAM_BYTES = 16  # of state for each parameter: weight, gradient and two moments in fp32
+SHADOW_REPLICA = 1  # a shadow stage is stored as another replica of the stage
+ADAM_BYTES = 16  # state per parameter: weight, gradient and two moments in fp32
 
 
 @dataclass(frozen=True)
 class Staging:
-    """A model in stages: where its units are, which tensors cross, and which parameters several stages hold."""
+    """A model in stages: the stage of each unit, the tensors that cross stages, and the parameters that several stages
+    hold.
+    """
 
     plan: Plan
     whole: nn.Module  # on the meta device
     stage_of: Mapping[str, int]
-    route: Route  # of the first tile, where images are in tiles
+    route: Route  # of the first tile, if images are in tiles
     tracer: Tracer
     example: Example
 
@@ -61,15 +63,15 @@ class Staging:
         return make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options).placement
 
     def held_by(self, index: int) -> list[tuple[int, int]]:
-        """The (stage, replica) pairs of a rank."""
+        """Return the (stage, replica) pairs of a rank."""
         return [(s, r) for r, ranks in enumerate(self.placement) for s, rank in enumerate(ranks) if rank == index]
 
     def shadow_of(self, index: int) -> int | None:
-        """The stage that a rank keeps beside its own: the next rank's."""
+        """Return the stage that a rank keeps in addition to its own: the next rank's; None without shadows."""
         return index + 1 if self.plan.pipe.shadow and index + 1 < self.num_stages else None
 
     def units(self, stage: int) -> list[str]:
-        """The names of a stage's units."""
+        """Return the names of a stage's units."""
         return [name for name, own in self.stage_of.items() if own == stage]
 
     @cached_property
@@ -78,11 +80,11 @@ class Staging:
 
     @cached_property
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """Parameters of the whole model that several stages hold."""
+        """Parameters of the whole model that several stages hold, with those stages."""
         return tied_stages([names for _, names in self._models])
 
     def model(self, stage: int) -> tuple[nn.Module, dict[str, str]]:
-        """A fresh model of a stage, without values, and what its parameters are called in the whole."""
+        """Return a new model of a stage, without values, and the names of its parameters in the whole model."""
         model, names = self._models[stage]
         model = skeleton(model)
         model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
@@ -92,12 +94,14 @@ class Staging:
         return model, names
 
     @cached_property
-    def _profiles(self) -> dict[tuple[int, Tile], Profile]:
+    def _profiles(self) -> dict[tuple[int, TilePosition], Profile]:
         return {}
 
     def profile(self, whole: Profile, stage: int, coordinates: Mapping[str, int] | None = None) -> Profile:
-        """What a stage costs a rank (the first, unless its coordinates are given), from the profile of the whole, which
-        was cut into these stages.
+        """Return the profile of a stage on one rank, from the profile of the whole model that was cut into these
+        stages.
+
+        Without `coordinates` it is that of the first rank.
         """
         key = stage, tile_at(coordinates)
         if key not in self._profiles:
@@ -110,11 +114,11 @@ class Staging:
         return self._profiles[key]
 
     @cached_property
-    def _routes(self) -> dict[Tile, Route]:
+    def _routes(self) -> dict[TilePosition, Route]:
         return {FIRST: self.route}
 
     def route_at(self, coordinates: Mapping[str, int] | None) -> Route:
-        """The route of the example through a rank's tile."""
+        """Return the route of the example through the tile of a rank."""
         key = tile_at(coordinates) if self.tracer.tiling is not None else FIRST
         if key not in self._routes:
             found = self.tracer.example(self.example, torch.device("cpu"), key)
@@ -131,7 +135,7 @@ class Staging:
             return str(error)
 
     def check_evaluation(self) -> None:
-        """Raises a PlanError if what the model does in evaluation does not fit its stages."""
+        """Raise a PlanError if the model's forward in evaluation does not fit its stages."""
         if self._evaluation_refusal is not None:
             raise PlanError(
                 f"pipe = {self.plan.pipe.degree} cuts the model by its forward in training, and its forward in "
@@ -139,7 +143,7 @@ class Staging:
             )
 
     def copies(self, stages: tuple[int, ...]) -> int:
-        """How many ranks along `pipe` hold a parameter that these stages hold."""
+        """Return how many ranks along `pipe` hold a parameter that these stages hold."""
         return len(self.placement) * max(1, len(stages))
 
     @cached_property
@@ -147,9 +151,9 @@ class Staging:
         return {}
 
     def schedule(self, num_micro_batches: int, with_backward: bool = True) -> Schedule:
-        """The schedule of a step with its messages, proved consistent; asked again, the same.
+        """Return the checked schedule of a step with its messages. Results are cached.
 
-        Mirrored replicas have rules for the number of micro-batches; where only forwards run, one replica takes all.
+        Mirrored replicas have rules for the number of micro-batches; if only forwards run, one replica takes them all.
         """
         key = num_micro_batches, with_backward
         if key not in self._schedules:
@@ -171,7 +175,7 @@ class Staging:
 
 @contextmanager
 def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """The model in training or evaluation mode; then each module as it was."""
+    """Set the model to training or evaluation mode, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -182,7 +186,7 @@ def _in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 def stage(whole: Profile, plan: Plan, device: torch.device | str = "cpu") -> Staging:
-    """Cut a profiled model into the plan's stages; asked again, the same."""
+    """Cut a profiled model into the plan's stages. Results are cached in the profile."""
     made: dict[tuple[Plan, str], Staging] = vars(whole).setdefault("_stagings", {})
     key = plan, str(device)
     if key not in made:
@@ -211,7 +215,7 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
 
 
 def refuse(whole: Profile, plan: Plan) -> str | None:
-    """Why a plan's pipeline does not fit; None where it does."""
+    """Return why a plan's pipeline does not fit; None if it does."""
     pipe = plan.pipe
     if pipe.degree == 1:
         return refuse_shadows(plan) if pipe.shadow else None
@@ -240,7 +244,11 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
 
 
 def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
-    """What units weigh: FLOPs, or the bytes of their state and activations; parameters where nothing was counted."""
+    """Return the weight of each unit for balancing stages.
+
+    It is FLOPs or, with `balance` = "memory", the bytes of state and activations; if nothing was counted, the number of
+    parameters.
+    """
     if not whole.counted:
         return {block.name: float(block.numel) for block in whole.blocks}
     if plan.pipe.balance == "time":
@@ -257,8 +265,8 @@ def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
 
 
 def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Module, Values], nn.Module]) -> Pipeline:
-    """This rank's part of a staging at work; `apply` lays a stage's model out over the other axes."""
-    routes = _Routes(staging, mesh.device, tile_at(mesh.coordinates))
+    """Build this rank's part of the pipeline. `apply` splits a stage's model over the other axes."""
+    routes = _RouteCache(staging, mesh.device, tile_at(mesh.coordinates))
     stages = [
         _build_stage(staging, number, replica, mesh, values, apply, routes)
         for number, replica in sorted(staging.held_by(mesh["pipe"].index))
@@ -277,7 +285,7 @@ def _build_stage(
     mesh: Mesh,
     values: Values,
     apply: Callable[[nn.Module, Values], nn.Module],
-    routes: _Routes,
+    routes: _RouteCache,
 ) -> Stage:
     model, names = staging.model(number)
     model = apply(model, lambda name: values(names[name]))
@@ -287,15 +295,15 @@ def _build_stage(
         flat.copies = staging.copies(flat.layout.stages)
     deferred = None
     if staging.plan.pipe.schedule == "zero-bubble":
-        deferred = Deferred(model, units.add_late_gradient)
-    walk = Walk(number, model, staging.units(number), routes.find, mesh.device)
+        deferred = DeferredWeightGrads(model, units.add_late_gradient)
+    walk = StageRunner(number, model, staging.units(number), routes.find, mesh.device)
     return Stage(number, replica, model, units, walk, names, deferred)
 
 
-class _Routes:
-    """The routes of a staging for inputs of all shapes that come; each is traced once."""
+class _RouteCache:
+    """The routes of a staging for inputs of any shape. Each is traced once."""
 
-    def __init__(self, staging: Staging, device: torch.device, at: Tile = FIRST) -> None:
+    def __init__(self, staging: Staging, device: torch.device, at: TilePosition = FIRST) -> None:
         self.staging, self.device, self.at = staging, device, at
         self._found: dict[Any, Route] = {}
 
@@ -322,9 +330,11 @@ class _Routes:
         return route
 
 
-def _copies(staging: Staging, stages: list[Stage], mesh: Mesh) -> Copies:
-    """Makes groups, so every rank goes through all copies in one order, its own or not."""
-    sharings: list[Sharing] = []
+def _copies(staging: Staging, stages: list[Stage], mesh: Mesh) -> SharedParameters:
+    """Make the process groups of shared parameters. Every rank does this for all groups in one order, its own or
+    not.
+    """
+    sharings: list[SharedBuffers] = []
     num_ranks = staging.plan.pipe.degree
     if len(staging.placement) > 1:
         for low in range(num_ranks // 2):
@@ -332,7 +342,7 @@ def _copies(staging: Staging, stages: list[Stage], mesh: Mesh) -> Copies:
             if axis is not None:
                 for one in stages:  # ascending, and the same two stages on both ranks
                     trained = tuple((flat,) for unit in one.units.all for flat in unit.trained)
-                    sharings.append(Sharing(axis, trained, running_statistics(one.model)))
+                    sharings.append(SharedBuffers(axis, trained, running_statistics(one.model)))
     for name, tied in staging.tied.items():
         for replica, ranks in enumerate(staging.placement):
             holders = sorted({ranks[number] for number in tied})
@@ -345,5 +355,5 @@ def _copies(staging: Staging, stages: list[Stage], mesh: Mesh) -> Copies:
                 if flat.trainable and one.names[flat.layout.parameters[0].name] == name
             )
             if axis is not None and own:
-                sharings.append(Sharing(axis, (own,)))
-    return Copies(sharings)
+                sharings.append(SharedBuffers(axis, (own,)))
+    return SharedParameters(sharings)

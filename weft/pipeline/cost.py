@@ -1,4 +1,6 @@
-"""What a pipeline costs one rank: its stages by their own strategies, messages by the schedule's list, and copies."""
+"""The cost of a pipeline on one rank: its stages by their own strategies, messages by the schedule, shared
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
 from weft.schedule.actions import Message, Schedule
-from weft.schedule.activation_lifetimes import StageBytes, most_held
+from weft.schedule.activation_lifetimes import StageBytes, peak_held_bytes
 from weft.schedule.simulate import simulate
 from weft.sharding.layout import COMPUTE_DTYPE, STAGING, master_bytes, trained_layouts
 from weft.strategy import Cost, Transient, tally
@@ -30,7 +32,7 @@ def pipeline_cost(
     localise: Localise,
     stage_cost: StageCost,
 ) -> Cost:
-    """The rank's stages, each with its micro-batches; saved bytes are those alive at once by the schedule."""
+    """Return the cost of the rank's stages, each with its micro-batches. Saved bytes are the most alive at once."""
     schedule, index = staging.schedule(split.accumulation), coordinates["pipe"]
     total, step_bytes = Cost(tally(_messages(staging, schedule, coordinates))), 0
     pairs: list[tuple[Key, int]] = []
@@ -55,17 +57,19 @@ def pipeline_cost(
         part = localise(staging.profile(whole, index, coordinates))
         sizes = [layout.slice_numel * master_bytes(plan) for layout in trained_layouts(part, plan)]
         pairs += [(("shadow", "send"), size) for size in (VERSION_BYTES, *sizes)]
-    if slots:  # a rank's optimizer has one set for all its stages, as large as the largest needs
+    if slots:  # all stages of a rank share one set of slots, as large as the largest stage needs
         total = replace(total, state_bytes={**total.state_bytes, STAGING: slots})
     saved = [float(stages[stage].saved_bytes) if stage in stages else 0.0 for stage in range(staging.num_stages)]
     alive = int(simulate(schedule, activation_bytes=saved).peak_activation_bytes[index])
-    more = most_held(schedule, index, stages, edge_bytes(staging, coordinates)) - alive
+    more = peak_held_bytes(schedule, index, stages, edge_bytes(staging, coordinates)) - alive
     return total + Cost(tally(pairs), transient=Transient(step_bytes, more, more), saved_bytes=alive)
 
 
 def _stage_bytes(own: Cost, part: Profile, plan: Plan) -> StageBytes:
-    """Of one micro-batch. Weight gradients that come later need the input and the gradient of every linear; of those
-    behind the last block, and of its last linear, they are there already when that block's backward holds most.
+    """Return the bytes of one micro-batch at a stage.
+
+    Deferred weight gradients need the input and the output gradient of every linear. Those of linears after the last
+    block, and of the last block's last linear, already exist when that block's backward reaches its peak.
     """
     peak = max(own.transient.loss_bytes, own.transient.backward_bytes)
     if plan.pipe.schedule != "zero-bubble":
@@ -82,13 +86,15 @@ def _stage_bytes(own: Cost, part: Profile, plan: Plan) -> StageBytes:
 
 
 def _count(schedule: Schedule, stage: int, replica: int) -> int:
-    """How many micro-batches a replica's stage takes."""
+    """Return how many micro-batches a replica's stage takes."""
     steps = schedule.compute(schedule.rank_of(stage, replica))
     return sum((step.kind, step.stage, step.replica) == ("forward", stage, replica) for step in steps)
 
 
 def edge_bytes(staging: Staging, coordinates: Mapping[str, int] | None = None) -> list[int]:
-    """The bytes of a message over each edge between stages; of the first tile, unless coordinates say which."""
+    """Return the bytes of a message over each edge between stages, for the tile at `coordinates` (the first if
+    None).
+    """
     route = staging.route_at(coordinates)
     values = route.trace.values
     return [values[number].num_bytes // staging.plan.context.degree for number in route.edge_numbers]
@@ -101,7 +107,10 @@ def _messages(staging: Staging, schedule: Schedule, coordinates: Mapping[str, in
 
 
 def _copies(staging: Staging, part: Profile, plan: Plan, stage: int, replica: int) -> list[tuple[Key, int]]:
-    """What a stage says to its copies: gradients, and BatchNorm's statistics. A rank speaks once for all its stages."""
+    """Return the reductions of a stage's shared parameters: gradients, and statistics of BatchNorm.
+
+    A rank that holds several copies reduces once for all of them.
+    """
     pairs: list[tuple[Key, int]] = []
     is_mirrored, ranks = len(staging.placement) > 1, staging.placement[replica]
     for layout in trained_layouts(part, plan):

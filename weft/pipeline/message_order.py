@@ -1,11 +1,11 @@
-"""AxoNN's message-driven order (Singh and Bhatele 2022): a rank runs whichever forward or backward has arrived first.
+"""AxoNN's message-driven order (Singh and Bhatele 2022): a rank runs the forward or backward whose input arrived first.
 
-Each stage takes its micro-batches in order, forwards as well as backwards; what is free is which of the two comes next.
-Where both could run, the kind that did not run last does: backwards that have piled up behind a late rank would starve
-the stages after this one. At most `in_flight` micro-batches are between a stage's forward and backward. So gradients
-add up in one order whatever arrives when, and a run equals its replay to the bit.
+Each stage takes its micro-batches in order, in forward and in backward; only the choice between the two is free. If
+both could run, the kind that did not run last does: otherwise backwards that have queued up behind a late rank would
+starve the stages after this one. At most `in_flight` micro-batches are between a stage's forward and backward.
+Gradients are therefore summed in one order whatever the arrival times, and a run and its replay are bit-identical.
 
-NCCL can be asked whether a message has come. Gloo cannot, so there a thread for each channel waits, and tells.
+NCCL can be polled for a message. Gloo cannot, so with Gloo a thread per channel waits for messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLL_SECONDS = 20e-6
 
 
 class Arrivals:
-    """Which posted messages have come."""
+    """Tracks which posted messages have arrived."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -36,7 +36,7 @@ class Arrivals:
         self._news = threading.Condition()
 
     def expect(self, message: Message) -> None:
-        """A message has been posted."""
+        """Track a message that has been posted."""
         pending = self.transport.pending(message.key)
         if self.is_polled:
             self._under_way[message.key] = pending
@@ -48,14 +48,16 @@ class Arrivals:
         self._lines[channel].put((message.key, pending))
 
     def have(self, keys: Collection[Key]) -> bool:
-        """Whether all of these have come."""
+        """Return whether all of these messages have arrived."""
         for key in [key for key in keys if key in self._under_way and self._under_way[key].is_done()]:
             self._come.add(key)
             del self._under_way[key]
         return self._come.issuperset(keys)
 
     def wait_for_one(self, sets: Sequence[Collection[Key]]) -> None:
-        """Return when all of one of these have come (or failed: whoever takes them is told)."""
+        """Wait until all messages of one of these sets have arrived or failed. The taker of a failed message gets its
+        error.
+        """
         with self.transport.waiting(key for keys in sets for key in keys if key not in self._come):
             if self.is_polled:
                 while not any(map(self.have, sets)):
@@ -65,7 +67,7 @@ class Arrivals:
                 self._news.wait_for(lambda: any(map(self._come.issuperset, sets)))
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         for line in self._lines.values():
             line.put(None)
 
@@ -78,8 +80,8 @@ class Arrivals:
                 self._news.notify_all()
 
 
-class AsTheyCome:
-    """The order of one rank's only stage, decided as messages come; or, with `replay`, as it was decided before."""
+class MessageDrivenOrder:
+    """The order of actions of a rank's only stage, decided as messages arrive, or given by a replay."""
 
     def __init__(self, schedule: Schedule, stage: int, arrivals: Arrivals, post: Callable[[Message], None]) -> None:
         self.schedule, self.stage, self.arrivals, self._post = schedule, stage, arrivals, post
@@ -91,7 +93,9 @@ class AsTheyCome:
         self._posted = {"forward": 0, "backward": 0}
 
     def next(self, replay: Action | None = None) -> Action | None:
-        """What to run now; waits until something can. None at the end."""
+        """Wait until an action can run and return it; None at the end. `replay` is the action that must be next, if
+        given.
+        """
         while self._done["backward"] < self.schedule.num_micro_batches:
             self._post_ahead()
             may_run = self._may_run()
@@ -104,13 +108,15 @@ class AsTheyCome:
                 if self.arrivals.have(keys):
                     self._done[action.kind] += 1
                     self._last = action.kind
-                    self._post_ahead()  # the next is under way while this one is used
+                    self._post_ahead()  # the next message travels while this one is used
                     return action
             self.arrivals.wait_for_one(needs)
         return None
 
     def _may_run(self) -> list[Action]:
-        """The next backward and the next forward, as far as the stage itself allows; by turns."""
+        """Return the next backward and the next forward that the stage allows, with the kind that did not run last
+        first.
+        """
         forward, backward = self._done["forward"], self._done["backward"]
         found = []
         if backward < forward:
@@ -120,9 +126,9 @@ class AsTheyCome:
         return found if self._last == "forward" else found[::-1]
 
     def _post_ahead(self) -> None:
-        """Post the receives of a micro-batch once those of the one before have come.
+        """Post the receives of a micro-batch once those of the one before have arrived.
 
-        A receive behind another of its NCCL stream has not started, and an operation that has not started holds up all
+        A receive behind another one of its NCCL stream cannot start, and an operation that has not started blocks all
         streams that share its hardware queue.
         """
         for kind, done in self._done.items():

@@ -1,4 +1,4 @@
-"""CUDA's hardware queues: pipelines whose streams could hold each other up are refused."""
+"""A check of CUDA's hardware queues: pipelines whose streams could block each other are refused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from weft.errors import PlanError
 from weft.schedule.actions import Schedule
 from weft.schedule.nccl_order import check_nccl_order
 
-_NUM_STREAMS = 32  # torch takes the streams of groups from a pool in turns; two groups with one stream share an order
-MAX_CHANNELS = 24  # of a rank; the other streams are for the other axes
+_NUM_STREAMS = 32  # torch takes streams of groups from a pool in turn; groups with one stream share an order
+MAX_CHANNELS = 24  # per rank; the other streams are for the other axes
 
 
 def check_queues(schedule: Schedule, environ: Mapping[str, str]) -> None:
-    """Raises a PlanError if the streams of a rank's channels could hold each other up on this machine's GPUs."""
+    """Raise a PlanError if the streams of a rank's channels could block each other on this machine's GPUs."""
     for rank in range(schedule.num_ranks):
         count = sum(rank in channel[:2] for channel in schedule.channels)
         if count > MAX_CHANNELS:

@@ -1,4 +1,4 @@
-"""Cuts a traced forward into stages: which unit goes where, and which tensors cross from one stage to another."""
+"""Cuts a traced forward into stages: the stage of each unit, and the tensors that cross from one stage to another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from weft.spatial.recorded_calls import Said
 
 @dataclass(frozen=True)
 class Route:
-    """A trace in stages: the stage of each event; None for what only parameters enter, done wherever they are."""
+    """A trace cut into stages: `stages` has the stage of each event.
+
+    It is None for an event whose inputs are only parameters. Every stage that holds these parameters runs such an
+    event.
+    """
 
     trace: Trace
     num_stages: int
@@ -24,7 +28,9 @@ class Route:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Every tensor that a stage takes from an earlier one; the name is its number in the trace."""
+        """Every tensor that a stage takes from an earlier one. The name of an edge is the tensor's number in the
+        trace.
+        """
         found: dict[tuple[int, int, int], None] = {}
         source: dict[int, int | None] = {}
         for event, stage in zip(self.trace.events, self.stages, strict=True):
@@ -40,12 +46,14 @@ class Route:
 
     @cached_property
     def outline(self) -> tuple[tuple[int, int, bool], ...]:
-        """The edges without the numbers of their tensors, which an operation between units shifts."""
+        """The edges without the numbers of their tensors, which change with each operation between units."""
         return tuple((edge.source, edge.target, edge.backward) for edge in self.edges)
 
     @cached_property
     def edge_numbers(self) -> tuple[int, ...]:
-        """The tensor of each edge. Schedules know edges by their index, and traces tensors by their number."""
+        """The number in the trace of each edge's tensor. Schedules refer to edges by index, traces to tensors by
+        number.
+        """
         return tuple(int(edge.name) for edge in self.edges)
 
     @cached_property
@@ -55,7 +63,7 @@ class Route:
 
     @cached_property
     def parameters(self) -> tuple[frozenset[str], ...]:
-        """The parameters of no unit of its own, or of another's, that each stage uses."""
+        """The parameters that each stage uses outside of its own units."""
         used: list[set[str]] = [set() for _ in range(self.num_stages)]
         for event, stage in zip(self.trace.events, self.stages, strict=True):
             if stage is not None:
@@ -64,7 +72,7 @@ class Route:
 
     @cached_property
     def crossing(self) -> tuple[frozenset[int], ...]:
-        """The tensors that each stage makes for others."""
+        """The numbers of the tensors that each stage makes for other stages."""
         made: list[set[int]] = [set() for _ in range(self.num_stages)]
         for edge, number in zip(self.edges, self.edge_numbers, strict=True):
             made[edge.source].add(number)
@@ -72,7 +80,7 @@ class Route:
 
     @cached_property
     def last_event(self) -> tuple[int, ...]:
-        """Where each stage has done its part."""
+        """The index of the last event of each stage."""
         last = [0] * self.num_stages
         for place, stage in enumerate(self.stages):
             if stage is not None:
@@ -80,8 +88,9 @@ class Route:
         return tuple(last)
 
     def said(self, stage: int) -> tuple[Said, ...]:
-        """What a stage says in its forward, and will in backward: in its events, and in the code on the model's inputs
-        that it comes through.
+        """Return the collectives of a stage in its forward, with those that its backward will make.
+
+        They belong to the stage's events, and to code on the model's inputs that the stage runs on its way.
         """
         begun = self.last_event[stage] + 1
         others = [place for place in range(begun, len(self.stages)) if not self.does(stage, place)]
@@ -93,7 +102,7 @@ class Route:
         )
 
     def does(self, stage: int, place: int) -> bool:
-        """Whether a stage does the event at `place` itself."""
+        """Return whether a stage itself runs the event at index `place`."""
         own, event = self.stages[place], self.trace.events[place]
         if own is not None:
             return own == stage
@@ -101,7 +110,9 @@ class Route:
 
 
 def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
-    """The trace with its units in the given stages; what comes between goes where its latest input is."""
+    """Cut the trace by the given stages of its units. An operation between units goes to the stage of its latest
+    input.
+    """
     where: dict[int, int | None] = {}
     stages: list[int | None] = []
     for event in trace.events[:-1]:
@@ -126,7 +137,9 @@ def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
 
 
 def refuse_evaluation(training: Route, evaluation: Route) -> str | None:
-    """Why stages that were cut for training cannot evaluate: other tensors cross them, or they lack a parameter."""
+    """Return why stages cut for training cannot evaluate: other tensors cross them, or a parameter is missing; else
+    None.
+    """
     for stage in range(training.num_stages):
         for name in sorted(evaluation.parameters[stage] - training.parameters[stage]):
             return f"the parameter '{name}' is used by stage {stage} in evaluation only; use it in training too"
@@ -142,13 +155,13 @@ def refuse_evaluation(training: Route, evaluation: Route) -> str | None:
 
 
 def _named_edges(route: Route) -> Counter[tuple[str, int, int]]:
-    """Edges by what made their tensor."""
+    """Return the edges by the name of the event that made their tensor."""
     made = {number: event.name for event in route.trace.events for number in event.outputs}
     return Counter((made[int(edge.name)], edge.source, edge.target) for edge in route.edges)
 
 
 def _refuse_changes(route: Route) -> None:
-    """What a stage changes in place is not to be seen by others: they have copies of their own, made at other times."""
+    """Refuse in-place changes that another stage could see: stages have copies of a tensor, made at different times."""
     source: dict[int, int | None] = {}
     uses: dict[int, list[int | None]] = {}  # the stages that have used a tensor so far
     changed: dict[int, tuple[str, int | None]] = {}
@@ -174,14 +187,14 @@ def _refuse_change(name: str, stage: int | None, other: int | None) -> None:
 
 
 def unit_order(trace: Trace) -> list[str]:
-    """The units in the order in which they are first called."""
+    """Return the units in the order of their first calls."""
     return list(dict.fromkeys(event.name for event in trace.events if event.is_call))
 
 
 def partition(trace: Trace, blocks: Sequence[str], weights: Mapping[str, float], pipe: Pipe) -> dict[str, int]:
-    """The stage of every unit: as `pipe.split` says, or such that the heaviest stage is the lightest possible.
+    """Return the stage of every unit: as `pipe.split` says, or such that the heaviest stage is as light as possible.
 
-    Every stage holds a block at least; embedding, norm and head go with their neighbours, and weigh too.
+    Every stage holds at least one block. Embedding, norm and head join their neighbours, and their weights count.
     """
     order, num_stages = unit_order(trace), pipe.num_stages
     if pipe.split:
@@ -214,7 +227,9 @@ def _as_listed(order: list[str], split: Sequence[str], num_stages: int) -> dict[
 
 
 def _balanced(order: list[str], blocks: set[str], weights: Mapping[str, float], num_stages: int) -> dict[str, int]:
-    """Exact, by dynamic programming: best[k][i] is the lightest heaviest stage of the first i units in k stages."""
+    """Exact dynamic programming: best[k][i] is the smallest possible heaviest stage of the first i units in k
+    stages.
+    """
     count = len(order)
     total, held = [0.0], [0]
     for name in order:

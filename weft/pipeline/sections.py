@@ -1,9 +1,9 @@
-"""Sections: what ranks do together between two points at which nothing is half done.
+"""Sections: the parts of a run between two points at which all ranks agree and nothing is half done.
 
 A section (a training step up to its update, an evaluation, a vote) ends with numbers that all ranks know, and it ends
-on one rank only when all have begun it. So when a rank is lost, the others are in the same section or in two that
-follow each other; whoever is behind takes the numbers from those ahead, and the section that is not ended anywhere is
-done again, or goes on where it was.
+on a rank only when all ranks have begun it. So when a rank is lost, the others are in the same section or in two
+consecutive ones. A rank that is behind takes the numbers from those ahead. A section that no rank has ended is run
+again, or continues where it was.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ Numbers = list[float]
 
 
 class Sections:
-    """Counts the sections of this rank. `recover(why)` forms the ranks anew without the one that was lost; it gives the
-    numbers of this section if others have ended it, and raises where the loss cannot be made good.
+    """Counts and runs the sections of this rank.
+
+    `recover(why)` forms new groups without the lost rank. It returns the numbers of this section if other ranks have
+    ended it, else None, and raises if the run cannot continue.
     """
 
     def __init__(self, recover: Callable[[str], Numbers | None]) -> None:
         self._recover = recover
         self.number = 0
-        self.last: Numbers = []  # what the section before this one ended with
+        self.last: Numbers = []  # the numbers with which the last section ended
 
     def run(self, work: Callable[[], Numbers]) -> Numbers:
-        """Do `work`, again where the loss of a rank cuts it short."""
+        """Run `work` and return its numbers. If the loss of a rank interrupts it, recover and run it again."""
         while True:
             try:
                 numbers: Numbers | None = work()
@@ -35,7 +37,7 @@ class Sections:
                 numbers, why = None, str(error)
             else:
                 why = ""
-            if numbers is None:  # behind the handler: what was raised holds what held the connections
+            if numbers is None:  # outside of the handler: the exception refers to frames that hold connections
                 numbers = self._recover(why)
             if numbers is not None:
                 self.number, self.last = self.number + 1, numbers
@@ -43,8 +45,8 @@ class Sections:
 
 
 @contextmanager
-def losing(what: str) -> Iterator[None]:
-    """A collective that fails has lost a rank."""
+def raising_lost_rank(what: str) -> Iterator[None]:
+    """Turn the error of a failed collective into a LostRankError."""
     try:
         yield
     except RuntimeError as error:

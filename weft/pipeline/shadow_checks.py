@@ -1,4 +1,4 @@
-"""Plans and stages whose ranks cannot keep a copy of the next rank's stage (`plan.pipe.shadow`)."""
+"""Refuses plans and stages whose ranks cannot keep a copy of the next rank's stage (`plan.pipe.shadow`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.schedule.shadow import SHADOWED_SCHEDULES
 
 
 def refuse_shadows(plan: Plan) -> str | None:
-    """Why ranks cannot keep the next one's stage under this plan."""
+    """Return why ranks cannot keep the next rank's stage under this plan; None if they can."""
     if plan.pipe.degree == 1:
         return "pipe.shadow = true keeps the next rank's stage, and pipe = 1 has none; leave it out"
     beside = ", ".join(f"{axis} = {degree}" for axis, degree in plan.degrees.items() if degree > 1 and axis != "pipe")
@@ -32,7 +32,10 @@ def refuse_shadows(plan: Plan) -> str | None:
 
 
 def refuse_stages(edges: Sequence[Edge], tied: Mapping[str, tuple[int, ...]]) -> str | None:
-    """A rank can only shadow a stage that needs nothing beside what the rank itself makes."""
+    """Return why these stages cannot be shadowed; None if they can.
+
+    A rank can shadow a stage only if all the stage needs is what the rank itself computes.
+    """
     for edge in edges:
         if edge.target != edge.source + 1:
             return (

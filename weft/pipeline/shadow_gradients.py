@@ -1,9 +1,9 @@
-"""The refresh of shadows: behind a step's backwards a rank sends its stage's gradients to the rank that shadows it.
+"""Keeps shadows up to date: after a step's backwards a rank sends its stage's gradients to the rank that shadows it.
 
-Both then make the same update of the same numbers, so a shadow is its stage to the bit from step to step. It costs the
-bytes of the gradients alone, and comes before the gradient norm is summed: whoever knows the norm knows that every
-shadow has what it needs for the update. The number of the step goes with them, and must be the shadow's own: a shadow
-that has missed a refresh is never used.
+Both ranks then make the same update, so a shadow stays bit-identical to its stage. This costs only the bytes of the
+gradients, and comes before the gradient norm is summed: a rank that knows the norm knows that every shadow has what it
+needs for the update. The number of the step is sent too and must equal the shadow's own, so a shadow that has missed a
+step is never used.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ WHAT = "gradients for a shadow"
 VERSION_BYTES = 8
 
 
-class Refresh:
-    """This rank's ends: one message for each buffer of a stage."""
+class ShadowRefresh:
+    """This rank's messages to and from shadows: one for each flat buffer of a stage."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._axis = replace(mesh.with_own_group("pipe", "shadow"), name="shadow")
@@ -34,7 +34,7 @@ class Refresh:
         self._received = torch.zeros(1, dtype=torch.int64)  # the number of the step
 
     def expect(self, units: Units, source: int) -> None:
-        """Begin to receive the gradients of a shadow's stage; does not block."""
+        """Start to receive the gradients of a shadow's stage; does not block."""
         self._expected = []
         with self._named(source):
             self._expected.append(receive(self._received, self._axis, source, WHAT))
@@ -42,9 +42,9 @@ class Refresh:
                 self._expected.append(receive(flat.room_for_gradient(), self._axis, source, WHAT))
 
     def give(self, units: Units, target: int, step: int) -> None:
-        """Begin to send a stage's gradients to the rank that shadows it."""
+        """Start to send a stage's gradients to the rank that shadows it; does not block."""
         number = torch.tensor([step])
-        self._sent = number  # lives until it has gone
+        self._sent = number  # keeps it alive until it is sent
         with self._named(target):
             self._given.append(send(number, self._axis, target, WHAT))
             for flat in _trained(units):
@@ -52,7 +52,7 @@ class Refresh:
                 self._given.append(send(flat.slice_gradient, self._axis, target, WHAT))
 
     def finish(self, shadow: Units | None, step: int) -> None:
-        """Wait for all; the optimizer then sees the shadow's gradients, which must be of this step."""
+        """Wait for all messages, check that they are of this step, and show the shadow's gradients to the optimizer."""
         with self._named(None):
             for pending in [*self._expected, *self._given]:
                 pending.wait()

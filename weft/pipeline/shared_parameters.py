@@ -1,7 +1,8 @@
 """Parameters that several ranks of a pipeline hold: mirrored replicas of a stage, and parameters tied across stages.
 
-Each copy has the gradient of what passed through it. Their sum over all copies is the gradient, and since every copy
-takes the same update, copies stay equal to the bit. BatchNorm's running statistics of mirrored replicas are averaged.
+Each copy has the gradient of the samples that passed through it. The sum over all copies is the gradient, and every
+copy makes the same update, so copies stay bit-identical. Running statistics of BatchNorm in mirrored replicas are
+averaged.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ from weft.sharding.flat_buffer import Flat
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """An axis of copies with this rank's buffers on it; where a rank has several copies of one, all are listed."""
+class SharedBuffers:
+    """An axis of ranks that hold the same parameters, with this rank's buffers. Each tuple lists the rank's copies of
+    one.
+    """
 
     axis: Axis
     flats: tuple[tuple[Flat, ...], ...]
     buffers: tuple[Tensor, ...] = ()
 
 
-class Copies:
-    """What this rank shares, in an order that all ranks have."""
+class SharedParameters:
+    """All parameters that this rank shares with others, in an order that is the same on all ranks."""
 
-    def __init__(self, sharings: Sequence[Sharing]) -> None:
+    def __init__(self, sharings: Sequence[SharedBuffers]) -> None:
         self.sharings = tuple(sharings)
 
     def combine(self) -> None:
-        """Every copy's gradient becomes the sum over all."""
+        """Set every copy's gradient to the sum over all copies, and average the running statistics."""
         for sharing in self.sharings:
             under_way = []
             for own in sharing.flats:
@@ -50,7 +53,7 @@ class Copies:
 
 
 def running_statistics(model: nn.Module) -> tuple[Tensor, ...]:
-    """What BatchNorms have gathered."""
+    """Return the running statistics of all BatchNorms."""
     found = []
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
@@ -59,7 +62,9 @@ def running_statistics(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 def tied_stages(uses: Sequence[Mapping[str, str]]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several stages hold, and which; from each stage's names of parameters in the whole model."""
+    """Return the parameters that several stages hold, with those stages. `uses` maps each stage's names to whole
+    names.
+    """
     holders: dict[str, list[int]] = {}
     for stage, names in enumerate(uses):
         for name in dict.fromkeys(names.values()):

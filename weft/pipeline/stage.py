@@ -1,15 +1,15 @@
-"""One stage at work: the user's own forward, in which the modules of other stages are stand-ins.
+"""Runs one stage: the user's own forward, in which modules of other stages are stand-ins.
 
-A stand-in answers at once with the shapes that the trace recorded (fake tensors); a module of the stage that is given
-such a tensor first takes the real one from the stage that made it, as a leaf whose gradient goes back the same way; and
-once the stage has done its part, the forward is left. So any model becomes stages without being edited or rewritten,
-and hooks, names and classes inside a stage are the model's own.
+A stand-in returns at once fake tensors of the shapes that the trace recorded. A module of the stage that is given such
+a tensor first takes the real one from the stage that made it, as a leaf whose gradient goes back the same way. Once the
+stage has run its part, the forward is left. So any model is cut into stages without editing it, and hooks, names and
+classes inside a stage are the model's own.
 
-Images in tiles: all this happens under the view of the rank's tile, and what is taken from another stage lies where the
-trace says.
+Images in tiles: all this happens under the view of the rank's tile, and a tensor from another stage has the layout that
+the trace recorded.
 
-Random draws: what the objective and the model's own code draw without any result (noise, say) is the same in all
-stages, which all run that code; units and operations on results draw from a state of their stage's own.
+Random numbers: what the objective and the model's own code draw without using results (noise, for example) is the same
+in all stages, which all run that code. Units and operations on results draw from their stage's own random state.
 """
 
 from __future__ import annotations
@@ -29,77 +29,83 @@ from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.partition import Route
-from weft.pipeline.stage_rng import Draws, is_random
+from weft.pipeline.stage_rng import StageRng, is_random
 from weft.pipeline.stand_in import ABSENT
-from weft.pipeline.trace import END, Event
-from weft.pipeline.trace_watch import Watch, operation_name, outcome
+from weft.pipeline.trace import END, TraceEvent
+from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
 from weft.spatial.tile_layout import put
 from weft.spatial.tiled_model import tiled_of
 
-Take = Callable[[int], Tensor]  # the real tensor of a number, from the stage that made it
+Take = Callable[[int], Tensor]  # returns the real tensor of a number, from the stage that made it
 FindRoute = Callable[[Any, Mapping[str, Any], bool], Route]
 
 
-class Done(BaseException):
-    """The stage has done its part of a forward. Not an Exception: the model's own code is not to catch it."""
+class StageDone(BaseException):
+    """Raised when the stage has run its part of a forward. Not an Exception, so the model's own code does not catch
+    it.
+    """
 
 
 @dataclass
-class Pass:
+class StagePass:
     """One micro-batch at one stage, from its forward to its backward."""
 
     route: Route
-    total: Tensor | None = None  # the loss, where the stage is the last
+    total: Tensor | None = None  # the loss, if the stage is the last
     received: dict[int, Tensor] = field(default_factory=dict)  # leaves by number
-    real: dict[int, Tensor] = field(default_factory=dict)  # what the model's own code has as shapes, by number
-    made: dict[int, Tensor] = field(default_factory=dict)  # what other stages take, by number
+    # real tensors that the model's own code sees as fake ones, by number
+    real: dict[int, Tensor] = field(default_factory=dict)
+    made: dict[int, Tensor] = field(default_factory=dict)  # tensors that other stages take, by number
 
 
-class Walk(Watch):
-    """Leads one stage's forward through the events of its route."""
+class StageRunner(OperationWatch):
+    """Runs a stage's forward through the events of its route."""
 
     def __init__(
         self, stage: int, model: nn.Module, units: Sequence[str], find_route: FindRoute, device: torch.device
     ) -> None:
         super().__init__()
         self.stage, self.model, self.find_route = stage, model, find_route
-        self.now: Pass | None = None
+        self.now: StagePass | None = None
         self._take: Take | None = None
-        self._found: Route | None = None  # what `look` looks for
+        self._found: Route | None = None  # the result of `trace_route`
         self._place, self._has_begun = 0, False
-        self._draws = Draws(stage, device)
+        self._rng = StageRng(stage, device)
         self._tiled, self._view = tiled_of(model), ExitStack()
-        model.register_forward_pre_hook(self._begin_model, with_kwargs=True)  # the last: it sees what the model will
+        # registered last: it sees the same inputs as the model
+        model.register_forward_pre_hook(self._begin_model, with_kwargs=True)
         model.register_forward_hook(self._end_model)
         for name in units:
             module = model.get_submodule(name)
-            module.register_forward_pre_hook(_Enter(self, name), with_kwargs=True, prepend=True)
-            module.register_forward_hook(_Leave(self))
+            module.register_forward_pre_hook(_EnterUnit(self, name), with_kwargs=True, prepend=True)
+            module.register_forward_hook(_LeaveUnit(self))
         for module in model.modules():
             if isinstance(module, AbsentModule):
-                module.set_result_function(partial(self.pass_by, is_call=True))
+                module.set_result_function(partial(self.recorded_result, is_call=True))
 
-    def forward(self, total: Callable[[], Tensor], route: Route, take: Take) -> Pass:
-        """Runs the stage's part of `total()`, which calls the model once; `take` gives what other stages made."""
-        self._take, self.now, self._has_begun = take, Pass(route), False
+    def forward(self, total: Callable[[], Tensor], route: Route, take: Take) -> StagePass:
+        """Run the stage's part of `total()`, which calls the model once. `take` returns tensors that other stages
+        made.
+        """
+        self._take, self.now, self._has_begun = take, StagePass(route), False
         try:
             result: Tensor | None = total()
-        except Done:
+        except StageDone:
             result = None
         finally:
             self.switch(False)
             self._view.close()
-            self._draws.end()
+            self._rng.end()
             self.numbers.clear()
         done, self.now, self._take = self.now, None, None
         done.total = result
         done.real.clear()
         return done
 
-    def look(self, total: Callable[[], Tensor]) -> Route:
-        """The route that `total()` would take."""
+    def trace_route(self, total: Callable[[], Tensor]) -> Route:
+        """Return the route that `total()` would take."""
         self._found, self.now = None, None
-        with suppress(Done):
+        with suppress(StageDone):
             total()
         route, self._found = self._found, None
         assert route is not None
@@ -110,22 +116,22 @@ class Walk(Watch):
     def _begin_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self.now is None:
             self._found = self.find_route(args, kwargs, self.model.training)
-            raise Done
+            raise StageDone
         if self._has_begun:
             raise PlanError(
                 "the objective calls the model twice for one batch, which a pipeline does once; use pipe = 1"
             )
         self._place, self._has_begun = 0, True
-        self._draws.apart()
+        self._rng.use_own()
         self.numbers.clear()
         if any(self.now.route.parameters):
             self._number_parameters(self.now.route)
-        if self._tiled is not None:  # beneath this watch, which sees operations first
+        if self._tiled is not None:  # below this mode, which sees operations first
             self._view.enter_context(self._tiled.running((args, kwargs)))
         self.switch(True)
 
     def _number_parameters(self, route: Route) -> None:
-        """Those that the code between units uses; of other stages', their shapes."""
+        """Number the parameters that code between units uses. Parameters of other stages are fake tensors."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if name in route.parameters[self.stage]:
                 self.numbers[parameter] = route.trace.parameters[name]
@@ -142,7 +148,7 @@ class Walk(Watch):
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
         name, event = operation_name(func), self._expected()
         if event is None or event.name != name or {self.numbers[tensor] for tensor in numbered} != set(event.inputs):
-            # An operation that gives no tensor is no event.
+            # An operation that returns no tensor is not an event.
             result = func(*args, **kwargs)
             if tensors_in(result):
                 raise self._another_way(name)
@@ -151,17 +157,17 @@ class Walk(Watch):
             self._next(name, is_call=False)
             return func(*args, **kwargs)
         if not self._does():
-            result = self.pass_by(name, is_call=False)
+            result = self.recorded_result(name, is_call=False)
         else:
             real_args, real_kwargs = map_tensors(self._real, (args, kwargs))
             result = outcome(name, real_args, func(*real_args, **real_kwargs))
             self._made(self._next(name, is_call=False), result)
-        if event.changed:  # whoever still holds the tensor has the changed one
+        if event.changed:  # holders of the tensor see the changed one
             self._follow(numbered, event, result)
         return result
 
-    def _follow(self, numbered: Sequence[Tensor], event: Event, result: Any) -> None:
-        """Tensors that an operation in place has changed go by the number of its result, here as in the trace."""
+    def _follow(self, numbered: Sequence[Tensor], event: TraceEvent, result: Any) -> None:
+        """Give tensors that an operation has changed in place the number of its result, as in the trace."""
         for tensor in numbered:
             if self.numbers[tensor] == event.inputs[0] and event.inputs[0] in event.changed:
                 self.numbers[tensor] = event.outputs[0]
@@ -171,17 +177,17 @@ class Walk(Watch):
     def without_results(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not is_random(operation_name(func)):
             return func(*args, **kwargs)
-        self._draws.alike()
+        self._rng.use_shared()
         try:
             return func(*args, **kwargs)
         finally:
-            self._draws.apart()
+            self._rng.use_own()
 
-    def pass_by(self, name: str, is_call: bool) -> Any:
-        """An event of another stage: what the trace saw it give."""
+    def recorded_result(self, name: str, is_call: bool) -> Any:
+        """Return what the trace recorded as the result of an event of another stage."""
         assert self.now is not None
         if self._place > self.now.route.last_event[self.stage]:
-            raise Done
+            raise StageDone
         event = self._next(name, is_call)
         for tensor, number in zip(tensors_in(event.result), event.outputs, strict=True):
             self.numbers[tensor] = number
@@ -190,7 +196,7 @@ class Walk(Watch):
     # --- a unit of this stage
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Before a unit of the stage: it takes real tensors, and what it does inside is its own."""
+        """Called before a unit of this stage: return its arguments with real tensors, and stop watching operations."""
         self.switch(False)
         expected = self._expected()
         if expected is None or expected.name != name:
@@ -203,12 +209,12 @@ class Walk(Watch):
 
     @property
     def is_walking(self) -> bool:
-        """Whether the model's own code is running (and not a unit alone, in backward, say)."""
+        """Whether the model's own code is running (and not a unit alone, for example in backward)."""
         return self._is_on
 
     # --- inside
 
-    def _expected(self) -> Event | None:
+    def _expected(self) -> TraceEvent | None:
         assert self.now is not None
         events = self.now.route.trace.events
         return events[self._place] if self._place < len(events) else None
@@ -217,14 +223,14 @@ class Walk(Watch):
         assert self.now is not None
         return self.now.route.does(self.stage, self._place)
 
-    def _next(self, name: str, is_call: bool) -> Event:
+    def _next(self, name: str, is_call: bool) -> TraceEvent:
         event = self._expected()
         if event is None or event.name != name or event.is_call != is_call:
             raise self._another_way(name)
         self._place += 1
         return event
 
-    def _made(self, event: Event, result: Any) -> None:
+    def _made(self, event: TraceEvent, result: Any) -> None:
         assert self.now is not None
         tensors = tensors_in(result)
         if len(tensors) != len(event.outputs):
@@ -235,7 +241,7 @@ class Walk(Watch):
                 self.now.made[number] = tensor
 
     def _real(self, tensor: Tensor) -> Tensor:
-        """What is made elsewhere, taken from there."""
+        """Return the real tensor for a fake one, taken from the stage that made it."""
         if not isinstance(tensor, FakeTensor):
             return tensor
         assert self.now is not None
@@ -244,7 +250,7 @@ class Walk(Watch):
         if number not in self.now.real:
             with torch._C.DisableTorchFunction():
                 taken = self.now.received[number] = self._take(number)
-                real = _HandOn.apply(taken) if taken.requires_grad else taken
+                real = _AsResult.apply(taken) if taken.requires_grad else taken
             self.now.real[number] = put(real, self.now.route.trace.values[number].place)
         return self.now.real[number]
 
@@ -257,8 +263,8 @@ class Walk(Watch):
         )
 
 
-class _HandOn(Function):
-    """A leaf as what it is in the whole model: a result, which may be changed in place."""
+class _AsResult(Function):
+    """Turns a leaf into a result, as it is in the whole model: a result may be changed in place."""
 
     @staticmethod
     def forward(ctx: Any, leaf: Tensor) -> Tensor:
@@ -269,8 +275,8 @@ class _HandOn(Function):
         return gradients[0]
 
 
-class _Enter:
-    def __init__(self, walk: Walk, name: str) -> None:
+class _EnterUnit:
+    def __init__(self, walk: StageRunner, name: str) -> None:
         self.walk, self.name = walk, name
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -280,8 +286,8 @@ class _Enter:
         return self.walk.enter(self.name, args, kwargs)
 
 
-class _Leave:
-    def __init__(self, walk: Walk) -> None:
+class _LeaveUnit:
+    def __init__(self, walk: StageRunner) -> None:
         self.walk = walk
 
     def __call__(self, module: nn.Module, _: Any, result: Any) -> None:

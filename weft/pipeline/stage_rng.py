@@ -1,4 +1,4 @@
-"""Random draws in a stage: alike in all stages where all run the same code, apart where each computes its own part."""
+"""Random states of a stage: one shared by all stages for code that all run, and one of its own for its part."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ import torch
 from weft.inspection.rng import RngState, rng_state, seed_rng, set_rng_state
 
 
-class Draws:
-    """One stage's random state. All stages take the same draws from the common one, in the same order."""
+class StageRng:
+    """One stage's random states. All stages draw the same numbers from the shared one, in the same order."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
         self.stage, self.device = stage, device
-        self._common: RngState | None = None
+        self._shared: RngState | None = None
         self._own: RngState | None = None
 
-    def apart(self) -> None:
-        """From here on draw for this stage alone, from where it was in this forward."""
+    def use_own(self) -> None:
+        """Switch to this stage's own state, and continue where it was in this forward."""
         if self._own is None:
             seed = int(torch.randint(0, 2**62, ()))
-            self._common = rng_state(self.device)
+            self._shared = rng_state(self.device)
             seed_rng(seed + self.stage, self.device)
         else:
-            self._common = rng_state(self.device)
+            self._shared = rng_state(self.device)
             set_rng_state(self._own, self.device)
 
-    def alike(self) -> None:
-        """Go on where all stages drew alike."""
-        assert self._common is not None
+    def use_shared(self) -> None:
+        """Switch back to the state that all stages share."""
+        assert self._shared is not None
         self._own = rng_state(self.device)
-        set_rng_state(self._common, self.device)
-        self._common = None
+        set_rng_state(self._shared, self.device)
+        self._shared = None
 
     def end(self) -> None:
-        """The forward is over: draw alike, and begin the next with draws of its own."""
-        if self._common is not None:
-            self.alike()
+        """End a forward: switch to the shared state, and give the next forward a new own state."""
+        if self._shared is not None:
+            self.use_shared()
         self._own = None
 
 
 @cache
 def is_random(name: str) -> bool:
-    """Whether an operation of this name draws numbers."""
+    """Return whether an operation of this name draws random numbers."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []
     return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads)

@@ -1,4 +1,4 @@
-"""A stage's model: the user's own, in which the units of other stages are stand-ins that hold nothing."""
+"""The model of a stage: the user's own, in which units of other stages are stand-ins without parameters."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
 from weft.pipeline.partition import Route
 
-ABSENT = "_weft_absent"  # of a stage's model: parameters that only other stages use, as shapes
+ABSENT = "_weft_absent"  # attribute of a stage's model: parameters that only other stages use, as fake tensors
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters are on the meta device: names, modules and ties without room."""
+    """Return a copy of a model with its parameters on the meta device: names, modules and ties without memory."""
     return copy.deepcopy(model, {**_kept(model), **_empty(model.parameters())})
 
 
 def _empty(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
-    """For each parameter, by its identity, one without room."""
+    """Return a parameter on the meta device for each parameter, by the id of the original."""
     return {
         id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         for parameter in parameters
@@ -30,7 +30,9 @@ def _empty(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
 
 
 def _kept(model: nn.Module) -> dict[int, Any]:
-    """What copies of a model share with it: shapes of absent parameters, and what stand-ins stand for."""
+    """Return the objects that copies of a model share with it, by id: fake parameters, and the modules behind
+    stand-ins.
+    """
     kept = {id(fake): fake for fake in model.__dict__.get(ABSENT, {}).values()}
     others = (module.__dict__["stands_for"] for module in model.modules() if isinstance(module, AbsentModule))
     return kept | {id(module): module for module in others}
@@ -39,10 +41,10 @@ def _kept(model: nn.Module) -> dict[int, Any]:
 def stage_model(
     whole: nn.Module, route: Route, stage_of: Mapping[str, int], stage: int
 ) -> tuple[nn.Module, dict[str, str]]:
-    """A stage's model from the skeleton of the whole, and what its parameters are called in the whole.
+    """Return a stage's model, made from the skeleton of the whole model, and its parameters' names in the whole model.
 
-    Units that are called elsewhere become stand-ins, wherever they hang. Of the other parameters a stage holds those
-    that its part of the model's own code uses, and the first stage those that nothing uses. Tied ones are held by all
+    Units that other stages call become stand-ins. Of the parameters outside of units, a stage holds those that its part
+    of the model's own code uses, and the first stage also those that nothing uses. Tied parameters are held by all
     stages that use them.
     """
     units = {name: whole.get_submodule(name) for name in stage_of}
@@ -66,7 +68,7 @@ def stage_model(
         if id(module) not in own and not isinstance(module, AbsentModule):
             for leaf, parameter in list(module._parameters.items()):
                 if parameter is not None and (name := names[id(parameter)]) not in used:
-                    del module._parameters[leaf]  # seen as its shape
+                    del module._parameters[leaf]  # it is seen as a fake tensor
                     module.__dict__[leaf] = model.__dict__.setdefault(ABSENT, {})[name] = route.trace.fakes[name]
     return model, {name: names[id(parameter)] for name, parameter in model.named_parameters()}
 
@@ -74,7 +76,9 @@ def stage_model(
 def _stand_in(
     name: str, module: nn.Module, empty: Mapping[int, nn.Parameter], names: Mapping[int, str], used: Collection[str]
 ) -> AbsentModule:
-    """What hangs in place of another stage's unit; the model's own code may use its parameters here."""
+    """Return a stand-in for another stage's unit. It holds the parameters that the model's own code uses in this
+    stage.
+    """
     stand_in = AbsentModule(name, module)
     for key, parameter in module.named_parameters():
         if id(parameter) not in empty or names[id(empty[id(parameter)])] not in used:

@@ -1,7 +1,7 @@
-"""One step under way on a rank: it goes through a list of actions, posts receives, computes and sends.
+"""Runs one step on a rank: goes through a list of actions, posts receives, computes and sends.
 
-An action is done, or not begun: where ranks may be lost, all that it takes has come before it starts. What was made for
-others is then kept until the step ends.
+An action is either done or not begun: if ranks may be lost, all its inputs have arrived before it starts, and results
+for other ranks are kept until the step ends.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.pipeline.deferred_weight_grads import Deferred
-from weft.pipeline.message_order import Arrivals, AsTheyCome
+from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
+from weft.pipeline.message_order import Arrivals, MessageDrivenOrder
 from weft.pipeline.partition import Route
-from weft.pipeline.stage import Pass, Walk
-from weft.pipeline.trace import Value
+from weft.pipeline.stage import StagePass, StageRunner
+from weft.pipeline.trace import TracedTensor
 from weft.pipeline.transport import Key, Transport
 from weft.profile import Parameter
 from weft.schedule.actions import SHADOW, Action, Message, Schedule
@@ -39,11 +39,11 @@ class Stage:
     replica: int
     model: nn.Module
     units: Units
-    walk: Walk
+    walk: StageRunner
     names: Mapping[str, str]  # of its parameters, in the whole model
-    deferred: Deferred | None = None
-    live: dict[int, Pass] = field(default_factory=dict)  # by micro-batch, from forward to backward
-    late: dict[int, Callable[[], None]] = field(default_factory=dict)  # weight gradients put down, by micro-batch
+    deferred: DeferredWeightGrads | None = None
+    live: dict[int, StagePass] = field(default_factory=dict)  # by micro-batch, from forward to backward
+    late: dict[int, Callable[[], None]] = field(default_factory=dict)  # deferred weight gradients, by micro-batch
 
     def in_whole(self, parameter: Parameter) -> Parameter:
         """A parameter of the stage by its name in the whole model; copies are counted over stages, then replicas."""
@@ -54,9 +54,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step is to compute: the loss of each batch, times `scale`; without it, forward only.
+    """What a step computes: the loss of each batch, times `scale`. Without `scale`, only forwards run.
 
-    `shape` is that of what `total` gives: several numbers may be summed, forward only.
+    `total` returns a tensor of shape `shape`: forward only, several numbers may be summed. `before` is called with the
+    index of each batch before its forward.
     """
 
     batches: Sequence[Batch]
@@ -66,8 +67,8 @@ class Work:
     shape: tuple[int, ...] = ()
 
 
-class Run:
-    """One step under way."""
+class StepRun:
+    """One step in progress."""
 
     def __init__(
         self,
@@ -83,35 +84,35 @@ class Run:
         self.parts, self.routes, self.work, self.schedule = parts, routes, work, schedule
         self.transport: Transport | None = transport
         self.here, self._status = mesh["pipe"].index, mesh.ledger.status
-        self.number = -1  # of the section that it is in
-        self.keeps = False  # whether what was made is kept until the step ends
+        self.number = -1  # of the section that it belongs to
+        self.keeps = False  # whether results are kept until the step ends
         self.done: set[Action] = set()
         self.is_complete = False
-        self.has_gradients = False  # whether the shadow has those of this step
+        self.has_gradients = False  # whether the shadow has the gradients of this step
         self._stream = torch.cuda.current_stream(mesh.device) if timed and mesh.device.type == "cuda" else None
         self.loss = torch.zeros(work.shape, dtype=torch.float64, device=mesh.device)
         self.shadow_loss = torch.zeros_like(self.loss)
         self.spans: list[Span] = []
         self.reduced: set[Stage] = set()
-        self._kept: dict[Key, Tensor] = {}  # what a stage has made for another of this rank, or is about to send
+        self._kept: dict[Key, Tensor] = {}  # results for other stages of this rank, or about to be sent
         self.began, self._began, self._started = time.time(), time.perf_counter(), 0.0
-        self._ahead: dict[Key, Tensor] = {}  # what has come for an action, before it begins
+        self._prefetched: dict[Key, Tensor] = {}  # inputs received for an action before it begins
         self._last = self._last_backwards()
-        self._answers = {} if schedule.name == "message" else arrived
+        self._confirmed = {} if schedule.name == "message" else arrived
 
-    def go_on(self, schedule: Schedule, transport: Transport, here: int) -> None:
-        """Do the rest by other lists."""
+    def resume(self, schedule: Schedule, transport: Transport, here: int) -> None:
+        """Continue an interrupted step with other lists."""
         self.schedule, self.transport, self.here = schedule, transport, here
-        self._answers, self._last = {}, self._last_backwards()
-        self._ahead.clear()
+        self._confirmed, self._last = {}, self._last_backwards()
+        self._prefetched.clear()
 
     def _last_backwards(self) -> dict[tuple[int, int], Action]:
         own = self.schedule.compute(self.here)
         backwards = [a for a in own if a.kind == "backward" and a.stage not in self.schedule.split_stages]
         return {(action.stage, action.replica): action for action in backwards}
 
-    def in_order(self, steps: Sequence[Action | Message]) -> None:
-        """Go through a list; without gradients, through its forwards."""
+    def run_list(self, steps: Sequence[Action | Message]) -> None:
+        """Run a list of actions and messages; without `scale`, only its forwards."""
         for step in steps:
             if isinstance(step, Message):
                 if self.work.scale is None and step.direction == "backward":
@@ -123,8 +124,8 @@ class Run:
             elif self.work.scale is not None or step.kind == "forward":
                 self.compute(step)
 
-    def as_they_come(self, replay: Sequence[Action] | None) -> None:
-        """Run what has arrived first, or in the order of `replay`."""
+    def run_on_arrival(self, replay: Sequence[Action] | None) -> None:
+        """Run actions as their messages arrive, or in the order of `replay`."""
         (stage,) = self.parts.values()
         own = self.schedule.compute(self.here)
         if replay is not None and Counter(replay) != Counter(own):
@@ -134,7 +135,7 @@ class Run:
             )
         assert self.transport is not None
         arrivals = Arrivals(self.transport)
-        order = AsTheyCome(self.schedule, stage.index, arrivals, self._post)
+        order = MessageDrivenOrder(self.schedule, stage.index, arrivals, self._post)
         kept = iter(replay or ())
         while (action := order.next(next(kept, None))) is not None:
             self.compute(action)
@@ -143,14 +144,14 @@ class Run:
         arrivals.close()
 
     def compute(self, action: Action) -> None:
-        """Do one action, waiting for what it needs."""
+        """Run one action after waiting for its inputs."""
         if self._status is not None:
             self._status.enters(str(action))
         self._start()
         stage = self.parts[action.stage, action.replica + (action.kind == SHADOW)]
-        if self.keeps:  # so that an action is done, or not begun
+        if self.keeps:  # so that an action is either done or not begun
             for message in self.schedule.messages(action)[0]:
-                self._ahead[message.key] = self._receive_now(message.key)
+                self._prefetched[message.key] = self._receive_now(message.key)
         do = {"forward": self._forward, "backward": self._backward, "weight": self._weight, SHADOW: self._forward}
         do[action.kind](stage, action)
         self.done.add(action)
@@ -200,8 +201,8 @@ class Run:
         stage.late.pop(action.micro_batch)()
         self._note(action)
 
-    def _gradients(self, action: Action, done: Pass) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What the stage made, each with the sum of what comes back from all who took it."""
+    def _gradients(self, action: Action, done: StagePass) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the tensors that the stage made for others, and for each the sum of the gradients that come back."""
         sums: dict[int, Tensor] = {}
         for index in self.schedule.edges_out_of[action.stage]:
             edge = self.schedule.edges[index]
@@ -215,7 +216,7 @@ class Run:
     # --- tensors
 
     def _receive(self, action: Action, number: int) -> Tensor:
-        """What another stage made, as a leaf of this one."""
+        """Return a tensor that another stage made, as a leaf of this one."""
         edge = self.routes[action.micro_batch].edge_indices[number, action.stage]
         tensor = self._take((edge, action.micro_batch, action.replica, "forward")).detach()
         self._start()
@@ -230,8 +231,8 @@ class Run:
         self.transport.send(message, self._kept[message.key] if self.keeps else self._kept.pop(message.key))
 
     def _take(self, key: Key) -> Tensor:
-        if key in self._ahead:
-            return self._ahead.pop(key)
+        if key in self._prefetched:
+            return self._prefetched.pop(key)
         if key in self._kept:
             return self._kept[key] if self.keeps else self._kept.pop(key)
         return self._receive_now(key)
@@ -239,22 +240,22 @@ class Run:
     def _receive_now(self, key: Key) -> Tensor:
         assert self.transport is not None
         tensor = self.transport.take(key)
-        # A rank that chooses its own order has at least used what it sends the gradient of.
-        self.transport.answered(self._answers.get(key, [(*key[:3], "forward")]))
+        # A rank that chooses its own order has at least used the tensor whose gradient it sends.
+        self.transport.release(self._confirmed.get(key, [(*key[:3], "forward")]))
         return tensor
 
-    def _value(self, message: Message) -> Value:
+    def _value(self, message: Message) -> TracedTensor:
         route = self.routes[message.micro_batch]
         return route.trace.values[route.edge_numbers[message.edge]]
 
     # --- when
 
     def _start(self) -> None:
-        """The action has what it needs."""
+        """Record that the action starts now, with all its inputs."""
         self._started = self._now()
 
     def _now(self) -> float:
-        if self._stream is not None:  # the whole device would also wait for receives that are posted ahead
+        if self._stream is not None:  # not the whole device, which would also wait for receives that are posted ahead
             self._stream.synchronize()
         return time.perf_counter() - self._began
 

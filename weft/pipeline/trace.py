@@ -1,13 +1,13 @@
-"""The way of a forward through a model, recorded once on shapes: which module is called when, and on which tensors.
+"""Records one forward of a model on fake tensors: which modules are called in which order, and on which tensors.
 
 A model's *units* are its blocks and the other modules with parameters that hold no blocks (embedding, final norm,
-head). What the code between them does to their results is recorded as operations. Every process records the same list,
-so a tensor's number means the same everywhere, and a cut of the list into stages says which tensors cross the cut.
-Nothing is computed: units run on fake tensors. Code between units that only looks at the model's inputs (positions,
-masks) runs for real and is no event: every rank has the inputs.
+head). The code between units is recorded as operations on their results. Every process records the same list, so a
+tensor's number means the same everywhere, and a cut of the list into stages determines which tensors cross the cut.
+Nothing is computed: units run on fake tensors. Code between units that only uses the model's inputs (positions, masks)
+runs on real tensors and is not recorded, since every rank has the inputs.
 
-A model in tiles is traced under the view of the rank's tile, beneath which this one watches: tensors between units are
-tiles, whose places other stages learn from the trace, and what is said in each event is taken down for the costs.
+A model in tiles is traced under the view of the rank's tile, which lies below this watch: tensors between units are
+tiles, whose layouts other stages learn from the trace, and the collectives of each event are recorded for the costs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.functional_call import call_with
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
-from weft.pipeline.trace_watch import Watch, operation_name, outcome
+from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
 from weft.spatial.recorded_calls import Recorder, Said
 from weft.spatial.tile_layout import Place, Share, place_of, put
 from weft.spatial.tiled_model import TiledModel
@@ -41,10 +41,10 @@ END = "the end of the forward"
 
 
 @dataclass(frozen=True)
-class Event:
-    """A unit's call, or an operation between units. Tensors are numbered; parameters are those of no unit.
+class TraceEvent:
+    """A call of a unit, or an operation between units. Tensors are numbered; `parameters` are those outside of units.
 
-    Without outputs it is an operation that looks at shapes only (`mask.type_as(hidden)`): every stage does it itself.
+    An event without outputs is an operation that uses shapes only (`mask.type_as(hidden)`): every stage runs it itself.
     """
 
     name: str
@@ -52,18 +52,18 @@ class Event:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     parameters: frozenset[str] = frozenset()
-    changed: tuple[int, ...] = ()  # made before, and changed in place
+    changed: tuple[int, ...] = ()  # tensors made earlier and changed in place here
     result: Any = field(default=None, compare=False, repr=False)  # as fake tensors
 
 
 @dataclass(frozen=True)
-class Value:
-    """What is known of a numbered tensor."""
+class TracedTensor:
+    """The properties of a numbered tensor."""
 
-    shape: tuple[int, ...]  # this rank's part of it
+    shape: tuple[int, ...]  # of this rank's part
     dtype: torch.dtype
     needs_gradient: bool
-    place: Place | Share | None = None  # in the whole image
+    place: Place | Share | None = None  # its layout in the whole image
 
     @property
     def num_bytes(self) -> int:
@@ -72,24 +72,26 @@ class Value:
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one forward in order, the end last; and the tensors between them, the parameters first."""
+    """The events of one forward in order, with the end last, and the numbered tensors, with the parameters first."""
 
-    events: tuple[Event, ...]
-    values: tuple[Value, ...]
+    events: tuple[TraceEvent, ...]
+    values: tuple[TracedTensor, ...]
     parameters: Mapping[str, int]
-    fakes: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)  # the parameters, as shapes
-    said: tuple[Said, ...] = ()  # by a rank's tiles
+    # the parameters, as fake tensors
+    fakes: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    said: tuple[Said, ...] = ()  # collectives of the rank's tiles
 
 
-class _Recorder(Watch):
-    """Numbers tensors and writes events."""
+class _TraceRecorder(OperationWatch):
+    """Numbers tensors and appends events."""
 
     def __init__(self, fake: FakeTensorMode, ledger: Recorder) -> None:
         super().__init__()
         self.fake, self.ledger = fake, ledger
-        self.events: list[Event] = []
-        self.values: list[Value] = []
-        self.lineage: dict[int, frozenset[str]] = {}  # number -> parameters that it comes from, where from nothing else
+        self.events: list[TraceEvent] = []
+        self.values: list[TracedTensor] = []
+        # number -> parameters that a tensor is computed from, if from nothing else
+        self.lineage: dict[int, frozenset[str]] = {}
 
     def find(self, value: Any) -> list[int]:
         return [self.numbers[tensor] for tensor in tensors_in(value) if tensor in self.numbers]
@@ -97,7 +99,7 @@ class _Recorder(Watch):
     def number(self, tensor: Tensor) -> int:
         self.numbers[tensor] = len(self.values)
         with torch._C.DisableTorchFunction():  # a tile's own shape
-            value = Value(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, place_of(tensor))
+            value = TracedTensor(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, place_of(tensor))
         self.values.append(value)
         return len(self.values) - 1
 
@@ -136,7 +138,7 @@ class _Recorder(Watch):
         if not is_call and len(from_parameters) == len(inputs):
             self.lineage.update(dict.fromkeys(outputs, parameters))
         self.events.append(
-            Event(
+            TraceEvent(
                 name,
                 is_call,
                 tuple(inputs),
@@ -150,8 +152,8 @@ class _Recorder(Watch):
 
 
 @dataclass
-class _Call:
-    """A unit's call under way: its numbered inputs, and the copies that it works on."""
+class _UnitCall:
+    """A call of a unit in progress: its numbered inputs, and the copies that it works on."""
 
     name: str
     inputs: list[int]
@@ -171,27 +173,26 @@ def trace(
     y: int = 1,
     tiles: tuple[TiledModel, Recorder] | None = None,
 ) -> Trace:
-    """Records one forward of a model of which only the shapes matter; parameters count as of `dtype` on `device`.
+    """Record one forward of a model on fake tensors. Parameters count as of `dtype` on `device`, and inputs are cast to
+    it.
 
-    So do inputs, which a parallel model casts.
-
-    Over `y` > 1 ranks, what units hand on has a part of its features (its last dim), and so have other parameters.
-    With `tiles` (`dry_stages`), the model is given this rank's tiles.
+    If `y` > 1, units' outputs hold a part of their features (the last dim), and so do parameters outside of units. With
+    `tiles` (`dry_stages`), the model is given this rank's tiles.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     tiled, ledger = tiles or (None, Recorder())
-    recorder = _Recorder(fake, ledger)
+    recorder = _TraceRecorder(fake, ledger)
     args, kwargs = map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
     )
     units = find_units(model)
     blocks, state = find_blocks(model), _fake_state(model, units, fake, dtype, device, y)
-    inside: list[_Call | None] = []  # the unit under way
+    inside: list[_UnitCall | None] = []  # the units being called
 
     def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        inside.append(None if inside else _Call(name, recorder.find((args, kwargs))))
+        inside.append(None if inside else _UnitCall(name, recorder.find((args, kwargs))))
         call = inside[-1]
-        if call is None:  # a unit inside a unit is not one
+        if call is None:  # a unit inside a unit is not recorded
             return None
         recorder.switch(False)
         ledger.event = len(recorder.events)
@@ -208,7 +209,7 @@ def trace(
         return args, kwargs
 
     def begin(name: str, *_: Any) -> None:
-        if inside[-1] is not None and name in blocks:  # behind hand-overs, which recompute does not do again
+        if inside[-1] is not None and name in blocks:  # after hand-overs, which recompute does not repeat
             ledger.block = name
 
     def leave(_: nn.Module, __: Any, result: Any) -> Any:
@@ -250,7 +251,7 @@ def trace(
 
 @contextmanager
 def _in_tiles(given: Any, tiled: TiledModel | None, ledger: Recorder) -> Iterator[None]:
-    """Under the view of the rank's tile, if there is one; the ledger is told when something is saved."""
+    """Enter the view of the rank's tile, if there is one. The ledger is told when a tensor is saved for backward."""
 
     def pack(tensor: Tensor) -> Tensor:
         ledger.saved()
@@ -271,7 +272,7 @@ def _fake_state(
     device: torch.device,
     y: int,
 ) -> dict[str, Tensor]:
-    """Parameters, and the buffers of units (which a forward may write), as shapes; parameters first."""
+    """Return parameters, and buffers of units (which a forward may write), as fake tensors; parameters first."""
     in_units = {f"{name}.{key}" for name, module in units.items() for key in module.state_dict(keep_vars=True)}
     state: dict[str, Tensor] = {}
     with fake:
@@ -289,7 +290,9 @@ def _fake_state(
 
 
 def _other_buffers(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The buffers of no unit, with their values, where the inputs are: the model's own code computes with them."""
+    """Return the buffers outside of units with their values, on the inputs' device: the model's own code computes with
+    them.
+    """
     others = {name: buffer for name, buffer in model.named_buffers() if name not in state and not buffer.is_meta}
     return {name: buffer.to(device) for name, buffer in others.items()}
 
@@ -300,7 +303,7 @@ def _narrow(tensor: Tensor, y: int) -> Tensor:
     return tensor[..., : tensor.shape[-1] // y]
 
 
-def _widen(recorder: _Recorder, fake: FakeTensorMode, tensor: Tensor, y: int) -> Tensor:
+def _widen(recorder: _TraceRecorder, fake: FakeTensorMode, tensor: Tensor, y: int) -> Tensor:
     if y > 1 and tensor in recorder.numbers and tensor.is_floating_point():
         return torch.cat([tensor] * y, dim=-1)
     return fake.from_tensor(tensor)

@@ -1,4 +1,4 @@
-"""Sees the code of a model between its units: tensors made so far have numbers, and operations on them have names."""
+"""Watches a model's code between its units: tensors made so far have numbers, operations on them have names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from weft.inspection.nested_tensors import tensors_in
 
 
-class Numbers:
-    """The numbers of tensors by identity. A tensor that nobody holds has none: another may take its place."""
+class TensorNumbers:
+    """Maps tensors to numbers by identity. A tensor that was freed has no number: another may have its id."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -38,17 +38,17 @@ class Numbers:
         self._found.clear()
 
 
-class Watch(TorchFunctionMode):
-    """Sees every operation of the code between units; subclasses say what becomes of it. Inside a unit it is off."""
+class OperationWatch(TorchFunctionMode):
+    """Sees every operation of the code between units; subclasses define what happens to it. Inside a unit it is off."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numbers = Numbers()
+        self.numbers = TensorNumbers()
         self._is_on = False
 
     @contextmanager
     def watching(self, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-        """While a model's own code runs with these parameters."""
+        """Watch while a model's own code runs with these parameters."""
         self.numbers.clear()
         self.begin(parameters)
         self.switch(True)
@@ -58,7 +58,7 @@ class Watch(TorchFunctionMode):
             self.switch(False)
 
     def switch(self, on: bool) -> None:
-        """On in the code between units, off inside them."""
+        """Turn the watch on in the code between units, and off inside them."""
         if on and not self._is_on:
             _push_mode(self)
         elif self._is_on and not on:
@@ -71,7 +71,7 @@ class Watch(TorchFunctionMode):
         numbered = [tensor for tensor in tensors if tensor in self.numbers]
         if not numbered:
             return self.without_results(func, args, kwargs)
-        return self.operation(func, args, kwargs, numbered)  # torch has switched this mode off meanwhile
+        return self.operation(func, args, kwargs, numbered)  # torch has disabled this mode inside
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
         raise NotImplementedError
@@ -80,16 +80,16 @@ class Watch(TorchFunctionMode):
         raise NotImplementedError
 
     def without_results(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """An operation on the model's inputs, or on nothing."""
+        """Run an operation whose arguments are the model's inputs, or nothing."""
         return func(*args, **kwargs)
 
 
 def operation_name(func: Any) -> str:
-    """What an operation is called, the same in every process; an attribute by its own name."""
+    """Return the name of an operation, the same in every process. An attribute access has the attribute's name."""
     name = str(getattr(func, "__name__", type(func).__name__))
     return str(func.__self__.__name__) if name == "__get__" else name
 
 
 def outcome(name: str, args: Any, result: Any) -> Any:
-    """What an operation gives: an assignment to a part of a tensor gives that tensor."""
+    """Return the result of an operation. For an assignment to a part of a tensor, it is that tensor."""
     return args[0] if name == "__setitem__" else result

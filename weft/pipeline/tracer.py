@@ -1,4 +1,4 @@
-"""Traces of one model under one plan: of its example, to cut it and to cost it, and of what a rank is given to run."""
+"""Traces a model under one plan: its example, to cut the model and for costs, and the inputs of a rank, to run it."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ from weft.sharding.layout import COMPUTE_DTYPE
 from weft.spatial.dry_run import cut_images, dry_stages
 from weft.spatial.tiling import Tiling
 
-Tile = tuple[int, int]  # its row and column
-FIRST: Tile = (0, 0)
+TilePosition = tuple[int, int]  # row and column of a tile
+FIRST: TilePosition = (0, 0)
 
 
-def tile_at(coordinates: Mapping[str, int] | None) -> Tile:
-    """The tile of a rank; the first, unless its coordinates are given."""
+def tile_at(coordinates: Mapping[str, int] | None) -> TilePosition:
+    """Return the tile of a rank; the first if `coordinates` is None."""
     return FIRST if coordinates is None else (coordinates["rows"], coordinates["columns"])
 
 
 @dataclass(frozen=True)
 class Tracer:
-    """Of a model on the meta device. `over_y` is over how many ranks of y go the features of what units hand on."""
+    """Traces a model on the meta device. `over_y`: the number of ranks of y over which units' outputs split their
+    features.
+    """
 
     model: nn.Module
     plan: Plan
     over_y: int
     tiling: Tiling | None = None
 
-    def example(self, example: Callable[[], Any], device: torch.device, at: Tile = FIRST) -> Trace:
-        """The forward of an example of whole images, at a tile."""
+    def example(self, example: Callable[[], Any], device: torch.device, at: TilePosition = FIRST) -> Trace:
+        """Trace the forward of an example of whole images, at a tile."""
         if self.tiling is None:
             return self.own(map_tensors(lambda tensor: tensor.to(device), example()), {}, device)
         with FakeTensorMode(allow_non_fake_inputs=True):  # a whole image may not fit
             own = cut_images(example, self.plan, at, self.tiling.sizes)
         return self.own(map_tensors(partial(_zeros, device=device), own), {}, device, at)
 
-    def own(self, args: Any, kwargs: Mapping[str, Any], device: torch.device, at: Tile = FIRST) -> Trace:
-        """The forward of what the rank at a tile is given."""
+    def own(self, args: Any, kwargs: Mapping[str, Any], device: torch.device, at: TilePosition = FIRST) -> Trace:
+        """Trace the forward of the inputs that the rank at a tile is given."""
         dtype = COMPUTE_DTYPE[self.plan.precision]
         with torch.enable_grad():
             if self.tiling is None:

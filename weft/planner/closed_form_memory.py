@@ -14,8 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from weft.compile.saved_bytes import profile_under
-from weft.memory.activation_choice import sendable, sent_blocks
-from weft.memory.recompute import over_root, transient
+from weft.memory.activation_choice import offloadable_storages, offloaded_blocks
+from weft.memory.recompute import root_excess_bytes, transient
 from weft.models.loss import row_slices
 from weft.models.loss_head import is_loss_in_head
 from weft.parallel.tensor.cost import localise, transient_bytes
@@ -27,12 +27,12 @@ from weft.sharding.layout import (
     CODE_BLOCK,
     COMPUTE_DTYPE,
     MASTER_DTYPE,
-    NUM_ROOMS,
+    NUM_DEVICE_BUFFERS,
+    evenly_spaced,
     gradient_dtype,
-    is_apart,
+    has_separate_slice,
     moment_dtype,
     slice_dtype,
-    spread,
 )
 
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
@@ -155,7 +155,7 @@ def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int,
     if sizes.is_compiled:  # gives the gradients of all parameters at once, when nothing is left of what it saved
         backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
     backward -= is_last * (sizes.behind_saved * per_micro_batch + sizes.kept_gradient)
-    if places := sent_blocks(num_blocks, plan.memory.activations):  # one of them is on its way back in any backward
+    if places := offloaded_blocks(num_blocks, plan.memory.activations):  # one of them is on its way back in backward
         saved -= len(places) * sizes.block_sent * per_micro_batch
         backward += sizes.block_sent * per_micro_batch
     throughout = sizes.at_regions * per_micro_batch
@@ -190,9 +190,9 @@ def _of_rank(rank: Working, sizes: Sizes, plan: Plan, num_micro_batches: int) ->
             backward += ends * master + max(one, 2 * one - kept)
     streamed = 0
     if plan.memory.weights:  # on one rank
-        streamed = len(spread(round((numel - ends) / sizes.block_numel), plan.memory.weights))
+        streamed = len(evenly_spaced(round((numel - ends) / sizes.block_numel), plan.memory.weights))
         width = COMPUTE_DTYPE[plan.precision].itemsize + gradient_dtype(plan, num_micro_batches).itemsize
-        throughout += min(NUM_ROOMS, streamed) * sizes.block_numel * width
+        throughout += min(NUM_DEVICE_BUFFERS, streamed) * sizes.block_numel * width
     held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches, streamed * sizes.block_numel)
     return Memory(*held, saved, throughout + max(loss, backward))
 
@@ -207,7 +207,7 @@ def state(plan: Plan, numel: float, num_micro_batches: int, streamed_numel: floa
     frees = plan.shard.stage == 3 and not is_alone
     here = 1 - max(plan.memory.offload, streamed_numel / numel if numel else 0.0)
     parameters = 0 if frees else (numel - streamed_numel) * compute
-    parameters += own * at_rest * here if is_apart(plan) else 0
+    parameters += own * at_rest * here if has_separate_slice(plan) else 0
     gradients = (numel - streamed_numel if plan.shard.stage == 1 or is_alone else own) * gradient
     if plan.memory.delay:
         parameters, gradients = parameters + own * compute, gradients + own * gradient
@@ -233,7 +233,7 @@ def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> floa
     that are there apart from the optimizer's only go, as their gradients only come.
     """
     here = replace(plan, memory=replace(plan.memory, offload=0.0, delay=False))
-    home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if is_apart(plan) else 0.0
+    home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if has_separate_slice(plan) else 0.0
     return sum(state(here, numel, 1)) - sum(state(plan, numel, 1, streamed_numel)) - home
 
 
@@ -259,7 +259,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     root = (local.root.saved_bytes or {}).get(policy, 0)
     behind = max(0, root - local.root.saved_by_layer.get(policy, {}).get("", 0))
     end = transient(replace(local, blocks=(block,)), policy)  # without what tied parameters wait for
-    over, compute = over_root(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
+    over, compute = root_excess_bytes(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
     heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}
     head = max(heads.values(), default=0.0) if split_heads else 0.0
     heads_over = [size for name, size in over.items() if name in split_heads]
@@ -286,7 +286,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         layer.out_features if layer else 1,
         kept_gradient,
         block.backward_bytes is not None,
-        float(sum(sendable(block, plan).values())),
+        float(sum(offloadable_storages(block, plan).values())),
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from weft.cluster.hardware import Cluster
 from weft.memory.offload_activations import ACTIVATIONS
-from weft.memory.offload_weights import WEIGHTS, Trips, home_bytes
+from weft.memory.offload_weights import WEIGHTS, LinkTraffic, home_bytes
 from weft.plan import Plan
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profile import Profile
@@ -14,7 +14,7 @@ from weft.strategy import Cost
 
 
 def copied_seconds(
-    sent_bytes: int, trips: Trips, plan: Plan, compute: float, cluster: Cluster
+    sent_bytes: int, trips: LinkTraffic, plan: Plan, compute: float, cluster: Cluster
 ) -> tuple[dict[str, float], float]:
     """What activations and weights take on the link, and what forward and backward do not hide of it; both directions
     work at once.

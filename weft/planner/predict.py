@@ -22,7 +22,7 @@ from weft.compile.saved_bytes import assumptions, compiled_profile, needs_pieces
 from weft.data.config import DataConfig
 from weft.inspection.blocks import find_blocks
 from weft.memory.offload_activations import ACTIVATIONS
-from weft.memory.offload_weights import trips
+from weft.memory.offload_weights import link_traffic
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import LanguageConfig
 from weft.parallel.apply import cost, local_cost, refuse
@@ -144,7 +144,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
             step = _last_end(timeline, times, told, cluster)
     sent = costs[worst].host_bytes.get(ACTIVATIONS, 0)
     if sent or plan.memory.weights:
-        moved = trips(whole, plan, run.split.accumulation)
+        moved = link_traffic(whole, plan, run.split.accumulation)
         copied, exposed = copied_seconds(sent * run.split.accumulation, moved, plan, compute or 0.0, cluster)
         told[worst] |= copied
         step = step if step is None else step + exposed

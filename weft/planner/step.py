@@ -24,7 +24,7 @@ from weft.planner.workload import Part
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 from weft.schedule.simulate import Timeline, simulate
-from weft.sharding.layout import spread
+from weft.sharding.layout import evenly_spaced
 
 FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
 # Parameters of a bucket of gradients, at least, and for each rank of data, where they grow: Megatron-Core's rule
@@ -103,7 +103,7 @@ class StepModel(MicroBatchModel):
         if not plan.memory.keeps_state_on_host or link is None:
             return updated
         # Up and down at once, beside the update of what stayed.
-        streamed = len(spread(len(self.workload.blocks), plan.memory.weights)) * self.numel[1]
+        streamed = len(evenly_spaced(len(self.workload.blocks), plan.memory.weights)) * self.numel[1]
         return max(updated, updated_bytes(plan, numel, streamed) / (link * HOST_LINK_SHARE))
 
     def _message_bytes(self, plan: Plan) -> float:

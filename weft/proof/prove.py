@@ -31,7 +31,7 @@ from weft.errors import PlanError, WeftError, error_class
 from weft.launch.fork import fork_obstacle
 from weft.launch.function_names import import_by_name, importable_name
 from weft.launch.local_ranks import run_local, run_spawned
-from weft.memory.activation_choice import sending_from
+from weft.memory.activation_choice import offload_from
 from weft.mesh import Mesh, level_degrees
 from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.model_state import all_units, host_bytes, named_buffers, named_pieces, state_bytes
@@ -55,7 +55,7 @@ from weft.proof.small_run import small_runs_of
 from weft.run_file import Run
 from weft.schedule.schedules import make_schedule
 from weft.schema import build_dataclass, to_table
-from weft.sharding.layout import COMPUTE_DTYPE, Part
+from weft.sharding.layout import COMPUTE_DTYPE, ParameterPart
 from weft.step.cuda_graph import WARM_STEPS, Graph, recording_stream, wants_graph
 from weft.step.objective import CROSS_ENTROPY, Batch, Objective, step_traffic
 from weft.step.train_step import evaluate, train_step
@@ -258,7 +258,7 @@ def _answer_of_rank(
     except WeftError as error:
         return _refused(error)
     with ExitStack() as inside:
-        inside.enter_context(sending_from(1))  # memory.activations sends tensors of any size
+        inside.enter_context(offload_from(1))  # tensors of any size, for memory.activations
         if trial.records:
             inside.enter_context(recording_stream(_device(trial)))
         return _run_rank(counted, model_fn, batch_fn, objective, trial, split)
@@ -357,7 +357,7 @@ class _StateRecorder:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
-        self.gradients: list[tuple[Part, Tensor]] = []
+        self.gradients: list[tuple[ParameterPart, Tensor]] = []
         self.state: dict[str, int] = {}
         self.host: dict[str, int] = {}
         optimizer.register_step_pre_hook(self._before_step)
@@ -393,7 +393,7 @@ def _own_batches(batch: Batch, split: BatchSplit, index: int) -> list[Batch]:
     return [tuple(tensor[row] for tensor in to_double(batch)) for row in chosen]
 
 
-def _pieces(model: nn.Module) -> list[tuple[Part, Tensor]]:
+def _pieces(model: nn.Module) -> list[tuple[ParameterPart, Tensor]]:
     return [(part, piece.detach().flatten()) for part, piece in named_pieces(model)]
 
 
@@ -412,7 +412,7 @@ def _worst_measure(found: list[float], expected: list[float], objective: Objecti
     return errors[worst], objective.measures[worst]
 
 
-def _worst_tensor(found: list[tuple[Part, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
+def _worst_tensor(found: list[tuple[ParameterPart, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
     largest = max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=1.0)
     worst = (0.0, "-")
     for part, tensor in found:
@@ -440,7 +440,7 @@ def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float,
     return worst
 
 
-def _is_first(part: Part) -> bool:
+def _is_first(part: ParameterPart) -> bool:
     """Is this the first of the ranks of x × y, or of pipe, that hold the same part?"""
     return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
 

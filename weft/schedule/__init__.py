@@ -1,4 +1,4 @@
-"""The pipeline, its pure half: schedules as lists of actions, their proof, simulation and drawings. Needs no torch."""
+"""Pipeline schedules as lists of actions: made, checked, simulated and drawn. This package does not need torch."""
 
 from weft.schedule.actions import Action, Edge, Message, Schedule, with_messages
 from weft.schedule.check import check

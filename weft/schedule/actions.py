@@ -1,12 +1,13 @@
-"""Actions: what the ranks of a pipeline do, as plain tuples that can be checked, simulated, drawn, merged and run.
+"""The actions and messages of a pipeline's ranks, as plain tuples that can be checked, simulated, drawn, merged and
+run.
 
 A schedule is one list of actions per rank. Schedules list computation only; `with_messages` derives the point-to-point
 messages from the edges between stages, one message per edge, micro-batch and direction. An edge may skip stages
-(HyPar-Flow, arXiv 1911.05146): its tensor goes straight to the rank that uses it.
+(HyPar-Flow, arXiv 1911.05146): its tensor is sent directly to the rank that uses it.
 
-How a list is run: a receive is *posted* where it stands and does not block; the computation that needs it waits for it;
-a send starts right after the computation that made its tensor and does not block. A `Channel` is (sender, receiver,
-direction): its receives are posted in the order of its sends, so messages that arrive in order need no tags.
+A rank runs its list in order. A receive is *posted* at its position and does not block; the computation that needs it
+waits for it. A send starts right after the computation that made its tensor and does not block. A `Channel` is (sender,
+receiver, direction). Its receives are posted in the order of its sends, so messages that arrive in order need no tags.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from typing import NamedTuple
 from weft.errors import PlanError
 
 COMPUTE_KINDS = ("forward", "backward", "weight")
-SHADOW = "shadow"  # a forward of the next rank's stage, done beside it in case that rank is lost; see `shadow.py`
+SHADOW = "shadow"  # a forward of the next rank's stage, in case that rank is lost; see `shadow.py`
 MESSAGE_KINDS = ("send_forward", "recv_forward", "send_backward", "recv_backward")
 
 
 class Action(NamedTuple):
     """One computation of one micro-batch at one stage.
 
-    A backward computes the gradients of inputs and weights, unless a `weight` action of the same stage and micro-batch
-    follows it: then the backward computes those of the inputs only. Micro-batches are numbered over all replicas.
+    A backward computes the gradients of inputs and weights. If a `weight` action of the same stage and micro-batch
+    follows, the backward computes only those of the inputs. Micro-batches are numbered over all replicas.
     """
 
     kind: str
@@ -62,7 +63,7 @@ class Message:
 
     @property
     def key(self) -> tuple[int, int, int, str]:
-        """What the send and the receive of one message share."""
+        """The same for the send and the receive of one message, and different for all others."""
         return self.edge, self.micro_batch, self.replica, self.direction
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ class Message:
 
 
 class Channel(NamedTuple):
-    """The way of messages from one rank to another in one direction of the pipeline ("forward" or "backward")."""
+    """The messages from one rank to another in one direction of the pipeline ("forward" or "backward")."""
 
     source: int
     target: int
@@ -80,13 +81,13 @@ class Channel(NamedTuple):
 
 
 def channel_of(rank: int, message: Message) -> Channel:
-    """The channel of a message, one end of which is on `rank`."""
+    """Return the channel of a message, one end of which is on `rank`."""
     source, target = (rank, message.peer) if message.is_send else (message.peer, rank)
     return Channel(source, target, message.direction)
 
 
 class Edge(NamedTuple):
-    """A tensor that stage `target` takes from stage `source`, which comes earlier; `backward` if it has a gradient."""
+    """A tensor that stage `target` takes from the earlier stage `source`. `backward`: its gradient is sent back."""
 
     source: int
     target: int
@@ -95,7 +96,7 @@ class Edge(NamedTuple):
 
 
 class Need(NamedTuple):
-    """An action that must come first, and the edge that carries its result (None within a stage)."""
+    """An action that must run first, and the edge that carries its result (None within a stage)."""
 
     action: Action
     edge: int | None
@@ -105,15 +106,16 @@ Steps = tuple[Action | Message, ...]
 
 
 def chain(num_stages: int) -> tuple[Edge, ...]:
-    """The edges of a plain chain: each stage hands one tensor to the next."""
+    """Return the edges of a plain chain: each stage sends one tensor to the next."""
     return tuple(Edge(stage, stage + 1, "hidden") for stage in range(num_stages - 1))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One list per rank, and where every stage lives: `placement[replica][stage]` is a rank.
+    """One list per rank, and the rank of every stage: `placement[replica][stage]`.
 
-    `done` is what has been computed before the lists begin, and whose results are kept: a step that goes on.
+    `done` are actions computed before the lists begin, whose results are kept: the lists then finish an interrupted
+    step.
     """
 
     name: str
@@ -141,16 +143,16 @@ class Schedule:
         return self.placement[replica][stage]
 
     def home(self, action: Action) -> int:
-        """The rank that an action belongs on."""
+        """Return the rank that must run an action. A shadow forward runs on the rank of the stage before."""
         return self.rank_of(action.stage - (action.kind == SHADOW), action.replica)
 
     def compute(self, rank: int) -> tuple[Action, ...]:
-        """A rank's list without its messages."""
+        """Return a rank's list without its messages."""
         return tuple(step for step in self.lists[rank] if isinstance(step, Action))
 
     @cached_property
     def split_stages(self) -> frozenset[int]:
-        """The stages whose weight gradients are actions of their own."""
+        """The stages whose weight gradients are separate actions."""
         steps = (step for steps in self.lists for step in steps)
         return frozenset(step.stage for step in steps if isinstance(step, Action) and step.kind == "weight")
 
@@ -166,7 +168,7 @@ class Schedule:
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
-        """The channels that the messages of any step need, whatever its number of micro-batches; in one order."""
+        """The channels of a step with any number of micro-batches, sorted."""
         found: set[Channel] = set()
         for ranks in self.placement:
             for edge in self.edges:
@@ -177,7 +179,7 @@ class Schedule:
         return tuple(sorted(found))
 
     def needs(self, action: Action) -> list[Need]:
-        """What must have happened before `action`."""
+        """Return the actions that must run before `action`."""
         stage, micro_batch, replica = action.stage, action.micro_batch, action.replica
         if action.kind == "weight":
             return [Need(Action("backward", stage, micro_batch, replica), None)]
@@ -190,8 +192,9 @@ class Schedule:
         return [own, *(Need(Action("backward", self.edges[i].target, micro_batch, replica), i) for i in outward)]
 
     def messages(self, action: Action) -> tuple[list[Message], list[Message]]:
-        """The ends (receives, sends) at `action`'s rank. Edges between stages of one rank need no message, nor does
-        what has been used already.
+        """Return the receives and the sends of `action` on its rank.
+
+        Edges between stages of one rank need no message. A result that its receiver has already used is not sent.
         """
         if action.kind in ("weight", SHADOW):
             return [], []
@@ -215,8 +218,8 @@ class Schedule:
         received = ends("recv", inward if forward else outward, upstream=forward)
         return received, ends("send", outward if forward else inward, upstream=not forward)
 
-    def sent_again(self, rank: int) -> list[Message]:
-        """What the rank has made before the lists begin, and others still need."""
+    def resent_messages(self, rank: int) -> list[Message]:
+        """Return the sends of results that the rank computed before the lists begin and that others still need."""
         made = sorted(
             (action for action in self.done if self.home(action) == rank), key=lambda a: (a.micro_batch, a.stage)
         )
@@ -224,18 +227,18 @@ class Schedule:
 
 
 def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str]] | None = None) -> Schedule:
-    """The schedule with every send and receive in its lists; `edges` replace those of the schedule.
+    """Return the schedule with every send and receive in its lists. `edges` replace those of the schedule.
 
-    A receive is posted before the computation that precedes the one that needs it, so that it travels meanwhile, or
-    earlier where the order of its channel demands. Posting early never blocks, hence this adds no deadlock: the lists
-    with messages complete if those without do. Messages that were there are derived anew.
+    A receive is posted before the computation that precedes the one that needs it, so that the message travels
+    meanwhile; it is posted earlier if the order of its channel requires that. Posting early never blocks, so this adds
+    no deadlock: the lists with messages complete if those without do. Messages already in the lists are derived again.
     """
     if edges is not None:
         schedule = replace(schedule, edges=check_edges(edges, schedule.num_stages))
-    channels: dict[Channel, list[Message]] = defaultdict(list)  # the sends of each, in order
-    wanted: dict[tuple[int, tuple[int, int, int, str]], tuple[int, Message]] = {}  # (rank, key) -> (place, receive)
+    channels: dict[Channel, list[Message]] = defaultdict(list)  # the sends of each channel, in order
+    wanted: dict[tuple[int, tuple[int, int, int, str]], tuple[int, Message]] = {}  # (rank, key) -> (position, receive)
     for rank in range(schedule.num_ranks):
-        for message in schedule.sent_again(rank):
+        for message in schedule.resent_messages(rank):
             channels[channel_of(rank, message)].append(message)
         for place, action in enumerate(schedule.compute(rank)):
             received, sent = schedule.messages(action)
@@ -243,7 +246,7 @@ def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str
                 channels[channel_of(rank, message)].append(message)
             for message in received:
                 wanted[rank, message.key] = max(place - 1, 0), message
-    posts: dict[tuple[int, int], list[Message]] = defaultdict(list)  # (rank, place) -> receives posted there
+    posts: dict[tuple[int, int], list[Message]] = defaultdict(list)  # (rank, position) -> receives posted there
     for (_, receiver, _), sends in sorted(channels.items()):
         place, placed = len(schedule.lists[receiver]), []
         for send in reversed(sends):
@@ -256,7 +259,7 @@ def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str
             posts[receiver, at].append(message)
     lists = []
     for rank in range(schedule.num_ranks):
-        steps: list[Action | Message] = list(schedule.sent_again(rank))
+        steps: list[Action | Message] = list(schedule.resent_messages(rank))
         for place, action in enumerate(schedule.compute(rank)):
             steps += [*posts[rank, place], action, *schedule.messages(action)[1]]
         lists.append(tuple(steps))
@@ -264,7 +267,7 @@ def with_messages(schedule: Schedule, edges: Iterable[Edge | tuple[int, int, str
 
 
 def check_edges(edges: Iterable[Edge | tuple[int, int, str]], num_stages: int) -> tuple[Edge, ...]:
-    """The edges as values, each from an earlier stage to a later one, none twice."""
+    """Return the edges as tuples. Raise PlanError unless each goes to a later stage and none is listed twice."""
     found = tuple(Edge(*edge) for edge in edges)
     for edge in found:
         if not 0 <= edge.source < edge.target < num_stages:

@@ -1,10 +1,10 @@
-"""What a rank of a pipeline holds beside its state, and until when.
+"""The bytes that a rank of a pipeline holds beside its state, over its list of actions.
 
-A forward leaves what its stage has saved, and its result, which lives until its backward. Receives hold their place
-from where they are posted. What was sent lives until it is known to have arrived: no message says so, but a rank that
-has sent us something has done all that comes before it in its list, and used what we had sent it for that. Where weight
-gradients are actions of their own, backward leaves their inputs. Where ranks have shadows, all that was made for others
-lives until the step ends, and so does what shadows have saved.
+A forward adds what its stage saves and its result; both live until its backward. A receive holds its buffer from where
+it is posted. A sent tensor lives until it is known to have arrived. No message confirms that, but a rank that has sent
+us something has run all earlier actions of its list, and so has used what we had sent it for them. If weight gradients
+are separate actions, backward leaves their inputs. If ranks have shadows, all results for other ranks and all that
+shadows save live until the step ends.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from weft.schedule.actions import SHADOW, Message, Schedule
 Key = tuple[int, int, int, str]
 
 
-def answers(schedule: Schedule, rank: int) -> dict[Key, list[Key]]:
-    """For each message that the rank takes, those that it has sent and that have arrived by then; each once."""
+def confirmed_sends(schedule: Schedule, rank: int) -> dict[Key, list[Key]]:
+    """For each message that the rank receives, return its own sends that have arrived by then. Each send is listed
+    once.
+    """
     found: dict[Key, list[Key]] = {}
     for peer in range(schedule.num_ranks):
         if peer == rank:
@@ -34,20 +36,23 @@ def answers(schedule: Schedule, rank: int) -> dict[Key, list[Key]]:
 
 
 class StageBytes(NamedTuple):
-    """Of one micro-batch: what a stage saves, what its backward holds beside that, and leaves for weight gradients."""
+    """Bytes of one micro-batch at a stage: saved, held beside that in backward, and left for separate weight
+    gradients.
+    """
 
     saved_bytes: int
     peak_bytes: int
     late_bytes: int
 
 
-def most_held(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes], edge_bytes: Sequence[int]) -> int:
-    """The most bytes at once over the rank's list."""
-    arrived = {} if schedule.has_shadows else answers(schedule, rank)
+def peak_held_bytes(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes], edge_bytes: Sequence[int]) -> int:
+    """Return the most bytes held at once over the rank's list."""
+    arrived = {} if schedule.has_shadows else confirmed_sends(schedule, rank)
     held = most = 0
     for step in schedule.lists[rank]:
         if isinstance(step, Message):
-            held += edge_bytes[step.edge] * (step.kind != "send_forward")  # which is the stage's result
+            # a forward send is the stage's result, counted already
+            held += edge_bytes[step.edge] * (step.kind != "send_forward")
             most = max(most, held)
             continue
         own, received = stages[step.stage], schedule.messages(step)[0]
@@ -58,7 +63,7 @@ def most_held(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes], e
         if step.kind == "forward":
             held += own.saved_bytes - given + made  # what was received is among what is saved
         elif step.kind == "backward":
-            held -= given  # it is among what backward holds
+            held -= given  # part of what backward holds
             most = max(most, held + own.peak_bytes)
             held -= own.saved_bytes + (0 if schedule.has_shadows else made)
             held += own.late_bytes if step.stage in schedule.split_stages else 0

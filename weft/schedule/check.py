@@ -1,6 +1,6 @@
-"""Proof that a schedule is consistent: complete, in order, its messages paired, and free of deadlock, on NCCL too.
+"""Checks that a schedule is complete, in order, has matching messages, and is free of deadlock, on NCCL too.
 
-Everything here is arithmetic on the lists, so a broken schedule or transform is found before a process starts.
+All checks are arithmetic on the lists, so a wrong schedule is found before a process starts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from weft.schedule.nccl_order import GroupOf, check_nccl_order
 
 
 def check(schedule: Schedule, group_of: GroupOf = channel_of) -> None:
-    """Raises a PlanError that names rank, action and what is missing, unless the schedule is consistent.
+    """Raise a PlanError that names rank, action and what is missing, unless the schedule is consistent.
 
-    `group_of` gives the process group of a message, for its order on NCCL.
+    `group_of` returns the process group of a message, whose messages NCCL runs in order.
     """
     _check_complete(schedule)
     _check_order(schedule)
@@ -30,10 +30,11 @@ def check(schedule: Schedule, group_of: GroupOf = channel_of) -> None:
 
 
 def run_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
-    """The computations as (rank, action) in an order in which the lists can run; a PlanError where they deadlock.
+    """Yield the computations as (rank, action) in an order in which the lists can run. Raise PlanError if they
+    deadlock.
 
-    Each rank goes through its list; a computation waits for what it needs, a send or posted receive does not wait.
-    Messages count where the schedule has them: then a need from another rank is met by its send.
+    Each rank goes through its list: a computation waits for what it needs; a send or a posted receive does not wait. If
+    the schedule has messages, an action of another rank counts as done once its send has run.
     """
     position = [0] * schedule.num_ranks
     done = set(schedule.done)
@@ -111,7 +112,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _check_order(schedule: Schedule) -> None:
-    """What a rank needs from itself comes earlier in its own list."""
+    """An action that another action of the same rank needs comes earlier in the rank's list."""
     for rank in range(schedule.num_ranks):
         seen = set(schedule.done)
         for action in schedule.compute(rank):
@@ -122,14 +123,16 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Each action has its receives before it and its sends after it, with the right peers, and nothing more."""
+    """Each action has its receives before it and its sends after it, with the right peers; there are no other
+    messages.
+    """
     for rank, steps in enumerate(schedule.lists):
         place: dict[Action | Message, int] = {}
         for index, step in enumerate(steps):
             if step in place:
                 raise PlanError(f"{schedule.name}: rank {rank} has the {step} more than once")
             place[step] = index
-        expected: set[Message] = set(schedule.sent_again(rank))
+        expected: set[Message] = set(schedule.resent_messages(rank))
         for message in expected - place.keys():
             raise PlanError(
                 f"{schedule.name}: rank {rank} lacks the {message}, of what was made before its list begins"

@@ -1,7 +1,7 @@
 """Drawings of timelines, rank by time: text for a terminal, a self-contained SVG for documents, and PNG from it.
 
-Where a rank holds several stages, SVG draws later ones darker; the second replica of a mirrored schedule is lower-case
-in text.
+If a rank holds several stages, the SVG draws later ones darker. In text, the second replica of a mirrored schedule has
+lower-case letters.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ _FILLS = {
 _WAIT_FILL = "#eeeeee"
 _ROW, _BAR, _LEFT, _RIGHT = 34, 26, 84, 112  # pixels
 _LEGEND, _TITLE, _GAP = 40, 34, 14  # the heights of the legend, of a panel's title, and between panels
-_CHARACTER = 7.5  # pixels that a digit of a bar's label takes
+_CHARACTER = 7.5  # pixels per digit of a bar's label
 
 
 def to_text(timeline: Timeline, width: int = 100, title: str | None = None) -> str:
-    """One line per rank: F, B, W and S (of a shadow) with the micro-batch where `width` leaves room, dots for waits."""
+    """Return one line per rank: F, B, W or S (shadow) with the micro-batch if `width` leaves space, and dots for
+    waits.
+    """
     scale = width / timeline.makespan_seconds
     label = len(f"rank {len(timeline.spans) - 1}")
     lines = [f"{title or heading(timeline)}: {_summary(timeline)}"]
@@ -45,12 +47,12 @@ def to_text(timeline: Timeline, width: int = 100, title: str | None = None) -> s
 
 
 def to_svg(timelines: Mapping[str, Timeline], width: int = 1000) -> str:
-    """A picture of timelines under their titles, one below the other on one axis of time, `width` pixels wide.
+    """Return an SVG of timelines under their titles, one below the other on one time axis, `width` pixels wide.
 
-    Micro-batch numbers stand where they have room.
+    A bar shows its micro-batch number if it is wide enough.
     """
     longest = max(timeline.makespan_seconds for timeline in timelines.values())
-    scale, marks = (width - _LEFT - _RIGHT) / longest, marks_of(longest)
+    scale, marks = (width - _LEFT - _RIGHT) / longest, axis_marks(longest)
     lines = [_LEFT + mark * scale for mark in marks]
     shapes: list[str] = []
     top = _LEGEND
@@ -65,14 +67,14 @@ def to_svg(timelines: Mapping[str, Timeline], width: int = 1000) -> str:
             f'<rect width="{width}" height="{height}" fill="white"/>',
             *_legend(list(timelines.values())),
             *shapes,
-            *_time_axis(marks, top - _GAP, scale, *unit_of(longest)),
+            *_time_axis(marks, top - _GAP, scale, *time_unit(longest)),
             "</svg>\n",
         ]
     )
 
 
 def write(path: Path, timelines: Mapping[str, Timeline]) -> None:
-    """Draw timelines to a file, as its ending says."""
+    """Draw timelines to a file, in the format of its suffix."""
     refuse_path(path)
     if path.suffix == ".txt":
         text = "\n\n".join(to_text(timeline, title=title) for title, timeline in timelines.items())
@@ -84,7 +86,7 @@ def write(path: Path, timelines: Mapping[str, Timeline]) -> None:
 
 
 def refuse_path(path: Path) -> None:
-    """Raise, before any work, if a timeline could not be drawn to this file."""
+    """Raise ConfigError if a timeline could not be drawn to this file."""
     if path.suffix not in ENDINGS:
         raise ConfigError(f"a timeline is drawn to {', '.join(ENDINGS)}; '{path}' ends in '{path.suffix}'")
     if path.suffix == ".png":
@@ -102,13 +104,13 @@ def _cairosvg(path: Path) -> Any:
 
 
 def heading(timeline: Timeline) -> str:
-    """What is drawn, for a title."""
+    """Return a title: the schedule, its stages and its micro-batches."""
     schedule = timeline.schedule
     return f"{schedule.name}, {schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches"
 
 
 def _panel(title: str, timeline: Timeline, top: float, scale: float, width: int, lines: Sequence[float]) -> list[str]:
-    """One timeline below its title, with vertical lines behind its bars; at its right what ranks hold."""
+    """Draw one timeline below its title, with vertical lines behind its bars and the activations held at the right."""
     right, first, bottom = width - _RIGHT + 10, top + _TITLE - 4, top + _TITLE + _ROW * len(timeline.spans)
     shapes = [
         f'<text x="16" y="{top + 20}" font-size="14" font-weight="bold">{escape(title)}: {_summary(timeline)}</text>',
@@ -126,7 +128,7 @@ def _panel(title: str, timeline: Timeline, top: float, scale: float, width: int,
 
 
 def _summary(timeline: Timeline) -> str:
-    per_second, unit = unit_of(timeline.makespan_seconds)
+    per_second, unit = time_unit(timeline.makespan_seconds)
     return f"{timeline.makespan_seconds * per_second:.4g} {unit}, bubble {100 * timeline.bubble_share:.1f} %"
 
 
@@ -136,7 +138,7 @@ def _held(timeline: Timeline, rank: int) -> str:
 
 
 def _cell(span: Span, room: int) -> str:
-    """`room` characters for a span: 'F12', cut to its letter where that is all that fits, then filled."""
+    """Return `room` characters for a span: 'F12', or only the letter if that does not fit, padded with dashes."""
     if not isinstance(span.action, Action):
         return "." * room
     letter = span.action.kind[0]
@@ -146,7 +148,7 @@ def _cell(span: Span, room: int) -> str:
 
 
 def _shades(timeline: Timeline, rank: int) -> dict[tuple[int, int], float]:
-    """How dark, from 0 to 1, each (replica, stage) of a rank is drawn."""
+    """Return how dark, from 0 to 1, each (replica, stage) of a rank is drawn."""
     held = sorted(
         (replica, stage)
         for replica, homes in enumerate(timeline.schedule.placement)
@@ -163,7 +165,7 @@ def _fill(kind: str, shade: float) -> str:
 
 
 def _bar(span: Span, top: float, scale: float, shades: dict[tuple[int, int], float]) -> list[str]:
-    """The rectangle of a span and its number."""
+    """Draw the rectangle of a span and its number."""
     left, width = _LEFT + span.start_seconds * scale, (span.end_seconds - span.start_seconds) * scale
     action = span.action
     if not isinstance(action, Action):
@@ -181,7 +183,7 @@ def _bar(span: Span, top: float, scale: float, shades: dict[tuple[int, int], flo
 
 
 def _legend(timelines: Sequence[Timeline]) -> list[str]:
-    """A square and a word for each kind, and what darker bars mean."""
+    """Draw a square and a word for each kind of action, and the meaning of darker bars."""
     schedules = [timeline.schedule for timeline in timelines]
     kinds = ["forward", "backward", *(["weight"] if any(one.split_stages for one in schedules) else [])]
     kinds += [SHADOW] if any(one.has_shadows for one in schedules) else []
@@ -200,16 +202,16 @@ def _legend(timelines: Sequence[Timeline]) -> list[str]:
     return shapes
 
 
-def marks_of(longest: float) -> list[float]:
-    """Round numbers from 0 to `longest`, seven to eighteen of them."""
+def axis_marks(longest: float) -> list[float]:
+    """Return round numbers from 0 to `longest`, between seven and eighteen of them."""
     rough = longest / 10
     power = 10 ** math.floor(math.log10(rough))
     step = power * min((1, 2, 5, 10), key=lambda factor: abs(factor - rough / power))
     return [number * step for number in range(math.floor(longest / step * (1 + 1e-9)) + 1)]
 
 
-def unit_of(longest_seconds: float) -> tuple[float, str]:
-    """In what a time of this length is told: how many of it a second has, and its sign."""
+def time_unit(longest_seconds: float) -> tuple[float, str]:
+    """Return the unit for times of this length, as (units per second, symbol)."""
     units = {1.0: "s", 1e3: "ms", 1e6: "µs"}
     per_second = next((number for number in units if longest_seconds * number >= 1), 1e6)
     return per_second, units[per_second]

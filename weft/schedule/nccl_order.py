@@ -1,19 +1,19 @@
-"""A model of the order in which NCCL runs a schedule's messages, and the proof that no rank waits in a circle.
+"""A model of the order in which NCCL runs a schedule's messages, and a check that no ranks wait in a cycle.
 
 The rules, for communicators that are made eagerly (`init_process_group(device_id=...)`) and messages that are not
 batched:
 
-1. A process group has one communicator and one stream on each rank. Its sends and receives run one after another, in
-   the order in which the rank issues them.
-2. A send is complete when its receive runs, and the reverse. Nothing is buffered.
-3. A send or receive starts after the computations that the rank has issued before it. A computation starts after the
-   computations issued before it and after its own receives are complete. The host never waits.
-4. With one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), a rank's operations also start in the order of its list,
-   whatever their streams. A GPU has 8 queues unless that variable says otherwise, and more streams than queues share
-   them; a list that completes with one queue completes with any number.
+    1. A process group has one communicator and one stream on each rank. Its sends and receives run one after another,
+       in the order in which the rank issues them.
+    2. A send is complete when its receive runs, and the reverse. Nothing is buffered.
+    3. A send or receive starts after the computations that the rank has issued before it. A computation starts after
+       the computations issued before it and after its own receives are complete. The host never waits.
+    4. With one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), a rank's operations also start in the order of its
+       list, whatever their streams. A GPU has 8 queues unless that variable says otherwise, and more streams than
+       queues share them; a list that completes with one queue completes with any number.
 
-`GroupOf` says which group carries a message. Weft's groups are channels: one ordered pair of ranks and one direction of
-the pipeline. Coarser groups have cycles (`tests/schedule/test_nccl_order.py`).
+`GroupOf` maps a message to its group. Weft's groups are channels: one ordered pair of ranks and one direction of the
+pipeline. Coarser groups have cycles (`tests/schedule/test_nccl_order.py`).
 """
 
 from __future__ import annotations
@@ -26,37 +26,40 @@ from weft.schedule.actions import Action, Message, Schedule, channel_of
 
 GroupOf = Callable[[int, Message], Hashable]
 Key = tuple[int, int, int, str]  # of a message
-Place = tuple[int, int]  # a rank and an index into its list
+ListPosition = tuple[int, int]  # a rank and an index into its list
 _MAX_NAMED = 8  # operations of a cycle that an error names
 
 
 def check_nccl_order(schedule: Schedule, group_of: GroupOf = channel_of, one_queue: bool = False) -> None:
-    """Raises a PlanError that names the cycle if the lists cannot complete on NCCL.
+    """Raise a PlanError that names the cycle if the lists cannot complete on NCCL.
 
-    An evaluation runs the forwards of its lists. They complete if the lists do: what is left out adds no wait.
+    An evaluation runs only the forwards of its lists. They complete if the lists do, since leaving out actions adds no
+    wait.
     """
-    device = _Device(schedule, group_of, one_queue)
-    stuck = device.run()
+    model = _NcclModel(schedule, group_of, one_queue)
+    stuck = model.run()
     if stuck is not None:
         raise PlanError(
             f"{schedule.name} with {schedule.num_stages} stages and {schedule.num_micro_batches} micro-batches "
-            f"deadlocks on NCCL, where a group runs its messages one after another: {device.cycle(stuck)}; reorder the "
+            f"deadlocks on NCCL, where a group runs its messages one after another: {model.cycle(stuck)}; reorder the "
             f"lists, or give these messages groups of their own"
         )
 
 
-class _Device:
-    """The lists under way: which operations have started, and which messages are complete."""
+class _NcclModel:
+    """The state of a simulated run of the lists: which operations have started, and which messages are complete."""
 
     def __init__(self, schedule: Schedule, group_of: GroupOf, one_queue: bool) -> None:
         self.lists, self.one_queue = schedule.lists, one_queue
         self.next_action = [0] * schedule.num_ranks  # the first computation that is not done
         self.next_start = [0] * schedule.num_ranks  # with one queue: the first operation that has not started
-        self.streams: list[dict[Hashable, list[int]]] = []  # of each rank and group: what is left, the last first
-        self.keys: list[dict[int, Key]] = []  # of each rank: its messages
-        self.needs: list[dict[Action, list[int]]] = []  # of each rank: the receives of its computations
-        self.ends: dict[Key, list[Place]] = defaultdict(list)
-        self.started: set[Place] = set()
+        # per rank and group: positions of messages left, the last first
+        self.streams: list[dict[Hashable, list[int]]] = []
+        self.keys: list[dict[int, Key]] = []  # per rank: the keys of its messages by position
+        # per rank: positions of the receives that each computation needs
+        self.needs: list[dict[Action, list[int]]] = []
+        self.ends: dict[Key, list[ListPosition]] = defaultdict(list)
+        self.started: set[ListPosition] = set()
         self.complete: set[Key] = set()
         for rank, steps in enumerate(self.lists):
             streams: dict[Hashable, list[int]] = defaultdict(list)
@@ -74,8 +77,8 @@ class _Device:
             self.keys.append(keys)
             self.needs.append(needs)
 
-    def run(self) -> Place | None:
-        """Go on until nothing moves; an operation that never completes, or None."""
+    def run(self) -> ListPosition | None:
+        """Run until nothing can start. Return an operation that never completes, or None."""
         changed = list(range(len(self.lists)))
         while changed:
             rank = changed.pop()
@@ -90,7 +93,7 @@ class _Device:
         return None
 
     def _advance(self, rank: int) -> list[int]:
-        """Start what can start on a rank; the peers of the messages that this completes."""
+        """Start all operations of a rank that can start. Return the peers of the messages that this completes."""
         peers = []
         moved = True
         while moved:
@@ -105,7 +108,7 @@ class _Device:
         return peers
 
     def _start(self, rank: int, place: int) -> bool:
-        """Start the first message of a stream, if it may."""
+        """Start the first message of a stream if its conditions are met. Return whether it started."""
         if (rank, place) in self.started or place > self.next_action[rank]:
             return False
         if self.one_queue:
@@ -116,7 +119,7 @@ class _Device:
         return True
 
     def _complete(self, rank: int, place: int) -> int | None:
-        """Complete the message of a started operation if its other end has started too; the peer then."""
+        """Complete a message if both its ends have started. Return the peer, or None if it is not complete."""
         key = self.keys[rank][place]
         ends = self.ends[key]
         if len(ends) < 2 or not all(end in self.started for end in ends):
@@ -127,7 +130,7 @@ class _Device:
         return next(other for other, _ in ends if other != rank)
 
     def _compute(self, rank: int) -> bool:
-        """Do the computations whose receives are complete; whether any was done."""
+        """Run the computations whose receives are complete. Return whether there were any."""
         steps, place, moved = self.lists[rank], self.next_action[rank], False
         while place < len(steps):
             step = steps[place]
@@ -141,16 +144,16 @@ class _Device:
         return moved
 
     def _missing(self, rank: int, action: Action) -> int | None:
-        """The place of a receive that the computation still needs."""
+        """Return the position of a receive that the computation still waits for; None if there is none."""
         needs = self.needs[rank].get(action, ())
         return next((place for place in needs if self.keys[rank][place] not in self.complete), None)
 
     # --- what waits for what
 
-    def cycle(self, stuck: Place) -> str:
-        """A cycle of waits, in words."""
-        path: list[Place] = []
-        current: Place | None = stuck
+    def cycle(self, stuck: ListPosition) -> str:
+        """Describe a cycle of operations that wait for each other."""
+        path: list[ListPosition] = []
+        current: ListPosition | None = stuck
         while current is not None and current not in path:
             path.append(current)
             current = self._waits_for(*current)
@@ -160,8 +163,8 @@ class _Device:
             said[_MAX_NAMED - 1 : -1] = [f"{len(said) - _MAX_NAMED} more"]
         return " waits for ".join(said) + (" for ever" if current is None else "")
 
-    def _waits_for(self, rank: int, place: int) -> Place | None:
-        """The operation that another one waits for."""
+    def _waits_for(self, rank: int, place: int) -> ListPosition | None:
+        """Return the operation that a given one waits for."""
         step = self.lists[rank][place]
         if (rank, place) in self.started:
             return next((end for end in self.ends[self.keys[rank][place]] if end[0] != rank), None)

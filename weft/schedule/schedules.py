@@ -29,7 +29,7 @@ from weft.schema import nearest
 
 
 def make_schedule(name: str, num_ranks: int, num_micro_batches: int, **options: object) -> Schedule:
-    """The schedule called `name` for a pipe axis of `num_ranks`; options are those of its function."""
+    """Return the schedule called `name` for a pipe axis of `num_ranks`. `options` are those of its function."""
     if name not in SCHEDULES:
         raise PlanError(f"unknown schedule '{name}'{nearest(name, SCHEDULES)}")
     make = SCHEDULES[name]
@@ -42,7 +42,7 @@ def make_schedule(name: str, num_ranks: int, num_micro_batches: int, **options: 
 
 
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """All forwards, then all backwards: simple, and holds every micro-batch's activations."""
+    """All forwards, then all backwards. Simple, but it holds the activations of every micro-batch."""
     _check_counts("gpipe", num_ranks, num_micro_batches)
     lists = [
         (*_actions("forward", rank, range(num_micro_batches)), *_actions("backward", rank, range(num_micro_batches)))
@@ -52,7 +52,7 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """One forward, one backward by turns, after as many forwards as the first backward is stages away."""
+    """Alternate one forward and one backward, after one forward for each stage behind the rank's."""
     _check_counts("1f1b", num_ranks, num_micro_batches)
     lists = [
         _by_turns(
@@ -66,10 +66,11 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> Schedule:
-    """`chunks` stages per rank, dealt round-robin: the bubble shrinks by that factor, messages grow by it.
+    """`chunks` stages per rank, assigned round-robin: the bubble shrinks by that factor, the number of messages grows
+    by it.
 
-    Micro-batches go through a rank's stages in groups, all of a group at one stage before the next. A group of at
-    least `num_ranks` leaves no wait between stages, so micro-batches that do not divide are spread over the groups.
+    Micro-batches go through a rank's stages in groups: all of a group at one stage before the next stage. A group of at
+    least `num_ranks` leaves no wait between stages, so remaining micro-batches are spread over the groups.
     """
     _check_counts("interleaved", num_ranks, num_micro_batches)
     _check_count("interleaved", "chunks", chunks)
@@ -82,7 +83,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> S
         stages = range(rank, num_ranks * chunks, num_ranks)
         forwards = [action for group in groups for stage in stages for action in _actions("forward", stage, group)]
         backwards = [a for group in groups for stage in reversed(stages) for a in _actions("backward", stage, group)]
-        # A rank's next stage is p stages on: the way to the last stage and back costs two turns per rank between.
+        # A rank's next stage is p stages later: the way to the last stage and back takes two actions per rank between.
         ahead = (chunks - 1) * largest + 2 * (num_ranks - rank - 1) if chunks > 1 else num_ranks - rank - 1
         lists.append(_by_turns(forwards, backwards, ahead))
     placement = [rank for _ in range(chunks) for rank in range(num_ranks)]
@@ -90,9 +91,10 @@ def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> S
 
 
 def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: 1f1b with weight gradients split off; rank r does them r micro-batches late, filling its waits at the end.
+    """ZB-H1: 1f1b with separate weight gradients. Rank r computes them r micro-batches late, which fills its last
+    waits.
 
-    No rank holds more than rank 0 does under 1f1b.
+    No rank holds more activations than rank 0 does under 1f1b.
     """
     _check_counts("zero-bubble", num_ranks, num_micro_batches)
     lists = []
@@ -109,10 +111,10 @@ def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def gems(num_ranks: int, num_micro_batches: int, *, batches: int | None = None) -> Schedule:
-    """Two mirrored replicas by turns, each batch forward and backward before the next: one batch is alive at a time.
+    """Two mirrored replicas in turn, each batch forward and backward before the next: one batch is alive at a time.
 
-    The micro-batches are dealt into `batches` equal parts (each its own by default), which alternate between replica 0
-    (stage i on rank i) and replica 1 (stage i on rank p-1-i): its forward wave follows the other's backward wave. One
+    The micro-batches are divided into `batches` equal parts (one each by default), which alternate between replica 0
+    (stage i on rank i) and replica 1 (stage i on rank p-1-i), whose forward wave follows the other's backward wave. One
     batch is GEMS' Basic and needs no second replica, two are MAST, more are MASTER.
     """
     _check_counts("gems", num_ranks, num_micro_batches)
@@ -134,9 +136,10 @@ def gems(num_ranks: int, num_micro_batches: int, *, batches: int | None = None) 
 
 
 def bidirectional(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Two mirrored replicas at once, even micro-batches down and odd ones up, at most p/2 of each in flight (Chimera).
+    """Two mirrored replicas at once: even micro-batches go down and odd ones up, at most p/2 of each in flight
+    (Chimera).
 
-    The order is the best for f = b; with longer backwards it waits between runs of p micro-batches.
+    The order is optimal for f = b. With longer backwards, ranks wait between groups of p micro-batches.
     """
     _check_counts("bidirectional", num_ranks, num_micro_batches)
     placement = _mirrored("bidirectional", num_ranks)
@@ -145,7 +148,7 @@ def bidirectional(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def message(num_ranks: int, num_micro_batches: int, *, in_flight: int | Sequence[int] | None = None) -> Schedule:
-    """AxoNN's message-driven order under equal times: each rank runs what has arrived.
+    """AxoNN's message-driven order under equal times: each rank runs the action whose inputs have arrived.
 
     `in_flight` caps the micro-batches between a stage's forward and backward, for all stages or for each (p by
     default). Caps of p, p-1, ..., 1 give 1f1b.
@@ -191,24 +194,24 @@ def _actions(kind: str, stage: int, micro_batches: Iterable[int], replica: int =
 
 
 def _by_turns(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    """`ahead` forwards, then one forward and one backward by turns, then the backwards that remain."""
+    """Return `ahead` forwards, then alternately one forward and one backward, then the remaining backwards."""
     steady = max(0, len(forwards) - ahead)
     pairs = zip(forwards[-steady:] if steady else [], backwards, strict=False)
     return [*forwards[: len(forwards) - steady], *(action for pair in pairs for action in pair), *backwards[steady:]]
 
 
 def _mirrored(name: str, num_ranks: int) -> list[range]:
-    """Replica 0 down the ranks, replica 1 up."""
+    """Return the ranks of the stages of two replicas: replica 0 down the ranks, replica 1 up."""
     if num_ranks % 2:
         raise PlanError(f"{name}: {num_ranks} ranks are odd; two mirrored replicas need an even number of ranks")
     return [range(num_ranks), range(num_ranks - 1, -1, -1)]
 
 
 def _first_come(num_micro_batches: int, placement: Sequence[Sequence[int]], caps: Sequence[int]) -> list[list[Action]]:
-    """The order in which ranks run what has arrived, if each action takes one unit of time.
+    """Return the order in which ranks run actions whose inputs have arrived, if each action takes one unit of time.
 
-    Backwards come first, then forwards under way, then new micro-batches; `caps[stage]` micro-batches of a replica may
-    be between forward and backward at a stage. Micro-batches alternate between replicas.
+    Backwards come first, then forwards of later stages, then new micro-batches. At each stage, at most `caps[stage]`
+    micro-batches of a replica are between forward and backward. Micro-batches alternate between replicas.
     """
     num_stages, num_replicas = len(placement[0]), len(placement)
     lists: list[list[Action]] = [[] for _ in range(num_stages)]
@@ -233,7 +236,9 @@ def _first_come(num_micro_batches: int, placement: Sequence[Sequence[int]], caps
 
 
 def _followers(action: Action, num_stages: int, num_micro_batches: int, num_replicas: int) -> Iterator[Action]:
-    """What can run once `action` has: the next stage's, and after a first forward that of the next micro-batch."""
+    """Yield the actions that `action` makes ready: that of the next stage, and after a first forward the next
+    micro-batch's.
+    """
     stage, micro_batch, replica = action.stage, action.micro_batch, action.replica
     if action.kind == "backward":
         if stage > 0:

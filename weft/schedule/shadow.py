@@ -1,13 +1,14 @@
-"""Shadows (Bamboo, NSDI 2023): each rank also keeps the next rank's stage, and takes it over when that rank is lost.
+"""Shadows (Bamboo, NSDI 2023): each rank also keeps the next rank's stage, and takes it over if that rank is lost.
 
-Pure functions on lists. `with_shadows` adds the forwards of the shadowed stage: their input is what the rank has made,
-so nothing more is said, and they stand before backwards, which would wait for gradients (Bamboo has one before each; as
-many as there are inputs fill the first wait better). Their backwards are done only when the rank is lost: `take_over`
-gives the lists with which the others finish the step that it was lost in (and, with nothing done, any later one).
+The functions here work on lists only. `with_shadows` adds the forwards of the shadowed stage. Their input is the rank's
+own result, so they need no messages. They run before backwards, which would wait for gradients (Bamboo has one before
+each backward; running one for each available input fills the first wait better). Their backwards run only if the rank
+is lost: `take_over` returns the lists with which the other ranks finish the interrupted step (and, with nothing done,
+any later step).
 
-What was computed stays: a rank that lives keeps the results it has sent until the step ends, and sends again what is
-still needed. What the lost rank had computed is gone, but for the forwards that its shadow did too. Its stage's
-backwards are done in its own order, so gradients add up as they would have, to the bit.
+Living ranks keep what they computed: each keeps the results it has sent until the step ends, and sends again those that
+are still needed. The lost rank's results are gone, except for the forwards that its shadow ran too. The backwards of
+its stage run in its own order, so gradients are summed in the same order and are bit-identical.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ SHADOWED_SCHEDULES = ("gpipe", "1f1b")
 
 
 def with_shadows(schedule: Schedule) -> Schedule:
-    """The lists, without messages, in which each rank but the last also does the forwards of the next one's stage."""
+    """Return lists without messages in which each rank but the last also runs the forwards of the next rank's stage."""
     lists: list[Steps] = []
     for rank in range(schedule.num_ranks):
         steps: list[Action] = []
-        made: list[Action] = []  # forwards that are not shadowed yet
+        made: list[Action] = []  # forwards whose result has no shadow forward yet
         for action in schedule.compute(rank):
             if action.kind == "forward" and action.stage < schedule.num_stages - 1:
                 made.append(action)
@@ -38,9 +39,11 @@ def with_shadows(schedule: Schedule) -> Schedule:
     return replace(schedule, lists=tuple(lists))
 
 
-def kept(schedule: Schedule, lost: int, done: Iterable[Action], has_gradients: bool) -> frozenset[Action]:
-    """What need not be computed again, of what living ranks have `done`. `has_gradients`: the shadow of the lost rank's
-    stage has its gradients of this step, which it is sent when they are complete.
+def kept_actions(schedule: Schedule, lost: int, done: Iterable[Action], has_gradients: bool) -> frozenset[Action]:
+    """Return the actions that need not be computed again, given those that living ranks have `done`.
+
+    `has_gradients`: the shadow of the lost rank's stage has received that stage's gradients of this step; they are sent
+    to it when they are complete.
     """
     stage = schedule.placement[0].index(lost)
     found = {action for action in done if action.kind != SHADOW}
@@ -51,15 +54,16 @@ def kept(schedule: Schedule, lost: int, done: Iterable[Action], has_gradients: b
 
 
 def take_over(schedule: Schedule, lost: int, done: frozenset[Action] = frozenset()) -> Schedule:
-    """The lists, with messages, of the ranks that are left when `lost` is, and that have `done` so much of the step.
+    """Return lists with messages for the remaining ranks after `lost` is lost, given the actions `done` in this step.
 
-    The rank before the lost one does both stages; ranks behind it move up by one. No shadow is left.
+    The rank before the lost one runs both stages. Later ranks get the next lower number. The lists have no shadows.
     """
     if not 0 < lost < schedule.num_ranks:
         raise PlanError(f"rank {lost} of {schedule.num_ranks} has no rank before it that could take its stage over")
     number = {rank: rank - (rank > lost) for rank in range(schedule.num_ranks) if rank != lost} | {lost: lost - 1}
     placement = tuple(number[rank] for rank in schedule.placement[0])
-    streams: list[list[list[Action]]] = [[] for _ in range(schedule.num_ranks - 1)]  # of each rank, one a stage
+    # per rank: one list of actions per stage
+    streams: list[list[list[Action]]] = [[] for _ in range(schedule.num_ranks - 1)]
     for rank in range(schedule.num_ranks):
         own = [action for action in schedule.compute(rank) if action.kind != SHADOW and action not in done]
         streams[number[rank]].append(own)
@@ -69,8 +73,9 @@ def take_over(schedule: Schedule, lost: int, done: frozenset[Action] = frozenset
 
 
 def _merge(schedule: Schedule, streams: list[list[list[Action]]]) -> tuple[Steps, ...]:
-    """One list a rank, in an order that can run: each rank does what is ready, backwards before forwards, if every
-    action takes as long.
+    """Merge the lists of each rank's stages into one, in an order that can run.
+
+    Each rank runs an action that is ready, backwards before forwards; every action is assumed to take equally long.
     """
     places = [[0] * len(own) for own in streams]
     lists: list[list[Action]] = [[] for _ in streams]
@@ -98,6 +103,3 @@ def _merge(schedule: Schedule, streams: list[list[list[Action]]]) -> tuple[Steps
         for stream, place in zip(own, at, strict=True)
     )
     return tuple(tuple(one) for one in lists)
-
-
-# --- what cannot be shadowed

@@ -1,11 +1,11 @@
-"""Simulation: when every action of a schedule runs, how long ranks wait, and how many activations they hold.
+"""Simulation of a schedule: when every action runs, how long ranks wait, and how many activations they hold.
 
-Ranks run their lists in order; an action starts when its rank is free and what it needs has arrived. A message takes
-`message_seconds` between ranks and no rank's time (sends and receives run beside computation). An activation lives
-from the end of its forward to the end of its last use: the backward, or the weight action where that is split off; that
-of a shadow to the end of the step.
+Ranks run their lists in order. An action starts when its rank is free and its inputs have arrived. A message takes
+`message_seconds` between ranks and no time of a rank (sends and receives overlap computation). An activation lives from
+the end of its forward to the end of its last use: the backward, or the weight action if that is separate. The
+activation of a shadow lives until the end of the step.
 
-`timeline_of` makes the same picture from spans that were measured.
+`timeline_of` makes a timeline from measured spans.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PerEdge = float | Sequence[float]
 
 
 class Span(NamedTuple):
-    """A stretch of a rank's time."""
+    """An action or a wait of one rank, from start to end."""
 
     start_seconds: float
     end_seconds: float
     action: Action | Literal["wait"]
 
 
-class Live(NamedTuple):
-    """What a rank holds from this moment on."""
+class LiveActivations(NamedTuple):
+    """The activations that a rank holds from this time on."""
 
     seconds: float
     num_activations: int
@@ -40,11 +40,11 @@ class Live(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ranks do and when: per rank the spans without gaps from 0 to the makespan, and the activations held."""
+    """The spans of each rank, without gaps from 0 to the makespan, and the activations that each rank holds."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
-    live: tuple[tuple[Live, ...], ...]
+    live: tuple[tuple[LiveActivations, ...], ...]
     makespan_seconds: float
 
     @property
@@ -56,7 +56,7 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """The most micro-batches' activations that each rank holds at once."""
+        """The largest number of micro-batches whose activations each rank holds at once."""
         return tuple(max((now.num_activations for now in live), default=0) for live in self.live)
 
     @property
@@ -72,10 +72,10 @@ def simulate(
     message_seconds: PerEdge = 0,
     activation_bytes: PerStage = 1,
 ) -> Timeline:
-    """Runs the lists under the given times, each one number or one per stage (messages: one per edge).
+    """Run the lists with the given times, each one number or one per stage (messages: one per edge).
 
-    `backward_seconds` is the time of the input gradients and `weight_seconds` that of the weight gradients; a backward
-    from which nothing is split off takes both, so schedules compare under the same numbers.
+    `backward_seconds` is the time of the input gradients and `weight_seconds` that of the weight gradients. A backward
+    that computes both takes the sum, so schedules can be compared under the same numbers.
     """
     num_stages = schedule.num_stages
     forward = _each("forward_seconds", forward_seconds, schedule, num_stages, "stage")
@@ -101,13 +101,13 @@ def simulate(
 
 
 def timeline_of(schedule: Schedule, busy: Sequence[Sequence[Span]], activation_bytes: PerStage = 1) -> Timeline:
-    """The timeline of what every rank computed, in order and on one clock; where it computed nothing, it waited."""
+    """Return the timeline of the actions that every rank ran, in order and on one clock. Gaps are waits."""
     size_bytes = _each("activation_bytes", activation_bytes, schedule, schedule.num_stages, "stage")
     makespan = max(span.end_seconds for spans in busy for span in spans)
     lines, lives = [], []
     for spans in busy:
         line: list[Span] = []
-        live: list[Live] = []
+        live: list[LiveActivations] = []
         free = 0.0
         for span in spans:
             assert isinstance(span.action, Action)
@@ -124,7 +124,9 @@ def timeline_of(schedule: Schedule, busy: Sequence[Sequence[Span]], activation_b
 
 
 def simulate_like(measured: Timeline) -> Timeline:
-    """The schedule simulated with the mean times that its actions took when they were measured; messages are free."""
+    """Simulate a measured timeline's schedule with the mean time of each kind of action at each stage, and free
+    messages.
+    """
     schedule = measured.schedule
     taken: dict[tuple[str, int], list[float]] = {}
     for spans in measured.spans:
@@ -140,12 +142,12 @@ def simulate_like(measured: Timeline) -> Timeline:
     return simulate(schedule, mean("forward"), mean("backward"), mean("weight"))
 
 
-def _note(live: list[Live], action: Action, now_seconds: float, size_bytes: float, split: bool) -> None:
-    """Enters an activation that begins or ends with `action`."""
+def _note(live: list[LiveActivations], action: Action, now_seconds: float, size_bytes: float, split: bool) -> None:
+    """Append the change in live activations that `action` makes, if any."""
     change = {"forward": 1, "backward": 0 if split else -1, "weight": -1, SHADOW: 1}[action.kind]
     if change:
-        _, num, held_bytes = live[-1] if live else Live(0, 0, 0)
-        live.append(Live(now_seconds, num + change, held_bytes + change * size_bytes))
+        _, num, held_bytes = live[-1] if live else LiveActivations(0, 0, 0)
+        live.append(LiveActivations(now_seconds, num + change, held_bytes + change * size_bytes))
 
 
 def _each(name: str, value: float | Sequence[float], schedule: Schedule, count: int, what: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Copies between a device and its host on a stream of their own, in order."""
+"""Copies between a device and host memory on a separate CUDA stream."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 
-class Lane:
-    """Copies in one direction, in order, beside what the current stream does; on a CPU at once."""
+class CopyStream:
+    """Runs copies in one direction, in order, on a CUDA stream of its own. On a CPU each copy happens at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor, behind: Any = None) -> Any:
-        """Copy, behind all that the current stream was asked for so far, and an event of another lane; its event."""
+        """Start a copy after all work queued on the current stream, and after the event `behind` if one is given.
+
+        Returns the event that marks the end of the copy (None on a CPU).
+        """
         if self._stream is None:
             target.copy_(source)
             return None
@@ -27,6 +30,6 @@ class Lane:
         return self._stream.record_event()
 
     def wait(self, event: Any) -> None:
-        """Let the current stream wait for a copy."""
+        """Make the current stream wait for a copy, given the event that `copy` returned."""
         if self._stream is not None and event is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(event)

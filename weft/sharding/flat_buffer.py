@@ -1,15 +1,15 @@
-"""One flat buffer of a block: whole where it computes, sliced over `shard` where it rests.
+"""One flat buffer of a block's parameters: whole while the block computes, split over `shard` between uses.
 
-`whole` holds the parameters in the compute dtype; `slice` is this rank's master copy, which the optimizer sees piece by
-piece under each parameter's own name. Where both have one dtype and stages 1-2 keep `whole`, the slice is a view of it
-and nothing is held twice. Gradients add up in `whole_gradient` in the master dtype and end in `slice_gradient`. What is
-neither added up nor reduced stays in the compute dtype, which has the same values, where weft's optimizer reads it.
+`whole` holds the parameters in the compute dtype. `slice` is this rank's part in the dtype of the master weights; the
+optimizer sees it as one piece per parameter, under the parameter's own name. If both dtypes are equal and stage 1 or 2
+keeps `whole`, the slice is a view of it. Gradients are summed in `whole_gradient` in the master dtype and end in
+`slice_gradient`. A gradient that is neither summed nor reduced stays in the compute dtype if weft's optimizer reads it.
 
     slice ──all-gather over shard──▶ whole ──forward, backward──▶ whole_gradient
       ▲                                                               │ reduce-scatter over shard, all-reduce over data
       └────────────── optimizer ◀── slice_gradient ◀──────────────────┘   (mean over both)
 
-With `shard` = 1 the gather is a cast (or nothing) and the reduction is data parallelism's all-reduce: one code path.
+With `shard` = 1 the gather is a cast (or nothing) and the reduction is the all-reduce of data parallelism.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch.utils._triton import has_triton
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
 from weft.sharding.host_memory import host_zeros
-from weft.sharding.layout import FlatLayout, Part
+from weft.sharding.layout import FlatLayout, ParameterPart
 
 Owners = Sequence[tuple[nn.Module, str]]
-GATHERED_BYTES = 1 << 24  # of small gradients that a GPU takes with one launch
-TAKEN_NUMEL = 1 << 20  # of one that has a launch of its own
+GRADIENT_BATCH_BYTES = 1 << 24  # small gradients are copied in batches of this size, one launch per batch
+KERNEL_NUMEL = 1 << 20  # a gradient of at least this many elements is copied by a kernel launch of its own
 
 
 class Flat:
-    """A flat buffer, the parameters that live in it and the collectives that move it."""
+    """A flat buffer, the parameters that are views of it, and the collectives that gather and reduce it."""
 
-    is_streamed = False  # whether it lives in host memory, as in `streamed.py`
+    is_streamed = False  # True for a buffer that lives in host memory (`streamed_buffer.py`)
 
     def __init__(
         self,
@@ -53,36 +53,36 @@ class Flat:
         on_host: bool = False,
         delays: bool = False,
     ) -> None:
-        """`slice_dtype`: of the weights at rest, the master dtype unless given. `state`: the plan's, for the optimizer.
+        """`values` returns a parameter's value by name. `slice_dtype`: the master dtype if None. `state`: the plan's.
 
-        `is_alone`: no other rank takes part, so that gradients are never reduced. `on_host`: what lives beside `whole`
-        does so in host memory. `delays`: the optimizer puts off each update by a step.
+        `is_alone`: there is one rank, so gradients are never reduced. `on_host`: the slice and the optimizer state are
+        in host memory. `delays`: the optimizer applies each update one step late.
         """
         self.layout, self.owners, self.shard, self.stage = layout, owners, shard, stage
         self.compute_dtype, self.master_dtype, self.device = compute_dtype, master_dtype, device
         self.slice_dtype, self.state = slice_dtype or master_dtype, state
-        self.sum_over: list[Axis] = []  # gradients there are partial sums
-        self.mean_over: list[Axis] = []  # and there of different samples
-        self.copies = 1  # ranks along `pipe` that hold the same
+        self.sum_over: list[Axis] = []  # axes over which gradients are partial sums
+        self.mean_over: list[Axis] = []  # axes whose ranks have different samples: gradients are means over them
+        self.copies = 1  # ranks along `pipe` that hold the same parameters
         self.trainable = layout.parameters[0].trainable
-        self.is_read_flat = False  # by weft's optimizer, which takes gradients in any dtype
+        self.is_read_flat = False  # True if weft's optimizer reads `slice_gradient` itself; it takes any dtype
         self._is_alone, self.on_host, self.delays = is_alone, on_host, delays
-        self.update_done: torch.cuda.Event | None = None  # of an optimizer that works on another stream
+        self.update_done: torch.cuda.Event | None = None  # end of an update on another stream
         self._starts, self.parts = layout.starts, tuple(layout.parts(shard.index))
         self.frees_whole = self.is_streamed or (stage == 3 and shard.degree > 1)
-        self.is_apart = self.frees_whole or compute_dtype != self.slice_dtype  # the slice is no view of `whole`
+        self.is_apart = self.frees_whole or compute_dtype != self.slice_dtype  # False: the slice is a view of `whole`
         self.keeps_whole_gradient = stage == 1 or shard.degree == 1
         self.whole = self._make_whole()
         self.slice = self._make_slice(values)
         self.whole_gradient: Tensor | None = None
         self.slice_gradient: Tensor | None = None
         self._carried: Tensor | None = None
-        self._targets: list[Tensor] = []  # the place of each parameter in `whole_gradient`
+        self._targets: list[Tensor] = []  # view of each parameter in `whole_gradient`
         self._filled: set[int] = set()
-        self._taken: dict[int, Tensor] = {}  # gradients that wait to be put into place together
-        self._squares: dict[int, Tensor] = {}  # sums of their squares, where they were taken on the way
-        self.hides_gradient = False  # whether there is one that torch would not let pieces show
-        self.gradient_norm: Tensor | None = None  # where it had to be taken before the optimizer asks for it []
+        self._taken: dict[int, Tensor] = {}  # gradients not yet copied into `whole_gradient`
+        self._squares: dict[int, Tensor] = {}  # their sums of squares, where the copy computed them
+        self.hides_gradient = False  # True if `slice_gradient` cannot be `.grad` of the pieces (other dtype or device)
+        self.gradient_norm: Tensor | None = None  # [], if it was computed before the copy to the host
         self._written_version = -1
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
@@ -96,21 +96,21 @@ class Flat:
     # --- parameters
 
     def start_gather(self) -> None:
-        """Begin to make the buffer whole; does nothing when it is, or is about to be."""
+        """Start the all-gather of the parameters. Does nothing if the buffer is whole or a gather is under way."""
         if self.is_whole or self._gathering is not None:
             return
         if self.frees_whole:
             self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.element_size())
         part = self.slice
         if self.shard.degree > 1 or self._written_version != self.slice._version:
-            self.await_update()  # otherwise whoever computes with it does
+            self.await_update()  # otherwise `finish_gather` waits
         if self.is_apart and (self.on_host or self.compute_dtype != self.slice_dtype):
             part = self.own_whole
             self.write()
         self._gathering = all_gather(self.whole, part, self.shard)
 
     def finish_gather(self) -> None:
-        """Wait for the gather and let the modules see whole parameters."""
+        """Wait for the gather and make the whole parameters visible to the modules."""
         self.await_update()
         if self.is_whole:
             return
@@ -123,43 +123,43 @@ class Flat:
 
     @property
     def own_whole(self) -> Tensor:
-        """This rank's part of the whole buffer."""
+        """This rank's part of `whole`."""
         return self._own(self.whole)
 
     @property
     def written(self) -> Tensor | None:
-        """Where the optimizer writes what it changes once more, in the compute dtype; None where nothing keeps it."""
+        """A second tensor for updated weights, in the compute dtype, which the optimizer writes; None if not kept."""
         return self.own_whole if self.is_apart and not self.frees_whole else None
 
     def await_update(self) -> None:
-        """Order what comes behind an update that another stream still does."""
+        """Make the current stream wait for an update that runs on another stream."""
         if self.update_done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.update_done)
             self.update_done = None
 
     def write(self) -> None:
-        """Bring this rank's part of `whole` up to the slice, unless it is."""
+        """Copy the slice to this rank's part of `whole` if the slice has changed since the last copy."""
         if self._written_version != self.slice._version:
-            self.own_whole.copy_(self.slice.to(self.device, non_blocking=True))  # cast there, not by the host
+            self.own_whole.copy_(self.slice.to(self.device, non_blocking=True))  # the device casts, not the host
             if not self.frees_whole:
                 self.mark_written()
 
     def mark_written(self) -> None:
-        """The optimizer has changed the slice and written the same to its part of `whole`.
+        """Record that this rank's part of `whole` equals the slice, because the optimizer wrote both.
 
-        Another change of a piece is seen by its version and copied again (but not one by `.data`; then call `refresh`).
+        A later change of a piece is found by its version counter, except one through `.data`: then call `refresh`.
         """
         self._written_version = self.slice._version
 
     def release(self, stale: bool) -> None:
-        """After use: stage 3 frees the whole buffer. `stale` says that the optimizer will now change the slices."""
+        """Free the whole buffer after use if stage 3 says so. `stale`: the optimizer is about to change the slices."""
         is_fetched = self.is_whole or self._gathering is not None
         if is_fetched and (self.frees_whole or (stale and self.trainable)):
             self.refresh()
 
     def refresh(self) -> None:
-        """Show the pieces again, for the optimizer or a checkpoint to change; whoever computes next gathers anew."""
-        if self._gathering is not None:  # fetched ahead and not used
+        """Make the pieces visible to the modules, to be changed in place. The next use gathers again."""
+        if self._gathering is not None:  # prefetched and not used
             self._gathering.wait()
             self._gathering = None
         self._install(self.pieces)
@@ -169,20 +169,20 @@ class Flat:
             self._free_whole()
 
     def is_freed_view(self, tensor: Tensor) -> bool:
-        """Whether a tensor looks into the whole buffer, of which stage 3 leaves nothing to look at."""
+        """Return whether `tensor` is a view of the whole buffer, whose storage stage 3 frees."""
         return self.frees_whole and tensor.untyped_storage()._cdata == self.whole.untyped_storage()._cdata
 
     # --- gradients
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a reduced gradient waits for the optimizer."""
+        """Whether a reduced gradient is ready for the optimizer."""
         return self.hides_gradient or any(piece.grad is not None for piece in self.pieces)
 
     def take_gradient(self, index: int) -> None:
-        """Add the gradient that autograd left on a whole parameter to the flat gradient.
+        """Add the `.grad` of whole parameter `index` to the flat gradient, and clear it.
 
-        The mean over the ranks that take different samples is taken on the way: here it costs no pass of its own.
+        The copy also divides by the number of ranks that have different samples, so the mean costs no extra pass.
         """
         parameter = self.whole_parameters[index]
         gradient, parameter.grad = parameter.grad, None
@@ -191,14 +191,14 @@ class Flat:
             self._begin_gradient()
         if index in self._taken:
             self.place_gradients()
-        # create_graph: a product into a buffer has no derivative
+        # with create_graph=True the gradient requires grad; the copy into the buffer is not differentiable
         self._taken[index] = gradient.detach() if gradient.requires_grad else gradient
         taken_bytes = sum(one.numel() for one in self._taken.values()) * gradient.element_size()
-        if self.device.type == "cpu" or taken_bytes > GATHERED_BYTES:
+        if self.device.type == "cpu" or taken_bytes > GRADIENT_BATCH_BYTES:
             self.place_gradients()
 
     def place_gradients(self) -> None:
-        """Put what was taken into the flat gradient, with one launch for all where it is plain copies."""
+        """Copy all gradients taken so far into the flat gradient. Plain copies share one kernel launch."""
         taken, self._taken = self._taken, {}
         added = {index: gradient for index, gradient in taken.items() if index in self._filled}
         new = {index: gradient for index, gradient in taken.items() if index not in self._filled}
@@ -219,19 +219,19 @@ class Flat:
         self._filled.update(new)
 
     def _take(self, index: int, gradient: Tensor) -> bool:
-        """Copy a large gradient that no other joins, with its squares, where that is one pass."""
-        if not (self._is_alone and gradient.is_cuda and gradient.numel() >= TAKEN_NUMEL and gradient.is_contiguous()):
+        """Copy a large gradient and sum its squares in one pass, if nothing is added to it; return whether it did."""
+        if not (self._is_alone and gradient.is_cuda and gradient.numel() >= KERNEL_NUMEL and gradient.is_contiguous()):
             return False
         if gradient.dtype == torch.float64 or not has_triton():
             return False
-        from weft.sharding.gradient_kernel import take_with_squares
+        from weft.sharding.gradient_kernel import copy_with_squares
 
-        self._squares[index] = take_with_squares(gradient, self._targets[index])
+        self._squares[index] = copy_with_squares(gradient, self._targets[index])
         return True
 
     @property
     def norms(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What the norm of the gradient is made of: sums of squares, and tensors whose squares are not yet summed."""
+        """Inputs of the gradient norm: sums of squares, and tensors whose squares are not summed yet."""
         if self.slice_gradient is None:
             return [], []
         if not self._squares:
@@ -239,7 +239,7 @@ class Flat:
         return list(self._squares.values()), [one for i, one in enumerate(self._targets) if i not in self._squares]
 
     def start_reduce(self) -> None:
-        """Begin to reduce the flat gradient over `shard`; a parameter without a gradient counts as zero."""
+        """Start the reduce-scatter of the flat gradient over `shard`. A parameter without a gradient counts as zero."""
         self.place_gradients()
         if not self._filled:
             self._begin_gradient()
@@ -255,7 +255,7 @@ class Flat:
         self._reducing = reduce_scatter(self.slice_gradient, self.whole_gradient, self.shard)
 
     def continue_reduce(self) -> None:
-        """Once reduced over `shard`: free the whole gradient, and begin to reduce the slice over the other axes."""
+        """Wait for the reduction over `shard`, free the whole gradient, and start to reduce over the other axes."""
         self._wait_reduce()
         if not self.keeps_whole_gradient:
             self.whole_gradient, self._targets = None, []
@@ -265,7 +265,7 @@ class Flat:
             self._reducing = all_reduce(self.slice_gradient, axis)
 
     def finish_reduce(self) -> None:
-        """Wait, add what was carried, and show the optimizer its gradients."""
+        """Wait for the reductions, add the gradient of an earlier backward, and show the sum to the optimizer."""
         self._wait_reduce()
         assert self.slice_gradient is not None
         if self._carried is not None:
@@ -275,36 +275,36 @@ class Flat:
         self.show_gradient()
 
     def room_for_gradient(self) -> Tensor:
-        """Where a gradient that another rank has reduced can be put; `show_gradient` then shows it."""
+        """Return a buffer for a gradient that another rank has reduced; call `show_gradient` once it is filled."""
         self._begin_gradient()
         assert self.whole_gradient is not None
         self.slice_gradient = self._own(self.whole_gradient)
         return self.slice_gradient
 
     def forget_norm(self, factor: Tensor) -> None:
-        """The gradient was scaled from outside."""
+        """Update or drop the stored norms after a caller has multiplied the gradient by `factor`."""
         self._squares.clear()
         if self.gradient_norm is not None:
             self.gradient_norm = self.gradient_norm * factor.to(self.gradient_norm.dtype)
 
     def expect_gradient(self) -> None:
-        """Backward has reached the block."""
+        """Called when backward reaches the block, before its first gradient. Does nothing here."""
 
     def keep_gradient(self) -> None:
-        """Backward of this micro-batch has no more for the sum."""
+        """Called when this micro-batch adds no more gradients and the sum is not reduced yet."""
         self.place_gradients()
 
     def forget_gradient(self) -> None:
-        """The optimizer needs it no more; buffers stay, and are written before they are read."""
+        """Mark the gradient as used. Its buffers stay allocated and are overwritten by the next backward."""
         self.hides_gradient = False
 
     @property
     def device_gradients(self) -> list[Tensor | None]:
-        """The buffers of gradients on the device."""
+        """The gradient buffers in device memory."""
         return [self.whole_gradient, self.slice_gradient]
 
     def show_gradient(self) -> None:
-        """Let the optimizer see the gradient."""
+        """Make the gradient visible to the optimizer: as `.grad` of the pieces, or through `slice_gradient`."""
         assert self.slice_gradient is not None
         if (self.slice_gradient.dtype, self.slice_gradient.device) != (self.slice.dtype, self.slice.device):
             if not self.is_read_flat:
@@ -320,7 +320,7 @@ class Flat:
                 piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
 
     def discard_gradient(self) -> None:
-        """Forget what a backward that was cut short has left; what was on the pieces before it is there again."""
+        """Drop the gradients of an interrupted backward and restore the gradient that the pieces had before it."""
         if self._reducing is not None:
             self._reducing.wait()
         if self._carried is not None and self.slice_gradient is not None:
@@ -349,31 +349,31 @@ class Flat:
         return piece
 
     def _fill_whole(self, values: Callable[[str], Tensor]) -> None:
-        """What is frozen and stays whole never changes: every rank takes it from the source, and nothing is said."""
+        """Fill `whole` from `values`, without communication: frozen parameters that stay whole never change."""
         for index, parameter in enumerate(self.layout.parameters):
             self._view(self.whole, index).copy_(values(parameter.name).detach())
         self._install(self.whole_parameters)
         self.is_whole = True
 
     def _whole_parameter(self, index: int) -> nn.Parameter:
-        # Made from the storage, not as a view of `whole`: autograd's version counter of a parameter must not move when
-        # the buffer is gathered again for backward.
+        # Made from the storage, not as a view of `whole`: the parameter's version counter, which autograd checks, must
+        # not change when the buffer is gathered again for backward.
         shape, start = self.layout.parameters[index].shape, self._starts[index]
         tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
         stride = torch.empty(shape, device="meta").stride()
         tensor.set_(self.whole.untyped_storage(), start, shape, stride)
         return nn.Parameter(tensor, requires_grad=self.trainable)
 
-    def _piece(self, part: Part) -> nn.Parameter:
+    def _piece(self, part: ParameterPart) -> nn.Parameter:
         piece = nn.Parameter(
             self.slice[part.offset : part.offset + part.stop - part.start], requires_grad=self.trainable
         )
-        if self.trainable:  # autograd reaches whole parameters only; a gradient here would not be reduced
+        if self.trainable:  # autograd must reach whole parameters only; a gradient of a piece is never reduced
             piece.register_post_accumulate_grad_hook(partial(_refuse_gradient, part.parameter.name))
         return piece
 
     def state_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Room for what lives from step to step beside `whole`."""
+        """Zeros for a tensor that lives from step to step, on the host or the device as the plan says."""
         if self.on_host:
             return host_zeros(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -383,7 +383,7 @@ class Flat:
 
     def _view(self, buffer: Tensor, index: int) -> Tensor:
         parameter, start = self.layout.parameters[index], self._starts[index]
-        return buffer[start : start + parameter.numel].view(parameter.shape or 1)  # as a product with `_mean` has it
+        return buffer[start : start + parameter.numel].view(parameter.shape or 1)  # not 0-d, as a product with `_mean`
 
     @cached_property
     def _num_means(self) -> int:
@@ -391,13 +391,13 @@ class Flat:
 
     @cached_property
     def _mean(self) -> Tensor:
-        # One element, not a number: it makes a product in the master dtype of a gradient in a narrower one.
+        # A tensor of one element, not a number: its product with a narrower gradient is computed in the master dtype.
         return torch.full((1,), 1 / self._num_means, dtype=self.master_dtype, device=self.device)
 
     def _begin_gradient(self) -> None:
-        self.await_update()  # which reads the last gradient
+        self.await_update()  # the update reads the last gradient
         self._squares.clear()
-        # What an earlier backward left on the pieces, if the user has not cleared it, is added at the end.
+        # A gradient that an earlier backward left on the pieces, and that nobody cleared, is added at the end.
         if self.hides_gradient:
             self._widen()
             assert self.slice_gradient is not None
@@ -411,12 +411,12 @@ class Flat:
             is_narrow = self._is_alone and self.is_read_flat
             dtype = self.compute_dtype if is_narrow else self.master_dtype
             self.whole_gradient = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-            self._zero_padding(self.whole_gradient)  # it enters the norm; the rest is written before it is read
+            self._zero_padding(self.whole_gradient)  # it is part of the norm; all else is written before it is read
         if not self._targets:
             self._targets = [self._view(self.whole_gradient, i) for i in range(len(self.whole_parameters))]
 
     def _widen(self) -> None:
-        """Gradients that add up do so in the master dtype, from now on."""
+        """Switch the flat gradient to the master dtype, because gradients are now summed."""
         self._is_alone = False
         if self.whole_gradient is not None and self.whole_gradient.dtype != self.master_dtype:
             self.whole_gradient = self.whole_gradient.to(self.master_dtype)

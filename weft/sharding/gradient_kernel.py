@@ -1,4 +1,4 @@
-"""A gradient is copied to its place and its squares are added up in one pass (Triton): the norm needs no other."""
+"""A Triton kernel that copies a gradient and sums its squares in one pass, so that the norm needs no second pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 8192
 
 @triton.jit
 def _first(program, BLOCK: tl.constexpr):
-    """The first element of a program, which may lie behind 2^31 others."""
+    """The index of a program's first element, in int64 because it may exceed 2^31."""
     return program.to(tl.int64) * BLOCK
 
 
@@ -26,8 +26,8 @@ def _take(gradient_ptr, target_ptr, squares_ptr, numel, BLOCK: tl.constexpr):
     tl.store(squares_ptr + tl.program_id(0), tl.sum(wide * wide, 0))
 
 
-def take_with_squares(gradient: Tensor, target: Tensor) -> Tensor:
-    """Copy a gradient and return sums of squares, one for each program [programs]."""
+def copy_with_squares(gradient: Tensor, target: Tensor) -> Tensor:
+    """Copy `gradient` to `target` and return its sums of squares, one per program [programs]."""
     num_programs = triton.cdiv(gradient.numel(), _BLOCK)
     squares = torch.empty(num_programs, device=gradient.device)
     _take[(num_programs,)](gradient, target, squares, gradient.numel(), BLOCK=_BLOCK, num_warps=8)

@@ -1,8 +1,8 @@
-"""Norms of gradients, summed with enough bits whatever the length.
+"""Norms of gradients, summed precisely for tensors of any length.
 
-On a CPU torch adds squares up one after the other in the dtype it is given: of four million float32 numbers the sum is
-off by 1e-4, and a flat buffer is that long. There squares are summed in float64, some elements at a time. A GPU sums in
-a tree, for which float32 is enough.
+On a CPU torch sums squares one after another in the given dtype: over four million float32 numbers, the length of a
+flat buffer, the error is 1e-4. On a CPU squares are therefore summed in float64, in chunks. A GPU sums in a tree, for
+which float32 is enough.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-_CHUNK_NUMEL = 1 << 20  # whose copy in float64 is 8 MiB
+_CHUNK_NUMEL = 1 << 20  # a chunk's copy in float64 is 8 MiB
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each tensor [], in float32 at least and in float64 on a CPU; all are on one device."""
+    """Return the norm of each tensor []. The dtype is float64 on a CPU and at least float32 elsewhere. All are on one
+    device.
+    """
     if not tensors:
         return []
     if tensors[0].device.type != "cpu":

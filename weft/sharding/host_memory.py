@@ -1,7 +1,7 @@
-"""Memory of the host for a device: pinned at its exact size, and asked for before any of it is taken.
+"""Pinned host memory of exact size, and a check that a plan's memory is available before it is allocated.
 
-Torch's allocator of pinned memory rounds up to powers of two. Here pages come from the system and are registered with
-CUDA as they are, and given back with the tensor.
+Torch's allocator of pinned memory rounds up to powers of two. Here pages come from the system, are registered with CUDA
+as they are, and are returned with the tensor.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from torch import Tensor
 
 from weft.errors import PlanError
 
-KEPT_FREE_BYTES = 2 << 30  # of the host: the process itself, the loader, the page cache
+KEPT_FREE_BYTES = 2 << 30  # left free on the host for the process, the data loader and the page cache
 _GROUP = Path("/sys/fs/cgroup")
 
 
 def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory [numel], pinned for copies to and from a GPU."""
+    """Return zeros in host memory [numel], pinned for copies to and from a GPU."""
     if device.type != "cuda" or numel == 0:
         return torch.zeros(numel, dtype=dtype)
     size = numel * dtype.itemsize
     pages = _Pages(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages refuses, and gives small ones
+        with suppress(OSError):  # a kernel without huge pages refuses and gives small ones
             pages.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(pages, dtype=torch.uint8, count=size).zero_()  # touched by all cores, faster than by one
+    # zero_ touches pages with all cores, which is faster
+    tensor = torch.frombuffer(pages, dtype=torch.uint8, count=size).zero_()
     error = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0))
     if error:
         raise PlanError(
@@ -40,7 +41,7 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class _Pages(mmap.mmap):
-    """Pages of a tensor, which hold them until it is gone; CUDA lets go of them first."""
+    """The pages of a tensor in host memory. They are unregistered from CUDA before they are freed with the tensor."""
 
     address = 0
 
@@ -50,7 +51,9 @@ class _Pages(mmap.mmap):
 
 
 def available_host_bytes() -> int | None:
-    """What the host can still give, by its kernel and by this process's control group; None where it is unknown."""
+    """Return the bytes of host memory still available to this process, by the kernel and by its cgroup; None if
+    unknown.
+    """
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -60,14 +63,17 @@ def available_host_bytes() -> int | None:
             used = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
             found.append(
                 int(limit) - int((_GROUP / "memory.current").read_text()) + int(used["file"])
-            )  # it gives that up
+            )  # the kernel can drop the page cache
     except (OSError, ValueError, KeyError):
         pass
     return min(found, default=None)
 
 
-def check_room(host_bytes: int, device_bytes: int, device: torch.device, num_local_ranks: int = 1) -> None:
-    """Refuse what does not fit, before any of it is taken: a host that runs out kills instead of telling."""
+def check_memory_fits(host_bytes: int, device_bytes: int, device: torch.device, num_local_ranks: int = 1) -> None:
+    """Raise PlanError if the plan's bytes per rank do not fit the host or the device.
+
+    This runs before anything is allocated, because a host that runs out of memory kills the process without a message.
+    """
     available = available_host_bytes() if host_bytes else None
     if available is not None and host_bytes * num_local_ranks > available - KEPT_FREE_BYTES:
         raise PlanError(

@@ -1,16 +1,16 @@
-"""A flat buffer that lives in host memory: weights come to the device when they are wanted, gradients leave it.
+"""A flat buffer in host memory: weights are copied to the device for each use, gradients are copied back.
 
     host     home ─────────────┐                  ┌──────────▶ gradients ──▶ AdamW, in chunks ──▶ home
                           copy up               copy down, when the block's backward is done
-    device                     └─▶ room 0 or 1 ───┘
+    device                     └─▶ buffer 0 or 1 ─┘
 
-All buffers share a few *rooms*, two for blocks that are alike: one is computed with while the next is filled. A buffer
-has the same room in forward and backward, so what autograd saved of its weights is there again when it is looked at.
-What a room still holds is not copied again: the last two blocks of forward are the first of backward. For `unit.py`
-this is a gather and a reduction like those of `shard`.
+All streamed buffers share a few *device buffers*, two for blocks of equal layout: one is computed with while the other
+is filled. A streamed buffer uses the same device buffer in forward and backward, so the views of weights that autograd
+saved are valid again in backward. Weights that are still in a device buffer are not copied again: the last two blocks
+of forward are the first two of backward. For `units.py` the copies are a gather and a reduction as those of `shard`.
 
-The square root of a gradient's square sum is taken before it leaves, by the kernel that takes it of those that stay.
-Gradients of several micro-batches come back to be added to.
+The norm of a gradient is computed on the device before the copy to the host, by the same kernel as the norm of other
+gradients. With several micro-batches, the sum of gradients is copied back to the device to be added to.
 """
 
 from __future__ import annotations
@@ -22,46 +22,47 @@ import torch
 from torch import Tensor
 
 from weft.errors import PlanError
-from weft.sharding.copy_lane import Lane
+from weft.sharding.copy_lane import CopyStream
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.gradient_norm import norms
 from weft.sharding.host_memory import host_zeros
-from weft.sharding.layout import RoomKey, RoomSize
+from weft.sharding.layout import DeviceBufferKey, DeviceBufferSize
 
 
-class Link:
-    """Both directions between host and device; `up_bytes` and `down_bytes` count what went."""
+class HostLink:
+    """Copy streams in both directions between host and device. `up_bytes` and `down_bytes` count the copied bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        self.up, self.down = Lane(device), Lane(device)
+        self.up, self.down = CopyStream(device), CopyStream(device)
         self.up_bytes = self.down_bytes = 0
 
 
-class Room:
-    """Memory of the device for one streamed buffer at a time: its weights, and in backward its gradient."""
+class DeviceBuffer:
+    """Device memory for one streamed buffer at a time: its weights and, in backward, its gradient."""
 
-    def __init__(self, size: RoomSize, dtype: torch.dtype, device: torch.device, link: Link) -> None:
+    def __init__(self, size: DeviceBufferSize, dtype: torch.dtype, device: torch.device, link: HostLink) -> None:
         self.weights = torch.empty(size.numel, dtype=dtype, device=device)
         self.link = link
-        self.holder: StreamedFlat | None = None  # whose weights are here, or on their way
+        self.holder: StreamedFlat | None = None  # the buffer whose weights are here or being copied here
         self.gradient: Tensor | None = None
-        self.owner: StreamedFlat | None = None  # whose gradient is here, and not on the host
+        self.owner: StreamedFlat | None = None  # the buffer whose gradient is here and not yet on the host
         self._size = size
-        self._going: tuple[Tensor | None, Any] = None, None  # a gradient that leaves, and when it has
+        # a gradient being copied to the host, and the end of that copy
+        self._outgoing: tuple[Tensor | None, Any] = None, None
 
     def send(self, target: Tensor, gradient: Tensor) -> Any:
-        """Let a gradient go to the host; when it is there."""
-        self._going = gradient, self.link.down.copy(target, gradient)
+        """Start the copy of a gradient to the host and return the event that ends it."""
+        self._outgoing = gradient, self.link.down.copy(target, gradient)
         self.link.down_bytes += gradient.numel() * gradient.element_size()
         self.owner = None
-        return self._going[1]
+        return self._outgoing[1]
 
     def take(self, owner: StreamedFlat, dtype: torch.dtype) -> Tensor:
-        """Room for another gradient; what was here goes to the host first."""
+        """Return memory for the gradient of `owner`. The gradient of another buffer is copied to the host first."""
         if self.owner not in (None, owner):
             self.owner.send_gradient()
-        self.link.down.wait(self._going[1])
-        self._going = None, None
+        self.link.down.wait(self._outgoing[1])
+        self._outgoing = None, None
         if self.gradient is None or self.gradient.dtype != dtype:
             self.gradient = None
             self.gradient = torch.empty(self._size.trained_numel, dtype=dtype, device=self.weights.device)
@@ -69,26 +70,30 @@ class Room:
         return self.gradient[: owner.layout.numel]
 
 
-def make_rooms(sizes: Mapping[RoomKey, RoomSize], dtype: torch.dtype, device: torch.device) -> dict[RoomKey, Room]:
-    """Rooms of these sizes, filled and emptied over one link."""
-    link = Link(device)
-    return {key: Room(size, dtype, device, link) for key, size in sizes.items()}
+def make_device_buffers(
+    sizes: Mapping[DeviceBufferKey, DeviceBufferSize], dtype: torch.dtype, device: torch.device
+) -> dict[DeviceBufferKey, DeviceBuffer]:
+    """Return device buffers of these sizes, which share one link to the host."""
+    link = HostLink(device)
+    return {key: DeviceBuffer(size, dtype, device, link) for key, size in sizes.items()}
 
 
 class StreamedFlat(Flat):
-    """A flat buffer on the host, on one rank. `home` holds the weights in the compute dtype: the optimizer's own, where
-    those have it.
+    """A flat buffer in host memory, on one rank.
+
+    `home` holds the weights in the compute dtype; it is the optimizer's slice if that has the same dtype.
     """
 
     is_streamed = True
 
-    def __init__(self, room: Room, *args: Any, **options: Any) -> None:
-        """`args` and `options` as those of `Flat`."""
-        self.room, self._link = room, room.link
-        self._fetched: Any = None  # when the weights are in the room
-        self._sent: Any = None  # when the gradient is on the host
-        self._arriving: tuple[Tensor, Any] | None = None  # a sum on its way back, to be added to, and when it is there
-        self._has_sum = False  # whether the host has a gradient that is to be added to
+    def __init__(self, device_buffer: DeviceBuffer, *args: Any, **options: Any) -> None:
+        """`args` and `options` are those of `Flat`."""
+        self.device_buffer, self._link = device_buffer, device_buffer.link
+        self._fetched: Any = None  # end of the copy of the weights to the device
+        self._sent: Any = None  # end of the copy of the gradient to the host
+        # a gradient sum being copied back to the device, and the end of the copy
+        self._arriving: tuple[Tensor, Any] | None = None
+        self._has_sum = False  # True if the host holds a gradient that further ones are added to
         options["on_host"] = True
         super().__init__(*args, **options)
         is_one = self.slice_dtype == self.compute_dtype
@@ -97,83 +102,85 @@ class StreamedFlat(Flat):
     # --- weights
 
     def start_gather(self) -> None:
-        """Begin to bring the weights, unless someone still computes with what their room holds."""
-        holder = self.room.holder
+        """Start the copy of the weights to the device, unless the device buffer holds weights in use."""
+        holder = self.device_buffer.holder
         if holder is None or (holder is not self and not holder.is_whole):
             self._fetch()
 
     def finish_gather(self) -> None:
-        """Let the modules see whole parameters, there for what the current stream does next."""
+        """Make the whole parameters visible to the modules. The current stream waits for their copy."""
         if self.is_whole:
             return
-        if self.room.holder is not self:
+        if self.device_buffer.holder is not self:
             self._fetch()
         self._link.up.wait(self._fetched)
         self._install(self.whole_parameters)
         self.is_whole = True
 
     def release(self, stale: bool) -> None:
-        """After use: another may take the room. `stale` says that the optimizer will now change the weights."""
+        """Allow other buffers to use the device buffer. `stale`: the optimizer is about to change the weights."""
         if self.is_whole:
             self._install(self.pieces)
             self.is_whole = False
         if stale and self.trainable:
-            self._leave_room()
+            self._leave_device_buffer()
 
     def refresh(self) -> None:
-        """Show the pieces, which were changed from outside."""
+        """Make the pieces visible to the modules after a change from outside. The next use copies the weights again."""
         self._install(self.pieces)
         self.is_whole, self._written_version = False, -1
-        self._leave_room()
+        self._leave_device_buffer()
 
     @property
     def written(self) -> Tensor | None:
-        """Where the optimizer writes its weights once more, in the compute dtype: on the host."""
+        """The host tensor to which the optimizer also writes updated weights, in the compute dtype; None if it is the
+        slice.
+        """
         return None if self.home is self.slice else self.home
 
     def _fetch(self) -> None:
         self._write_home()
-        if self.room.holder is not None and self.room.holder.is_whole:
-            self.room.holder.release(stale=False)
-        self.room.holder = self
+        if self.device_buffer.holder is not None and self.device_buffer.holder.is_whole:
+            self.device_buffer.holder.release(stale=False)
+        self.device_buffer.holder = self
         self._fetched = self._link.up.copy(self.whole, self.home, behind=self.update_done)
         self.update_done = None
         self._link.up_bytes += self.home.numel() * self.home.element_size()
 
     def _write_home(self) -> None:
-        """Bring `home` up to the slice, where something else than the optimizer has changed that."""
+        """Copy the slice to `home` if something other than the optimizer has changed the slice."""
         if self.home is not self.slice and self._written_version != self.slice._version:
-            for event in (self.update_done, self._fetched):  # the host itself writes it
+            for event in (self.update_done, self._fetched):  # the host writes `home`, so it waits itself
                 if isinstance(event, torch.cuda.Event):
                     event.synchronize()
             self.home.copy_(self.slice)
             self.mark_written()
 
-    def _leave_room(self) -> None:
-        if self.room.holder is self:
-            self._link.up.wait(self._fetched)  # it may have been fetched and not used
-            self.room.holder = None
+    def _leave_device_buffer(self) -> None:
+        if self.device_buffer.holder is self:
+            self._link.up.wait(self._fetched)  # the copy may have started and not been used
+            self.device_buffer.holder = None
 
     # --- gradients
 
     def expect_gradient(self) -> None:
-        """Backward has reached the block: what its gradients are added to comes back."""
-        if self._has_sum and self.room.owner is not self:
+        """Start to copy the gradient sum back to the device, because backward has reached the block."""
+        if self._has_sum and self.device_buffer.owner is not self:
             self._begin_gradient()
 
     def place_gradients(self) -> None:
-        """Put what was taken into the flat gradient, when what it is added to is there."""
+        """Copy all gradients taken so far into the flat gradient, once the sum that they join is on the device."""
         if self._taken and self._arriving is not None:
             self._finish_arriving()
         super().place_gradients()
 
     def keep_gradient(self) -> None:
-        """Backward of this micro-batch has no more: the sum goes to the host."""
-        if self.room.owner is self:
+        """Start the copy of the gradient sum to the host, because this micro-batch adds no more to it."""
+        if self.device_buffer.owner is self:
             self.send_gradient()
 
     def send_gradient(self) -> None:
-        """Let the gradient leave for the host; a parameter without one counts as zero."""
+        """Start the copy of the gradient to the host. A parameter without a gradient counts as zero."""
         self.place_gradients()
         if self._arriving is not None:
             self._finish_arriving()
@@ -185,31 +192,31 @@ class StreamedFlat(Flat):
         assert gradient is not None
         (self.gradient_norm,) = norms([gradient])
         if self.slice_gradient is None or self.slice_gradient.dtype != gradient.dtype:
-            if isinstance(self._sent, torch.cuda.Event):  # pages go back to the system: nothing may still read them
+            if isinstance(self._sent, torch.cuda.Event):  # its pages return to the system: no copy may still use them
                 torch.cuda.synchronize(self.device)
             self.slice_gradient = host_zeros(self.layout.numel, gradient.dtype, self.device)
-        self._sent = self.room.send(self.slice_gradient, gradient)
+        self._sent = self.device_buffer.send(self.slice_gradient, gradient)
         self._has_sum, self.whole_gradient, self._targets = True, None, []
 
     def _take(self, index: int, gradient: Tensor) -> bool:
-        return False  # its norm is taken before it leaves
+        return False  # `send_gradient` computes the norm
 
     def start_reduce(self) -> None:
-        """Nobody else has a part of it: it only has to leave."""
-        if self.room.owner is not self and not self._has_sum:
+        """Start the copy of the gradient to the host. There is no reduction, since there is one rank."""
+        if self.device_buffer.owner is not self and not self._has_sum:
             self._begin_gradient()
         self.keep_gradient()
 
     def continue_reduce(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: there are no other axes to reduce over."""
 
     def finish_reduce(self) -> None:
-        """Order what comes behind the copy, and show the optimizer its gradients."""
+        """Make the current stream wait for the copy, and make the gradient visible to the optimizer."""
         self._link.down.wait(self._sent)
         self.show_gradient()
 
     def show_gradient(self) -> None:
-        """Let the optimizer see the gradient; on a CPU pieces show it too."""
+        """Make the gradient visible to the optimizer. On a CPU it is also `.grad` of the pieces."""
         if not self.is_read_flat:
             raise PlanError(
                 f"plan.memory.weights keeps '{self.layout.parameters[0].name}' and its gradient in host memory, which "
@@ -221,37 +228,39 @@ class StreamedFlat(Flat):
         self.hides_gradient = True
 
     def forget_gradient(self) -> None:
-        """The next backward begins a new sum, also where one has come back and nothing was added to it."""
+        """Mark the gradient as used, so that the next backward begins a new sum. A sum that was copied back is dropped
+        too.
+        """
         super().forget_gradient()
         self._has_sum = False
-        if self.room.owner is self:
+        if self.device_buffer.owner is self:
             if self._arriving is not None:
                 self._finish_arriving()
-            self.room.owner, self.whole_gradient, self._targets = None, None, []
+            self.device_buffer.owner, self.whole_gradient, self._targets = None, None, []
             self._filled.clear()
             self._taken.clear()
 
     def discard_gradient(self) -> None:
-        """Forget what a backward that was cut short has left, and what it was added to."""
+        """Drop the gradients of an interrupted backward, and the sum that they were added to."""
         self.forget_gradient()
         for piece in self.pieces:
             piece.grad = None
 
     @property
     def device_gradients(self) -> list[Tensor | None]:
-        return [self.room.gradient]
+        return [self.device_buffer.gradient]
 
     # --- inside
 
     def _make_whole(self) -> Tensor:
-        return self.room.weights[: self.layout.numel]
+        return self.device_buffer.weights[: self.layout.numel]
 
     def _begin_gradient(self) -> None:
-        self.await_update()  # which reads the last gradient; or weights that were fetched behind it, and not used
+        self.await_update()  # the update reads the last gradient, and a prefetch that was not used waits for the update
         self._link.up.wait(self._fetched)
         if self._has_sum:
             self._is_alone = False
-        self._take_room()
+        self._take_device_buffer()
         if not self._has_sum:
             assert self.whole_gradient is not None
             self._zero_padding(self.whole_gradient)
@@ -259,7 +268,7 @@ class StreamedFlat(Flat):
         assert self.slice_gradient is not None
         assert self.whole_gradient is not None
         arriving = self.whole_gradient
-        if arriving.dtype != self.slice_gradient.dtype:  # the first sum of all, which is in few bits still
+        if arriving.dtype != self.slice_gradient.dtype:  # the first gradient, still in the compute dtype
             arriving = torch.empty_like(arriving, dtype=self.slice_gradient.dtype)
         self._arriving = arriving, self._link.up.copy(arriving, self.slice_gradient, behind=self._sent)
         self._link.up_bytes += arriving.numel() * arriving.element_size()
@@ -278,10 +287,10 @@ class StreamedFlat(Flat):
         self._is_alone = False
         if self.whole_gradient is not None and self.whole_gradient.dtype != self.master_dtype:
             before = self.whole_gradient
-            self._take_room()
+            self._take_device_buffer()
             self.whole_gradient.copy_(before)
 
-    def _take_room(self) -> None:
+    def _take_device_buffer(self) -> None:
         dtype = self.compute_dtype if self._is_alone else self.master_dtype
-        self.whole_gradient = self.room.take(self, dtype)
+        self.whole_gradient = self.device_buffer.take(self, dtype)
         self._targets = [self._view(self.whole_gradient, index) for index in range(len(self.whole_parameters))]

@@ -1,9 +1,9 @@
-"""Holds a model's state in units and moves it at the right moment, by hooks from outside; the model is not edited.
+"""Hooks that gather a model's parameters before each block and reduce its gradients after; the model is not edited.
 
-A unit is one block's parameters (what no block owns belongs to the root). Before a unit computes, its flat buffers are
-made whole, the next unit's are fetched ahead in the order that the last pass recorded; after its backward its gradients
-are reduced while earlier units still compute. Reductions start in one fixed order on every rank (the reverse of the
-forward order, the root last), so ranks whose gradients arrive in another order, or not at all, still agree.
+A unit is the parameters of one block; parameters outside all blocks belong to the root unit. Before a unit computes,
+its flat buffers are gathered, and the next unit's are prefetched in the order that the last pass recorded. After its
+backward its gradients are reduced while earlier units still compute. All ranks start reductions in one fixed order
+(reverse forward order, the root last), so they agree even if gradients arrive in another order or not at all.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MakeFlats = Callable[[Block, Mapping[str, ParameterUses]], Sequence[Flat]]
 
 
 @dataclass(eq=False)
-class Use:
-    """A forward's use of a block: how many gradients of its inputs backward has yet to deliver."""
+class BlockUse:
+    """One forward through a block, and how many gradients of its inputs backward has yet to deliver."""
 
     inputs_left: int = 0
 
 
 class Unit:
-    """The flat buffers of one block, and where the block is in the step."""
+    """The flat buffers of one block, and the block's state in the current step."""
 
     def __init__(self, name: str, module: nn.Module, flats: Sequence[Flat]) -> None:
         self.name, self.module, self.flats = name, module, tuple(flats)
@@ -48,94 +48,94 @@ class Unit:
         self.in_backward = False
         self.needs_backward = False
         self.missing = 0
-        self.use = Use()
-        self.uses_in_backward: set[Use] = set()
+        self.use = BlockUse()
+        self.uses_in_backward: set[BlockUse] = set()
         self.expect_use()
 
     def expect_use(self) -> None:
-        """Start waiting for one gradient of every trained parameter, and for the inputs of a new forward."""
+        """Reset the counters: wait for a gradient of every trained parameter, and for the inputs of a new forward."""
         self.missing = sum(len(flat.whole_parameters) for flat in self.trained)
-        self.use = Use()
+        self.use = BlockUse()
         self.uses_in_backward.clear()
 
     @property
     def is_done(self) -> bool:
-        """Whether backward needs the block no more: the gradients of its parameters are all there, and of inputs."""
+        """Whether backward no longer needs the block: all gradients of its parameters and inputs have arrived."""
         return self.missing == 0 and not self.uses_in_backward
 
     def start_gather(self) -> None:
-        """Begin to make all buffers whole."""
+        """Start to gather all buffers."""
         for flat in self.flats:
             flat.start_gather()
 
     def finish_gather(self) -> None:
-        """Make all buffers whole."""
+        """Wait until all buffers are gathered and visible to the modules."""
         for flat in self.flats:
             flat.finish_gather()
 
     def release(self, stale: bool) -> None:
-        """After use; see `Flat.release`."""
+        """Release all buffers after use; see `Flat.release`."""
         self.in_backward = False
         for flat in self.flats:
             flat.release(stale)
 
 
 class Units:
-    """All units of a model, and the hooks that drive them."""
+    """All units of a model, and the hooks that gather and reduce them."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], compute_dtype: torch.dtype) -> None:
         self.root, self.blocks = units[0], tuple(units[1:])
         self.compute_dtype = compute_dtype
         self.sync = True
-        self.status: Status | None = None  # is told which block the rank is in, where somebody watches
+        self.status: Status | None = None  # if set, it records which block this rank is in
         self._is_streamed = any(unit.is_streamed for unit in units)
-        self.rehearses = False  # whether backwards drop their gradients, and what was added up before stays
+        self.rehearses = False  # if True, backward drops its gradients and keeps sums of earlier ones
         self._in_step = False  # see begin_step
-        self._forward_order: list[Unit] = []  # as recorded in this pass
-        self._order: list[Unit] = list(self.blocks)  # as recorded in the last whole pass
+        self._forward_order: list[Unit] = []  # of the current pass, as recorded so far
+        self._order: list[Unit] = list(self.blocks)  # of the last complete pass
         self._to_reduce: list[Unit] = []
         self._last_started: Unit | None = None
         self._in_backward = False
         self._has_gradients = False  # whether this backward has delivered any
-        self._accumulating = False  # whether the last backward left gradients for the next to add to
+        self._accumulating = False  # whether the last backward left gradients that the next one adds to
         self._places: dict[int, tuple[Flat, int]] | None = None
         self._install_hooks(model)
 
     @cached_property
     def all(self) -> tuple[Unit, ...]:
-        """Every unit, the root first."""
+        """All units, the root first."""
         return (self.root, *self.blocks)
 
     @property
     def flats(self) -> Iterator[Flat]:
-        """Every flat buffer, unit by unit."""
+        """All flat buffers, unit by unit."""
         return (flat for unit in self.all for flat in unit.flats)
 
     # --- a step of a pipeline
 
     def begin_step(self) -> None:
-        """From here to `end_step`, forwards and backwards of several micro-batches come in any order.
+        """Begin a pipeline step: until `end_step`, forwards and backwards of micro-batches run in any order.
 
-        The optimizer changes nothing meanwhile, so what is whole stays so, the root's buffers too; and backward adds
-        up gradients, which are reduced in the one that `sync` marks, or by `reduce_all`.
+        The optimizer changes nothing in between, so gathered buffers stay gathered, those of the root too. Backward
+        sums gradients, which are reduced in the backward that `sync` marks, or by `reduce_all`.
         """
         self._start_pass()
         self._in_step = True
         self._gather_lasting()
 
     def end_step(self) -> None:
-        """The optimizer may change the pieces now."""
+        """End a pipeline step and release all units. The optimizer may now change the pieces."""
         self._in_step = False
         for unit in self.all:
             unit.release(stale=True)
 
     def reduce_all(self) -> None:
-        """Reduce what backwards without `sync` have added up; outside of any backward."""
+        """Reduce the gradients that backwards without `sync` have summed. Call it outside of backward."""
         self._to_reduce = self._reduction_order()
         self._reduce()
 
     def add_late_gradient(self, parameter: Tensor) -> None:
-        """Take a gradient that was computed after the backward that it belongs to."""
+        """Take a parameter's gradient that was computed after the backward that it belongs to."""
         if self._places is None:
             self._places = {
                 id(whole): (flat, index) for flat in self.flats for index, whole in enumerate(flat.whole_parameters)
@@ -148,13 +148,14 @@ class Units:
     def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._forward_order = []
         if not self._in_step:
-            if torch._C._current_graph_task_id() == -1:  # else a checkpoint around the model runs it again in backward
+            # otherwise a checkpoint around the model is recomputing it in backward
+            if torch._C._current_graph_task_id() == -1:
                 self._start_pass()
             self._gather_lasting()
         return _cast(args, self.compute_dtype), _cast(kwargs, self.compute_dtype)
 
     def _gather_lasting(self) -> None:
-        """Make whole what stays whole for the pass: the root's buffers, and all that stage 3 does not free."""
+        """Gather the buffers that stay whole during the pass: the root's, and all that stage 3 does not free."""
         for unit in self.all:
             if unit is self.root or not any(flat.frees_whole for flat in unit.flats):
                 unit.start_gather()
@@ -163,10 +164,12 @@ class Units:
             self._start_first(self._order)
 
     def _start_pass(self) -> None:
-        """Trust nothing that an earlier pass left whole: without a backward, it may have been cut short or followed by
-        an update. Between the micro-batches of a step nothing changes, and what is whole stays so.
+        """Release all buffers that an earlier pass left gathered, unless gradients are being accumulated.
+
+        A pass without a backward may have been interrupted, or an update may have followed it. Between the
+        micro-batches of a step parameters do not change, so their buffers stay gathered.
         """
-        if self._in_backward:  # the last backward was cut short
+        if self._in_backward:  # the last backward was interrupted
             self._in_backward, self._last_started = False, None
             for flat in self.flats:
                 flat.discard_gradient()
@@ -190,7 +193,7 @@ class Units:
         if self.status is not None and not unit.in_backward:
             self.status.enters(unit.forward_words)
         unit.finish_gather()
-        if unit.in_backward:  # the user's own checkpointing calls the block again
+        if unit.in_backward:  # the user's own checkpointing recomputes the block
             return
         self._fetch_ahead(unit, +1)
         self._forward_order.append(unit)
@@ -226,10 +229,10 @@ class Units:
             self._begin_backward()
         if self.status is not None:
             self.status.enters(self.root.backward_words)
-        self.root.finish_gather()  # a forward without gradients in between has released it
+        self.root.finish_gather()  # an evaluation between forward and backward may have released it
 
-    def _before_backward(self, unit: Unit, use: Use, _: Tensor) -> None:
-        if unit.is_done and use.inputs_left == 0:  # an output that is an input handed on: its gradient comes last
+    def _before_backward(self, unit: Unit, use: BlockUse, _: Tensor) -> None:
+        if unit.is_done and use.inputs_left == 0:  # an output that is also an input: its gradient comes last
             return
         if self._in_step and not self._in_backward:
             self._begin_backward()
@@ -245,7 +248,7 @@ class Units:
                 flat.expect_gradient()
 
     def _take(self, number: int, place: int, index: int, parameter: Tensor) -> None:
-        if parameter.grad is None:  # it went into an operation whose backward had nothing for it
+        if parameter.grad is None:  # an operation used it whose backward gave no gradient
             return
         unit = self.all[number]
         flat = unit.trained[place]
@@ -288,7 +291,7 @@ class Units:
             if self._last_started is not None:
                 self._continue(self._last_started)
             self._last_started = unit
-            if not unit.is_sharded:  # nothing travels over `shard`, so the other axes need not wait for a unit
+            if not unit.is_sharded:  # nothing is sent over `shard`, so the reductions over other axes can start now
                 self._continue(unit)
                 self._last_started = None
 
@@ -299,7 +302,7 @@ class Units:
 
     @contextmanager
     def _named_by(self, unit: Unit) -> Iterator[None]:
-        """Calls are known by this unit's backward, whichever block's the rank is in by now."""
+        """Attribute the collectives inside the block to this unit's backward, not to the block that the rank is in."""
         if self.status is None:
             yield
             return
@@ -313,7 +316,8 @@ class Units:
         self._in_backward = False
         if self.status is not None and not self._in_step:
             self.status.enters("the end of backward")
-        if not self._has_gradients and not self._in_step:  # torch.autograd.grad; a backward through its result may come
+        # torch.autograd.grad; a backward through its result may follow
+        if not self._has_gradients and not self._in_step:
             return
         if not self.rehearses:
             self._accumulating = not self.sync
@@ -331,7 +335,7 @@ class Units:
                 unit.release(stale=False)
 
     def _reduce(self) -> None:
-        """Reduce all that is still to be, and show the optimizer its gradients."""
+        """Reduce all gradients that are left, and make them visible to the optimizer."""
         self._reduce_ready(force=True)
         if self._last_started is not None:
             self._continue(self._last_started)
@@ -343,7 +347,7 @@ class Units:
     # --- inside
 
     def _fetch_ahead(self, unit: Unit, direction: int) -> None:
-        """Start gathering the unit that the last pass used after (or, in backward, before) this one."""
+        """Start to gather the unit that the last pass used after this one (in backward, `direction` -1: before)."""
         try:
             position = self._order.index(unit)
         except ValueError:
@@ -354,15 +358,18 @@ class Units:
             self._start_first(self._order[:position][::-1], for_backward=True)
 
     def _start_first(self, units: Sequence[Unit], for_backward: bool = False) -> None:
-        """Start gathering the first of them; where some are streamed from the host, the first of those."""
+        """Start to gather the first of `units`; if some units are streamed from the host, the first streamed one."""
         following = next((unit for unit in units if unit.is_streamed or not self._is_streamed), None)
         if following is not None and (following.needs_backward or not for_backward):
             following.start_gather()
 
     def _await_inputs(self, unit: Unit, tensors: list[Tensor]) -> None:
-        """What is frozen in a block has no gradient to wait for, and backward needs it until the inputs have theirs."""
+        """Keep a block with frozen parameters gathered until its inputs have gradients.
+
+        Frozen parameters get no gradient to wait for, and backward needs them until then.
+        """
         use, inputs = unit.use, [tensor for tensor in tensors if tensor.requires_grad]
-        use.inputs_left += len(inputs) or 1  # with no input found, the block waits for the end of backward
+        use.inputs_left += len(inputs) or 1  # if no input is found, the block stays gathered until backward ends
 
         def arrived(_: Tensor) -> None:
             use.inputs_left -= 1
@@ -386,7 +393,7 @@ class Units:
 
 
 def _weakly(method: Callable[..., None], *numbers: int) -> Callable[[Tensor], None]:
-    """A hook on a parameter that does not keep its owner alive; Python cannot break cycles through tensors."""
+    """Return a parameter hook that does not keep its owner alive. Python cannot collect cycles through tensors."""
     reference = weakref.WeakMethod(method)
 
     def call(tensor: Tensor) -> None:
@@ -398,23 +405,23 @@ def _weakly(method: Callable[..., None], *numbers: int) -> Callable[[Tensor], No
 
 
 def units_of(model: nn.Module) -> Units | None:
-    """The units that hold a model's state, or None for a model that one rank holds plainly."""
+    """Return the units that hold a model's state, or None if it has no flat buffers."""
     return model.__dict__.get(_ATTRIBUTE)
 
 
-def hold(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dtype) -> Units:
-    """Put every parameter of `model` into units: one for each block, and the root's for the rest (tied ones too)."""
+def make_units(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dtype) -> Units:
+    """Put every parameter of `model` into units: one per block; tied and all other parameters into the root's."""
     if units_of(model) is not None:
         raise PlanError("the model is parallel already; build it anew to apply another plan")
     structure, places = profile(model), find_parameters(model)
     units = [Unit(b.name, model.get_submodule(b.name), make_flats(b, places[b.name])) for b in structure.all]
-    held = Units(model, units, compute_dtype)
-    model.__dict__[_ATTRIBUTE] = held
-    return held
+    all_units = Units(model, units, compute_dtype)
+    model.__dict__[_ATTRIBUTE] = all_units
+    return all_units
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Every tensor inside nested tuples, lists, dicts and dataclasses."""
+    """Return every tensor inside nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -427,7 +434,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in the arguments of a model, in the compute dtype."""
+    """Return `value` with all floating-point tensors inside it in `dtype`."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, tuple) and not hasattr(value, "_fields"):

@@ -21,7 +21,7 @@ from weft.data.config import DataConfig
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
 from weft.inspection.blocks import find_blocks
-from weft.memory.recompute_context import carry
+from weft.memory.recompute_context import register_state
 from weft.models.decoder import CausalAttention
 from weft.parallel.context.attention import gather_documents
 from weft.pipeline.rank_model import rank_model
@@ -48,7 +48,7 @@ def separate_documents(model: nn.Module, end: int, axis: Axis) -> None:
         stage.register_forward_pre_hook(partial(_tell, _Documents(stage), end, axis, gathered))
         if own.pipeline is not None:  # when a block is computed again, a later micro-batch has come
             for block in find_blocks(stage).values():
-                carry(block, _Documents(block))
+                register_state(block, _Documents(block))
 
 
 def _with_elsewhere(model: nn.Module) -> Iterator[nn.Module]:

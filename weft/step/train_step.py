@@ -23,7 +23,7 @@ from weft.parallel.model_state import sync_gradients
 from weft.parallel.tile import own_targets, repeats
 from weft.pipeline.rank_model import pipeline_of
 from weft.pipeline.runtime import Pipeline, Work
-from weft.pipeline.sections import losing
+from weft.pipeline.sections import raising_lost_rank
 from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import Plan
 from weft.step.cuda_graph import Graph
@@ -136,7 +136,7 @@ def _run_pipeline(
 
     def compute() -> tuple[Tensor, Tensor]:
         loss = model.run(work)
-        with losing("the sum of losses, or of the gradient norm,"):
+        with raising_lost_rank("the sum of losses, or of the gradient norm,"):
             all_reduce(loss, mesh["losses"]).wait()
             if before_update is not None:
                 before_update()
@@ -206,7 +206,7 @@ def _evaluate_pipeline(model: Pipeline, work: Work, mesh: Mesh) -> Tensor:
 
     def compute() -> Tensor:
         total = model.run(work)
-        with losing("the sum of losses"):
+        with raising_lost_rank("the sum of losses"):
             all_reduce(total, mesh["losses"]).wait()
         return total
 

@@ -35,7 +35,7 @@ from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.peer_watch import Lookout
 from weft.resilience.shared_memory import claim, folder_of
 from weft.run_file import Run
-from weft.sharding.host_memory import check_room
+from weft.sharding.host_memory import check_memory_fits
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.step.documents import has_separate_documents, separate_documents
 from weft.step.examples import example_inputs, example_loss, micro_batch_profile, model_flops
@@ -73,7 +73,7 @@ def refuse_start(run: Run, place: Place) -> None:
         refuse_timeline(run.plan, Path(run.train.timeline))
     if run.plan.memory.activations or run.plan.memory.weights:  # what else is on the host follows from the run
         hosted = predict(run, run_cluster(run, place.num_hosts)).cost.host_bytes
-        check_room(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
+        check_memory_fits(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
 
 
 def build_state(

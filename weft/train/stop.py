@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.comm import Pending, all_reduce
 from weft.mesh import Mesh
-from weft.pipeline.sections import Sections, losing
+from weft.pipeline.sections import Sections, raising_lost_rank
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -41,7 +41,7 @@ class Stop:
 
     def _vote(self) -> list[float]:
         flag = torch.tensor([int(self._wanted)], dtype=torch.int32)
-        with losing("the vote on whether to stop"):
+        with raising_lost_rank("the vote on whether to stop"):
             all_reduce(flag, self._mesh["world"], "max").wait()
         return [float(flag.item())]
 

@@ -39,7 +39,7 @@ from weft.inspection.parameter_cut import Cut, share
 from weft.inspection.rng import INNER, PART, WHOLE, ScopedRng, has_dropout
 from weft.inspection.split_probe import linear_sizes
 from weft.inspection.tensor_splits import Pairing, Split, is_norm
-from weft.memory.recompute_context import carry
+from weft.memory.recompute_context import register_state
 from weft.mesh import Mesh
 from weft.parallel.tensor import convolution
 from weft.parallel.tensor.cost import localise, traffic, transient_bytes
@@ -150,7 +150,7 @@ class _Applier:
         stream = WHOLE if self.stream is None else PART
         for block in find_blocks(self.model).values():
             block.register_forward_pre_hook(partial(_enter, rng, stream), prepend=True)
-            carry(block, rng)
+            register_state(block, rng)
         for name, module in self.model.named_modules():
             if isinstance(module, nn.modules.dropout._DropoutNd) and self.pairing.block_of(name) is None:
                 module.register_forward_pre_hook(lambda *_: rng.enter_first(WHOLE))

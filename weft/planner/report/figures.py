@@ -12,7 +12,7 @@ from html import escape
 from typing import Any
 
 from weft.planner.report.style import bytes_text, count_text, number, part_class, percent, policy_text, seconds_text
-from weft.schedule.draw import marks_of
+from weft.schedule.draw import axis_marks
 
 WIDTH = 1000  # of every figure; the page scales it
 CHARACTER = 7.0  # pixels that a character takes, about
@@ -82,7 +82,7 @@ def memory_bars(plans: Sequence[Mapping[str, Any]], rejected: Sequence[Mapping[s
         note = f"step {seconds_text(plan['seconds'])}" if plan.get("seconds") else ""
         rows, y = _memory_row(str(plan["axes"]), note, plan, below, limit_bytes, scale, y)
         shapes += rows
-    marks = marks_of(longest)
+    marks = axis_marks(longest)
     grid = [line(_LEFT + mark * scale, 20, _LEFT + mark * scale, y, "grid") for mark in marks]
     axis = [text(_LEFT + mark * scale, y + 16, number(mark / 1e9), "quiet", "middle") for mark in marks[::2]]
     axis.append(text(0, y + 16, "GB per device", "quiet"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from weft.schedule.draw import unit_of
+from weft.schedule.draw import time_unit
 
 # On a light and on a dark ground. Forward, backward and weight gradients are shades of compute.
 _COLOURS = {
@@ -132,7 +132,7 @@ def seconds_text(seconds: float | None) -> str:
         return "–"
     if seconds == 0:
         return "0 s"
-    per_second, unit = unit_of(abs(seconds))
+    per_second, unit = time_unit(abs(seconds))
     value = seconds * per_second
     return f"{value:,.0f} {unit}" if abs(value) >= 999.5 else f"{value:#.4g} {unit}"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.planner.report.figures import CHARACTER, WIDTH, line, rectangle, stacked, svg, text
 from weft.planner.report.style import percent, seconds_text
-from weft.schedule.draw import marks_of, unit_of
+from weft.schedule.draw import axis_marks, time_unit
 
 MAX_RANKS, MAX_RECTANGLES = 16, 4000
 KINDS = ("forward", "backward", "weight")
@@ -41,8 +41,8 @@ def step_picture(plan: Mapping[str, Any]) -> tuple[str, str, list[str]]:
     y += 12 if drawn else 0
     shapes += [text(0, y + 17, "the step"), *stacked(plan["where"], scale, _LEFT, y, 26, "s")]
     shapes += _part_names(plan["where"], scale, y)
-    per_second, unit = unit_of(longest)
-    marks = [(_LEFT + mark * scale, f"{mark * per_second:.6g}") for mark in marks_of(longest)]
+    per_second, unit = time_unit(longest)
+    marks = [(_LEFT + mark * scale, f"{mark * per_second:.6g}") for mark in axis_marks(longest)]
     grid = [line(x, 0, x, y + 32, "grid") for x, _ in marks]
     axis = [text(x, y + 46, words, "quiet", "middle") for x, words in marks]
     label = f"Timeline of a step of {seconds_text(plan['seconds'])}" + (f" on {len(ranks)} pipe ranks" if ranks else "")
