@@ -53,6 +53,27 @@ def make_plan(axes: str, seconds: float, activations: float = 22.4e9, **other: A
     }
 
 
+CLUSTER = {
+    "name": "a100-80:640x8",
+    "nodes": 640,
+    "devices": 5120,
+    "devices_per_node": 8,
+    "device": "A100-80",
+    "memory_limit_bytes": 80e9,
+    "intra_bytes_per_second": 300e9,
+    "inter_bytes_per_second": 200e9,
+}
+QUESTION = {
+    "asked": "1,920 sequences of 2,048 tokens",
+    "unit": "tokens",
+    "batch": 1920,
+    "tokens_per_step": 3932160,
+    "precision": "bf16",
+    "objective": "time",
+    "constraints": ["pipe>=4", "tensor.x<=8"],
+}
+
+
 def make_answer(**other: Any) -> dict[str, Any]:
     """What `weft plan` says of a 530B model on 5,120 devices; `other` replaces parts of it."""
     shapes = [(16, 8, 40, 11.92), (20, 8, 32, 12.05), (8, 8, 80, 12.31), (40, 4, 32, 12.8), (32, 8, 20, 13.36)]
@@ -70,25 +91,8 @@ def make_answer(**other: Any) -> dict[str, Any]:
     far_too_large = make_plan("data 320 × shard 2 (stage 1) × pipe 4 (zero-bubble) × x 2", 10.4, 158e9)
     answer = {
         "model": {"name": "gpt-530b", "parameters": 529_600_000_000, "blocks": 105},
-        "cluster": {
-            "name": "a100-80:640x8",
-            "nodes": 640,
-            "devices": 5120,
-            "devices_per_node": 8,
-            "device": "A100-80",
-            "memory_limit_bytes": 80e9,
-            "intra_bytes_per_second": 300e9,
-            "inter_bytes_per_second": 200e9,
-        },
-        "question": {
-            "asked": "1,920 sequences of 2,048 tokens",
-            "unit": "tokens",
-            "batch": 1920,
-            "tokens_per_step": 3932160,
-            "precision": "bf16",
-            "objective": "time",
-            "constraints": ["pipe>=4", "tensor.x<=8"],
-        },
+        "cluster": dict(CLUSTER),
+        "question": dict(QUESTION),
         "considered": 12345,
         "search_seconds": 3.2,
         "plans": plans,

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
@@ -164,6 +165,68 @@ class _UnitCall:
         return [number for number, copy, version in self.copies if copy._version != version]
 
 
+class _UnitHooks:
+    """Hooks on a model's units that record each unit's call as one event. Inside a unit, nothing is recorded."""
+
+    def __init__(self, model: nn.Module, recorder: _TraceRecorder, y: int) -> None:
+        self._recorder, self._blocks, self._y = recorder, find_blocks(model), y
+        self._calls: list[_UnitCall | None] = []  # the units being called; None for a unit inside a unit
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    def unit(self) -> str | None:
+        """The name of the unit being called."""
+        return next((call.name for call in self._calls if call is not None), None)
+
+    def install(self, units: Mapping[str, nn.Module]) -> None:
+        for name, module in units.items():
+            enter, begin = partial(self._enter, name), partial(self._begin, name)
+            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_pre_hook(begin))
+            self._handles.append(module.register_forward_hook(self._leave))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self.unit is not None:
+            self._recorder.fake.__exit__(None, None, None)
+
+    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        recorder = self._recorder
+        self._calls.append(None if self._calls else _UnitCall(name, recorder.find((args, kwargs))))
+        call = self._calls[-1]
+        if call is None:
+            return None
+        recorder.switch(False)
+        recorder.ledger.event = len(recorder.events)
+
+        def copy(tensor: Tensor) -> Tensor:
+            with torch._C.DisableTorchFunction():
+                wide = put(_widen(recorder, recorder.fake, tensor, self._y), place_of(tensor))
+            if tensor in recorder.numbers:
+                call.copies.append((recorder.numbers[tensor], wide, wide._version))
+            return wide
+
+        args, kwargs = map_tensors(copy, (args, kwargs))
+        recorder.fake.__enter__()
+        return args, kwargs
+
+    def _begin(self, name: str, *_: Any) -> None:
+        if self._calls[-1] is not None and name in self._blocks:  # after hand-overs, which recompute does not repeat
+            self._recorder.ledger.block = name
+
+    def _leave(self, _: nn.Module, __: Any, result: Any) -> Any:
+        call, recorder = self._calls.pop(), self._recorder
+        if call is None:
+            return None
+        result = map_tensors(lambda tensor: _narrow(tensor, self._y), result)
+        recorder.ledger.event, recorder.ledger.block = None, ""
+        recorder.fake.__exit__(None, None, None)
+        recorder.write(call.name, True, call.inputs, result, call.changed)
+        recorder.switch(True)
+        return result
+
+
 def trace(
     model: nn.Module,
     args: Any,
@@ -186,65 +249,22 @@ def trace(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
     )
     units = find_units(model)
-    blocks, state = find_blocks(model), _fake_state(model, units, fake, dtype, device, y)
-    inside: list[_UnitCall | None] = []  # the units being called
-
-    def enter(name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        inside.append(None if inside else _UnitCall(name, recorder.find((args, kwargs))))
-        call = inside[-1]
-        if call is None:  # a unit inside a unit is not recorded
-            return None
-        recorder.switch(False)
-        ledger.event = len(recorder.events)
-
-        def copy(tensor: Tensor) -> Tensor:
-            with torch._C.DisableTorchFunction():
-                wide = put(_widen(recorder, fake, tensor, y), place_of(tensor))
-            if tensor in recorder.numbers:
-                call.copies.append((recorder.numbers[tensor], wide, wide._version))
-            return wide
-
-        args, kwargs = map_tensors(copy, (args, kwargs))
-        fake.__enter__()
-        return args, kwargs
-
-    def begin(name: str, *_: Any) -> None:
-        if inside[-1] is not None and name in blocks:  # after hand-overs, which recompute does not repeat
-            ledger.block = name
-
-    def leave(_: nn.Module, __: Any, result: Any) -> Any:
-        call = inside.pop()
-        if call is None:
-            return None
-        result = map_tensors(lambda tensor: _narrow(tensor, y), result)
-        ledger.event, ledger.block = None, ""
-        fake.__exit__(None, None, None)
-        recorder.write(call.name, True, call.inputs, result, call.changed)
-        recorder.switch(True)
-        return result
-
-    handles = []
-    for name, module in units.items():
-        handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_pre_hook(partial(begin, name)))
-        handles.append(module.register_forward_hook(leave))
+    state = _fake_state(model, units, fake, dtype, device, y)
+    hooks = _UnitHooks(model, recorder, y)
+    hooks.install(units)
     try:
         with _in_tiles((args, kwargs), tiled, ledger), recorder.watching(state):
             output = call_with(model, {**state, **_other_buffers(model, state, device)}, args, kwargs)
             recorder.write(END, False, recorder.find(output), None)
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        unit = next((call.name for call in inside if call is not None), None)
         last = next((event.name for event in reversed(recorder.events) if event.is_call), "its start")
-        where = f"inside '{unit}'" if unit else f"after '{last}'"
+        where = f"inside '{hooks.unit}'" if hooks.unit else f"after '{last}'"
         raise PlanError(
             f"the model cannot be cut into stages: {where} its forward depends on the values of a result ({error}), "
             f"which are not known beforehand; use pipe = 1, or compute it without a look at values"
         ) from error
     finally:
-        for handle in handles:
-            handle.remove()
-        if any(call is not None for call in inside):
-            fake.__exit__(None, None, None)
+        hooks.remove()
     numbers = {name: number for number, name in enumerate(state)}
     return Trace(tuple(recorder.events), tuple(recorder.values), numbers, state, tuple(ledger.said))
 
