@@ -30,7 +30,7 @@ from weft.planner.predict import predict
 from weft.profile import profile
 from weft.run_file import Run, load_run
 from weft.schedule.actions import Message, with_messages
-from weft.schedule.activation_lifetimes import answers
+from weft.schedule.activation_lifetimes import confirmed_sends
 from weft.schedule.schedules import make_schedule
 from weft.step.examples import example_inputs
 from weft.step.objective import Batch
@@ -174,7 +174,7 @@ def test_what_lies_beside_regions_is_saved_whole(model_fn: Any, tensor: TensorPl
 def test_what_was_sent_is_known_to_have_arrived_soon(name: str) -> None:
     schedule = with_messages(make_schedule(name, 4, 16))
     for rank, steps in enumerate(schedule.lists):
-        arrived, under_way, most = answers(schedule, rank), set(), 0
+        arrived, under_way, most = confirmed_sends(schedule, rank), set(), 0
         for step in steps:
             if isinstance(step, Message) and step.is_send:
                 under_way.add(step.key)
