@@ -29,7 +29,7 @@ from weft.models import build
 from weft.plan import Plan
 from weft.run_file import Run, load_run
 from weft.spatial.dry_run import _run, dry_run
-from weft.spatial.fuse import Layer
+from weft.spatial.fuse import NeighbourLayer
 from weft.spatial.windows import Extra
 from weft.step.examples import micro_batch_profile
 from weft.train.batches import prepare_data
@@ -79,12 +79,12 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") 
 # --- tiles
 
 
-def margins(run: Run, fused: int) -> tuple[Layer, Extra]:
+def margins(run: Run, fused: int) -> tuple[NeighbourLayer, Extra]:
     """The first layer that looks at neighbours, and the pixels that are fetched for it: rows and columns, each way."""
     plan = replace(run.plan, tile=replace(run.plan.tile, fused=fused))
     whole, at = micro_batch_profile(run), {"rows": 0, "columns": 0}
     assert isinstance(run.data, SlidesConfig)
-    layers: list[Layer] = []
+    layers: list[NeighbourLayer] = []
     _run(whole, Plan(tile=plan.tile), at, (run.data.size, run.data.size), {}, layers)
     extras = dry_run(whole, plan, at).extras
     return layers[0], layers[0].before(extras.get(layers[0].position, ((0, 0), (0, 0))))
@@ -94,10 +94,10 @@ def regions(run: Run, fused: int) -> list[tuple[int, int, int, int]]:
     """(top, bottom, left, right) of what each rank holds behind its first exchange."""
     layer, (down, right) = margins(run, fused)
     found = []
-    for top, bottom in layer.taken.rows.owned:
-        for begin, end in layer.taken.columns.owned:
-            rows = max(0, top - down[0]), min(layer.taken.rows.size, bottom + down[1])
-            found.append((*rows, max(0, begin - right[0]), min(layer.taken.columns.size, end + right[1])))
+    for top, bottom in layer.input_layout.rows.owned:
+        for begin, end in layer.input_layout.columns.owned:
+            rows = max(0, top - down[0]), min(layer.input_layout.rows.size, bottom + down[1])
+            found.append((*rows, max(0, begin - right[0]), min(layer.input_layout.columns.size, end + right[1])))
     return found
 
 

@@ -15,7 +15,7 @@ from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.parallel.tile import tile
 from weft.plan import Plan, Tile
-from weft.spatial.dry_run import Dry, dry_run
+from weft.spatial.dry_run import DryRun, dry_run
 from weft.spatial.tile_layout import Grid
 from weft.spatial.tiled_model import install
 from weft.spatial.view import View
@@ -215,7 +215,7 @@ def _order(value: Any) -> Any:
     return (str(value),) if isinstance(value, str) else ("", float("inf") if value != value else value)
 
 
-def dry(model: nn.Module, shape: tuple[int, ...], plan: Tile, row: int = 0, column: int = 0) -> Dry:
+def dry(model: nn.Module, shape: tuple[int, ...], plan: Tile, row: int = 0, column: int = 0) -> DryRun:
     """A rank's dry run."""
     from weft.profile import profile
 

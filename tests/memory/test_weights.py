@@ -347,7 +347,7 @@ def stay_away(self: StreamedFlat) -> None:
     if id(self) not in FETCHED:
         FETCH(self)
     FETCHED.add(id(self))
-    self.device_buffer.holder = self
+    self.device_buffer.weight_holder = self
 
 
 def begin_anew(self: StreamedFlat) -> None:
@@ -356,7 +356,7 @@ def begin_anew(self: StreamedFlat) -> None:
 
 
 def keep_here(self: DeviceBuffer, target: Tensor, gradient: Tensor) -> None:
-    self.owner = None
+    self.gradient_holder = None
 
 
 FETCHED = set[int]()
@@ -381,7 +381,7 @@ def test_weights_come_a_block_ahead(share: float, monkeypatch: pytest.MonkeyPatc
     late, finish = list[str](), StreamedFlat.finish_gather
 
     def watched(self: StreamedFlat) -> None:
-        if not self.is_whole and self.device_buffer.holder is not self:
+        if not self.is_whole and self.device_buffer.weight_holder is not self:
             late.append(self.layout.parameters[0].name)
         finish(self)
 

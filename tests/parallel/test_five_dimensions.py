@@ -32,8 +32,8 @@ from weft.plan import Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.profile import profile
 from weft.proof.prove import ProofReport, verify
 from weft.spatial.dry_run import dry_run
-from weft.spatial.halo import Side
-from weft.spatial.tile_layout import Place, Share
+from weft.spatial.halo import HaloDim
+from weft.spatial.tile_layout import BatchShare, TileLayout
 from weft.step.train_step import evaluate, train_step
 
 pytestmark = pytest.mark.processes
@@ -112,17 +112,17 @@ def test_running_statistics_are_compared() -> None:
 
 
 def test_finds_a_stage_that_takes_tiles_for_whole_images(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(stage_module, "put", lambda tensor, place: tensor)
+    monkeypatch.setattr(stage_module, "set_layout", lambda tensor, place: tensor)
     assert {"loss", "worst gradient"} <= failures(check("GroupNorm", over(Pipe(2), 1, 2)))
 
 
 def test_finds_a_halo_that_has_no_backward(monkeypatch: Patch) -> None:
-    original = Side.add_up
+    original = HaloDim.add_up
 
-    def forgetful(self: Side, gradient: Tensor, received: Any) -> Tensor:
+    def forgetful(self: HaloDim, gradient: Tensor, received: Any) -> Tensor:
         return original(self, gradient, [(peer, torch.zeros_like(more)) for peer, more in received])
 
-    monkeypatch.setattr(Side, "add_up", forgetful)
+    monkeypatch.setattr(HaloDim, "add_up", forgetful)
     found = failures(check("GroupNorm", over(Pipe(2), 2, 1)))
     assert "worst gradient" in found
     assert not any(what.startswith("traffic") for what in found)
@@ -147,19 +147,19 @@ def places(plan: Plan, name: str = "BatchNorm") -> list[tuple[tuple[int, ...], A
     """Shape and place of what crosses stages."""
     route = staged(plan, name)[1].route
     values = [route.trace.values[int(edge.name)] for edge in route.edges]
-    return [(value.shape, value.place) for value in values]
+    return [(value.shape, value.layout) for value in values]
 
 
 def test_tiles_cross_until_they_are_handed_over() -> None:
     at = RESNET[1:2]  # 8 channels of 6 × 7 pixels, of which the first tile has 6 × 4
     ((shape, place),) = places(over(Pipe(2, split=at), 1, 2))
     assert shape == (2, 8, 6, 4)
-    assert isinstance(place, Place)
+    assert isinstance(place, TileLayout)
     assert place.sizes == (6, 7)
     ((shape, place),) = places(over(Pipe(2, split=at), 1, 2, until="layer1"))
     assert (shape, place) == ((2, 8, 6, 7), None)
     ((shape, place),) = places(over(Pipe(2, split=at), 1, 2, until="layer1", hand_over="batch"))
-    assert (shape, place) == ((1, 8, 6, 7), Share(2))
+    assert (shape, place) == ((1, 8, 6, 7), BatchShare(2))
     ((shape, place),) = places(over(Pipe(2, split=at), 1, 2, until="layer1.1"))  # handed over behind the message
     assert shape == (2, 8, 6, 4)
 
@@ -167,7 +167,7 @@ def test_tiles_cross_until_they_are_handed_over() -> None:
 def test_both_skips_of_a_unet_cross_as_tiles() -> None:
     found = places(over(Pipe(3, split=UNET), 2, 1), "unet")
     assert [shape for shape, _ in found] == [(2, 4, 7, 18), (2, 8, 3, 9), (2, 8, 2, 4), (2, 12, 7, 18)]
-    assert all(isinstance(place, Place) for _, place in found)
+    assert all(isinstance(place, TileLayout) for _, place in found)
 
 
 def test_no_rank_makes_a_whole_image() -> None:

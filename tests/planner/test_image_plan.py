@@ -77,7 +77,7 @@ def test_sections_of_any_grid_are_near_its_dry_run(tile: Tile, within: float) ->
         )
     sent, said = Counter[str](), Counter[str]()
     times, calls = Counter[str](), Counter[str]()
-    for axis, operation, num_bytes in (one.call for one in dry.said):
+    for axis, operation, num_bytes in (one.call for one in dry.calls):
         if operation == "send":
             sent[axis] += num_bytes
             calls[axis] += 1
@@ -118,7 +118,7 @@ def test_blocks_of_two_streams_are_handed_over_with_both() -> None:
     at = sections.handed_over_at(tile)
     told = sections.under(tile)[at].part.told
     dry = dry_run(model.profile, Plan(tile=tile), {"rows": 0, "columns": 0})
-    said = [one.call for one in dry.said if not one.block and one.call[1] == "send"]
+    said = [one.call for one in dry.calls if not one.block and one.call[1] == "send"]
     assert sum(call.num_bytes * call.times for call in told) == sum(num_bytes for _, _, num_bytes in said)
     assert sum(call.times for call in told) == len(said) == 8  # two tensors along two axes, both ways
 

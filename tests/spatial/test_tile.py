@@ -32,8 +32,8 @@ from weft.proof.prove import ProofReport, verify
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import units_of
 from weft.spatial import halo, norms
-from weft.spatial.halo import Side
-from weft.spatial.tile_layout import Notes, Share, place_of, put
+from weft.spatial.halo import HaloDim
+from weft.spatial.tile_layout import BatchShare, LayoutNotes, layout_of, set_layout
 from weft.spatial.tiling import tiling_of
 from weft.step.train_step import evaluate, train_step
 
@@ -173,23 +173,23 @@ def broken(name: str, plan: Plan) -> set[str]:
 
 
 def test_finds_a_halo_that_has_no_backward(monkeypatch: Patch) -> None:
-    original = Side.add_up
+    original = HaloDim.add_up
 
-    def forgetful(self: Side, gradient: Tensor, received: Any) -> Tensor:
+    def forgetful(self: HaloDim, gradient: Tensor, received: Any) -> Tensor:
         return original(self, gradient, [(peer, torch.zeros_like(more)) for peer, more in received])
 
-    monkeypatch.setattr(Side, "add_up", forgetful)
+    monkeypatch.setattr(HaloDim, "add_up", forgetful)
     found = broken("classic", over(1, 2))
     assert "worst gradient" in found
 
 
 def test_finds_a_halo_that_does_not_arrive(monkeypatch: Patch) -> None:
-    original = Side.assemble
+    original = HaloDim.assemble
 
-    def forgetful(self: Side, out: Tensor, value: Any, strips: list[Tensor], fill: float) -> Tensor:
+    def forgetful(self: HaloDim, out: Tensor, value: Any, strips: list[Tensor], fill: float) -> Tensor:
         return original(self, out, value, [torch.zeros_like(strip) for strip in strips], fill)
 
-    monkeypatch.setattr(Side, "assemble", forgetful)
+    monkeypatch.setattr(HaloDim, "assemble", forgetful)
     assert "loss" in broken("classic", over(2, 1))
 
 
@@ -234,7 +234,7 @@ def test_finds_a_loss_that_counts_a_sample_for_each_tile(monkeypatch: Patch) -> 
 
 
 def sent(plan: Plan, shape: tuple[int, ...], make: Callable[[], nn.Module], row: int, column: int) -> list[Any]:
-    return [(one.call, one.is_backward) for one in dry(make(), shape, plan.tile, row, column).said]
+    return [(one.call, one.is_backward) for one in dry(make(), shape, plan.tile, row, column).calls]
 
 
 def test_bytes_of_an_inner_tile_by_hand() -> None:
@@ -264,7 +264,7 @@ def test_bytes_of_a_stride_and_of_one_axis_by_hand() -> None:
 
 def root_sends(model: nn.Module, plan: Tile, shape: tuple[int, ...]) -> list[tuple[str, str, int, bool]]:
     """What a rank sends outside of blocks, in forward and (True) backward."""
-    said = dry(model, shape, plan).said
+    said = dry(model, shape, plan).calls
     return [(*one.call, one.is_backward) for one in said if not one.block and one.call[1] == "send"]
 
 
@@ -277,7 +277,7 @@ def test_all_that_enters_the_block_at_a_hand_over_is_handed_over_once() -> None:
     handed = [("columns", "send", size, is_backward) for size in (own, 4 * own) for is_backward in (False, True)]
     assert sorted(found) == sorted([*stem, *handed])
     later = {f"cells.{number}" for number in range(2, 6)}
-    assert not [one for one in dry(Streams(), shape, plan).said if one.block in later]
+    assert not [one for one in dry(Streams(), shape, plan).calls if one.block in later]
     third = root_sends(Streams(3), Tile(1, 2, until="cells.2"), shape)  # takes the stem's result too, as large
     assert sorted(third) == sorted([*found, *handed[2:]])
 
@@ -291,14 +291,14 @@ def test_a_stream_of_no_more_pixels_is_handed_over_where_it_is_first_taken() -> 
             logits: Tensor = self.head(self.cells[3](self.cells[4](early, early), last).mean((2, 3)))
             return logits
 
-    found = dry(Skip(), (2, 3, 16, 24), Tile(1, 2, until="cells.1")).said
+    found = dry(Skip(), (2, 3, 16, 24), Tile(1, 2, until="cells.1")).calls
     assert {one.block for one in found if one.call[0] == "columns"} == {"", "cells.0"}
 
 
 def test_larger_images_that_go_around_a_hand_over_stay_in_tiles() -> None:
     found = dry(UNet(), (2, 3, 16, 24), Tile(1, 2, until="bottom"))
     assert found.output == "tile"
-    blocks = {one.block.partition(".")[0] for one in found.said if one.call[0] == "columns"}
+    blocks = {one.block.partition(".")[0] for one in found.calls if one.call[0] == "columns"}
     assert blocks == {"", "down1", "down2", "merge1", "merge2"}
 
 
@@ -329,7 +329,7 @@ def messages(fused: int, make: Callable[[], nn.Module], shape: tuple[int, ...]) 
     """How many there are in a forward, and the share of the whole model's FLOPs."""
     found = dry(make(), shape, Tile(1, 4, fused=fused), 0, 1)
     whole = profile(make(), lambda: (torch.zeros(shape),))
-    calls = [one for one in found.said if one.call[1] == "send" and not one.is_backward]
+    calls = [one for one in found.calls if one.call[1] == "send" and not one.is_backward]
     return len(calls), found.profile.flops / whole.flops
 
 
@@ -349,7 +349,7 @@ def test_fused_halos_over_strides() -> None:
     found = dry(nn.Sequential(*layers), (1, 1, 8, 64), Tile(1, 2, fused=3))
     # h = s h + lo: 2 for the last, 2·2 + 1 and 2·2 + 0 before the second, and one more each before the first.
     assert list(found.extras.values()) == [((0, 0), (2, 2)), ((0, 0), (5, 4))]
-    assert [one.call for one in found.said if not one.is_backward] == [("columns", "send", 6 * 8 * 4)]
+    assert [one.call for one in found.calls if not one.is_backward] == [("columns", "send", 6 * 8 * 4)]
 
 
 # --- memory
@@ -474,13 +474,13 @@ def test_tiles_drop_pixels_apart_and_channels_alike() -> None:
 
 
 def test_copies_of_a_model_know_nothing_of_its_memory() -> None:
-    notes, image = Notes(), torch.zeros(2, 3)
-    notes.take_down(put(image, Share(4)))
+    notes, image = LayoutNotes(), torch.zeros(2, 3)
+    notes.record(set_layout(image, BatchShare(4)))
     again, other = (image.view(2, 3) for _ in range(2))
     copy.deepcopy(notes).restore(other)
     notes.restore(again)
-    assert place_of(other) is None
-    assert place_of(again) == Share(4)
+    assert layout_of(other) is None
+    assert layout_of(again) == BatchShare(4)
 
 
 # --- bad input

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.inspection.parameter_cut import Interval, share
 from weft.spatial import overlap
-from weft.spatial.ownership import Line, Window, inside, length, meet, moves
+from weft.spatial.ownership import Line, SlidingWindow, inside, length, meet, transfers
 
 TOLERANCE = 1e-12
 
@@ -28,7 +28,7 @@ def test_every_rank_gets_what_it_needs_from_its_owner(size: int, degree: int, da
     line = Line.of(size, degree, extra)
     bounds = st.tuples(st.integers(-9, size + 9), st.integers(0, 20)).map(lambda one: (one[0], one[0] + one[1]))
     needs = [data.draw(bounds) for _ in range(degree)]
-    all_moves = [moves(line, needs, index) for index in range(degree)]
+    all_moves = [transfers(line, needs, index) for index in range(degree)]
     for index, one in enumerate(all_moves):
         has = set(range(*line.held[index]))
         for peer, pixels in one.receives:
@@ -45,7 +45,7 @@ def test_every_rank_gets_what_it_needs_from_its_owner(size: int, degree: int, da
 def test_outputs_are_counted_as_torch_does(
     size: int, kernel: int, stride: int, pad: int, dilation: int, ceil: bool
 ) -> None:
-    window = Window(kernel, stride, pad, pad, dilation)
+    window = SlidingWindow(kernel, stride, pad, pad, dilation)
     if pad > kernel // 2 or size + 2 * pad < window.reach:
         return
     pooled = F.max_pool1d(torch.zeros(1, 1, size), kernel, stride, pad, dilation, ceil_mode=ceil)
@@ -55,14 +55,14 @@ def test_outputs_are_counted_as_torch_does(
 @pytest.mark.parametrize(
     ("window", "low", "high"),
     [
-        (Window(3, 1, 1, 1), 1, 1),
-        (Window(3, 2, 1, 1), 1, 0),
-        (Window(2, 2), 0, 0),
-        (Window(7, 2, 3, 3), 3, 2),
-        (Window(5, 1, 4, 4, 2), 4, 4),
+        (SlidingWindow(3, 1, 1, 1), 1, 1),
+        (SlidingWindow(3, 2, 1, 1), 1, 0),
+        (SlidingWindow(2, 2), 0, 0),
+        (SlidingWindow(7, 2, 3, 3), 3, 2),
+        (SlidingWindow(5, 1, 4, 4, 2), 4, 4),
     ],
 )
-def test_halos_of_sizes_that_divide(window: Window, low: int, high: int) -> None:
+def test_halos_of_sizes_that_divide(window: SlidingWindow, low: int, high: int) -> None:
     line, index = Line.of(64, 4), 1
     owned = share(window.num_outputs(64), 4, index)
     begin, end = window.needs(owned)
@@ -71,7 +71,7 @@ def test_halos_of_sizes_that_divide(window: Window, low: int, high: int) -> None
 
 def test_a_thin_tile_asks_further_ones() -> None:
     line = Line.of(8, 8)
-    assert [peer for peer, _ in moves(line, [(i - 3, i + 4) for i in range(8)], 4).receives] == [1, 2, 3, 5, 6, 7]
+    assert [peer for peer, _ in transfers(line, [(i - 3, i + 4) for i in range(8)], 4).receives] == [1, 2, 3, 5, 6, 7]
 
 
 def test_intervals() -> None:
@@ -241,7 +241,7 @@ def test_inner_outputs_while_halos_travel(monkeypatch: pytest.MonkeyPatch, grid:
     st.integers(1, 5), st.integers(1, 3), st.integers(0, 4), st.integers(1, 2), st.integers(20, 60), st.integers(0, 3)
 )
 def test_inner_outputs_and_strips_are_all(k: int, stride: int, pad: int, dilation: int, size: int, index: int) -> None:
-    window, line = Window(k, stride, pad, pad, dilation), Line.of(size, 4)
+    window, line = SlidingWindow(k, stride, pad, pad, dilation), Line.of(size, 4)
     outputs, held = share(window.num_outputs(size), 4, index), line.held[index]
     need = window.needs(outputs)
     plan = overlap.plan_overlap([window] * 2, [False] * 2, (outputs,) * 2, (held,) * 2, (need,) * 2, 10**15)
@@ -255,7 +255,7 @@ def test_inner_outputs_and_strips_are_all(k: int, stride: int, pad: int, dilatio
 
 def test_small_convolutions_do_not_overlap() -> None:
     around = ((4, 8), (4, 8)), ((4, 8), (4, 8)), ((3, 9), (3, 9))
-    windows = [Window(3, 1, 1, 1)] * 2
+    windows = [SlidingWindow(3, 1, 1, 1)] * 2
     assert overlap.plan_overlap(windows, [False] * 2, *around, 10**15) is None  # a quarter is inner
     wide = ((40, 80), (40, 80)), ((40, 80), (40, 80)), ((39, 81), (39, 81))
     assert overlap.plan_overlap(windows, [False] * 2, *wide, 10**9) is None

@@ -30,8 +30,9 @@ def min_offload_bytes() -> int:
 
 @contextmanager
 def offload_from(num_bytes: int) -> Iterator[None]:
-    """While the context is active, offload storages of at least `num_bytes`. Proofs need it: they run on tiny
-    models.
+    """While the context is active, offload storages of at least `num_bytes`.
+
+    Proofs need it: they run on tiny models.
     """
     _least.append(num_bytes)
     try:
@@ -52,8 +53,9 @@ def offloaded_blocks(num_blocks: int, share: float) -> tuple[int, ...]:
 
 
 def offloaded_bytes(profile: Profile, plan: Plan) -> dict[str, int]:
-    """Return the bytes that one micro-batch offloads, by block. A storage is copied once, with the first block that
-    saves it.
+    """Return the bytes that one micro-batch offloads, by block.
+
+    A storage is copied once, with the first block that saves it.
     """
     found: dict[str, int] = {}
     seen = set[Any]()
@@ -80,8 +82,8 @@ def offloadable_storages(block: Block, plan: Plan) -> Mapping[Any, int]:
 
 
 def returning_bytes(blocks: Sequence[Block], sent: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes being copied back during each block's backward: those of the nearest offloaded block before
-    it.
+    """Return the bytes that are copied back during each block's backward: those of the nearest offloaded block
+    before.
     """
     found, nearest = {}, 0
     for block in blocks:

@@ -63,9 +63,7 @@ class HostBufferPool:
 
 
 class SavedTensor(NamedTuple):
-    """A saved tensor that stays on the device, and its version when saved: autograd does not check it for packed
-    tensors.
-    """
+    """A saved tensor that stays on the device, with its version: autograd does not check that of packed tensors."""
 
     tensor: Tensor
     version: int
@@ -121,8 +119,9 @@ class OffloadedStorage:
             self._offloader.up_bytes += target.numel()
 
     def fetch(self) -> torch.UntypedStorage:
-        """Return the storage on the device; the current stream waits for its copy. Starts the copies of the group
-        before it.
+        """Return the storage on the device; the current stream waits for its copy.
+
+        Starts the copies of the group before it.
         """
         self.start()
         assert self._up is not None

@@ -25,8 +25,9 @@ INDEX_SUFFIX = "_kept"
 
 
 def prune(model: nn.Module, masks: Mapping[str, Tensor]) -> nn.Module:
-    """Keep only the elements of each named parameter whose mask is true, in place. Call it before
-    `weft.parallelize`.
+    """Keep only the elements of each named parameter whose mask is true, in place.
+
+    Call it before `weft.parallelize`.
     """
     named = dict(model.named_parameters())
     for name, mask in masks.items():
@@ -59,9 +60,7 @@ def _owners(model: nn.Module, parameter: nn.Parameter) -> list[tuple[nn.Module, 
 
 
 class _PrunedParameter:
-    """A pruned parameter: the vector of kept elements that modules hold, and the dense matrix that they compute
-    with.
-    """
+    """A pruned parameter: the vector of kept elements that modules hold, and the dense matrix for computing."""
 
     def __init__(self, owners: Sequence[tuple[nn.Module, str]], parameter: nn.Parameter, mask: Tensor) -> None:
         self.shape = parameter.shape

@@ -154,8 +154,9 @@ def _with_gradients(profile: Profile, plan: Plan, sent: Mapping[str, int]) -> in
 
 
 def _tile_share(profile: Profile, local: Block, whole: Block) -> float:
-    """A rank's share of a block's images, by saved bytes; 1 if the tensor axes split the block, which is counted
-    elsewhere.
+    """A rank's share of a block's images, by saved bytes.
+
+    It is 1 if the tensor axes split the block; their shares are counted elsewhere.
     """
     is_shared = profile.shares == FULL_SHARES and _saved(whole, "none") > 0
     return _saved(local, "none") / _saved(whole, "none") if is_shared else 1.0

@@ -193,9 +193,7 @@ class AdamW(Optimizer):
 
     @property
     def beside(self) -> dict[str, list[Tensor]]:
-        """Tensors that it holds on the device beside `state`, by kind: slots for state on the host, and delayed
-        updates.
-        """
+        """Its tensors on the device beside `state`, by kind: slots for state on the host, and delayed updates."""
         streams = self._streams
         slots = [] if streams is None else [tensor for slot in (*streams.slots, *streams.extra) for tensor in slot]
         pending = [held.pending for held in self.held if held.pending is not None]

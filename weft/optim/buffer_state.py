@@ -53,8 +53,9 @@ class BufferState:
         self.done: torch.cuda.Event | None = None
 
     def runs(self, joined: bool) -> Iterator[ElementRange]:
-        """Yield the ranges to update. If `joined`, neighbouring parts of equal group and step form one; padding stays
-        zero.
+        """Yield the ranges to update.
+
+        If `joined`, neighbouring parts of equal group and step form one; padding stays zero.
         """
         steps, found = self.store.steps.tolist(), list[ElementRange]()
         for index, ((part, piece), group) in enumerate(zip(self.parts, self.group_of, strict=True)):
@@ -69,8 +70,6 @@ class BufferState:
         return iter(found)
 
     def seed(self, step: int, start: int) -> int:
-        """Seed for the random bits of a chunk: from the step, the buffer and the position in it, so sharding does not
-        change it.
-        """
+        """Seed for the random bits of a chunk, from step, buffer and position in it; sharding does not change it."""
         position = self.flat.shard.index * self.flat.layout.slice_numel + start
         return ((step * _SEED_STEP + self.number) % (1 << 31) << 32) + position % (1 << 32)

@@ -32,10 +32,11 @@ class HostStreams:
         device: torch.device,
         extra: Sequence[tuple[int, torch.dtype]] = (),
     ) -> None:
-        """`shapes`: elements and dtypes of a slot's tensors, which are copied both ways. They are separate tensors:
-        with one storage a compiler would have to prove that writes do not overlap. `extra`: elements and dtypes of
-        tensors copied one way, for buffers that are in host memory altogether: the gradient (up), and weights in the
-        compute dtype (down).
+        """`shapes`: elements and dtypes of a slot's tensors, which are copied both ways.
+
+        They are separate tensors: with one storage a compiler would have to prove that writes do not overlap. `extra`:
+        elements and dtypes of tensors copied one way, for buffers that are in host memory altogether: the gradient
+        (up), and weights in the compute dtype (down).
         """
         self.slots = [_empty(shapes, device) for _ in range(STAGING_SLOTS)]
         self.extra = [_empty(extra, device) for _ in range(STAGING_SLOTS)]
@@ -44,9 +45,7 @@ class HostStreams:
         self._freed: list[torch.cuda.Event | None] = [None] * STAGING_SLOTS
 
     def begin(self) -> None:
-        """Make all streams wait for the gradients and weights of the current stream, and for the last step's copies
-        down.
-        """
+        """Make all streams wait for the current stream's gradients and weights, and for the last step's copies down."""
         if self._is_cuda:
             current = torch.cuda.current_stream()
             for stream in (self._up, self._update, self._down):
@@ -55,8 +54,9 @@ class HostStreams:
             self._on(self._up, self._reached(self._down))
 
     def updating(self, scale: Tensor | None) -> AbstractContextManager[object]:
-        """Return a context in which the update stream is current. Tensors that updates read are made in it, except
-        `scale`.
+        """Return a context in which the update stream is current.
+
+        Tensors that updates read are made in it, except `scale`.
         """
         if self._update is not None and scale is not None:
             scale.record_stream(self._update)

@@ -42,10 +42,10 @@ def _shifted(bits: Tensor, shift: int) -> Tensor:
 
 
 def sixteen_bits(bits: Tensor, which: int) -> Tensor:
-    """Return one of three 16-bit fields of `bits`, 0 to 65535 [numel] (int32): 0 the low, 1 the high, 2 the middle
-    bits.
+    """Return one of three 16-bit fields of `bits`, 0 to 65535 [numel] (int32).
 
-    The third overlaps the others. That is fine: they round different numbers, and each rounding is unbiased.
+    `which` is 0 for the low, 1 for the high and 2 for the middle bits. The third overlaps the others. That is fine:
+    they round different numbers, and each rounding is unbiased.
     """
     return _shifted(bits, (0, _BITS, _BITS // 2)[which]) & 0xFFFF
 

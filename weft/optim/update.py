@@ -145,8 +145,9 @@ def apply_fused_update(
     whole: Tensor | None,
     changed: Sequence[Tensor],
 ) -> None:
-    """Apply torch's fused kernel. `changed` is the weight and both moments, or only the moments if `weight` is
-    given.
+    """Apply torch's fused kernel.
+
+    `changed` is the weight and both moments, or only the moments if `weight` is given.
     """
     own, first, second = changed if weight is None else (weight, *changed)
     _fused([own, gradient, first, second, step], group)
@@ -162,8 +163,9 @@ def apply_update(
     whole: Tensor | None,
     changed: Sequence[Tensor],
 ) -> None:
-    """Apply `update`. `small` are its scale, constants and seed; `weight` and `changed` are as in
-    `apply_fused_update`.
+    """Apply `update`.
+
+    `small` are its scale, constants and seed; `weight` and `changed` are as in `apply_fused_update`.
     """
     own, *state = changed if weight is None else (weight, *changed)
     update(own, gradient, tuple(state), whole, *small)

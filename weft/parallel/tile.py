@@ -78,10 +78,10 @@ class TileAxis(Strategy):
                 pairs += [one] * reductions_per_step(plan, split)
         in_backward = {block.name for block in profile.blocks if block.in_backward}
         is_again = plan.memory.recompute != "none"
-        calls = profile.cache["said"] if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).said
-        for said in calls:
-            axis, operation, num_bytes = said.call
-            times = 1 + (is_again and said.again and said.block in in_backward)
+        calls = profile.cache["calls"] if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).calls
+        for recorded in calls:
+            axis, operation, num_bytes = recorded.call
+            times = 1 + (is_again and recorded.recomputed and recorded.block in in_backward)
             pairs += [((axis, operation), num_bytes)] * (times * split.accumulation)
         return Cost(tally(pairs))
 

@@ -41,9 +41,7 @@ ADAM_BYTES = 16  # state per parameter: weight, gradient and two moments in fp32
 
 @dataclass(frozen=True)
 class Staging:
-    """A model in stages: the stage of each unit, the tensors that cross stages, and the parameters that several stages
-    hold.
-    """
+    """A model in stages: the stage of each unit, tensors that cross stages, parameters that several stages hold."""
 
     plan: Plan
     whole: nn.Module  # on the meta device
@@ -98,8 +96,7 @@ class Staging:
         return {}
 
     def profile(self, whole: Profile, stage: int, coordinates: Mapping[str, int] | None = None) -> Profile:
-        """Return the profile of a stage on one rank, from the profile of the whole model that was cut into these
-        stages.
+        """Return the profile of a stage on one rank, from the profile of the whole model.
 
         Without `coordinates` it is that of the first rank.
         """
@@ -109,7 +106,7 @@ class Staging:
             whole = localise_tile(whole, self.plan, {"rows": key[1][0], "columns": key[1][1]})
             made = stage_profile(whole, self.model(stage)[0], self.units(stage), is_first, is_last)
             if self.tracer.tiling is not None:
-                made.cache["said"] = self.route_at(coordinates).said(stage)
+                made.cache["calls"] = self.route_at(coordinates).calls_of(stage)
             self._profiles[key] = made
         return self._profiles[key]
 
@@ -331,8 +328,9 @@ class _RouteCache:
 
 
 def _copies(staging: Staging, stages: list[Stage], mesh: Mesh) -> SharedParameters:
-    """Make the process groups of shared parameters. Every rank does this for all groups in one order, its own or
-    not.
+    """Make the process groups of shared parameters.
+
+    Every rank does this for all groups in one order, its own or not.
     """
     sharings: list[SharedBuffers] = []
     num_ranks = staging.plan.pipe.degree

@@ -1,6 +1,4 @@
-"""The cost of a pipeline on one rank: its stages by their own strategies, messages by the schedule, shared
-parameters.
-"""
+"""The cost of a pipeline on one rank: that of its stages, of messages, and of shared parameters."""
 
 from __future__ import annotations
 
@@ -92,9 +90,7 @@ def _count(schedule: Schedule, stage: int, replica: int) -> int:
 
 
 def edge_bytes(staging: Staging, coordinates: Mapping[str, int] | None = None) -> list[int]:
-    """Return the bytes of a message over each edge between stages, for the tile at `coordinates` (the first if
-    None).
-    """
+    """Return the bytes of a message over each edge between stages, at a tile (the first if `coordinates` is None)."""
     route = staging.route_at(coordinates)
     values = route.trace.values
     return [values[number].num_bytes // staging.plan.context.degree for number in route.edge_numbers]

@@ -1,4 +1,4 @@
-"""Weight gradients computed apart from backward, for zero-bubble schedules: a linear's dW is deferred.
+"""Weight gradients computed after backward, for zero-bubble schedules: a linear's dW is deferred.
 
 Backward computes only what other stages wait for: dI of each linear, and the small gradients of all other modules. Each
 linear keeps its dO and I, and `finish` multiplies them when the schedule says so. (The head that computes the loss has
@@ -22,9 +22,7 @@ Deliver = Callable[[Tensor], None]
 
 
 class DeferredWeightGrads:
-    """The linears of one stage, and the weight gradients that their backwards have deferred since the last
-    `collect`.
-    """
+    """The linears of one stage, and the weight gradients that they have deferred since the last `collect`."""
 
     def __init__(self, model: nn.Module, deliver: Deliver) -> None:
         self._deliver = deliver

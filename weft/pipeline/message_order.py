@@ -55,8 +55,9 @@ class Arrivals:
         return self._come.issuperset(keys)
 
     def wait_for_one(self, sets: Sequence[Collection[Key]]) -> None:
-        """Wait until all messages of one of these sets have arrived or failed. The taker of a failed message gets its
-        error.
+        """Wait until all messages of one of these sets have arrived or failed.
+
+        The taker of a failed message gets its error.
         """
         with self.transport.waiting(key for keys in sets for key in keys if key not in self._come):
             if self.is_polled:
@@ -93,8 +94,9 @@ class MessageDrivenOrder:
         self._posted = {"forward": 0, "backward": 0}
 
     def next(self, replay: Action | None = None) -> Action | None:
-        """Wait until an action can run and return it; None at the end. `replay` is the action that must be next, if
-        given.
+        """Wait until an action can run and return it; None at the end.
+
+        `replay` is the action that must be next, if given.
         """
         while self._done["backward"] < self.schedule.num_micro_batches:
             self._post_ahead()
@@ -114,9 +116,7 @@ class MessageDrivenOrder:
         return None
 
     def _may_run(self) -> list[Action]:
-        """Return the next backward and the next forward that the stage allows, with the kind that did not run last
-        first.
-        """
+        """Return the next backward and forward that the stage allows, with the kind that did not run last first."""
         forward, backward = self._done["forward"], self._done["backward"]
         found = []
         if backward < forward:

@@ -11,15 +11,15 @@ from weft.errors import PlanError
 from weft.pipeline.trace import Trace
 from weft.plan import Pipe
 from weft.schedule.actions import Edge
-from weft.spatial.recorded_calls import Said
+from weft.spatial.recorded_calls import RecordedCall
 
 
 @dataclass(frozen=True)
 class Route:
     """A trace cut into stages: `stages` has the stage of each event.
 
-    It is None for an event whose inputs are only parameters. Every stage that holds these parameters runs such an
-    event.
+    It is None for an event whose inputs are only parameters, which every stage that holds them runs, and for an event
+    without outputs, which every stage runs.
     """
 
     trace: Trace
@@ -28,8 +28,9 @@ class Route:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Every tensor that a stage takes from an earlier one. The name of an edge is the tensor's number in the
-        trace.
+        """Every tensor that a stage takes from an earlier one.
+
+        The name of an edge is the tensor's number in the trace.
         """
         found: dict[tuple[int, int, int], None] = {}
         source: dict[int, int | None] = {}
@@ -51,8 +52,9 @@ class Route:
 
     @cached_property
     def edge_numbers(self) -> tuple[int, ...]:
-        """The number in the trace of each edge's tensor. Schedules refer to edges by index, traces to tensors by
-        number.
+        """The number in the trace of each edge's tensor.
+
+        Schedules refer to edges by index, traces to tensors by number.
         """
         return tuple(int(edge.name) for edge in self.edges)
 
@@ -87,7 +89,7 @@ class Route:
                 last[stage] = place
         return tuple(last)
 
-    def said(self, stage: int) -> tuple[Said, ...]:
+    def calls_of(self, stage: int) -> tuple[RecordedCall, ...]:
         """Return the collectives of a stage in its forward, with those that its backward will make.
 
         They belong to the stage's events, and to code on the model's inputs that the stage runs on its way.
@@ -97,8 +99,8 @@ class Route:
         left = others[0] if others else len(self.stages)
         return tuple(
             one
-            for one in self.trace.said
-            if (one.place <= left if one.event is None else self.stages[one.event] == stage)
+            for one in self.trace.calls
+            if (one.events_before <= left if one.event is None else self.stages[one.event] == stage)
         )
 
     def does(self, stage: int, place: int) -> bool:
@@ -110,8 +112,9 @@ class Route:
 
 
 def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
-    """Cut the trace by the given stages of its units. An operation between units goes to the stage of its latest
-    input.
+    """Cut the trace by the given stages of its units.
+
+    An operation between units goes to the stage of its latest input.
     """
     where: dict[int, int | None] = {}
     stages: list[int | None] = []
@@ -137,8 +140,9 @@ def cut(trace: Trace, stage_of: Mapping[str, int], num_stages: int) -> Route:
 
 
 def refuse_evaluation(training: Route, evaluation: Route) -> str | None:
-    """Return why stages cut for training cannot evaluate: other tensors cross them, or a parameter is missing; else
-    None.
+    """Return why stages cut for training cannot evaluate, or None.
+
+    The reason is that other tensors cross them, or that a parameter is missing.
     """
     for stage in range(training.num_stages):
         for name in sorted(evaluation.parameters[stage] - training.parameters[stage]):
@@ -227,9 +231,7 @@ def _as_listed(order: list[str], split: Sequence[str], num_stages: int) -> dict[
 
 
 def _balanced(order: list[str], blocks: set[str], weights: Mapping[str, float], num_stages: int) -> dict[str, int]:
-    """Exact dynamic programming: best[k][i] is the smallest possible heaviest stage of the first i units in k
-    stages.
-    """
+    """Exact dynamic programming: best[k][i] is the least heaviest stage of the first i units in k stages."""
     count = len(order)
     total, held = [0.0], [0]
     for name in order:

@@ -166,8 +166,10 @@ class Pipeline(nn.Module):
     # --- the loss of a rank
 
     def progress(self) -> tuple[list[Action], bool]:
-        """Return the actions that this rank has done of the training step of the current section, and whether its
-        shadow has the step's gradients.
+        """Return the actions that this rank has done of the current training step, and whether its shadow has its
+        gradients.
+
+        The step is that of the current section; without one, there is no progress.
         """
         run = self._under_way
         if run is None or self.sections is None or run.number != self.sections.number or run.work.scale is None:

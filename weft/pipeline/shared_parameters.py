@@ -19,8 +19,9 @@ from weft.sharding.flat_buffer import Flat
 
 @dataclass(frozen=True)
 class SharedBuffers:
-    """An axis of ranks that hold the same parameters, with this rank's buffers. Each tuple lists the rank's copies of
-    one.
+    """An axis of ranks that hold the same parameters, with this rank's buffers.
+
+    Each tuple lists the rank's copies of one.
     """
 
     axis: Axis
@@ -62,8 +63,9 @@ def running_statistics(model: nn.Module) -> tuple[Tensor, ...]:
 
 
 def tied_stages(uses: Sequence[Mapping[str, str]]) -> dict[str, tuple[int, ...]]:
-    """Return the parameters that several stages hold, with those stages. `uses` maps each stage's names to whole
-    names.
+    """Return the parameters that several stages hold, with those stages.
+
+    `uses` maps each stage's names to whole names.
     """
     holders: dict[str, list[int]] = {}
     for stage, names in enumerate(uses):

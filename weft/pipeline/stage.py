@@ -33,7 +33,7 @@ from weft.pipeline.stage_rng import StageRng, is_random
 from weft.pipeline.stand_in import ABSENT
 from weft.pipeline.trace import END, TraceEvent
 from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
-from weft.spatial.tile_layout import put
+from weft.spatial.tile_layout import set_layout
 from weft.spatial.tiled_model import tiled_of
 
 Take = Callable[[int], Tensor]  # returns the real tensor of a number, from the stage that made it
@@ -41,8 +41,9 @@ FindRoute = Callable[[Any, Mapping[str, Any], bool], Route]
 
 
 class StageDone(BaseException):
-    """Raised when the stage has run its part of a forward. Not an Exception, so the model's own code does not catch
-    it.
+    """Raised when the stage has run its part of a forward.
+
+    Not an Exception, so the model's own code does not catch it.
     """
 
 
@@ -84,8 +85,9 @@ class StageRunner(OperationWatch):
                 module.set_result_function(partial(self.recorded_result, is_call=True))
 
     def forward(self, total: Callable[[], Tensor], route: Route, take: Take) -> StagePass:
-        """Run the stage's part of `total()`, which calls the model once. `take` returns tensors that other stages
-        made.
+        """Run the stage's part of `total()`, which calls the model once.
+
+        `take` returns tensors that other stages made.
         """
         self._take, self.now, self._has_begun = take, StagePass(route), False
         try:
@@ -251,7 +253,7 @@ class StageRunner(OperationWatch):
             with torch._C.DisableTorchFunction():
                 taken = self.now.received[number] = self._take(number)
                 real = _AsResult.apply(taken) if taken.requires_grad else taken
-            self.now.real[number] = put(real, self.now.route.trace.values[number].place)
+            self.now.real[number] = set_layout(real, self.now.route.trace.values[number].layout)
         return self.now.real[number]
 
     def _another_way(self, name: str) -> PlanError:

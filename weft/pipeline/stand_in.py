@@ -30,9 +30,7 @@ def _empty(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
 
 
 def _kept(model: nn.Module) -> dict[int, Any]:
-    """Return the objects that copies of a model share with it, by id: fake parameters, and the modules behind
-    stand-ins.
-    """
+    """Return the objects that copies of a model share with it, by id: fake parameters, modules behind stand-ins."""
     kept = {id(fake): fake for fake in model.__dict__.get(ABSENT, {}).values()}
     others = (module.__dict__["stands_for"] for module in model.modules() if isinstance(module, AbsentModule))
     return kept | {id(module): module for module in others}
@@ -76,8 +74,9 @@ def stage_model(
 def _stand_in(
     name: str, module: nn.Module, empty: Mapping[int, nn.Parameter], names: Mapping[int, str], used: Collection[str]
 ) -> AbsentModule:
-    """Return a stand-in for another stage's unit. It holds the parameters that the model's own code uses in this
-    stage.
+    """Return a stand-in for another stage's unit.
+
+    It holds the parameters that the model's own code uses in this stage.
     """
     stand_in = AbsentModule(name, module)
     for key, parameter in module.named_parameters():

@@ -54,7 +54,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes: the loss of each batch, times `scale`. Without `scale`, only forwards run.
+    """The work of a step: the loss of each batch, times `scale`. Without `scale`, only forwards run.
 
     `total` returns a tensor of shape `shape`: forward only, several numbers may be summed. `before` is called with the
     index of each batch before its forward.
@@ -94,7 +94,7 @@ class StepRun:
         self.shadow_loss = torch.zeros_like(self.loss)
         self.spans: list[Span] = []
         self.reduced: set[Stage] = set()
-        self._kept: dict[Key, Tensor] = {}  # results for other stages of this rank, or about to be sent
+        self._results: dict[Key, Tensor] = {}  # results for other stages of this rank, or about to be sent
         self.began, self._began, self._started = time.time(), time.perf_counter(), 0.0
         self._prefetched: dict[Key, Tensor] = {}  # inputs received for an action before it begins
         self._last = self._last_backwards()
@@ -136,8 +136,8 @@ class StepRun:
         assert self.transport is not None
         arrivals = Arrivals(self.transport)
         order = MessageDrivenOrder(self.schedule, stage.index, arrivals, self._post)
-        kept = iter(replay or ())
-        while (action := order.next(next(kept, None))) is not None:
+        replayed = iter(replay or ())
+        while (action := order.next(next(replayed, None))) is not None:
             self.compute(action)
             for message in self.schedule.messages(action)[1]:
                 self._send(message)
@@ -170,7 +170,7 @@ class StepRun:
             stage.live[action.micro_batch] = done
         for index in self.schedule.edges_out_of[action.stage]:
             made = done.made[route.edge_numbers[index]]
-            self._kept[index, action.micro_batch, action.replica, "forward"] = made
+            self._results[index, action.micro_batch, action.replica, "forward"] = made
         self._note(action)
 
     def _backward(self, stage: Stage, action: Action) -> None:
@@ -193,7 +193,7 @@ class StepRun:
             if leaf.requires_grad:
                 edge = done.route.edge_indices[number, action.stage]
                 key = (edge, action.micro_batch, action.replica, "backward")
-                self._kept[key] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                self._results[key] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         self._note(action)
 
     def _weight(self, stage: Stage, action: Action) -> None:
@@ -228,13 +228,13 @@ class StepRun:
 
     def _send(self, message: Message) -> None:
         assert self.transport is not None
-        self.transport.send(message, self._kept[message.key] if self.keeps else self._kept.pop(message.key))
+        self.transport.send(message, self._results[message.key] if self.keeps else self._results.pop(message.key))
 
     def _take(self, key: Key) -> Tensor:
         if key in self._prefetched:
             return self._prefetched.pop(key)
-        if key in self._kept:
-            return self._kept[key] if self.keeps else self._kept.pop(key)
+        if key in self._results:
+            return self._results[key] if self.keeps else self._results.pop(key)
         return self._receive_now(key)
 
     def _receive_now(self, key: Key) -> Tensor:

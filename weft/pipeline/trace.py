@@ -34,8 +34,8 @@ from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.functional_call import call_with
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
-from weft.spatial.recorded_calls import Recorder, Said
-from weft.spatial.tile_layout import Place, Share, place_of, put
+from weft.spatial.recorded_calls import CallRecorder, RecordedCall
+from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout
 from weft.spatial.tiled_model import TiledModel
 
 END = "the end of the forward"
@@ -64,7 +64,7 @@ class TracedTensor:
     shape: tuple[int, ...]  # of this rank's part
     dtype: torch.dtype
     needs_gradient: bool
-    place: Place | Share | None = None  # its layout in the whole image
+    layout: TileLayout | BatchShare | None = None  # its layout in the whole image
 
     @property
     def num_bytes(self) -> int:
@@ -80,13 +80,13 @@ class Trace:
     parameters: Mapping[str, int]
     # the parameters, as fake tensors
     fakes: Mapping[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    said: tuple[Said, ...] = ()  # collectives of the rank's tiles
+    calls: tuple[RecordedCall, ...] = ()  # collectives of the rank's tiles
 
 
 class _TraceRecorder(OperationWatch):
     """Numbers tensors and appends events."""
 
-    def __init__(self, fake: FakeTensorMode, ledger: Recorder) -> None:
+    def __init__(self, fake: FakeTensorMode, ledger: CallRecorder) -> None:
         super().__init__()
         self.fake, self.ledger = fake, ledger
         self.events: list[TraceEvent] = []
@@ -100,7 +100,7 @@ class _TraceRecorder(OperationWatch):
     def number(self, tensor: Tensor) -> int:
         self.numbers[tensor] = len(self.values)
         with torch._C.DisableTorchFunction():  # a tile's own shape
-            value = TracedTensor(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, place_of(tensor))
+            value = TracedTensor(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, layout_of(tensor))
         self.values.append(value)
         return len(self.values) - 1
 
@@ -149,7 +149,7 @@ class _TraceRecorder(OperationWatch):
                 copy_structure(result),
             )
         )
-        self.ledger.place = len(self.events)
+        self.ledger.events_before = len(self.events)
 
 
 @dataclass
@@ -202,7 +202,7 @@ class _UnitHooks:
 
         def copy(tensor: Tensor) -> Tensor:
             with torch._C.DisableTorchFunction():
-                wide = put(_widen(recorder, recorder.fake, tensor, self._y), place_of(tensor))
+                wide = set_layout(_widen(recorder, recorder.fake, tensor, self._y), layout_of(tensor))
             if tensor in recorder.numbers:
                 call.copies.append((recorder.numbers[tensor], wide, wide._version))
             return wide
@@ -234,16 +234,16 @@ def trace(
     dtype: torch.dtype,
     device: torch.device,
     y: int = 1,
-    tiles: tuple[TiledModel, Recorder] | None = None,
+    tiles: tuple[TiledModel, CallRecorder] | None = None,
 ) -> Trace:
-    """Record one forward of a model on fake tensors. Parameters count as of `dtype` on `device`, and inputs are cast to
-    it.
+    """Record one forward of a model on fake tensors.
 
+    Parameters count as of `dtype` on `device`, and floating-point inputs are cast to `dtype`, as a parallel model does.
     If `y` > 1, units' outputs hold a part of their features (the last dim), and so do parameters outside of units. With
     `tiles` (`dry_stages`), the model is given this rank's tiles.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    tiled, ledger = tiles or (None, Recorder())
+    tiled, ledger = tiles or (None, CallRecorder())
     recorder = _TraceRecorder(fake, ledger)
     args, kwargs = map_tensors(
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
@@ -266,12 +266,12 @@ def trace(
     finally:
         hooks.remove()
     numbers = {name: number for number, name in enumerate(state)}
-    return Trace(tuple(recorder.events), tuple(recorder.values), numbers, state, tuple(ledger.said))
+    return Trace(tuple(recorder.events), tuple(recorder.values), numbers, state, tuple(ledger.calls))
 
 
 @contextmanager
-def _in_tiles(given: Any, tiled: TiledModel | None, ledger: Recorder) -> Iterator[None]:
-    """Enter the view of the rank's tile, if there is one. The ledger is told when a tensor is saved for backward."""
+def _in_tiles(given: Any, tiled: TiledModel | None, ledger: CallRecorder) -> Iterator[None]:
+    """Enter the view of the rank's tile, if there is one. The ledger is notified of each tensor saved for backward."""
 
     def pack(tensor: Tensor) -> Tensor:
         ledger.saved()
@@ -310,9 +310,7 @@ def _fake_state(
 
 
 def _other_buffers(model: nn.Module, state: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return the buffers outside of units with their values, on the inputs' device: the model's own code computes with
-    them.
-    """
+    """Return the buffers outside of units with their values, on the inputs' device: code between units uses them."""
     others = {name: buffer for name, buffer in model.named_buffers() if name not in state and not buffer.is_meta}
     return {name: buffer.to(device) for name, buffer in others.items()}
 

@@ -29,8 +29,9 @@ def tile_at(coordinates: Mapping[str, int] | None) -> TilePosition:
 
 @dataclass(frozen=True)
 class Tracer:
-    """Traces a model on the meta device. `over_y`: the number of ranks of y over which units' outputs split their
-    features.
+    """Traces a model on the meta device.
+
+    `over_y`: the number of ranks of y over which units' outputs split their features.
     """
 
     model: nn.Module

@@ -37,8 +37,8 @@ from weft.planner.image_chain import (
 )
 from weft.planner.workload import Call, Filter, Part, Product
 from weft.profile import Block, Profile, profile
-from weft.spatial.dry_run import Dry, dry_run, image_sizes
-from weft.spatial.recorded_calls import Said
+from weft.spatial.dry_run import DryRun, dry_run, image_sizes
+from weft.spatial.recorded_calls import RecordedCall
 
 LARGEST_REFERENCE = 4  # tiles along each dim of the grid that runs dry
 Sizes = tuple[int, int]
@@ -75,7 +75,7 @@ class Sections:
         with FakeTensorMode():  # images may be larger than this machine
             self.sizes: Sizes = image_sizes(profile.example())
         self._found: dict[Tile, tuple[Section, ...]] = {}
-        self._ran: dict[int, Dry] = {}
+        self._ran: dict[int, DryRun] = {}
         self._references: dict[int, list[_Reference]] = {}
         self._tiled: dict[Tile, tuple[Section, ...]] = {}
         self._ends = {id(section.part) for section in (self.whole[0], self.whole[-1])}
@@ -131,7 +131,7 @@ class Sections:
         dry = dry_run(self.profile, Plan(tile=Tile(self._side, self._side, name)), {"rows": 1, "columns": 1})
         names = [block.name for block in self._blocks]
         later = set(names[names.index(name) + 1 : -1])
-        back = next((one.block for one in dry.said if one.block in later and one.call[0] in ("rows", "columns")), None)
+        back = next((one.block for one in dry.calls if one.block in later and one.call[0] in ("rows", "columns")), None)
         if back is None:
             return ""
         return (
@@ -240,7 +240,7 @@ class Sections:
             self._references[fused] = _compare(self._blocks, self._dry(fused), plain, self._side**2)
         return self._references[fused]
 
-    def _dry(self, fused: int) -> Dry:
+    def _dry(self, fused: int) -> DryRun:
         if fused not in self._ran:
             plan = Plan(tile=Tile(self._side, self._side, fused=fused))
             self._ran[fused] = dry_run(self.profile, plan, {"rows": 1, "columns": 1})
@@ -252,10 +252,10 @@ def _any_loss(output: Any) -> Tensor:
     return torch.stack([one.float().sum() for one in tensors_of(output)]).sum()
 
 
-def _compare(whole: Sequence[Block], dry: Dry, plain: Dry, degree: int) -> list[_Reference]:
+def _compare(whole: Sequence[Block], dry: DryRun, plain: DryRun, degree: int) -> list[_Reference]:
     """Each section of a dry run to its share of the whole."""
     names = [block.name for block in whole]
-    calls = _bysection_of(dry.said, len(whole), {name: index for index, name in enumerate(names) if name})
+    calls = _bysection_of(dry.calls, len(whole), {name: index for index, name in enumerate(names) if name})
     found = []
     for block, mine, base, said in zip(whole, chain(dry.profile), chain(plain.profile), calls, strict=True):
         filters = [_sum(filters_of(one)) for one in (block, mine)]
@@ -279,7 +279,7 @@ def _over(mine: float, share: float) -> float:
     return mine / share - 1 if share else 0.0
 
 
-def _bysection_of(said: Iterable[Said], count: int, index_of: Mapping[str, int]) -> list[tuple[Call, ...]]:
+def _bysection_of(said: Iterable[RecordedCall], count: int, index_of: Mapping[str, int]) -> list[tuple[Call, ...]]:
     """What a dry run says, added up: equal calls of a section are one, of their mean bytes. The phase of those of
     forward that recompute makes once more is "again".
     """
@@ -289,7 +289,7 @@ def _bysection_of(said: Iterable[Said], count: int, index_of: Mapping[str, int])
     for one in said:
         index = index_of.get(one.block, 0 if index == 0 else count - 1)
         axis, operation, num_bytes = one.call
-        phase = "backward" if one.is_backward else "again" if one.again else "forward"
+        phase = "backward" if one.is_backward else "again" if one.recomputed else "forward"
         numbers[index][axis, operation, phase] += 1
         sizes[index][axis, operation, phase] += num_bytes
     return [

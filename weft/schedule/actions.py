@@ -1,5 +1,4 @@
-"""The actions and messages of a pipeline's ranks, as plain tuples that can be checked, simulated, drawn, merged and
-run.
+"""Actions and messages of a pipeline's ranks, as plain tuples to be checked, simulated, drawn, merged and run.
 
 A schedule is one list of actions per rank. Schedules list computation only; `with_messages` derives the point-to-point
 messages from the edges between stages, one message per edge, micro-batch and direction. An edge may skip stages

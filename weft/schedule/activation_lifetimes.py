@@ -18,8 +18,9 @@ Key = tuple[int, int, int, str]
 
 
 def confirmed_sends(schedule: Schedule, rank: int) -> dict[Key, list[Key]]:
-    """For each message that the rank receives, return its own sends that have arrived by then. Each send is listed
-    once.
+    """For each message that the rank receives, return its own sends that have arrived by then.
+
+    Each send is listed once.
     """
     found: dict[Key, list[Key]] = {}
     for peer in range(schedule.num_ranks):
@@ -36,9 +37,7 @@ def confirmed_sends(schedule: Schedule, rank: int) -> dict[Key, list[Key]]:
 
 
 class StageBytes(NamedTuple):
-    """Bytes of one micro-batch at a stage: saved, held beside that in backward, and left for separate weight
-    gradients.
-    """
+    """Bytes of a micro-batch at a stage: saved, held beside that in backward, left for separate weight gradients."""
 
     saved_bytes: int
     peak_bytes: int

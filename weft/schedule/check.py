@@ -123,9 +123,7 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Each action has its receives before it and its sends after it, with the right peers; there are no other
-    messages.
-    """
+    """Each action has its receives before it and its sends after it, with the right peers; nothing else is sent."""
     for rank, steps in enumerate(schedule.lists):
         place: dict[Action | Message, int] = {}
         for index, step in enumerate(steps):

@@ -31,9 +31,7 @@ _CHARACTER = 7.5  # pixels per digit of a bar's label
 
 
 def to_text(timeline: Timeline, width: int = 100, title: str | None = None) -> str:
-    """Return one line per rank: F, B, W or S (shadow) with the micro-batch if `width` leaves space, and dots for
-    waits.
-    """
+    """Return one line per rank: F, B, W or S (shadow) with the micro-batch if there is space, and dots for waits."""
     scale = width / timeline.makespan_seconds
     label = len(f"rank {len(timeline.spans) - 1}")
     lines = [f"{title or heading(timeline)}: {_summary(timeline)}"]

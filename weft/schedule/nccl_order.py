@@ -158,10 +158,10 @@ class _NcclModel:
             path.append(current)
             current = self._waits_for(*current)
         circle = path if current is None else [*path[path.index(current) :], current]
-        said = [f"rank {rank}'s {self.lists[rank][place]}" for rank, place in circle]
-        if len(said) > _MAX_NAMED:
-            said[_MAX_NAMED - 1 : -1] = [f"{len(said) - _MAX_NAMED} more"]
-        return " waits for ".join(said) + (" for ever" if current is None else "")
+        names = [f"rank {rank}'s {self.lists[rank][place]}" for rank, place in circle]
+        if len(names) > _MAX_NAMED:
+            names[_MAX_NAMED - 1 : -1] = [f"{len(names) - _MAX_NAMED} more"]
+        return " waits for ".join(names) + (" for ever" if current is None else "")
 
     def _waits_for(self, rank: int, place: int) -> ListPosition | None:
         """Return the operation that a given one waits for."""

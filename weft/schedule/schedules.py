@@ -9,7 +9,7 @@ the weight gradients that zero-bubble splits off (b without them); max and min a
 | 1f1b | backwards as early as possible (arXiv 2006.09503) | (m + p - 1)(f + b) | min(m, p - rank) |
 | interleaved | v stages per rank (arXiv 2104.04473) | (v m + p - 1)(f + b) if m >= p | (v - 1)p + 2(p - rank) - 1 |
 | zero-bubble | ZB-H1 (arXiv 2401.10241) | m(f + b + w) + (p - 1)(f + b - min(f, b, w)) if m >= p | min(m, p) |
-| gems | two mirrored replicas by turns (SC 2020) | p f + (m - 1)(p max + min) + p b | 1 |
+| gems | two mirrored replicas in turn (SC 2020) | p f + (m - 1)(p max + min) + p b | 1 |
 | bidirectional | both at once (Chimera, arXiv 2107.06925) | m(f + b) + (p - 2)(max + (m/p - 1)(max - min)) | <= p |
 | message | what has arrived (AxoNN, arXiv 2110.13005) | (m + p - 1)(f + b) if f <= b | <= the cap |
 
@@ -66,8 +66,7 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
 
 
 def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> Schedule:
-    """`chunks` stages per rank, assigned round-robin: the bubble shrinks by that factor, the number of messages grows
-    by it.
+    """`chunks` stages per rank, assigned round-robin: the bubble shrinks and the messages grow by that factor.
 
     Micro-batches go through a rank's stages in groups: all of a group at one stage before the next stage. A group of at
     least `num_ranks` leaves no wait between stages, so remaining micro-batches are spread over the groups.
@@ -91,10 +90,10 @@ def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> S
 
 
 def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """ZB-H1: 1f1b with separate weight gradients. Rank r computes them r micro-batches late, which fills its last
-    waits.
+    """ZB-H1: 1f1b with separate weight gradients.
 
-    No rank holds more activations than rank 0 does under 1f1b.
+    Rank r computes them r micro-batches late, which fills its last waits. No rank holds more activations than rank 0
+    does under 1f1b.
     """
     _check_counts("zero-bubble", num_ranks, num_micro_batches)
     lists = []
@@ -136,10 +135,10 @@ def gems(num_ranks: int, num_micro_batches: int, *, batches: int | None = None) 
 
 
 def bidirectional(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Two mirrored replicas at once: even micro-batches go down and odd ones up, at most p/2 of each in flight
-    (Chimera).
+    """Two mirrored replicas at once: even micro-batches go down and odd ones up (Chimera).
 
-    The order is optimal for f = b. With longer backwards, ranks wait between groups of p micro-batches.
+    At most p/2 micro-batches of each replica are in flight. The order is optimal for f = b. With longer backwards,
+    ranks wait between groups of p micro-batches.
     """
     _check_counts("bidirectional", num_ranks, num_micro_batches)
     placement = _mirrored("bidirectional", num_ranks)
@@ -236,7 +235,7 @@ def _first_come(num_micro_batches: int, placement: Sequence[Sequence[int]], caps
 
 
 def _followers(action: Action, num_stages: int, num_micro_batches: int, num_replicas: int) -> Iterator[Action]:
-    """Yield the actions that `action` makes ready: that of the next stage, and after a first forward the next
+    """Yield the actions that `action` makes ready: the next stage's and, after a first forward, the next
     micro-batch's.
     """
     stage, micro_batch, replica = action.stage, action.micro_batch, action.replica

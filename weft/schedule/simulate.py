@@ -124,8 +124,8 @@ def timeline_of(schedule: Schedule, busy: Sequence[Sequence[Span]], activation_b
 
 
 def simulate_like(measured: Timeline) -> Timeline:
-    """Simulate a measured timeline's schedule with the mean time of each kind of action at each stage, and free
-    messages.
+    """Simulate a measured timeline's schedule with the mean time of each action kind at each stage; messages are
+    free.
     """
     schedule = measured.schedule
     taken: dict[tuple[str, int], list[float]] = {}

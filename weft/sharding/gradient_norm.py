@@ -17,8 +17,9 @@ _CHUNK_NUMEL = 1 << 20  # a chunk's copy in float64 is 8 MiB
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor []. The dtype is float64 on a CPU and at least float32 elsewhere. All are on one
-    device.
+    """Return the norm of each tensor [], in float64 on a CPU and at least float32 elsewhere.
+
+    All tensors are on one device.
     """
     if not tensors:
         return []

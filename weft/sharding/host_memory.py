@@ -51,9 +51,7 @@ class _Pages(mmap.mmap):
 
 
 def available_host_bytes() -> int | None:
-    """Return the bytes of host memory still available to this process, by the kernel and by its cgroup; None if
-    unknown.
-    """
+    """Return the free host memory in bytes, by the kernel and by this process's cgroup; None if unknown."""
     found = []
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -82,9 +82,7 @@ class FlatLayout:
         return self.numel // self.degree
 
     def parts(self, index: int) -> Iterator[ParameterPart]:
-        """Yield each parameter's part in the slice of rank `index`, in the order of the parameters; a part may be
-        empty.
-        """
+        """Yield each parameter's part in the slice of rank `index`, in the order of parameters; it may be empty."""
         low = index * self.slice_numel
         high = low + self.slice_numel
         for parameter, begin in zip(self.parameters, self.starts, strict=True):
@@ -129,8 +127,8 @@ def master_bytes(plan: Plan) -> int:
 
 
 def slice_dtype(plan: Plan) -> torch.dtype:
-    """The dtype of the weights that the optimizer updates: the master dtype, or the compute dtype without master
-    weights.
+    """The dtype of the weights that the optimizer updates: the master dtype or, without master weights, the compute
+    dtype.
     """
     return (MASTER_DTYPE if plan.memory.master else COMPUTE_DTYPE)[plan.precision]
 
@@ -242,9 +240,7 @@ def moment_dtype(state: str, master: torch.dtype) -> torch.dtype | None:
 
 
 def optimizer_bytes(layout: FlatLayout, index: int, plan: Plan) -> int:
-    """The bytes that AdamW holds for the slice of rank `index`: two moments, a step count per part, and scales of
-    codes.
-    """
+    """The bytes of AdamW's state of the slice of rank `index`: two moments, scales of codes, a step count per part."""
     parts = [part for part in layout.parts(index) if part.stop > part.start]
     counters = STEP_COUNTER_BYTES * len(parts)
     moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])

@@ -43,9 +43,9 @@ class DeviceBuffer:
     def __init__(self, size: DeviceBufferSize, dtype: torch.dtype, device: torch.device, link: HostLink) -> None:
         self.weights = torch.empty(size.numel, dtype=dtype, device=device)
         self.link = link
-        self.holder: StreamedFlat | None = None  # the buffer whose weights are here or being copied here
+        self.weight_holder: StreamedFlat | None = None  # the buffer whose weights are here or being copied here
         self.gradient: Tensor | None = None
-        self.owner: StreamedFlat | None = None  # the buffer whose gradient is here and not yet on the host
+        self.gradient_holder: StreamedFlat | None = None  # the buffer whose gradient is here and not yet on the host
         self._size = size
         # a gradient being copied to the host, and the end of that copy
         self._outgoing: tuple[Tensor | None, Any] = None, None
@@ -54,19 +54,19 @@ class DeviceBuffer:
         """Start the copy of a gradient to the host and return the event that ends it."""
         self._outgoing = gradient, self.link.down.copy(target, gradient)
         self.link.down_bytes += gradient.numel() * gradient.element_size()
-        self.owner = None
+        self.gradient_holder = None
         return self._outgoing[1]
 
     def take(self, owner: StreamedFlat, dtype: torch.dtype) -> Tensor:
         """Return memory for the gradient of `owner`. The gradient of another buffer is copied to the host first."""
-        if self.owner not in (None, owner):
-            self.owner.send_gradient()
+        if self.gradient_holder not in (None, owner):
+            self.gradient_holder.send_gradient()
         self.link.down.wait(self._outgoing[1])
         self._outgoing = None, None
         if self.gradient is None or self.gradient.dtype != dtype:
             self.gradient = None
             self.gradient = torch.empty(self._size.trained_numel, dtype=dtype, device=self.weights.device)
-        self.owner = owner
+        self.gradient_holder = owner
         return self.gradient[: owner.layout.numel]
 
 
@@ -103,7 +103,7 @@ class StreamedFlat(Flat):
 
     def start_gather(self) -> None:
         """Start the copy of the weights to the device, unless the device buffer holds weights in use."""
-        holder = self.device_buffer.holder
+        holder = self.device_buffer.weight_holder
         if holder is None or (holder is not self and not holder.is_whole):
             self._fetch()
 
@@ -111,7 +111,7 @@ class StreamedFlat(Flat):
         """Make the whole parameters visible to the modules. The current stream waits for their copy."""
         if self.is_whole:
             return
-        if self.device_buffer.holder is not self:
+        if self.device_buffer.weight_holder is not self:
             self._fetch()
         self._link.up.wait(self._fetched)
         self._install(self.whole_parameters)
@@ -133,16 +133,14 @@ class StreamedFlat(Flat):
 
     @property
     def written(self) -> Tensor | None:
-        """The host tensor to which the optimizer also writes updated weights, in the compute dtype; None if it is the
-        slice.
-        """
+        """A second host tensor for updated weights, in the compute dtype; None if the slice has that dtype."""
         return None if self.home is self.slice else self.home
 
     def _fetch(self) -> None:
         self._write_home()
-        if self.device_buffer.holder is not None and self.device_buffer.holder.is_whole:
-            self.device_buffer.holder.release(stale=False)
-        self.device_buffer.holder = self
+        if self.device_buffer.weight_holder is not None and self.device_buffer.weight_holder.is_whole:
+            self.device_buffer.weight_holder.release(stale=False)
+        self.device_buffer.weight_holder = self
         self._fetched = self._link.up.copy(self.whole, self.home, behind=self.update_done)
         self.update_done = None
         self._link.up_bytes += self.home.numel() * self.home.element_size()
@@ -157,15 +155,15 @@ class StreamedFlat(Flat):
             self.mark_written()
 
     def _leave_device_buffer(self) -> None:
-        if self.device_buffer.holder is self:
+        if self.device_buffer.weight_holder is self:
             self._link.up.wait(self._fetched)  # the copy may have started and not been used
-            self.device_buffer.holder = None
+            self.device_buffer.weight_holder = None
 
     # --- gradients
 
     def expect_gradient(self) -> None:
         """Start to copy the gradient sum back to the device, because backward has reached the block."""
-        if self._has_sum and self.device_buffer.owner is not self:
+        if self._has_sum and self.device_buffer.gradient_holder is not self:
             self._begin_gradient()
 
     def place_gradients(self) -> None:
@@ -176,7 +174,7 @@ class StreamedFlat(Flat):
 
     def keep_gradient(self) -> None:
         """Start the copy of the gradient sum to the host, because this micro-batch adds no more to it."""
-        if self.device_buffer.owner is self:
+        if self.device_buffer.gradient_holder is self:
             self.send_gradient()
 
     def send_gradient(self) -> None:
@@ -203,7 +201,7 @@ class StreamedFlat(Flat):
 
     def start_reduce(self) -> None:
         """Start the copy of the gradient to the host. There is no reduction, since there is one rank."""
-        if self.device_buffer.owner is not self and not self._has_sum:
+        if self.device_buffer.gradient_holder is not self and not self._has_sum:
             self._begin_gradient()
         self.keep_gradient()
 
@@ -228,15 +226,16 @@ class StreamedFlat(Flat):
         self.hides_gradient = True
 
     def forget_gradient(self) -> None:
-        """Mark the gradient as used, so that the next backward begins a new sum. A sum that was copied back is dropped
-        too.
+        """Mark the gradient as used, so that the next backward begins a new sum.
+
+        A sum that was copied back is dropped too.
         """
         super().forget_gradient()
         self._has_sum = False
-        if self.device_buffer.owner is self:
+        if self.device_buffer.gradient_holder is self:
             if self._arriving is not None:
                 self._finish_arriving()
-            self.device_buffer.owner, self.whole_gradient, self._targets = None, None, []
+            self.device_buffer.gradient_holder, self.whole_gradient, self._targets = None, None, []
             self._filled.clear()
             self._taken.clear()
 

@@ -1,17 +1,18 @@
 """Images in tiles over ranks: the user's own model runs on a rank's tile as if it held the whole image.
 
-ownership.py   which pixels a rank owns, what an operation needs, who sends what to whom: pure arithmetic
-halo.py        the exchange of borders, forward and backward
-place.py       where in the whole image a tensor lies
-windows.py     convolutions
-pools.py       maxima and means
-resize.py      interpolation, adaptive pools, pixel shuffles
-norms.py       statistics over all tiles
-hand_over.py   from tiles to whole images, shares of the batch or sums, and back
-rules.py       what each of torch's functions means on a tile; with names.py, operands.py and shapes.py
-overlap.py     inner outputs while halos travel
-fuse.py, wide.py   one exchange for several layers
-view.py        the mode under which the model runs
-tiled.py       a model's forward in it
-dry.py         the same forward on shapes: what it says (said.py), and where its result lies
+ownership.py        the pixels that a rank owns, that an operation needs, and that ranks exchange: pure arithmetic
+halo.py             the exchange of borders, forward and backward
+tile_layout.py      which part of the whole image a tensor holds
+windows.py          convolutions
+pools.py            max and average pools
+resize.py           interpolation, adaptive pools, pixel shuffles
+norms.py            statistics over all tiles
+hand_over.py        from tiles to whole images, shares of the batch or sums, and back
+rules.py            a rule for each of torch's functions; with names.py, arguments.py, operands.py and shapes.py
+overlap.py          inner outputs are computed while halos travel
+fuse.py, wide_tiles.py   one exchange for several layers
+view.py             the mode under which the model runs
+tiled_model.py      a model's forward under it
+dry_run.py          the same forward on fake tensors: its collectives (recorded_calls.py) and its result's layout
+tiling.py           the result of a dry run, stored with the model
 """

@@ -1,8 +1,8 @@
-"""Arguments of torch's functions in one form, before any rule looks at them.
+"""Brings the arguments of torch's functions into one form before any rule reads them.
 
-torch takes a dim as `dim` or `axis`, several as a tuple or one by one, an input under five names. `normalise` gives the
-names of the signatures below, and positions as far as all earlier ones are given. An argument that is not among them is
-refused by name: a rule that does not know of it would compute something else.
+torch takes a dim as `dim` or `axis`, several dims as a tuple or one by one, and an input under five names. `normalise`
+returns the names of the signatures below, with leading arguments as positional ones. An argument that is not among them
+is refused by name: a rule that does not know it would compute something else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.spatial.names import plain_name
 from weft.spatial.windows import Unsupported
 
-# torch's own, of every function that its argument parser reads; `self` and `tensor` where a signature says so.
+# torch's own aliases, of every function that its argument parser reads; `self` and `tensor` as in signatures.
 ALIASES = {
     "axis": "dim",
     "keepdims": "keepdim",
@@ -31,7 +31,7 @@ _NORM = "input running_mean running_var weight bias"
 _FIRST = "input dim"  # of many functions along a dim
 _OVER = "input dim keepdim * dtype"
 
-# Names of the parameters that have positions; behind * those without.
+# Names of positional parameters; after * those that are keyword-only.
 _SIGNATURES: dict[str, str] = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin"), f"{_FIRST} * dtype _stacklevel"),
     **dict.fromkeys(("cumsum", "cumprod"), f"{_FIRST} * dtype"),
@@ -92,10 +92,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     name: tuple(text.partition("*")[0].split()) for name, text in _SIGNATURES.items()
 }
 _KNOWN = {name: frozenset(text.replace("*", " ").split()) for name, text in _SIGNATURES.items()}
-# Functions that take their last parameter's numbers one by one too.
+# Functions that also take the numbers of their last parameter one by one.
 _ONE_BY_ONE = frozenset(("flip", "permute", "view", "reshape", "expand", "squeeze"))
 _INPUTS = ("input", *(alias for alias, name in ALIASES.items() if name == "input"))
-# torch's own functions of the same names have their weights first, and say whether to use cuDNN.
+# torch's own functions of the same names take the weights first, and a flag for cuDNN.
 _WEIGHTS_FIRST = {
     "batch_norm": (F.batch_norm, "training"),
     "instance_norm": (F.instance_norm, "use_input_stats"),
@@ -105,7 +105,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def normalise(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-    """The arguments of a call as its rule expects them; what the rule does not know is refused."""
+    """Return the arguments of a call in the form that its rule expects. Unknown arguments are refused."""
     plain, named = plain_name(name), dict(kwargs)
     if named.pop("out", None) is not None:
         raise Unsupported("writes its result into another tensor (out=)")
@@ -128,14 +128,14 @@ def normalise(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def argument(name: str, call: Call, parameter: str, default: Any = None) -> Any:
-    """One argument of a call in that form."""
+    """Return one argument of a call that `normalise` returned."""
     args, kwargs = call
     positional = dict(zip(PARAMETERS[plain_name(name)], args, strict=False))
     return positional.get(parameter, kwargs.get(parameter, default))
 
 
 def number(value: Any) -> int:
-    """A dim, whatever kind of whole number it is."""
+    """Return a dim as an int, from any kind of integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -143,7 +143,7 @@ def number(value: Any) -> int:
 
 
 def is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes its first argument."""
+    """Return whether a function changes its first argument."""
     if name.startswith("__"):
         return name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return bool(kwargs.get("inplace", False)) or name.endswith("_")
@@ -163,7 +163,7 @@ def _weights_first(plain: str) -> tuple[str, ...]:
 
 
 def _parameters(plain: str, args: tuple[Any, ...]) -> tuple[str, ...]:
-    """The parameters that positions stand for, of functions that have several signatures."""
+    """Return the names of positional parameters, for functions with several signatures."""
     second = args[1] if len(args) > 1 else None
     if plain in ("var", "std") and isinstance(second, bool):
         return ("input", "unbiased")
@@ -185,7 +185,7 @@ def _gathered(plain: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _bind(parameters: tuple[str, ...], args: tuple[Any, ...], named: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument by its parameter's own name."""
+    """Return every argument by the name of its parameter."""
     if len(args) > len(parameters):
         raise Unsupported(f"has {len(args)} arguments, and weft knows {len(parameters)} of it: {', '.join(parameters)}")
     found = dict(zip(parameters, args, strict=False))

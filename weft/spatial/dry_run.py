@@ -1,10 +1,10 @@
-"""A rank's forward on shapes alone: what it says, computes and keeps, and how its result lies.
+"""A rank's forward on fake tensors: what it sends, computes and saves, and the layout of its result.
 
-The model runs on fake tensors under the same view as later for real, over axes that only count. So costs need no
-formulas of their own: the calls are those that the runtime's code makes. What backward will say is noted by each
-operation; what recompute will say again follows from where a block saves something for the last time.
+The model runs under the same view as in training, over axes that only count. So costs need no formulas of their own:
+the collectives are those that the runtime's code makes. Each operation records the collectives of its backward. Those
+that recompute repeats follow from the last tensor that a block saves.
 
-The same forward of whole images runs beside it: from outside, both must look alike.
+The forward of whole images runs too, and the shapes that modules return must be equal in both.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from weft.errors import PlanError
 from weft.inspection.parameter_cut import share
 from weft.plan import Plan
 from weft.profile import Profile, Tally, count
-from weft.spatial.fuse import Layer, fuse
+from weft.spatial.fuse import NeighbourLayer, fuse
 from weft.spatial.operands import map_tensors
-from weft.spatial.recorded_calls import Recorder, Said
-from weft.spatial.tile_layout import Grid, Needs, Place, place_of, tensors_in
+from weft.spatial.recorded_calls import CallRecorder, RecordedCall
+from weft.spatial.tile_layout import Grid, Needs, TileLayout, layout_of, tensors_in
 from weft.spatial.tiled_model import TiledModel, install, prepare
 from weft.spatial.view import Position, View
 from weft.spatial.windows import Extra
@@ -37,13 +37,15 @@ Sizes = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Dry:
-    """What one rank does in a forward and backward of one micro-batch; `output` is "tile", "whole" or "batch". `point`
-    has the pixels of the largest image that is handed over before `tile.until`, `taken` the bytes of the whole images
-    that each block takes as tiles.
+class DryRun:
+    """The work of one rank in a forward and backward of one micro-batch.
+
+    `output` is the layout of the result: "tile", "whole" or "batch". `point` has the pixels of the largest image that
+    is handed over before `tile.until`. `taken` has, for each block, the bytes of the whole images that it takes as
+    tiles.
     """
 
-    said: tuple[Said, ...]
+    calls: tuple[RecordedCall, ...]
     sizes: Sizes
     output: str
     extras: Mapping[Position, Extra]
@@ -53,7 +55,7 @@ class Dry:
 
 
 class _Tally(Tally):
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: CallRecorder) -> None:
         super().__init__()
         self.recorder = recorder
         self.taken: dict[str, tuple[int, ...]] = {}
@@ -65,7 +67,7 @@ class _Tally(Tally):
     def _enter(self, name: str, *given: Any) -> None:
         super()._enter(name, *given)
         self.recorder.block = self.running
-        tiles = {id(one): (one, at) for one in tensors_in(given) if isinstance(at := place_of(one), Place)}
+        tiles = {id(one): (one, at) for one in tensors_in(given) if isinstance(at := layout_of(one), TileLayout)}
         with torch._C.DisableTorchFunction():
             whole = [math.prod(at.whole_shape(tuple(one.shape))) * one.itemsize for one, at in tiles.values()]
         self.taken[name] = tuple(whole)
@@ -76,24 +78,27 @@ class _Tally(Tally):
 
 
 def image_sizes(example: Any) -> Sizes:
-    """Rows and columns of the images among a model's arguments: of the first tensor that has dims enough."""
+    """Return rows and columns of the images among a model's arguments.
+
+    They are those of the first floating-point tensor with 3 or more dims.
+    """
     for tensor in tensors_in(example):
         if tensor.dim() > 2 and tensor.is_floating_point():
             return tensor.shape[-2], tensor.shape[-1]
     raise PlanError("tile splits images [batch, channels, rows, columns], and none is among the model's arguments")
 
 
-def dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
-    """What the rank at these coordinates does."""
+def dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> DryRun:
+    """Return the dry run of the rank at these coordinates. Results are cached in the profile."""
     over = f"{plan.statistics} over {plan.num_batch_ranks}, {'staged' if plan.pipe.degree > 1 else 'whole'}"
     key = f"dry {plan.tile} {over} {coordinates['rows']} {coordinates['columns']}"
     if key not in whole.cache:
         whole.cache[key] = _dry_run(whole, plan, coordinates)
-    found: Dry = whole.cache[key]
+    found: DryRun = whole.cache[key]
     return found
 
 
-def _dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
+def _dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> DryRun:
     assert whole.model is not None and whole.example is not None  # noqa: PT018
     sizes = (0, 0)
     if plan.tile.degree > 1:
@@ -102,7 +107,7 @@ def _dry_run(whole: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Dry:
         check_sizes(sizes, plan)
     if plan.tile.fused == 1:
         return _run(whole, plan, coordinates, sizes, {})
-    layers: list[Layer] = []
+    layers: list[NeighbourLayer] = []
     _run(whole, plan, coordinates, sizes, {}, layers)
     return _run(whole, plan, coordinates, sizes, fuse(layers, plan.tile.fused))
 
@@ -113,34 +118,34 @@ def _run(
     coordinates: Mapping[str, int],
     sizes: Sizes,
     extras: Mapping[Position, Extra],
-    layers: list[Layer] | None = None,
-) -> Dry:
-    """One forward; `layers` takes those that look at neighbours."""
+    layers: list[NeighbourLayer] | None = None,
+) -> DryRun:
+    """Run one forward. Operations that need neighbouring pixels are appended to `layers`."""
     assert whole.model is not None and whole.example is not None  # noqa: PT018
-    recorder = Recorder()
+    recorder = CallRecorder()
 
-    def take(taken: Place, given: Place, needs: tuple[Needs, Needs]) -> None:
+    def add_layer(input_layout: TileLayout, output_layout: TileLayout, needs: tuple[Needs, Needs]) -> None:
         if layers is not None:
-            unit, number = view.position  # which has gone on to the next
-            layers.append(Layer((unit, number - 1), taken, given, needs))
+            unit, number = view.position  # it has advanced to the next layer already
+            layers.append(NeighbourLayer((unit, number - 1), input_layout, output_layout, needs))
 
-    view = View(_dry_grid(plan, coordinates, recorder, take), plan.tile, extras, plan.pipe.degree > 1)
+    view = View(_dry_grid(plan, coordinates, recorder, add_layer), plan.tile, extras, plan.pipe.degree > 1)
     with _restored(whole.model), _compared(whole.model, view, _outline(whole)):
         tiled = install(whole.model, view, sizes)
         example = partial(cut_images, whole.example, plan, (coordinates["rows"], coordinates["columns"]), sizes)
         tally = _Tally(recorder)
         counted = count(whole.model, example, None, whole.dtype, whole, tally)
     kept = {name: getattr(counted, name) for name in ("root", "blocks", "units", "stream_numel")}
-    return Dry(tuple(recorder.said), sizes, tiled.output, extras, replace(whole, **kept), view.point, tally.taken)
+    return DryRun(tuple(recorder.calls), sizes, tiled.output, extras, replace(whole, **kept), view.point, tally.taken)
 
 
 def _dry_grid(
     plan: Plan,
     coordinates: Mapping[str, int],
-    recorder: Recorder,
-    layer: Callable[[Place, Place, tuple[Needs, Needs]], None] | None = None,
+    recorder: CallRecorder,
+    layer: Callable[[TileLayout, TileLayout, tuple[Needs, Needs]], None] | None = None,
 ) -> Grid:
-    """The axes of a rank, on which calls are only counted."""
+    """Return the axes of a rank, on which collectives are only recorded."""
     tile, (row, column) = plan.tile, (coordinates["rows"], coordinates["columns"])
     axis = partial(Axis, group=None, ledger=recorder, dry=True)
     num_ranks, is_over_batch = plan.num_batch_ranks, plan.has_batch_statistics
@@ -158,11 +163,12 @@ def _dry_grid(
 @contextmanager
 def dry_stages(
     model: nn.Module, plan: Plan, at: tuple[int, int], sizes: Sizes, extras: Mapping[Position, Extra]
-) -> Iterator[tuple[TiledModel, Recorder]]:
-    """A model that a pipeline's trace can run on shapes as the stages of the rank at this row and column will run it,
-    and what takes down its calls.
+) -> Iterator[tuple[TiledModel, CallRecorder]]:
+    """Prepare a model so that a pipeline can trace it on fake tensors as the stages of the rank at this row and column.
+
+    Yields the prepared model and the recorder of its collectives.
     """
-    recorder, coordinates = Recorder(), {"rows": at[0], "columns": at[1]}
+    recorder, coordinates = CallRecorder(), {"rows": at[0], "columns": at[1]}
     view = View(_dry_grid(plan, coordinates, recorder), plan.tile, extras, is_staged=True)
     with _restored(model):
         yield prepare(model, view, sizes), recorder
@@ -178,7 +184,7 @@ def check_sizes(sizes: Sizes, plan: Plan) -> None:
 
 
 def cut_images(example: Callable[[], Any], plan: Plan, at: tuple[int, int], sizes: Sizes) -> Any:
-    """The arguments that the forward of the rank at a row and column is given: its tiles of whole images."""
+    """Return the arguments of the forward on the rank at a row and column: its tiles of the example's whole images."""
     if plan.tile.degree == 1:
         return example()
     (top, bottom), (left, right) = share(sizes[0], plan.tile.rows, at[0]), share(sizes[1], plan.tile.columns, at[1])
@@ -191,18 +197,18 @@ def cut_images(example: Callable[[], Any], plan: Plan, at: tuple[int, int], size
     return map_tensors(part, example())
 
 
-# --- how the model looks from outside
+# --- comparison with the whole model
 
 
 @dataclass
 class _Outline:
-    """The shapes of what modules return, in the order of their calls."""
+    """The shapes that modules return, in the order of their calls."""
 
     calls: list[tuple[str, tuple[torch.Size, ...]]] = field(default_factory=list)
 
 
 def _outline(whole: Profile) -> _Outline:
-    """Of the whole model."""
+    """Return the outline of the whole model."""
     if "outline" not in whole.cache:
         found = _Outline()
         assert whole.model is not None and whole.example is not None  # noqa: PT018
@@ -219,7 +225,7 @@ def _shapes(output: Any) -> tuple[torch.Size, ...]:
 
 @contextmanager
 def _compared(model: nn.Module, view: View, outline: _Outline) -> Iterator[None]:
-    """Hold each module's results to those of the whole, and keep the name of the module that runs."""
+    """Check each module's result shapes against those of the whole model, and keep the name of the running module."""
     expected = iter(outline.calls)
     lost = (
         "weft follows samples along the first dim only; use tile.hand_over = 'gather'"
@@ -230,12 +236,12 @@ def _compared(model: nn.Module, view: View, outline: _Outline) -> Iterator[None]
 
     def leave(name: str, module: nn.Module, output: Any) -> None:
         view.path.pop()
-        told, shapes = next(expected, ("", ())), _shapes(output)
-        if told != (name, shapes):
+        known_point, shapes = next(expected, ("", ())), _shapes(output)
+        if known_point != (name, shapes):
             rows, columns = view.grid.rows.degree, view.grid.columns.degree
             raise PlanError(
                 f"tile = {rows} × {columns}: '{name}' ({type(module).__name__}) gave {_text(shapes)} where the whole "
-                f"model has {_text(told[1])} ('{told[0]}'); {lost}"
+                f"model has {_text(known_point[1])} ('{known_point[0]}'); {lost}"
             )
 
     enters = [
@@ -270,7 +276,7 @@ def _watched(model: nn.Module, leave: Callable[[str, nn.Module, Any], None]) -> 
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """The model's forwards and hooks are afterwards as they are now."""
+    """Restore the model's forwards and hooks afterwards."""
     before = [(module, module.__dict__.get("forward"), dict(module._forward_pre_hooks)) for module in model.modules()]
     kwargs = [dict(module._forward_pre_hooks_with_kwargs) for module in model.modules()]
     try:

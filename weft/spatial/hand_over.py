@@ -1,11 +1,11 @@
-"""From tiles to what every rank holds whole, to shares of the batch, to sums; and back.
+"""Conversions from tiles to whole tensors on every rank, to shares of the batch, and to sums; and back.
 
-The loss of a step is the sum of what the ranks of a tile compute, so every operation here is paired with its true
-transpose: a sum with a sum, a gather with a gather that adds up, an exchange of samples for pixels with its inverse.
-Whatever all ranks compute alike then gets its gradient in as many parts, which add up where gradients of weights do.
+The loss of a step is the sum of what the ranks of a tile compute, so every operation here has its true transpose as
+backward: a sum has a sum, a gather has a gather that adds, an exchange of samples for pixels has its inverse. A value
+that all ranks compute equally then gets its gradient in as many parts, which are summed with the gradients of weights.
 
-    whole    every rank gets the pixels of all others: the whole image less its own tile, both ways
-    share    a rank gets all pixels of its samples, and gives away its pixels of the others'
+    whole    every rank gets the pixels of all others: the whole image without its own tile, both ways
+    share    a rank gets all pixels of its samples, and sends its pixels of the other samples
     sum      an all-reduce of the partial sums, forward and backward
 """
 
@@ -23,34 +23,34 @@ from weft.errors import PlanError
 from weft.inspection.parameter_cut import Interval, share
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.ownership import length
-from weft.spatial.tile_layout import Grid, Place, Share
+from weft.spatial.tile_layout import BatchShare, Grid, TileLayout
 
 
-def to_whole(grid: Grid, value: Tensor, place: Place) -> Tensor:
-    """The whole image, on every rank."""
-    rows, columns = place.sizes
-    halo = Halo.of(grid, place, [(0, rows)] * place.rows.degree, [(0, columns)] * place.columns.degree)
+def to_whole(grid: Grid, value: Tensor, layout: TileLayout) -> Tensor:
+    """Return the whole image, on every rank."""
+    rows, columns = layout.sizes
+    halo = Halo.of(grid, layout, [(0, rows)] * layout.rows.degree, [(0, columns)] * layout.columns.degree)
     return fetch(value, halo)
 
 
-def to_tile(value: Tensor, place: Place, grid: Grid) -> Tensor:
-    """This rank's part of a whole tensor that may have one pixel, or no dim, where the image has rows or columns."""
-    for dim, size, (begin, end) in zip(place.dims, place.sizes, place.held(grid), strict=True):
+def to_tile(value: Tensor, layout: TileLayout, grid: Grid) -> Tensor:
+    """Return this rank's part of a whole tensor, which may have one pixel or no dim for rows or columns."""
+    for dim, size, (begin, end) in zip(layout.dims, layout.sizes, layout.held(grid), strict=True):
         if value.dim() >= -dim and value.shape[dim] == size and end - begin < size:
             value = value.narrow(dim, begin, end - begin)
     return value
 
 
-def own_part(value: Tensor, place: Place, grid: Grid) -> Tensor:
-    """The pixels that this rank owns of those that it holds."""
-    for dim, held, owned in zip(place.dims, place.held(grid), place.owned(grid), strict=True):
+def own_part(value: Tensor, layout: TileLayout, grid: Grid) -> Tensor:
+    """Return the pixels that this rank owns, of those that it holds."""
+    for dim, held, owned in zip(layout.dims, layout.held(grid), layout.owned(grid), strict=True):
         if held != owned:
             value = value.narrow(dim, owned[0] - held[0], length(owned))
     return value
 
 
 def sum_over(value: Tensor, axis: Axis, grid: Grid) -> Tensor:
-    """The sum over the ranks of an axis, on all of them."""
+    """Return the sum over the ranks of an axis, on all of them."""
     if axis.degree == 1:
         return value
     out: Tensor = _Sum.apply(value, axis, grid)
@@ -78,24 +78,26 @@ class _Sum(Function):
 # --- shares of the batch
 
 
-def to_share(grid: Grid, value: Tensor, place: Place) -> tuple[Tensor, Share]:
-    """This rank's samples, with all their pixels."""
+def to_share(grid: Grid, value: Tensor, layout: TileLayout) -> tuple[Tensor, BatchShare]:
+    """Return this rank's samples, with all their pixels."""
     samples = _samples(grid, value.shape[0])
-    out: Tensor = _ToShare.apply(own_part(value, place, grid), grid, Place.of(grid, place.sizes, place.dims), samples)
-    return out, Share(value.shape[0])
+    out: Tensor = _ToShare.apply(
+        own_part(value, layout, grid), grid, TileLayout.of(grid, layout.sizes, layout.dims), samples
+    )
+    return out, BatchShare(value.shape[0])
 
 
-def from_share(grid: Grid, value: Tensor, found: Share, place: Place) -> Tensor:
-    """This rank's pixels of all samples, where each rank holds its samples."""
-    own = Place.of(grid, place.sizes, place.dims)
+def from_share(grid: Grid, value: Tensor, found: BatchShare, layout: TileLayout) -> Tensor:
+    """Return this rank's pixels of all samples, from a tensor of which each rank holds its samples."""
+    own = TileLayout.of(grid, layout.sizes, layout.dims)
     out: Tensor = _FromShare.apply(value, grid, own, _samples(grid, found.num_samples))
     return out
 
 
-def own_samples(grid: Grid, value: Tensor) -> tuple[Tensor, Share]:
-    """This rank's samples of what all ranks hold."""
+def own_samples(grid: Grid, value: Tensor) -> tuple[Tensor, BatchShare]:
+    """Return this rank's samples of a tensor that all ranks hold."""
     begin, end = _samples(grid, value.shape[0])[grid.tile.index]
-    return value[begin:end], Share(value.shape[0])
+    return value[begin:end], BatchShare(value.shape[0])
 
 
 def _samples(grid: Grid, num_samples: int) -> list[Interval]:
@@ -110,25 +112,25 @@ def _samples(grid: Grid, num_samples: int) -> list[Interval]:
 
 class _ToShare(Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, grid: Grid, place: Place, samples: list[Interval]) -> Tensor:
-        ctx.grid, ctx.place, ctx.samples = grid, place, samples
-        out = _spread(value, grid, place, samples)
+    def forward(ctx: Any, value: Tensor, grid: Grid, layout: TileLayout, samples: list[Interval]) -> Tensor:
+        ctx.grid, ctx.layout, ctx.samples = grid, layout, samples
+        out = _pixels_to_samples(value, grid, layout, samples)
         if ctx.needs_input_grad[0]:
             tiles = range(grid.tile.degree)
-            _note(grid, [_pixels(out, place, grid, index).numel() * out.element_size() for index in tiles])
+            _note(grid, [_pixels(out, layout, grid, index).numel() * out.element_size() for index in tiles])
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _collect(gradient, ctx.grid, ctx.place, ctx.samples), None, None, None
+        return _samples_to_pixels(gradient, ctx.grid, ctx.layout, ctx.samples), None, None, None
 
 
 class _FromShare(Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, grid: Grid, place: Place, samples: list[Interval]) -> Tensor:
-        ctx.grid, ctx.place, ctx.samples = grid, place, samples
-        out = _collect(value, grid, place, samples)
+    def forward(ctx: Any, value: Tensor, grid: Grid, layout: TileLayout, samples: list[Interval]) -> Tensor:
+        ctx.grid, ctx.layout, ctx.samples = grid, layout, samples
+        out = _samples_to_pixels(value, grid, layout, samples)
         if ctx.needs_input_grad[0]:
             _note(grid, [length(one) * out[0].numel() * out.element_size() for one in samples])
         return out
@@ -136,31 +138,34 @@ class _FromShare(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _spread(gradient, ctx.grid, ctx.place, ctx.samples), None, None, None
+        return _pixels_to_samples(gradient, ctx.grid, ctx.layout, ctx.samples), None, None, None
 
 
-def _spread(value: Tensor, grid: Grid, place: Place, samples: list[Interval]) -> Tensor:
-    """Own pixels of all samples to all pixels of own samples."""
+def _pixels_to_samples(value: Tensor, grid: Grid, layout: TileLayout, samples: list[Interval]) -> Tensor:
+    """Exchange own pixels of all samples for all pixels of own samples."""
     axis, mine = grid.tile, samples[grid.tile.index]
-    out = value.new_empty(length(mine), *place.whole_shape(tuple(value.shape))[1:])
+    out = value.new_empty(length(mine), *layout.whole_shape(tuple(value.shape))[1:])
     others = [index for index in range(axis.degree) if index != axis.index]
     sent = [(peer, value[slice(*samples[peer])].contiguous()) for peer in others]
-    received = [(peer, torch.empty_like(_pixels(out, place, grid, peer).contiguous())) for peer in others]
+    received = [(peer, torch.empty_like(_pixels(out, layout, grid, peer).contiguous())) for peer in others]
     pending = exchange(received, sent, axis)
-    _pixels(out, place, grid, axis.index).copy_(value[slice(*mine)])
+    _pixels(out, layout, grid, axis.index).copy_(value[slice(*mine)])
     pending.wait()
     for peer, tensor in received:
-        _pixels(out, place, grid, peer).copy_(tensor)
+        _pixels(out, layout, grid, peer).copy_(tensor)
     return out
 
 
-def _collect(value: Tensor, grid: Grid, place: Place, samples: list[Interval]) -> Tensor:
-    """All pixels of own samples to own pixels of all samples: what `_spread` did, undone, and its transpose."""
+def _samples_to_pixels(value: Tensor, grid: Grid, layout: TileLayout, samples: list[Interval]) -> Tensor:
+    """Exchange all pixels of own samples for own pixels of all samples.
+
+    It is the inverse of `_pixels_to_samples`, and its transpose.
+    """
     axis, mine = grid.tile, samples[grid.tile.index]
-    own = _pixels(value, place, grid, axis.index)
+    own = _pixels(value, layout, grid, axis.index)
     out = value.new_empty(samples[-1][1], *own.shape[1:])
     others = [index for index in range(axis.degree) if index != axis.index]
-    sent = [(peer, _pixels(value, place, grid, peer).contiguous()) for peer in others]
+    sent = [(peer, _pixels(value, layout, grid, peer).contiguous()) for peer in others]
     received = [(peer, out[slice(*samples[peer])]) for peer in others]
     pending = exchange(received, sent, axis)
     out[slice(*mine)].copy_(own)
@@ -168,16 +173,16 @@ def _collect(value: Tensor, grid: Grid, place: Place, samples: list[Interval]) -
     return out
 
 
-def _pixels(value: Tensor, place: Place, grid: Grid, index: int) -> Tensor:
-    """The pixels of whole images that the rank at an index of the tiles owns."""
+def _pixels(value: Tensor, layout: TileLayout, grid: Grid, index: int) -> Tensor:
+    """Return the pixels of whole images that the rank at an index of the tiles owns."""
     row, column = divmod(index, grid.columns.degree)
-    for dim, (begin, end) in zip(place.dims, (place.rows.owned[row], place.columns.owned[column]), strict=True):
+    for dim, (begin, end) in zip(layout.dims, (layout.rows.owned[row], layout.columns.owned[column]), strict=True):
         value = value.narrow(dim, begin, end - begin)
     return value
 
 
 def _note(grid: Grid, sizes: list[int]) -> None:
-    """Tell a dry run the bytes that go back to each rank of the tiles, from all but this one."""
+    """Record for a dry run the bytes that backward sends to each other rank of the tiles."""
     if grid.note is not None:
         others = [size for index, size in enumerate(sizes) if index != grid.tile.index]
         grid.note([(grid.tile.name, "send", size) for size in others])

@@ -1,4 +1,7 @@
-"""Names of torch's functions by what they mean for tiles. A function, method and operator of one name mean the same."""
+"""Names of torch's functions, grouped by their rule on tiles.
+
+Function, method and operator of one name have one rule.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ POINTWISE = _set(
     feature_alpha_dropout"""
 )
 DRAWS = _set("dropout alpha_dropout rand_like randn_like bernoulli normal uniform rrelu")
-SHAPED_AS_FIRST = _set("to type type_as")  # of which other tensors give no more than a dtype and a device
-# Methods that look at a tensor, or make another of its kind, and compute nothing.
+SHAPED_AS_FIRST = _set("to type type_as")  # other tensors among their arguments give only a dtype and a device
+# Methods that inspect a tensor, or make a new one like it, and compute nothing.
 META = _set(
     """dim ndimension stride is_contiguous element_size storage_offset untyped_storage data_ptr register_hook
     retain_grad is_floating_point is_complex is_signed get_device new_empty new_zeros new_ones new_full new_tensor
@@ -30,5 +33,5 @@ META = _set(
 
 
 def plain_name(name: str) -> str:
-    """`add` for add, add_ and __add__."""
+    """Return `add` for add, add_ and __add__."""
     return name.strip("_")

@@ -1,8 +1,8 @@
-"""Norms whose statistics go over the pixels of all tiles: batch, instance, group and layer norm.
+"""Norms with statistics over the pixels of all tiles: batch, instance, group and layer norm.
 
-Each rank takes mean and variance of the pixels it owns; one all-gather brings those of all ranks, which every rank
-combines alike (Chan et al. 1979: no difference of large squares). Pixels held beside the own ones are normalised and
-not counted. Backward sums two numbers for each channel over the tiles. Bytes for c channels of s bytes an element:
+Each rank computes mean and variance of the pixels that it owns. One all-gather brings those of all ranks, which every
+rank combines in the same way (Chan et al. 1979: no difference of large squares). Extra pixels are normalised but not
+counted. Backward sums two numbers for each channel over the tiles. Bytes for c channels of s bytes an element:
 all-gather of 2·c·s·tiles forward, all-reduce of 2·c·s backward. With `plan.statistics = "batch"` batch norm does so
 over the ranks of all samples, with tiles or without.
 """
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, all_gather, all_reduce
 from weft.spatial.hand_over import own_part, to_tile
-from weft.spatial.tile_layout import Grid, Place, Share
+from weft.spatial.tile_layout import BatchShare, Grid, TileLayout
 
 aten = torch.ops.aten
 
@@ -34,17 +34,17 @@ class _Normalise(Function):
         weight: Tensor | None,
         bias: Tensor | None,
         counts: Tensor,
-        place: Place | None,
+        layout: TileLayout | None,
         grid: Grid,
         axis: Axis,
         eps: float,
     ) -> Any:
-        own = value if place is None else own_part(value, place, grid)
+        own = value if layout is None else own_part(value, layout, grid)
         mean, variance = _whole_moments(own, counts, axis)
         if grid.note is not None and ctx.needs_input_grad[0]:
             grid.note([(axis.name, "all_reduce", 2 * mean.numel() * mean.element_size())])
         ctx.save_for_backward(value, weight, mean, variance)
-        ctx.place, ctx.grid, ctx.axis, ctx.eps, ctx.num_pixels = place, grid, axis, eps, counts.sum()
+        ctx.layout, ctx.grid, ctx.axis, ctx.eps, ctx.num_pixels = layout, grid, axis, eps, counts.sum()
         ctx.mark_non_differentiable(mean, variance)
         wide = [None if one is None else one.to(mean.dtype) for one in (weight, bias)]
         out = F.batch_norm(value, mean, variance, wide[0], wide[1], False, 0.0, eps)
@@ -55,7 +55,7 @@ class _Normalise(Function):
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
         value, weight, mean, variance = ctx.saved_tensors
         wide = None if weight is None else weight.to(mean.dtype)
-        # As if mean and variance were constants; then what they add to the gradient of the pixels they were taken of.
+        # As if mean and variance were constants; then their part is added to the gradient of own pixels.
         found, of_weight, of_bias = aten.native_batch_norm_backward(
             *(gradient, value, wide if wide is not None else torch.ones_like(mean), mean, variance, None, None),
             *(False, ctx.eps, [True, True, True]),
@@ -67,8 +67,8 @@ class _Normalise(Function):
             slope = scale * sums[1] * (variance + ctx.eps).rsqrt()
             shape = [1, -1, *(1 for _ in range(value.dim() - 2))]
             own, pixels = found, value
-            if ctx.place is not None:
-                own, pixels = (own_part(one, ctx.place, ctx.grid) for one in (found, value))
+            if ctx.layout is not None:
+                own, pixels = (own_part(one, ctx.layout, ctx.grid) for one in (found, value))
             shift = scale * sums[0] - slope * mean
             own.sub_(pixels * slope.view(shape).to(value.dtype)).sub_(shift.view(shape).to(value.dtype))
         of_weight = of_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -77,7 +77,7 @@ class _Normalise(Function):
 
 
 def _whole_moments(own: Tensor, counts: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance of each channel over the samples and pixels of all ranks."""
+    """Return mean and (biased) variance of each channel over the samples and pixels of all ranks."""
     dims = [dim for dim in range(own.dim()) if dim != 1]
     wide = own.float() if own.dtype in (torch.bfloat16, torch.float16) else own
     variance, mean = torch.var_mean(wide, dims, correction=0)
@@ -89,16 +89,19 @@ def _whole_moments(own: Tensor, counts: Tensor, axis: Axis) -> tuple[Tensor, Ten
     return mean, variance
 
 
-def _counts(axis: Axis, value: Tensor, place: Place | Share | None) -> Tensor:
-    """How many pixels (of one channel and all its samples) each rank of the axis owns; tiles are its innermost."""
-    if not isinstance(place, Place):
+def _counts(axis: Axis, value: Tensor, layout: TileLayout | BatchShare | None) -> Tensor:
+    """Return how many pixels (of one channel, over all samples) each rank of the axis owns.
+
+    Tiles are the inner ranks of it.
+    """
+    if not isinstance(layout, TileLayout):
         counts = [value.numel() // value.shape[1]]
     else:
         others = value.numel() // value.shape[1] // (value.shape[-1] * value.shape[-2])
         counts = [
             others * (row[1] - row[0]) * (column[1] - column[0])
-            for row in place.rows.owned
-            for column in place.columns.owned
+            for row in layout.rows.owned
+            for column in layout.columns.owned
         ]
     counts *= axis.degree // len(counts)
     return torch.tensor(counts, dtype=torch.float64, device=value.device)
@@ -107,7 +110,7 @@ def _counts(axis: Axis, value: Tensor, place: Place | Share | None) -> Tensor:
 def batch_norm(
     grid: Grid,
     value: Tensor,
-    place: Place | Share | None,
+    layout: TileLayout | BatchShare | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     weight: Tensor | None = None,
@@ -116,13 +119,13 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.batch_norm."""
+    """F.batch_norm on tiles, shares of the batch or whole tensors."""
     if not training:
         return F.batch_norm(value, running_mean, running_var, weight, bias, False, momentum, eps)
-    axis = grid.batch if place is None else grid.samples or grid.tile  # what is whole, all tiles have alike
+    axis = grid.batch if layout is None else grid.samples or grid.tile  # a whole tensor is the same on all tiles
     assert axis is not None
-    counts = _counts(axis, value, place)
-    tiles = place if isinstance(place, Place) else None
+    counts = _counts(axis, value, layout)
+    tiles = layout if isinstance(layout, TileLayout) else None
     out, mean, variance = _Normalise.apply(value, weight, bias, counts, tiles, grid, axis, eps)
     if running_mean is not None and running_var is not None:
         num_pixels = counts.sum().to(variance.dtype)
@@ -136,24 +139,25 @@ def batch_norm(
 def group_norm(
     grid: Grid,
     value: Tensor,
-    place: Place,
+    layout: TileLayout,
     num_groups: int,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.group_norm: the groups of each sample as channels of one."""
+    """F.group_norm on tiles. The groups of all samples are treated as channels of one sample."""
     shape = value.shape
-    grouped = value.reshape(1, shape[0] * num_groups, -1, *shape[-2:])  # [1, groups of all, channels.., rows, columns]
-    counts = _counts(grid.tile, grouped, place)
-    out = _Normalise.apply(grouped, None, None, counts, place, grid, grid.tile, eps)[0].reshape(shape)
+    # [1, groups of all samples, channels.., rows, columns]
+    grouped = value.reshape(1, shape[0] * num_groups, -1, *shape[-2:])
+    counts = _counts(grid.tile, grouped, layout)
+    out = _Normalise.apply(grouped, None, None, counts, layout, grid, grid.tile, eps)[0].reshape(shape)
     return _affine(out, weight, bias, [-1, *(1 for _ in shape[2:])])
 
 
 def instance_norm(
     grid: Grid,
     value: Tensor,
-    place: Place,
+    layout: TileLayout,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
     weight: Tensor | None = None,
@@ -162,13 +166,13 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """F.instance_norm; its running statistics are means over the samples."""
+    """F.instance_norm on tiles. Its running statistics are means over the samples."""
     if not use_input_stats:
         return F.instance_norm(value, running_mean, running_var, weight, bias, False, momentum, eps)
     shape = value.shape
     flat = value.reshape(1, shape[0] * shape[1], *shape[2:])
-    counts = _counts(grid.tile, flat, place)
-    out, mean, variance = _Normalise.apply(flat, None, None, counts, place, grid, grid.tile, eps)
+    counts = _counts(grid.tile, flat, layout)
+    out, mean, variance = _Normalise.apply(flat, None, None, counts, layout, grid, grid.tile, eps)
     if running_mean is not None and running_var is not None:
         num_pixels = counts.sum().to(variance.dtype)
         unbiased = variance * (num_pixels / (num_pixels - 1))
@@ -179,14 +183,14 @@ def instance_norm(
 
 
 def layer_norm(
-    grid: Grid, value: Tensor, place: Place, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float
+    grid: Grid, value: Tensor, layout: TileLayout, num_dims: int, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """F.layer_norm over the last `num_dims` dims, rows and columns among them."""
+    """F.layer_norm over the last `num_dims` dims, with rows and columns among them."""
     shape = value.shape
     flat = value.reshape(1, -1, *shape[len(shape) - num_dims :])  # [1, samples, ..., rows, columns]
-    counts = _counts(grid.tile, flat, place)
-    out = _Normalise.apply(flat, None, None, counts, place, grid, grid.tile, eps)[0].reshape(shape)
-    weight, bias = (None if one is None else to_tile(one, place, grid) for one in (weight, bias))
+    counts = _counts(grid.tile, flat, layout)
+    out = _Normalise.apply(flat, None, None, counts, layout, grid, grid.tile, eps)[0].reshape(shape)
+    weight, bias = (None if one is None else to_tile(one, layout, grid) for one in (weight, bias))
     return _affine(out, weight, bias, None)
 
 

@@ -1,4 +1,4 @@
-"""Operands of one operation, brought to the same pixels; and the rules for operations on each pixel by itself."""
+"""Brings the operands of one operation to the same pixels; and the rules for operations on each pixel by itself."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from weft.spatial.arguments import is_in_place
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.hand_over import own_part, to_tile
 from weft.spatial.names import SHAPED_AS_FIRST, plain_name
-from weft.spatial.tile_layout import Grid, Place, Share, place_of, put, tensors_in
+from weft.spatial.tile_layout import BatchShare, Grid, TileLayout, layout_of, set_layout, tensors_in
 from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import Extra, Unsupported
 
 Rule = Callable[..., Any]
 
 
-class Looks(Protocol):
-    """What rules ask of the view they run in."""
+class RuleContext(Protocol):
+    """The part of the view that rules use."""
 
     grid: Grid
 
     def extra(self) -> Extra:
-        """How many pixels beside its own a rank is to compute of the operation under way."""
+        """Return how many pixels beside its own a rank computes in the current operation."""
 
 
-def common_place(tensors: Sequence[Tensor], name: str) -> Place:
-    """Where operands can meet: the pixels that every rank holds of all of them."""
-    places = [place for tensor in tensors if isinstance(place := place_of(tensor), Place)]
-    first = places[0]
-    for other in places[1:]:
+def common_layout(tensors: Sequence[Tensor], name: str) -> TileLayout:
+    """Return the layout of the pixels that every rank holds of all operands."""
+    layouts = [layout for tensor in tensors if isinstance(layout := layout_of(tensor), TileLayout)]
+    first = layouts[0]
+    for other in layouts[1:]:
         if other.sizes == first.sizes and other.dims != first.dims:
             raise Unsupported("takes images together whose rows and columns are in different dims")
         if other.sizes != first.sizes:
             raise Unsupported(f"takes images of {_size(first)} and of {_size(other)} pixels together")
-        first = Place(first.rows.common(other.rows), first.columns.common(other.columns), first.dims)
+        first = TileLayout(first.rows.common(other.rows), first.columns.common(other.columns), first.dims)
     return first
 
 
-def _size(place: Place) -> str:
-    return f"{place.sizes[0]} × {place.sizes[1]}"
+def _size(layout: TileLayout) -> str:
+    return f"{layout.sizes[0]} × {layout.sizes[1]}"
 
 
-def bring(grid: Grid, tensor: Tensor, target: Place) -> Tensor:
-    """The pixels of a target place of a tile, or of a whole tensor."""
+def bring(grid: Grid, tensor: Tensor, target: TileLayout) -> Tensor:
+    """Return the pixels of the target layout of a tile, or of a whole tensor."""
     tensor = widest(tensor)
-    place = place_of(tensor)
-    if place is None:
+    layout = layout_of(tensor)
+    if layout is None:
         return to_tile(tensor, target, grid)
-    assert isinstance(place, Place)
-    if place == target:
+    assert isinstance(layout, TileLayout)
+    if layout == target:
         return tensor
-    return fetch(tensor, Halo.of(grid, place, target.rows.held, target.columns.held))
+    return fetch(tensor, Halo.of(grid, layout, target.rows.held, target.columns.held))
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Nested tuples, lists and dicts with every tensor changed."""
+    """Return nested tuples, lists and dicts with `change` applied to every tensor."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
@@ -67,43 +67,46 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def put_all(value: Any, place: Place | Share | None) -> Any:
-    """Let every tensor of a result lie at a place."""
+def set_layouts(value: Any, layout: TileLayout | BatchShare | None) -> Any:
+    """Set the layout of every tensor in a result."""
     for tensor in tensors_in(value):
-        put(tensor, place)
+        set_layout(tensor, layout)
     return value
 
 
-def pointwise(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """Each pixel by itself: operands are brought to the same pixels."""
+def pointwise(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Rule for operations on each pixel by itself: operands are brought to the same pixels."""
     tensors = [*tensors_in(args), *tensors_in(kwargs)]
-    if plain_name(name) in SHAPED_AS_FIRST and not isinstance(place_of(args[0]), Place):
+    if plain_name(name) in SHAPED_AS_FIRST and not isinstance(layout_of(args[0]), TileLayout):
         return func(*args, **kwargs)
     if is_in_place(name, kwargs):
-        target = place_of(args[0])
-        if not isinstance(target, Place):
+        target = layout_of(args[0])
+        if not isinstance(target, TileLayout):
             raise Unsupported("changes a tensor that is not in tiles")
     else:
-        target = common_place([widest(tensor) for tensor in tensors], name)
-    if plain_name(name) == "prelu":  # its weight is one for each channel
-        args = (bring(looks.grid, args[0], target), *args[1:])
+        target = common_layout([widest(tensor) for tensor in tensors], name)
+    if plain_name(name) == "prelu":  # its weight has one element per channel
+        args = (bring(context.grid, args[0], target), *args[1:])
     else:
-        args, kwargs = map_tensors(lambda tensor: bring(looks.grid, tensor, target), (args, kwargs))
-    return put_all(func(*args, **kwargs), target)
+        args, kwargs = map_tensors(lambda tensor: bring(context.grid, tensor, target), (args, kwargs))
+    return set_layouts(func(*args, **kwargs), target)
 
 
-def draws(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """Pixels of other tiles are drawn apart; what all ranks draw later they draw alike."""
+def random_operation(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Rule for random operations: each rank draws numbers for its own pixels.
+
+    The shared random state stays the same on all ranks.
+    """
     value = args[0]
-    target = place_of(value)
-    if isinstance(target, Place):  # pixels held beside the own ones are drawn by who owns them
-        value = own_part(value, target, looks.grid)
-        target = Place.of(looks.grid, target.sizes, target.dims)
+    target = layout_of(value)
+    if isinstance(target, TileLayout):  # extra pixels are drawn by the rank that owns them
+        value = own_part(value, target, context.grid)
+        target = TileLayout.of(context.grid, target.sizes, target.dims)
     args = (value, *args[1:])
-    if looks.grid.rng is not None:
-        looks.grid.rng.per_rank()
+    if context.grid.rng is not None:
+        context.grid.rng.per_rank()
     try:
-        return put_all(func(*args, **kwargs), target)
+        return set_layouts(func(*args, **kwargs), target)
     finally:
-        if looks.grid.rng is not None:
-            looks.grid.rng.shared()
+        if context.grid.rng is not None:
+            context.grid.rng.shared()

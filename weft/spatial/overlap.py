@@ -1,15 +1,17 @@
-"""The inner part of a convolution while halos travel: start the exchange, inner outputs, wait, border strips, assemble.
+"""Computes the inner part of a convolution while halos travel.
+
+The order is: start the exchange, compute inner outputs, wait, compute border strips, assemble.
 
               ┌─────┬───────────┬─────┐
-              │     │    top    │     │    inner outputs see pixels that the rank holds;
+              │     │    top    │     │    inner outputs need pixels that the rank holds;
               │     ├───────────┤     │    the four strips around them wait for the halo
               │left │   inner   │right│
               │     ├───────────┤     │
               │     │  bottom   │     │
               └─────┴───────────┴─────┘
 
-It costs four more small convolutions and a copy of the outputs, so it is done only where the inner part takes longer
-than a message, and is most of the tile. Of two phases, the first (columns) is hidden.
+It costs four more small convolutions and a copy of the outputs, so it is used only if the inner part takes longer than
+a message and is most of the tile. Of the two phases of an exchange, the first (columns) is hidden.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.inspection.parameter_cut import Interval
-from weft.spatial.ownership import Window, length
+from weft.spatial.ownership import SlidingWindow, length
 
-# Inner work that takes as long as a message on a device of some hundred TFLOP/s: less hides nothing.
+# Inner work that takes as long as a message on a device of some hundred TFLOP/s; less hides nothing.
 WORTH_FLOPS = 4e9
-WORTH_SHARE = 0.5  # of the outputs that are inner
+WORTH_SHARE = 0.5  # least share of inner outputs
 
 Region = tuple[Interval, Interval]
 Convolve = Callable[[Tensor], Tensor]
@@ -33,9 +35,9 @@ Convolve = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Which outputs of a tile are inner. A window is None in a dim that no axis splits, which stays whole."""
+    """The inner outputs of a tile. A window is None in a dim that no axis splits."""
 
-    windows: tuple[Window | None, Window | None]
+    windows: tuple[SlidingWindow | None, SlidingWindow | None]
     outputs: Region
     inner: Region
     held: Region
@@ -55,7 +57,7 @@ class Overlap:
         return [(rows, columns) for rows, columns in found if length(rows) and length(columns)]
 
     def seen(self, value: Tensor, region: Region, start: Region) -> Tensor:
-        """What outputs of a region see of a tensor whose pixels begin at `start`."""
+        """Return the pixels that outputs of a region need, of a tensor whose pixels begin at `start`."""
         for dim, window, part, (begin, _) in zip((-2, -1), self.windows, region, start, strict=True):
             if window is not None:
                 first, last = window.needs(part)
@@ -63,16 +65,16 @@ class Overlap:
         return value
 
     def put(self, out: Tensor, region: Region, value: Tensor) -> None:
-        """Outputs of a region in their place."""
+        """Copy outputs of a region to their position in `out`."""
         for dim, part, (begin, _) in zip((-2, -1), region, self.outputs, strict=True):
             out = out.narrow(dim, part[0] - begin, length(part))
         out.copy_(value)
 
 
 def plan_overlap(
-    windows: Sequence[Window], native: Sequence[bool], outputs: Region, held: Region, need: Region, flops: int
+    windows: Sequence[SlidingWindow], native: Sequence[bool], outputs: Region, held: Region, need: Region, flops: int
 ) -> Overlap | None:
-    """How to hide a halo behind a convolution of so many FLOPs, or None where it is not worth it."""
+    """Return how to hide a halo behind a convolution of `flops`, or None if it is not worth it."""
     inner = []
     for window, own, (begin, end), (first, last) in zip(windows, native, outputs, held, strict=True):
         low = -(-(first + window.before) // window.stride)

@@ -1,10 +1,11 @@
-"""Which pixels of a dim each tile owns and holds, what an operation needs of them, and who sends what to whom. Pure.
+"""The pixels of a dim that each tile owns and holds, what an operation needs of them, and the transfers between ranks.
 
-Ownership depends on the size of the dim alone: n ranks share N pixels in order, as evenly as can be. So two tensors of
-one size always lie alike, whatever way they came: residual sums, skips and the loader agree without a word, and tiles
-stay balanced in every layer. An operation's outputs are owned in the same way, what they need of its input follows, and
-what a tile does not hold of it is fetched from whoever owns it, however far: with sizes that divide, that is the rule
-lo = p, hi = max(0, d(k-1) - p - s + 1) of neighbours; a tile thinner than the kernel asks further tiles.
+It is pure arithmetic. Ownership depends only on the size of the dim: n ranks share N pixels in order, as evenly as
+possible. So two tensors of one size always have the same layout, however they were computed: residual sums, skips and
+the data loader agree without communication, and tiles stay balanced in every layer. The outputs of an operation are
+owned in the same way. What they need of its input follows, and pixels that a tile does not hold are fetched from their
+owner, however far. With sizes that divide, that is the rule lo = p, hi = max(0, d(k-1) - p - s + 1) for neighbours; a
+tile thinner than the kernel fetches from further tiles.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from weft.inspection.parameter_cut import Interval, share
 
 @dataclass(frozen=True)
 class Line:
-    """One dim of an image over the ranks of an axis: its size, and the pixels that each of them holds.
+    """One dim of an image split over the ranks of an axis: its size, and the pixels that each rank holds.
 
-    A rank holds what it owns, and beside it what it fetched or computed for later layers.
+    A rank holds the pixels that it owns, and extra ones that it fetched or computed for later layers.
     """
 
     size: int
@@ -27,13 +28,15 @@ class Line:
 
     @staticmethod
     def of(size: int, degree: int, extra: tuple[int, int] = (0, 0)) -> Line:
-        """Each rank holds what it owns, and `extra` pixels before and behind it where the image has them."""
+        """Return a line of which each rank holds its own pixels and `extra` ones before and after them, in the
+        image.
+        """
         owned = [share(size, degree, index) for index in range(degree)]
         return Line(size, tuple((max(0, begin - extra[0]), min(size, end + extra[1])) for begin, end in owned))
 
     @property
     def degree(self) -> int:
-        """Over how many ranks it goes."""
+        """The number of ranks."""
         return len(self.held)
 
     @property
@@ -42,14 +45,14 @@ class Line:
         return tuple(share(self.size, self.degree, index) for index in range(self.degree))
 
     def common(self, other: Line) -> Line:
-        """What each rank holds of both."""
+        """Return the line of the pixels that each rank holds of both."""
         assert self.size == other.size
         return Line(self.size, tuple(meet(a, b) for a, b in zip(self.held, other.held, strict=True)))
 
 
 @dataclass(frozen=True)
-class Window:
-    """How outputs look at inputs along a dim: output o sees inputs o·stride - before + i·dilation, i < kernel."""
+class SlidingWindow:
+    """The inputs of each output along a dim: output o needs inputs o·stride - before + i·dilation, i < kernel."""
 
     kernel: int = 1
     stride: int = 1
@@ -59,11 +62,14 @@ class Window:
 
     @property
     def reach(self) -> int:
-        """How many pixels lie between the first and the last that an output sees, those included."""
+        """The number of pixels from the first to the last that an output needs."""
         return self.dilation * (self.kernel - 1) + 1
 
     def num_outputs(self, size: int, ceil: bool = False) -> int:
-        """How many outputs a dim of `size` has; with `ceil`, as torch's pools have it: the last starts inside."""
+        """Return the number of outputs of a dim of `size`.
+
+        With `ceil`, as torch's pools: the last one starts inside.
+        """
         room = size + self.before + self.after - self.reach
         if not ceil:
             return room // self.stride + 1
@@ -71,21 +77,21 @@ class Window:
         return outputs - 1 if (outputs - 1) * self.stride >= size + self.before else outputs
 
     def needs(self, outputs: Interval) -> Interval:
-        """The pixels that these outputs see; some may lie outside the image."""
+        """Return the pixels that these outputs need; some may lie outside the image."""
         begin, end = outputs
         return begin * self.stride - self.before, (end - 1) * self.stride - self.before + self.reach
 
 
 @dataclass(frozen=True)
-class Moves:
-    """What one rank sends and receives along an axis: (index of the peer, pixels)."""
+class Transfers:
+    """The sends and receives of one rank along an axis, each as (index of the peer, pixels)."""
 
     sends: tuple[tuple[int, Interval], ...]
     receives: tuple[tuple[int, Interval], ...]
 
 
-def moves(line: Line, needs: Sequence[Interval], index: int) -> Moves:
-    """What goes where so that every rank has the pixels that it needs and does not hold, from whoever owns them."""
+def transfers(line: Line, needs: Sequence[Interval], index: int) -> Transfers:
+    """Return the transfers of rank `index` by which every rank gets the pixels that it needs and does not hold."""
     owned = line.owned
     sends = [
         (peer, piece)
@@ -99,26 +105,26 @@ def moves(line: Line, needs: Sequence[Interval], index: int) -> Moves:
         if peer != index
         for piece in _pieces(line.held[index], needs[index], owned[peer])
     ]
-    return Moves(tuple(sends), tuple(receives))
+    return Transfers(tuple(sends), tuple(receives))
 
 
 def _pieces(held: Interval, need: Interval, owned: Interval) -> list[Interval]:
-    """What an owner has of the pixels that are needed before and behind those held."""
+    """Return the pixels of an owner that are needed before and after those held."""
     missing = (need[0], min(need[1], held[0])), (max(need[0], held[1]), need[1])
     return [piece for part in missing if length(piece := meet(part, owned))]
 
 
 def meet(left: Interval, right: Interval) -> Interval:
-    """The pixels of both; an empty interval where there are none."""
+    """Return the pixels of both; an empty interval if there are none."""
     begin = max(left[0], right[0])
     return begin, max(begin, min(left[1], right[1]))
 
 
 def length(interval: Interval) -> int:
-    """How many pixels there are."""
+    """Return the number of pixels."""
     return max(0, interval[1] - interval[0])
 
 
 def inside(interval: Interval, outer: Interval) -> bool:
-    """Whether all pixels are among those of `outer`."""
+    """Return whether all pixels are among those of `outer`."""
     return interval[0] >= outer[0] and interval[1] <= outer[1]

@@ -1,4 +1,4 @@
-"""What a rank says in a forward and its backward: calls taken down in a dry run, each with where it is made."""
+"""Records the collectives and messages of a dry run, of forward and of backward, with the block that makes them."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from weft.spatial.tile_layout import Call
 
 
 @dataclass
-class Said:
-    """One call: of forward, or (`is_backward`) of backward. `again` is whether recompute makes it once more."""
+class RecordedCall:
+    """One collective or message, of forward or (`is_backward`) of backward. `recomputed`: recompute repeats it."""
 
     block: str
     call: Call
     is_backward: bool = False
-    again: bool = False
-    event: int | None = None  # of a trace, in which it is said; None for what every stage says
-    place: int = 0  # how many events there were before
+    recomputed: bool = False
+    event: int | None = None  # index of the trace event that makes it; None if every stage makes it
+    events_before: int = 0  # the number of events before it
 
 
-class Recorder(Ledger):
-    """Takes down the calls of a dry run with the block that makes them, and where in a trace that is."""
+class CallRecorder(Ledger):
+    """A ledger that records the calls of a dry run with their block and their position in a trace."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[Said] = []
+        self.calls: list[RecordedCall] = []
         self.block = ""
         self.event: int | None = None
-        self.place = 0
+        self.events_before = 0
 
     def record(self, axis: str, operation: str, num_bytes: int) -> None:
         self._take((axis, operation, num_bytes), is_backward=False)
 
     def note(self, calls: list[Call]) -> None:
-        """What backward will say."""
+        """Record calls that backward will make."""
         for call in calls:
             self._take(call, is_backward=True)
 
     def saved(self) -> None:
-        """The block under way has saved something: recompute comes as far as here."""
-        for one in reversed(self.said):
-            if one.block != self.block or one.again:
+        """Mark the block's earlier calls as recomputed: it has saved a tensor, so recompute runs up to here."""
+        for one in reversed(self.calls):
+            if one.block != self.block or one.recomputed:
                 break
-            one.again = not one.is_backward
+            one.recomputed = not one.is_backward
 
     def _take(self, call: Call, is_backward: bool) -> None:
-        self.said.append(Said(self.block, call, is_backward, event=self.event, place=self.place))
+        self.calls.append(
+            RecordedCall(self.block, call, is_backward, event=self.event, events_before=self.events_before)
+        )

@@ -1,7 +1,7 @@
-"""What each of torch's functions means on a tile. A function that has no rule here is refused by name.
+"""A rule for each of torch's functions on tiles. A function without a rule is refused by name.
 
-A rule is called as the function is, with tensors of which some are tiles, and sizes as those of whole images: the
-model's code sees whole shapes. It gives the tile of what the function would give for the whole.
+A rule is called with the function's arguments, in which some tensors are tiles and sizes are those of whole images: the
+model's code sees whole shapes. It returns the tile of what the function would return for the whole image.
 """
 
 from __future__ import annotations
@@ -13,79 +13,81 @@ from torch import Tensor
 
 from weft.spatial import norms, pools, resize, shapes, windows
 from weft.spatial.names import DRAWS, POINTWISE, plain_name
-from weft.spatial.operands import Looks, Rule, common_place, draws, pointwise
-from weft.spatial.tile_layout import Place, place_of, put, tensors_in
+from weft.spatial.operands import Rule, RuleContext, common_layout, pointwise, random_operation
+from weft.spatial.tile_layout import TileLayout, layout_of, set_layout, tensors_in
 from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 
 def _layer(
-    operation: Callable[..., tuple[Tensor, Place | None]], *settings: Any, has_extra: bool = False, **fixed: Any
+    operation: Callable[..., tuple[Tensor, TileLayout | None]], *settings: Any, has_extra: bool = False, **fixed: Any
 ) -> Rule:
-    """A rule of an operation in this room: the tile, its place, and the function's other arguments."""
+    """Return a rule that calls `operation` with the grid, the tile, its layout, and the function's other arguments."""
 
-    def rule(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    def rule(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
         value = widest(args[0])
-        place = place_of(value)
-        if not isinstance(place, Place):
+        layout = layout_of(value)
+        if not isinstance(layout, TileLayout):
             raise Unsupported("has weights in tiles")
-        more = {"extra": looks.extra()} if has_extra else {}
-        return put(*operation(looks.grid, value, place, *settings, *args[1:], **{**kwargs, **more, **fixed}))
+        more = {"extra": context.extra()} if has_extra else {}
+        return set_layout(*operation(context.grid, value, layout, *settings, *args[1:], **{**kwargs, **more, **fixed}))
 
     return rule
 
 
 def _norm(operation: Callable[..., Tensor]) -> Rule:
-    def rule(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    def rule(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
         value = args[0]
-        place = place_of(value)
-        assert isinstance(place, Place)
-        if place.dims != (-2, -1):
+        layout = layout_of(value)
+        assert isinstance(layout, TileLayout)
+        if layout.dims != (-2, -1):
             raise Unsupported("wants rows and columns in the last two dims")
-        return put(operation(looks.grid, value, place, *args[1:], **kwargs), place)
+        return set_layout(operation(context.grid, value, layout, *args[1:], **kwargs), layout)
 
     return rule
 
 
-def padded(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+def padded(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     def called(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
-        return put(*resize.pad(looks.grid, input, common_place([input], name), pad, mode, value))
+        return set_layout(*resize.pad(context.grid, input, common_layout([input], name), pad, mode, value))
 
     return called(*args, **kwargs)
 
 
-def layer_norm(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+def layer_norm(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     def called(value: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
-        place, num_dims = common_place([value], name), len(normalized_shape)
-        among = [dim >= -num_dims for dim in place.dims]
+        layout, num_dims = common_layout([value], name), len(normalized_shape)
+        among = [dim >= -num_dims for dim in layout.dims]
         if not any(among):
-            return put(func(value, normalized_shape, weight, bias, eps), place)
-        if not all(among) or place.dims != (-2, -1):
+            return set_layout(func(value, normalized_shape, weight, bias, eps), layout)
+        if not all(among) or layout.dims != (-2, -1):
             raise Unsupported("takes statistics over rows or columns alone")
-        return put(norms.layer_norm(looks.grid, value, place, num_dims, weight, bias, eps), place)
+        return set_layout(norms.layer_norm(context.grid, value, layout, num_dims, weight, bias, eps), layout)
 
     return called(*args, **kwargs)
 
 
-def linear(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+def linear(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     """Products along a last dim that is not rows or columns."""
     value = args[0]
-    place = place_of(value)
+    layout = layout_of(value)
     if plain_name(name) == "rmatmul":
         raise Unsupported("multiplies a matrix by images")
     others = [*tensors_in(args[1:]), *tensors_in(kwargs)]
-    if not isinstance(place, Place) or any(place_of(other) is not None for other in others if other is not value):
+    if not isinstance(layout, TileLayout) or any(
+        layout_of(other) is not None for other in others if other is not value
+    ):
         raise Unsupported("multiplies images by images")
-    if -1 in place.dims:
+    if -1 in layout.dims:
         raise NeedsWhole("it multiplies along rows or columns")
     if name not in ("linear",) and any(other.dim() != 2 for other in others):
         raise Unsupported("multiplies by more than one matrix")
-    return put(func(*args, **kwargs), place)
+    return set_layout(func(*args, **kwargs), layout)
 
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(POINTWISE, pointwise),
-    **dict.fromkeys(DRAWS, draws),
+    **dict.fromkeys(DRAWS, random_operation),
     **shapes.RULES,
     **dict.fromkeys(("linear", "matmul", "rmatmul"), linear),
     **dict.fromkeys(("conv2d", "conv3d"), _layer(windows.convolution, has_extra=True)),

@@ -1,4 +1,4 @@
-"""Rules for operations along dims and on shapes: what they do to dims beside rows and columns is done to the tile."""
+"""Rules for operations along dims and on shapes. Dims other than rows and columns are changed on the tile itself."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from weft.spatial import resize
 from weft.spatial.arguments import PARAMETERS, Call, argument, is_in_place, number
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.names import plain_name
-from weft.spatial.operands import Looks, Rule, bring, common_place, pointwise, put_all
-from weft.spatial.tile_layout import Place, place_of, put
+from weft.spatial.operands import Rule, RuleContext, bring, common_layout, pointwise, set_layouts
+from weft.spatial.tile_layout import TileLayout, layout_of, set_layout
 from weft.spatial.wide_tiles import widest
 from weft.spatial.windows import NeedsWhole, Unsupported
 
 
-def tiled_dims(place: Place, num_dims: int) -> list[int]:
-    """The dims of rows and columns, counted from the front."""
-    return [dim + num_dims for dim in place.dims]
+def tiled_dims(layout: TileLayout, num_dims: int) -> list[int]:
+    """Return the dims of rows and columns, counted from the front."""
+    return [dim + num_dims for dim in layout.dims]
 
 
 def dims_of(value: Any, num_dims: int) -> list[int]:
-    """A dim, or several, counted from the front."""
+    """Return a dim, or several, counted from the front."""
     values = [number(one) for one in (value if isinstance(value, (tuple, list)) else [value])]
     return [dim + num_dims if dim < 0 else dim for dim in values]
 
 
-def moved(place: Place, num_dims: int, order: Sequence[int | None]) -> Place:
-    """A place whose old dims stand in this order; None is a new dim."""
-    found = [order.index(dim) - len(order) for dim in tiled_dims(place, num_dims)]
-    return place.at((found[0], found[1]))
+def permuted_layout(layout: TileLayout, num_dims: int, order: Sequence[int | None]) -> TileLayout:
+    """Return the layout after the old dims are put in this order; None is a new dim."""
+    found = [order.index(dim) - len(order) for dim in tiled_dims(layout, num_dims)]
+    return layout.at((found[0], found[1]))
 
 
-# name -> (the parameter that says the dim, what it is if not given)
+# name -> (the parameter with the dim, its default)
 ALONG: dict[str, tuple[str, Any]] = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp"), ("dim", None)),
     **dict.fromkeys(("narrow", "index_select", "select"), ("dim", None)),
@@ -52,27 +52,27 @@ JOINS = frozenset(["cat", "concat", "concatenate", "stack"])
 REMOVES = frozenset(["unbind", "select"])
 
 
-def along(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """Work along dims that are not rows or columns."""
-    place, num_dims = common_place([args[0]], name), args[0].dim()
+def along(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Rule for operations along dims that are not rows or columns."""
+    layout, num_dims = common_layout([args[0]], name), args[0].dim()
     given = argument(name, (args, kwargs), *ALONG[plain_name(name)])
     dims = dims_of(given, num_dims) if given is not None else []
-    if not dims or set(dims) & set(tiled_dims(place, num_dims)):
+    if not dims or set(dims) & set(tiled_dims(layout, num_dims)):
         raise Unsupported("works along rows or columns")
     if plain_name(name) in REMOVES:
-        place = moved(place, num_dims, [dim for dim in range(num_dims) if dim not in dims])
-    return put_all(func(*args, **kwargs), place)
+        layout = permuted_layout(layout, num_dims, [dim for dim in range(num_dims) if dim not in dims])
+    return set_layouts(func(*args, **kwargs), layout)
 
 
 def reduced_dims(name: str, args: Any, kwargs: Any) -> list[int]:
-    """The dims that a reduction goes over: all, if none is given."""
+    """Return the dims of a reduction: all, if none is given."""
     given = argument(name, (args, kwargs), "dim")
     is_all = given is None or (isinstance(given, (tuple, list)) and not given)
     return list(range(args[0].dim())) if is_all else dims_of(given, args[0].dim())
 
 
 def refuse_along_samples(name: str, call: Call, num_samples: int) -> None:
-    """Refuse an operation on a share of the batch that takes samples together, or some of them alone."""
+    """Refuse an operation on a share of the batch that combines samples, or selects some of them."""
     args, kwargs = call
     if name not in PARAMETERS or not args:
         return
@@ -94,64 +94,66 @@ def refuse_along_samples(name: str, call: Call, num_samples: int) -> None:
         raise Unsupported("works along samples, of which each rank has a share")
 
 
-def reduction(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """Over dims that are not rows or columns; or, of sums and means, over both."""
+def reduction(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Rule for reductions over dims that are not rows or columns; sums and means may also go over both."""
     value, name = args[0], plain_name(name)
     if isinstance(kwargs.get("other"), Tensor):
-        return pointwise(looks, func, name, args, kwargs)
-    place, num_dims = common_place([value], name), value.dim()
+        return pointwise(context, func, name, args, kwargs)
+    layout, num_dims = common_layout([value], name), value.dim()
     keepdim = bool(argument(name, (args, kwargs), "keepdim", False))
     dims = reduced_dims(name, args, kwargs)
-    tiled = tiled_dims(place, num_dims)
+    tiled = tiled_dims(layout, num_dims)
     if not set(dims) & set(tiled):
         kept = [dim for dim in range(num_dims) if dim not in dims or keepdim]
-        return put_all(func(*args, **kwargs), moved(place, num_dims, kept))
+        return set_layouts(func(*args, **kwargs), permuted_layout(layout, num_dims, kept))
     if name not in ("sum", "mean") or not set(tiled) <= set(dims):
         raise Unsupported(f"works along {'rows and columns' if set(tiled) <= set(dims) else 'rows or columns'}")
     dtype = kwargs.get("dtype")
-    total = own_part(value, place, looks.grid).sum(dims, keepdim=keepdim, dtype=dtype)
-    total = sum_over(total, looks.grid.tile, looks.grid)
-    shape = place.whole_shape(tuple(value.shape))
+    total = own_part(value, layout, context.grid).sum(dims, keepdim=keepdim, dtype=dtype)
+    total = sum_over(total, context.grid.tile, context.grid)
+    shape = layout.whole_shape(tuple(value.shape))
     return total if name == "sum" else total / math.prod(shape[dim] for dim in dims)
 
 
-def joined(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """torch.cat and torch.stack, along dims that are not rows or columns."""
+def joined(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Rule for torch.cat and torch.stack, along dims that are not rows or columns."""
     tensors, given = args[0], argument(name, (args, kwargs), "dim", 0)
-    place, is_stack = common_place([widest(tensor) for tensor in tensors], name), plain_name(name) == "stack"
-    num_dims = next(tensor.dim() for tensor in tensors if place_of(tensor) is not None)
+    layout, is_stack = common_layout([widest(tensor) for tensor in tensors], name), plain_name(name) == "stack"
+    num_dims = next(tensor.dim() for tensor in tensors if layout_of(tensor) is not None)
     (dim,) = dims_of(given, num_dims + is_stack)
     if is_stack:
-        found = moved(place, num_dims, [*range(dim), None, *range(dim, num_dims)])
-    elif dim in tiled_dims(place, num_dims):
+        found = permuted_layout(layout, num_dims, [*range(dim), None, *range(dim, num_dims)])
+    elif dim in tiled_dims(layout, num_dims):
         raise Unsupported("joins images along rows or columns")
     else:
-        found = place
-    return put_all(func([bring(looks.grid, tensor, place) for tensor in tensors], dim), found)
+        found = layout
+    return set_layouts(func([bring(context.grid, tensor, layout) for tensor in tensors], dim), found)
 
 
-def unsqueezed(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+def unsqueezed(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     value, given = args
-    place, num_dims = common_place([value], name), value.dim()
+    layout, num_dims = common_layout([value], name), value.dim()
     (dim,) = dims_of(given, num_dims + 1)
-    return put(func(*args, **kwargs), moved(place, num_dims, [*range(dim), None, *range(dim, num_dims)]))
+    return set_layout(
+        func(*args, **kwargs), permuted_layout(layout, num_dims, [*range(dim), None, *range(dim, num_dims)])
+    )
 
 
-def squeezed(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+def squeezed(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     value, given = args[0], argument(name, (args, kwargs), "dim")
     if is_in_place(name, kwargs):
         raise Unsupported("changes the shape of a tensor in place")
-    place, num_dims = common_place([value], name), value.dim()
-    whole = place.whole_shape(tuple(value.shape))
+    layout, num_dims = common_layout([value], name), value.dim()
+    whole = layout.whole_shape(tuple(value.shape))
     dims = range(num_dims) if given is None else dims_of(given, num_dims)
     gone = [dim for dim in dims if whole[dim] == 1]
     kept = [dim for dim in range(num_dims) if dim not in gone]
-    return put(value.view([value.shape[dim] for dim in kept]), moved(place, num_dims, kept))
+    return set_layout(value.view([value.shape[dim] for dim in kept]), permuted_layout(layout, num_dims, kept))
 
 
-def permuted(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+def permuted(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     value, *rest = args
-    place, num_dims = common_place([value], name), value.dim()
+    layout, num_dims = common_layout([value], name), value.dim()
     if plain_name(name) == "permute":
         order = dims_of(rest[0], num_dims)
     elif plain_name(name) in ("movedim", "moveaxis"):
@@ -160,7 +162,7 @@ def permuted(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any
         order = list(range(num_dims))
         first, second = dims_of(rest[:2], num_dims)
         order[first], order[second] = order[second], order[first]
-    return put(func(*args, **kwargs), moved(place, num_dims, order))
+    return set_layout(func(*args, **kwargs), permuted_layout(layout, num_dims, order))
 
 
 def _movedim(num_dims: int, sources: list[int], targets: list[int]) -> list[int]:
@@ -173,14 +175,14 @@ def _movedim(num_dims: int, sources: list[int], targets: list[int]) -> list[int]
 
 
 def whole_shape(value: Tensor) -> torch.Size:
-    """The shape of the whole of which a tensor is a part."""
-    place = place_of(value)
+    """Return the shape of the whole tensor of which a tensor is a part."""
+    layout = layout_of(value)
     shape = tuple(value.shape)
-    return torch.Size(shape if place is None else place.whole_shape(shape))
+    return torch.Size(shape if layout is None else layout.whole_shape(shape))
 
 
-def shape_of(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """The model's code sees whole images."""
+def shape_of(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Rule for shapes: the model's code sees those of whole images."""
     shape = whole_shape(args[0])
     if name in ("numel", "nelement"):
         return shape.numel()
@@ -190,17 +192,17 @@ def shape_of(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any
     return shape if dim is None else shape[dim]
 
 
-def reshaped(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """view, reshape, flatten and unflatten that leave rows and columns as they are; others need whole images."""
+def reshaped(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Rule for view, reshape, flatten and unflatten that keep rows and columns; others need whole images."""
     value = args[0]
-    place, num_dims = common_place([value], name), value.dim()
+    layout, num_dims = common_layout([value], name), value.dim()
     if "dtype" in kwargs:
         raise Unsupported("looks at pixels as another dtype")
     whole = whole_shape(value)
-    with torch.device("meta"):  # let torch say what it means
+    with torch.device("meta"):  # let torch compute the target shape
         target = tuple(func(torch.empty(whole), *args[1:], **kwargs).shape)
     local, found = list(target), []
-    for dim, size in zip(tiled_dims(place, num_dims), place.sizes, strict=True):
+    for dim, size in zip(tiled_dims(layout, num_dims), layout.sizes, strict=True):
         before = math.prod(whole[:dim])
         at = [i for i in range(len(target)) if math.prod(target[:i]) == before and target[i] == size]
         if not at:
@@ -208,24 +210,24 @@ def reshaped(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any
         local[at[-1]] = value.shape[dim]
         found.append(at[-1] - len(target))
     out = value.view(local) if plain_name(name) == "view" else value.reshape(local)
-    return put(out, place.at((found[0], found[1])))
+    return set_layout(out, layout.at((found[0], found[1])))
 
 
-def expanded(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+def expanded(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     value, given = args
     if plain_name(name) == "expand_as":
-        place = common_place([value, given], name)
-        return put(bring(looks.grid, value, place).expand(bring(looks.grid, given, place).shape), place)
-    place, sizes = common_place([value], name), list(given)
-    for dim in place.dims:
+        layout = common_layout([value, given], name)
+        return set_layout(bring(context.grid, value, layout).expand(bring(context.grid, given, layout).shape), layout)
+    layout, sizes = common_layout([value], name), list(given)
+    for dim in layout.dims:
         sizes[dim] = -1
-    return put(value.expand(sizes), place)
+    return set_layout(value.expand(sizes), layout)
 
 
-def taken(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """value[...]: whole dims, single indices and slices; slices of rows and columns cut the image."""
+def indexed(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
+    """Rule for value[...]: whole dims, single indices and slices. Slices of rows and columns crop the image."""
     value, given = args
-    place, num_dims = common_place([value], name), value.dim()
+    layout, num_dims = common_layout([value], name), value.dim()
     items = list(given) if isinstance(given, tuple) else [given]
     if not all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
         raise Unsupported("takes pixels by an index that is no number or slice")
@@ -236,7 +238,7 @@ def taken(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
     items[at : at + 1] = [slice(None)] * (num_dims - num_given)
     order: list[int | None] = []
     parts: list[slice | None] = [None, None]
-    dim, tiled = 0, tiled_dims(place, num_dims)
+    dim, tiled = 0, tiled_dims(layout, num_dims)
     for position, item in enumerate(items):
         if item is None:
             order.append(None)
@@ -251,8 +253,8 @@ def taken(looks: Looks, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
             order.append(dim)
         dim += 1
     if any(parts):
-        value, place = resize.crop(looks.grid, value, place, parts)
-    return put(value[tuple(items)], moved(place, num_dims, order))
+        value, layout = resize.crop(context.grid, value, layout, parts)
+    return set_layout(value[tuple(items)], permuted_layout(layout, num_dims, order))
 
 
 RULES: dict[str, Rule] = {
@@ -265,5 +267,5 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("expand", "expand_as"), expanded),
     "unsqueeze": unsqueezed,
     "squeeze": squeezed,
-    "getitem": taken,
+    "getitem": indexed,
 }

@@ -1,7 +1,7 @@
-"""Where in the whole image a tensor lies: which dims are rows and columns, and which pixels each rank holds.
+"""The layout of a tensor in the whole image: which dims are rows and columns, and which pixels each rank holds.
 
-A tensor carries its place as an attribute. One without is the same whole tensor on every rank. What a checkpointed
-block is given again in backward has lost its attributes: `Notes` knows it by its memory.
+A tensor carries its layout as an attribute. A tensor without one is whole, and the same on every rank. Recompute gives
+a block new tensors without attributes; `LayoutNotes` recognises them by their memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Needs = Callable[[Interval], Interval]
 class Grid:
     """The axes of the tiles as one rank sees them.
 
-    A dry run's `note` takes what backward will say, and its `layer` each operation that looks at neighbours: where its
-    input and output lie, and what outputs need along rows and columns.
+    In a dry run, `note` records the collectives of backward, and `layer` each operation that needs neighbouring pixels:
+    the layouts of its input and output, and what outputs need along rows and columns.
 
-    Where batch norms take statistics over ranks with other samples too, `samples` are all ranks with other pixels or
+    If batch norms take statistics over ranks with other samples too, `samples` has all ranks with other pixels or
     samples, and `batch` those with other samples.
     """
 
@@ -40,77 +40,77 @@ class Grid:
     tile: Axis
     rng: TileRng | None = None
     note: Callable[[list[Call]], None] | None = None
-    layer: Callable[[Place, Place, tuple[Needs, Needs]], None] | None = None
+    layer: Callable[[TileLayout, TileLayout, tuple[Needs, Needs]], None] | None = None
     samples: Axis | None = None
     batch: Axis | None = None
 
     def line(self, axis: Axis, size: int) -> Line:
-        """A dim of which every rank holds what it owns."""
+        """Return a dim of which every rank holds what it owns."""
         return Line.of(size, axis.degree)
 
 
 @dataclass(frozen=True)
-class Place:
-    """A tensor's part of the whole image. `dims` are those of rows and columns, counted from the end."""
+class TileLayout:
+    """The part of the whole image that a tensor holds. `dims` are those of rows and columns, counted from the end."""
 
     rows: Line
     columns: Line
     dims: tuple[int, int] = (-2, -1)
 
     @staticmethod
-    def of(grid: Grid, sizes: tuple[int, int], dims: tuple[int, int] = (-2, -1)) -> Place:
-        """Where every rank holds what it owns."""
-        return Place(grid.line(grid.rows, sizes[0]), grid.line(grid.columns, sizes[1]), dims)
+    def of(grid: Grid, sizes: tuple[int, int], dims: tuple[int, int] = (-2, -1)) -> TileLayout:
+        """Return the layout in which every rank holds what it owns."""
+        return TileLayout(grid.line(grid.rows, sizes[0]), grid.line(grid.columns, sizes[1]), dims)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Of the whole image."""
+        """Rows and columns of the whole image."""
         return self.rows.size, self.columns.size
 
     def held(self, grid: Grid) -> tuple[Interval, Interval]:
-        """The rows and columns that this rank holds."""
+        """Return the rows and columns that this rank holds."""
         return self.rows.held[grid.rows.index], self.columns.held[grid.columns.index]
 
     def owned(self, grid: Grid) -> tuple[Interval, Interval]:
-        """The rows and columns that this rank owns."""
+        """Return the rows and columns that this rank owns."""
         return self.rows.owned[grid.rows.index], self.columns.owned[grid.columns.index]
 
     def whole_shape(self, shape: Shape) -> Shape:
-        """The shape of the whole of which a tensor of `shape` is this rank's part."""
+        """Return the shape of the whole tensor, given the shape of this rank's part."""
         found = list(shape)
         for dim, size in zip(self.dims, self.sizes, strict=True):
             found[dim] = size
         return tuple(found)
 
-    def at(self, dims: tuple[int, int]) -> Place:
-        """The same pixels in other dims."""
+    def at(self, dims: tuple[int, int]) -> TileLayout:
+        """Return the layout of the same pixels in other dims."""
         return replace(self, dims=dims)
 
 
 @dataclass(frozen=True)
-class Share:
-    """A rank's samples of a batch of `num_samples`, along the first dim: whole images."""
+class BatchShare:
+    """A rank's samples of a batch of `num_samples`, along the first dim, as whole images."""
 
     num_samples: int
 
     def whole_shape(self, shape: Shape) -> Shape:
-        """The shape with all samples."""
+        """Return the shape with all samples."""
         return (self.num_samples, *shape[1:])
 
 
-def place_of(tensor: Tensor) -> Place | Share | None:
-    """Where a tensor lies; None where every rank holds the same whole tensor."""
+def layout_of(tensor: Tensor) -> TileLayout | BatchShare | None:
+    """Return the layout of a tensor; None if every rank holds the same whole tensor."""
     return tensor.__dict__.get(_ATTRIBUTE)
 
 
-def put(tensor: Tensor, place: Place | Share | None) -> Tensor:
-    """Let a tensor lie at a place."""
-    tensor.__dict__[_ATTRIBUTE] = place
+def set_layout(tensor: Tensor, layout: TileLayout | BatchShare | None) -> Tensor:
+    """Set the layout of a tensor and return the tensor."""
+    tensor.__dict__[_ATTRIBUTE] = layout
     return tensor
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts."""
+    """Yield every tensor in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -121,29 +121,29 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-class Notes:
-    """Places by memory, for as long as the memory lives."""
+class LayoutNotes:
+    """Layouts by memory address, for as long as the memory is allocated."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], tuple[StorageWeakRef, Place | Share]] = {}
+        self._found: dict[tuple[Any, ...], tuple[StorageWeakRef, TileLayout | BatchShare]] = {}
 
-    def take_down(self, value: Any) -> None:
-        """Note the places of all tensors in a value."""
+    def record(self, value: Any) -> None:
+        """Record the layouts of all tensors in a value."""
         for tensor in tensors_in(value):
-            if (place := place_of(tensor)) is not None:
-                self._found[_memory(tensor)] = StorageWeakRef(tensor.untyped_storage()), place
+            if (layout := layout_of(tensor)) is not None:
+                self._found[_memory(tensor)] = StorageWeakRef(tensor.untyped_storage()), layout
 
     def restore(self, value: Any) -> None:
-        """Give tensors that have none the places that were noted for their memory."""
+        """Set the recorded layout of each tensor that has none, found by its memory."""
         for tensor in tensors_in(value):
-            if place_of(tensor) is None and (known := self._found.get(_memory(tensor))) is not None:
-                put(tensor, known[1])
+            if layout_of(tensor) is None and (known := self._found.get(_memory(tensor))) is not None:
+                set_layout(tensor, known[1])
 
-    def __deepcopy__(self, memo: Any) -> Notes:
-        return Notes()  # of other memory; and weak references to storages are not to be copied
+    def __deepcopy__(self, memo: Any) -> LayoutNotes:
+        return LayoutNotes()  # a copy has other memory, and weak references to storages must not be copied
 
     def forget(self) -> None:
-        """Drop what is about memory that is gone."""
+        """Drop the records of memory that was freed."""
         self._found = {key: one for key, one in self._found.items() if not one[0].expired()}
 
 

@@ -1,4 +1,4 @@
-"""A model under the view of a rank's tile: its own forward, or that of a stage which a pipeline leads."""
+"""Runs a model under the view of a rank's tile: its own forward, or that of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from weft.inspection.absent_module import AbsentModule
 from weft.inspection.blocks import find_blocks, find_units
 from weft.spatial.hand_over import own_part
 from weft.spatial.operands import map_tensors
-from weft.spatial.tile_layout import Place, Share, place_of, put, tensors_in
-from weft.spatial.view import View, forget_handed, hand_over
+from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout, tensors_in
+from weft.spatial.view import View, forget_handed_over, hand_over
 from weft.spatial.wide_tiles import forget
 
 _ATTRIBUTE = "_weft_tiled"
 
 
 class TiledModel:
-    """A model's forward on a rank's tile. `output` says how its last result lies: "tile", "whole" or "batch"."""
+    """A model's forward on a rank's tile. `output` is the layout of its last result: "tile", "whole" or "batch"."""
 
     def __init__(self, model: nn.Module, view: View, sizes: tuple[int, int]) -> None:
         self.view, self.sizes, self.output = view, sizes, "whole"
@@ -37,28 +37,28 @@ class TiledModel:
 
     @contextmanager
     def running(self, given: Any) -> Iterator[None]:
-        """While the model's code runs on the images among what it is given."""
+        """Enter the view, with the layout of this rank's tile set on the images among the arguments `given`."""
         images = self._images(given)
-        place = Place.of(self.view.grid, self.sizes)
+        layout = TileLayout.of(self.view.grid, self.sizes)
         self.view.notes.forget()
         self.view.point = None
         with self.view, self.view.inside(""):
             try:
                 for image in images:
-                    put(image, place)
+                    set_layout(image, layout)
                 yield
             finally:
                 forget(images)
-                forget_handed(images)
+                forget_handed_over(images)
                 for image in images:
-                    put(image, None)
+                    set_layout(image, None)
 
     def _images(self, given: Any) -> list[Tensor]:
         grid = self.view.grid
         if grid.tile.degree == 1:
             return []
-        place = Place.of(grid, self.sizes)
-        own = tuple(end - begin for begin, end in place.owned(grid))
+        layout = TileLayout.of(grid, self.sizes)
+        own = tuple(end - begin for begin, end in layout.owned(grid))
         images = [one for one in tensors_in(given) if one.dim() > 2 and tuple(one.shape[-2:]) == own]
         if not images:
             raise PlanError(
@@ -69,28 +69,30 @@ class TiledModel:
         return images
 
     def finish(self, output: Any) -> Any:
-        """What the model gives, out of the view: this rank's own pixels of what is in tiles."""
-        found = {type(place_of(tensor)) for tensor in tensors_in(output) if tensor.dim()}
+        """Return the model's output without layouts: of tiles, this rank's own pixels."""
+        found = {type(layout_of(tensor)) for tensor in tensors_in(output) if tensor.dim()}
         if len(found) > 1:
             raise PlanError(
                 f"{self._name} returns tensors in tiles beside others that are whole; return one kind, or hand tiles "
                 f"over before them (tile.until)"
             )
-        self.output = {Place: "tile", Share: "batch"}.get(found.pop() if found else type(None), "whole")
+        self.output = {TileLayout: "tile", BatchShare: "batch"}.get(found.pop() if found else type(None), "whole")
 
         def finish(tensor: Tensor) -> Tensor:
-            place = place_of(tensor)
-            return put(own_part(tensor, place, self.view.grid) if isinstance(place, Place) else tensor, None)
+            layout = layout_of(tensor)
+            return set_layout(
+                own_part(tensor, layout, self.view.grid) if isinstance(layout, TileLayout) else tensor, None
+            )
 
         return map_tensors(finish, output)
 
 
 def run_unit(view: View, name: str, unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A unit's forward, which (of a block) recompute may call again in backward, outside of the view."""
+    """Run a unit's forward. Recompute may call that of a block again in backward, outside of the view."""
     try:
         if view.is_on:
             with torch._C.DisableTorchFunction():
-                view.notes.take_down((args, kwargs))
+                view.notes.record((args, kwargs))
             with view.inside(name):
                 return forward(*args, **kwargs)
         view.notes.restore((args, kwargs))
@@ -102,10 +104,10 @@ def run_unit(view: View, name: str, unit: nn.Module, forward: Callable[..., Any]
 
 @contextmanager
 def _copied_buffers(block: nn.Module) -> Iterator[None]:
-    """Running statistics have been counted in forward: what computes again changes copies of them."""
+    """Replace a block's buffers by copies in recompute: forward has already updated its running statistics."""
     held = [(module, dict(module._buffers)) for module in block.modules() if module._buffers]
     try:
-        with _disable_current_modes():  # selective recompute watches operations, and knows of none here
+        with _disable_current_modes():  # selective recompute watches operations and must not see these
             for module, buffers in held:
                 module._buffers.update({key: None if one is None else one.clone() for key, one in buffers.items()})
         yield
@@ -124,19 +126,19 @@ def _before_unit(view: View, _: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
-    """Let a model run on tiles of images of these sizes, from now on."""
+    """Make a model run on tiles of images of these sizes from now on."""
     tiled = prepare(model, view, sizes)
     setattr(model, "forward", tiled)  # noqa: B010 (a method to mypy)
     return tiled
 
 
 def install_stage(model: nn.Module, view: View, sizes: tuple[int, int]) -> None:
-    """The same for a stage, whose forward the pipeline leads (`tiled_of`)."""
+    """Prepare a pipeline stage to run on tiles. The pipeline runs its forward (`tiled_of`)."""
     model.__dict__[_ATTRIBUTE] = prepare(model, view, sizes)
 
 
 def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
-    """What runs a model on tiles; its own forward stays as it is."""
+    """Return the object that runs a model on tiles. The model's own forward is not replaced."""
     find = find_units if view.is_staged else find_blocks
     for name, unit in find(model).items():
         setattr(unit, "forward", partial(run_unit, view, name, unit, unit.forward))  # noqa: B010
@@ -148,7 +150,7 @@ def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
 
 
 def _watch_point(model: nn.Module, view: View) -> None:
-    """Let tiles be handed over before `until`, or (where another stage has it) the view know when that has been."""
+    """Hand tiles over before the module `until`; if another stage has it, tell the view when that point is passed."""
     for name, module in model.named_modules():
         if isinstance(module, AbsentModule) and f"{view.tile.until}.".startswith(f"{name}."):
             module.register_forward_pre_hook(lambda *_: view.pass_point(()))
@@ -157,5 +159,5 @@ def _watch_point(model: nn.Module, view: View) -> None:
 
 
 def tiled_of(model: nn.Module) -> TiledModel | None:
-    """How a stage runs on tiles; None for one that does not."""
+    """Return the object that runs a stage on tiles; None if it does not run on tiles."""
     return model.__dict__.get(_ATTRIBUTE)

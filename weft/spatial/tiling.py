@@ -1,4 +1,4 @@
-"""How a model is to be viewed on a rank: written down with it before a plan is applied, and kept by its stages."""
+"""How a plan tiles a model: stored with the model before the plan is applied, and copied to its stages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _ATTRIBUTE = "_weft_tiling"
 
 @dataclass(frozen=True)
 class Tiling:
-    """Of a model: the sizes of its images, how its result lies ("tile", "whole" on every rank, or "batch"), and what
-    its layers compute beside their own pixels, so that later ones need not ask. `point`: see `View`.
+    """How a model is tiled.
+
+    `sizes` are those of its images. `output` is the layout of its result: "tile", "whole" on every rank, or "batch".
+    `extras` are the pixels beside their own that layers compute, so that later ones need not fetch them. `point`: see
+    `View`.
     """
 
     sizes: tuple[int, int]
@@ -29,12 +32,12 @@ class Tiling:
 
 
 def tiling_of(model: nn.Module) -> Tiling | None:
-    """How a model is tiled, or None for one that is not."""
+    """Return how a model is tiled; None if it is not."""
     return model.__dict__.get(_ATTRIBUTE)
 
 
 def tiling_for(whole: Profile, plan: Plan) -> Tiling | None:
-    """How a plan that was not refused tiles a model; None where it does not."""
+    """Return how a plan that was not refused tiles a model; None if it does not."""
     if not plan.is_viewed:
         return None
     found = dry_run(whole, plan, {"rows": 0, "columns": 0})
@@ -42,12 +45,12 @@ def tiling_for(whole: Profile, plan: Plan) -> Tiling | None:
 
 
 def mark(model: nn.Module, tiling: Tiling) -> None:
-    """Write down how a model is tiled."""
+    """Store with a model how it is tiled."""
     model.__dict__[_ATTRIBUTE] = tiling
 
 
 def localise_tile(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
-    """What the rank at these coordinates computes and keeps of a forward."""
+    """Return the profile of a forward on the rank at these coordinates."""
     if not plan.is_viewed or not profile.counted:
         return profile
     return dry_run(profile, plan, coordinates).profile

@@ -1,6 +1,6 @@
-"""Tiles with more than their own pixels, fetched once for several layers: whoever uses the tile later finds them too.
+"""Tiles with extra pixels, fetched once for several layers: later users of the tile find them too.
 
-So a shortcut around the layers of a group holds as much as they do, and their sum needs no exchange of its own.
+So a shortcut around the layers of a group holds as many pixels as they do, and their sum needs no exchange.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from torch import Tensor
 from weft.inspection.parameter_cut import Interval
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.ownership import Line, meet
-from weft.spatial.tile_layout import Grid, Place, place_of, put
+from weft.spatial.tile_layout import Grid, TileLayout, layout_of, set_layout
 
 _ATTRIBUTE = "_weft_wide"
 
 
 def widen(
-    grid: Grid, value: Tensor, place: Place, rows: Sequence[Interval], columns: Sequence[Interval]
-) -> tuple[Tensor, Place]:
-    """A tile with the pixels that each rank needs, beside those it holds, where any of them needs some."""
-    found = Place(_hull(place.rows, rows), _hull(place.columns, columns), place.dims)
-    if found == place:
-        return value, place
-    wide = put(fetch(value, Halo.of(grid, place, found.rows.held, found.columns.held)), found)
+    grid: Grid, value: Tensor, layout: TileLayout, rows: Sequence[Interval], columns: Sequence[Interval]
+) -> tuple[Tensor, TileLayout]:
+    """Return a tile that also has the pixels that each rank needs, and its layout; unchanged if no rank needs any."""
+    found = TileLayout(_hull(layout.rows, rows), _hull(layout.columns, columns), layout.dims)
+    if found == layout:
+        return value, layout
+    wide = set_layout(fetch(value, Halo.of(grid, layout, found.rows.held, found.columns.held)), found)
     value.__dict__[_ATTRIBUTE] = wide, value._version
     return wide, found
 
 
 def widest(tensor: Tensor) -> Tensor:
-    """A tile with what has been fetched for it, unless it was changed since."""
+    """Return the widened version of a tile if there is one and the tile has not changed since."""
     while True:
         wide, version = tensor.__dict__.get(_ATTRIBUTE, (tensor, -1))
-        if version != tensor._version or place_of(tensor) is None:
+        if version != tensor._version or layout_of(tensor) is None:
             return tensor
         tensor = wide
 
 
 def forget(tensors: Iterable[Tensor]) -> None:
-    """Keep what was fetched for tiles no longer than the block that they were given to: recompute fetches again."""
+    """Drop the widened versions of tiles after the block that they were given to: recompute fetches them again."""
     for tensor in tensors:
         tensor.__dict__.pop(_ATTRIBUTE, None)
 

@@ -1,8 +1,8 @@
-"""Convolutions and pools on tiles: fetch what the rank's own outputs see, then compute as on an image without padding.
+"""Convolutions and pools on tiles: fetch what the rank's own outputs need, then compute as without padding.
 
-Dims that no axis splits keep torch's own padding. A convolution keeps for backward the tile and the strips that came
-from others, not the padded copy: as much as on the whole image, and the halo. Its weight's gradient is computed while
-the halo's gradients travel.
+Dims that no axis splits keep torch's own padding. A convolution saves for backward the tile and the received strips,
+not the padded copy: as much as on the whole image, plus the halo. Its weight's gradient is computed while the halo's
+gradients travel.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from weft.inspection.parameter_cut import Interval
-from weft.spatial.halo import GiveBack, Halo, fetch
+from weft.spatial.halo import Halo, HaloBackward, fetch
 from weft.spatial.overlap import Overlap, plan_overlap
-from weft.spatial.ownership import Line, Window, length
-from weft.spatial.tile_layout import Grid, Place
+from weft.spatial.ownership import Line, SlidingWindow, length
+from weft.spatial.tile_layout import Grid, TileLayout
 from weft.spatial.wide_tiles import widen
 
 aten = torch.ops.aten
-Extra = tuple[tuple[int, int], tuple[int, int]]  # pixels to compute beside the own ones: of rows, of columns
+Extra = tuple[tuple[int, int], tuple[int, int]]  # extra pixels to compute: (before, after) of rows, of columns
 NO_EXTRA: Extra = ((0, 0), (0, 0))
-Result = tuple[Tensor, Place]
+Result = tuple[Tensor, TileLayout]
 
 
 class NeedsWhole(Exception):  # noqa: N818 (it leads to a hand-over)
-    """An operation cannot go on in tiles, and can on whole images."""
+    """An operation cannot run on tiles, but can on whole images."""
 
 
 class Unsupported(Exception):  # noqa: N818 (it becomes a PlanError that names the operation)
@@ -41,44 +41,46 @@ class Unsupported(Exception):  # noqa: N818 (it becomes a PlanError that names t
 
 
 def per_dim(value: Any, num_dims: int) -> tuple[int, ...]:
-    """A setting of a convolution or pool for each spatial dim."""
+    """Return a setting of a convolution or pool for each spatial dim."""
     if isinstance(value, int):
         return (value,) * num_dims
     return tuple(value) if len(value) == num_dims else tuple(value) * num_dims
 
 
 @dataclass(frozen=True)
-class Slide:
-    """Windows over an image: where the outputs lie, and what each rank needs for those that it is to compute."""
+class WindowLayout:
+    """Windows over an image: the layout of the outputs, and the pixels that each rank needs for its part of them."""
 
-    place: Place
+    layout: TileLayout
     rows: tuple[Interval, ...]
     columns: tuple[Interval, ...]
 
     @staticmethod
-    def of(grid: Grid, place: Place, windows: Sequence[Window], ceil: bool = False, extra: Extra = NO_EXTRA) -> Slide:
+    def of(
+        grid: Grid, layout: TileLayout, windows: Sequence[SlidingWindow], ceil: bool = False, extra: Extra = NO_EXTRA
+    ) -> WindowLayout:
         """`windows` are those of rows and columns."""
-        if place.dims != (-2, -1):
+        if layout.dims != (-2, -1):
             raise Unsupported("wants rows and columns in the last two dims")
         lines, needs = [], []
-        for line, window, more in zip((place.rows, place.columns), windows, extra, strict=True):
+        for line, window, more in zip((layout.rows, layout.columns), windows, extra, strict=True):
             out = outputs(line, window.num_outputs(line.size, ceil), more)
             lines.append(out)
             needs.append(tuple(window.needs(held) for held in out.held))
-        found = Place(lines[0], lines[1])
+        found = TileLayout(lines[0], lines[1])
         if grid.layer is not None:
-            grid.layer(place, found, (windows[0].needs, windows[1].needs))
-        return Slide(found, needs[0], needs[1])
+            grid.layer(layout, found, (windows[0].needs, windows[1].needs))
+        return WindowLayout(found, needs[0], needs[1])
 
-    def halo(self, grid: Grid, place: Place, fill: float, native: Sequence[bool]) -> Halo:
-        """What to fetch; in a dim with `native` padding a rank works on all that it holds."""
-        rows = place.rows.held if native[0] else self.rows
-        columns = place.columns.held if native[1] else self.columns
-        return Halo.of(grid, place, rows, columns, fill)
+    def halo(self, grid: Grid, layout: TileLayout, fill: float, native: Sequence[bool]) -> Halo:
+        """Return the pixels to fetch. In a dim with `native` padding a rank uses all that it holds."""
+        rows = layout.rows.held if native[0] else self.rows
+        columns = layout.columns.held if native[1] else self.columns
+        return Halo.of(grid, layout, rows, columns, fill)
 
 
 def outputs(line: Line, num_outputs: int, extra: tuple[int, int] = (0, 0)) -> Line:
-    """Where outputs of an operation over a line lie."""
+    """Return the line of an operation's outputs."""
     if num_outputs < line.degree:
         raise NeedsWhole(f"its result has {num_outputs} pixels along a dim that {line.degree} tiles share")
     return Line.of(num_outputs, line.degree, extra)
@@ -88,8 +90,8 @@ def outputs(line: Line, num_outputs: int, extra: tuple[int, int] = (0, 0)) -> Li
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Of one convolution, padding being what is left to torch."""
+class ConvolutionSettings:
+    """Settings of one convolution; `padding` is the part left to torch."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -113,7 +115,7 @@ class Settings:
 def convolution(
     grid: Grid,
     value: Tensor,
-    place: Place,
+    layout: TileLayout,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -122,34 +124,34 @@ def convolution(
     groups: int = 1,
     extra: Extra = NO_EXTRA,
 ) -> Result:
-    """torch.conv2d or conv3d."""
+    """torch.conv2d or conv3d on tiles."""
     num_dims = weight.dim() - 2
     windows = make_windows(tuple(weight.shape[2:]), per_dim(stride, num_dims), padding, per_dim(dilation, num_dims))
-    slide = Slide.of(grid, place, windows[-2:], extra=extra)
+    slide = WindowLayout.of(grid, layout, windows[-2:], extra=extra)
     if extra != NO_EXTRA:
-        value, place = widen(grid, value, place, slide.rows, slide.columns)
+        value, layout = widen(grid, value, layout, slide.rows, slide.columns)
     native = [
         *(window.before == window.after for window in windows[:-2]),
         *(w.before == w.after and d == 1 for w, d in zip(windows[-2:], _degrees(grid), strict=True)),
     ]
     value = pad_depth(value, windows, native)
-    settings = Settings(
+    settings = ConvolutionSettings(
         per_dim(stride, num_dims),
         tuple(window.before if own else 0 for window, own in zip(windows, native, strict=True)),
         per_dim(dilation, num_dims),
         groups,
     )
-    halo = slide.halo(grid, place, 0.0, native[-2:])
+    halo = slide.halo(grid, layout, 0.0, native[-2:])
     if halo.is_view:
-        return settings.forward(halo.pad(value), weight, bias), slide.place
+        return settings.forward(halo.pad(value), weight, bias), slide.layout
     overlap = None
-    if halo.talks:
+    if halo.communicates:
         held, need = (halo.rows.held, halo.columns.held), (halo.rows.need, halo.columns.need)
-        own = slide.place.held(grid)
+        own = slide.layout.held(grid)
         pixels = math.prod(value.shape[2:-2]) * value.shape[0] * length(own[0]) * length(own[1])
         overlap = plan_overlap(windows[-2:], native[-2:], own, held, need, 2 * pixels * weight.numel())
     out: Tensor = _HaloConvolution.apply(value, weight, bias, halo, settings, overlap)
-    return out, slide.place
+    return out, slide.layout
 
 
 class _HaloConvolution(Function):
@@ -160,7 +162,7 @@ class _HaloConvolution(Function):
         weight: Tensor,
         bias: Tensor | None,
         halo: Halo,
-        settings: Settings,
+        settings: ConvolutionSettings,
         overlap: Overlap | None,
     ) -> Tensor:
         ctx.halo, ctx.settings = halo, settings
@@ -194,7 +196,7 @@ class _HaloConvolution(Function):
         returning = None
         if needs_value:
             found = ctx.settings.backward(gradient, padded, weight, [True, False, False])[0]
-            returning = GiveBack(ctx.halo, found)
+            returning = HaloBackward(ctx.halo, found)
         of_weight = of_bias = None
         if needs_weight or needs_bias:
             mask = [False, needs_weight, needs_bias]
@@ -205,7 +207,7 @@ class _HaloConvolution(Function):
 def transposed_convolution(
     grid: Grid,
     value: Tensor,
-    place: Place,
+    layout: TileLayout,
     weight: Tensor,
     bias: Tensor | None = None,
     stride: Any = 1,
@@ -215,13 +217,13 @@ def transposed_convolution(
     dilation: Any = 1,
     extra: Extra = NO_EXTRA,
 ) -> Result:
-    """torch.conv_transpose2d or conv_transpose3d."""
+    """torch.conv_transpose2d or conv_transpose3d on tiles."""
     num_dims = weight.dim() - 2
     strides, paddings, more, dilations = (per_dim(one, num_dims) for one in (stride, padding, output_padding, dilation))
     kernels = tuple(weight.shape[2:])
     lines, needs, cuts, seen = [], [], [], []
     for line, axis, beside, dim in zip(
-        (place.rows, place.columns), (grid.rows, grid.columns), extra, (-2, -1), strict=True
+        (layout.rows, layout.columns), (grid.rows, grid.columns), extra, (-2, -1), strict=True
     ):
         reach, step, before = dilations[dim] * (kernels[dim] - 1) + 1, strides[dim], paddings[dim]
         size = (line.size - 1) * step - 2 * before + reach + more[dim]
@@ -233,16 +235,16 @@ def transposed_convolution(
         begin = out.held[axis.index][0]
         cuts.append(0 if axis.degree == 1 else begin - (need[axis.index][0] * step - before))
     if extra != NO_EXTRA:
-        value, place = widen(grid, value, place, needs[0], needs[1])
+        value, layout = widen(grid, value, layout, needs[0], needs[1])
     is_split = [*(False for _ in kernels[:-2]), *(degree > 1 for degree in _degrees(grid))]
-    wide = fetch(value, Halo.of(grid, place, needs[0], needs[1]))
+    wide = fetch(value, Halo.of(grid, layout, needs[0], needs[1]))
     whole = torch.convolution(
         *(wide, weight, bias, strides, [0 if cut else p for p, cut in zip(paddings, is_split, strict=True)]),
         *(dilations, True, [0 if cut else m for m, cut in zip(more, is_split, strict=True)], groups),
     )
-    found = Place(lines[0], lines[1])
+    found = TileLayout(lines[0], lines[1])
     if grid.layer is not None:
-        grid.layer(place, found, (seen[0], seen[1]))
+        grid.layer(layout, found, (seen[0], seen[1]))
     for dim, cut, (begin, end) in zip((-2, -1), cuts, found.held(grid), strict=True):
         if cut or whole.shape[dim] != end - begin:
             whole = whole.narrow(dim, cut, end - begin)
@@ -250,8 +252,8 @@ def transposed_convolution(
 
 
 def _seen_by(reach: int, stride: int, before: int, held: Interval) -> Interval:
-    """The inputs of a transposed convolution from the first that begins at or before the outputs to one behind."""
-    begin, end = held[0] + before, held[1] + before  # as if nothing were cut off
+    """Return the inputs of a transposed convolution for outputs `held`: from one at or before them to one after."""
+    begin, end = held[0] + before, held[1] + before  # before the padding is cut off
     first = min(-(-(begin - reach + 1) // stride), begin // stride)
     num_inputs = max((end - 1) // stride + 1 - first, -(-(end - first * stride - reach) // stride) + 1)
     return first, first + num_inputs
@@ -266,20 +268,20 @@ def _degrees(grid: Grid) -> tuple[int, int]:
 
 def make_windows(
     kernels: Sequence[int], strides: Sequence[int], padding: Any, dilations: Sequence[int]
-) -> list[Window]:
+) -> list[SlidingWindow]:
     found = []
     for dim, (kernel, stride, dilation) in enumerate(zip(kernels, strides, dilations, strict=True)):
         if padding == "same":
             total = dilation * (kernel - 1)
-            found.append(Window(kernel, stride, total // 2, total - total // 2, dilation))
+            found.append(SlidingWindow(kernel, stride, total // 2, total - total // 2, dilation))
         else:
             before = 0 if padding == "valid" else per_dim(padding, len(kernels))[dim]
-            found.append(Window(kernel, stride, before, before, dilation))
+            found.append(SlidingWindow(kernel, stride, before, before, dilation))
     return found
 
 
 def pad_depth(
-    value: Tensor, windows: Sequence[Window], native: Sequence[bool], ceil: bool = False, fill: float = 0.0
+    value: Tensor, windows: Sequence[SlidingWindow], native: Sequence[bool], ceil: bool = False, fill: float = 0.0
 ) -> Tensor:
     """Pad the dims before rows and columns whose padding is not left to torch."""
     pads: list[int] = []
