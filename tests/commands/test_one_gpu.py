@@ -59,6 +59,7 @@ def test_all_contenders_see_the_same_batches(tmp_path: Path) -> None:
         assert torch.equal(tokens[:, 1:], labels[:, :-1])
 
 
+@pytest.mark.processes
 def test_a_contender_that_fails_says_why() -> None:
     with ExitStack() as stack, pytest.raises(KeyError):
         one_gpu.make_step("weft-nothing", one_gpu.CASES["tiny"], torch.device("cpu"), stack)

@@ -101,6 +101,7 @@ def test_kept_bytes_are_those_of_compiled_blocks(name: str) -> None:
     assert predicted == kept
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "plan",
     [

@@ -20,6 +20,8 @@ from weft.spatial.arguments import PARAMETERS
 from weft.spatial.names import DRAWS, POINTWISE
 from weft.spatial.rules import RULES
 
+pytestmark = pytest.mark.processes
+
 Function = Callable[[Tensor], Any]
 
 

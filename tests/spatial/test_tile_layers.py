@@ -17,6 +17,8 @@ from weft.inspection.parameter_cut import Interval, share
 from weft.spatial import overlap
 from weft.spatial.ownership import Line, SlidingWindow, inside, length, meet, transfers
 
+pytestmark = pytest.mark.processes
+
 TOLERANCE = 1e-12
 
 # --- pure arithmetic
