@@ -5,8 +5,8 @@
     StormForkServer(main)                       a fork server that injects the faults of a storm
 
 The agent asks its fork server for exits ten times a second. A fork server with a `Storm` first reads the status pages
-of the ranks (rank_status.py), measures times, and injects the next fault if it is due. So there is no extra thread, and
-the code that recovers is the code that runs when ranks really die.
+of the ranks (health/rank_status.py), measures times, and injects the next fault if it is due. So there is no extra
+thread, and the code that recovers is the code that runs when ranks really die.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class FaultRecord:
 @dataclass
 class Storm:
     """Injects faults into one job and measures the recoveries. `requests` is the folder for faults that ranks cause
-    themselves (faults.py).
+    themselves (resilience/faults.py).
     """
 
     run: Run

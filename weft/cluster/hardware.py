@@ -37,7 +37,7 @@ LOOPBACK_LATENCY_SECONDS = 50e-6
 
 
 def _check_positive(value: Any) -> None:
-    """Raise ConfigError if a figure is zero or negative. Only latencies may be zero."""
+    """Raise ConfigError if a figure is zero or negative. Only `latency_seconds` and `start_seconds` may be zero."""
     for item in dataclasses.fields(value):
         figure = getattr(value, item.name)
         if isinstance(figure, bool) or not isinstance(figure, (int, float)) or figure > 0:
@@ -121,7 +121,7 @@ class Cluster:
         return self.num_nodes * self.node.num_devices
 
     def axis_link(self, inner: int, degree: int) -> AxisLink:
-        """The link of an axis of `degree` ranks that lie `inner` ranks apart.
+        """The link of an axis of `degree` ranks, which are `inner` apart.
 
         `inner` is the product of the degrees of the axes inside this one, whose index varies faster. The axis stays
         in a node, on the intra link, if blocks of inner x degree ranks tile the node. Otherwise some group crosses

@@ -40,7 +40,7 @@ class StatusPage:
     step: int  # the number of steps of the run that are done
     num_calls: int  # the number of collectives that the rank has started
     step_seconds: float  # the time of the last step; 0 if none was done yet
-    busy_seconds: float  # the part of `step_seconds` in which the rank did not wait for other ranks
+    busy_seconds: float  # the part of it in which the rank computed or loaded data, and did not wait for other ranks
     at: float  # when the page was written (time.monotonic)
     doing: str  # the phase, or WAITING and the operation that the rank waits for
     inside: str = ""  # the block whose forward or backward runs, if any

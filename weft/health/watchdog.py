@@ -32,7 +32,7 @@ _MAX_NAMED = 4
 
 
 class Deadline:
-    """How long ranks may wait or write no page, from measured steps; before the first, from the predicted one."""
+    """The time that ranks may wait or write no page, from measured steps; before the first, from the predicted one."""
 
     def __init__(self, floor_seconds: float, predicted_seconds: float | None = None) -> None:
         self._floor_seconds, self._predicted_seconds = floor_seconds, predicted_seconds or 0.0
@@ -103,8 +103,8 @@ class Watchdog:
 
 
 def overdue_seconds(ranks: Collection[StatusPage]) -> float:
-    """How long the longest wait has lasted, or how long no rank has written its page. 0 while a rank reads or writes
-    files, which may take long without a hang.
+    """The time that the longest wait has lasted, or in which no rank has written its page. 0 while a rank reads or
+    writes files, which may take long without a hang.
     """
     since = overdue_since(ranks)
     return 0.0 if since is None else time.monotonic() - since

@@ -89,24 +89,24 @@ def start_local(
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = fork_server.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
             watchdog = Watchdog(Path(name), num_ranks, Deadline(restarts.hang_seconds, restarts.step_seconds))
-            losses = LostRankTracker(Path(name), num_ranks, watchdog, shadowed)
-            codes, hang = _watch(fork_server, pids, stop, watchdog, losses)
+            lost_ranks = LostRankTracker(Path(name), num_ranks, watchdog, shadowed)
+            codes, hang = _watch(fork_server, pids, stop, watchdog, lost_ranks)
             if hang is None and not any(codes.values()):
                 return 0
             if hang is not None and stacks is not None:
                 hang += f"; their stacks are in {collect_stacks(Path(name), num_ranks, stacks)}"
-            loss = _FailedAttempt.of(Path(name), codes, num_ranks, began_at, hang)
+            attempt = _FailedAttempt.of(Path(name), codes, num_ranks, began_at, hang)
             now = time.monotonic()
             recent = [at for at in ended_at if at > now - restarts.window_seconds]
-            if stop.order is not None or not loss.may_succeed_on_restart or len(recent) >= restarts.limit:
-                _say(loss.final_message(restarts if recent and stop.order is None else None))
-                return loss.status
+            if stop.order is not None or not attempt.may_succeed_on_restart or len(recent) >= restarts.limit:
+                _say(attempt.final_message(restarts if recent and stop.order is None else None))
+                return attempt.status
             ended_at.append(now)
-            _say(loss.restart_message(newest(), len(recent) + 1, restarts))
+            _say(attempt.restart_message(newest(), len(recent) + 1, restarts))
 
 
 def _watch(
-    fork_server: ForkServer, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, losses: LostRankTracker
+    fork_server: ForkServer, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, lost_ranks: LostRankTracker
 ) -> tuple[dict[int, int], str | None]:
     """Wait until all ranks have exited, one has failed, or they hang. Kills all ranks that are left.
 
@@ -117,23 +117,23 @@ def _watch(
     hang: str | None = None
     stop.watch(pids)
     try:
-        while len(codes) + losses.num_lost < len(pids) and not any(codes.values()) and hang is None:
+        while len(codes) + lost_ranks.num_lost < len(pids) and not any(codes.values()) and hang is None:
             stop.kill_if_overdue()
             _collect(fork_server, codes)
             if stop.order is None:
-                losses.accept_loss(codes)
-                made_good = losses.poll(codes)
-                if made_good is not None:
-                    _say(f"weft: {made_good}")
+                lost_ranks.accept_loss(codes)
+                takeover = lost_ranks.poll(codes)
+                if takeover is not None:
+                    _say(f"weft: {takeover}")
             if not codes:
                 hang, slow = watchdog.check()
                 if slow is not None:
                     _say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
-        while stop.order is not None and len(codes) + losses.num_lost < len(pids) and time.monotonic() < deadline:
+        while stop.order is not None and len(codes) + lost_ranks.num_lost < len(pids) and time.monotonic() < deadline:
             _collect(fork_server, codes)  # all were asked to stop: the others may still be saving
         if hang is not None or any(codes.values()):
-            losses.restore_exit_code(codes)
+            lost_ranks.restore_exit_code(codes)
         if hang is not None:
             ask_for_stacks(watchdog.folder, pids)
     finally:
@@ -142,7 +142,7 @@ def _watch(
             for kill in (os.kill, os.killpg):
                 with suppress(ProcessLookupError, PermissionError):
                     kill(pid, signal.SIGKILL)
-    for _ in range(len(pids) - len(codes) - losses.num_lost):
+    for _ in range(len(pids) - len(codes) - lost_ranks.num_lost):
         while fork_server.next_exit(_POLL_SECONDS) is None:
             pass
     return codes, hang
@@ -177,11 +177,11 @@ class _FailedAttempt:
         if hang is not None:
             return _FailedAttempt({}, None, None, done, done, began_at, hang)
         killed = [rank for rank, code in codes.items() if code < 0]
-        left = read_failures(folder, num_ranks)
-        if killed or not left:  # a killed rank explains the others' errors
+        errors = read_failures(folder, num_ranks)
+        if killed or not errors:  # a killed rank explains the others' errors
             return _FailedAttempt(codes, None, None, seen.get(min(killed or codes)), done, began_at)
-        culprit = next(iter(left))
-        return _FailedAttempt(codes, culprit, left[culprit], seen.get(culprit), done, began_at)
+        culprit = next(iter(errors))
+        return _FailedAttempt(codes, culprit, errors[culprit], seen.get(culprit), done, began_at)
 
     @property
     def may_succeed_on_restart(self) -> bool:

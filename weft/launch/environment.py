@@ -8,7 +8,7 @@ file that depends on the launcher.
     rendezvous(environ, place)    -> the address and port of rank 0's store
     init_process_group(place, ..) -> joins the world group and returns this rank's device
 
-The store of a job on one host listens on loopback only, because a store obeys whoever can connect to it.
+The store of a job on one host listens on loopback only, because a store obeys every process that can connect.
 """
 
 import itertools
@@ -328,9 +328,9 @@ def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"ranks are missing after {timeout.total_seconds():.0f} s")
         for rank, word in answered.items():
-            if store.check([f"weft/word/{rank}"]) and (said := store.get(f"weft/word/{rank}").decode()) != word:
-                answered[rank] = said
-                store.set(f"weft/answer/{said}", own)
+            if store.check([f"weft/word/{rank}"]) and (new_word := store.get(f"weft/word/{rank}").decode()) != word:
+                answered[rank] = new_word
+                store.set(f"weft/answer/{new_word}", own)
         time.sleep(_MEETING_POLL_SECONDS)
     return own
 

@@ -1,11 +1,11 @@
 """Detects hangs without weft's agent: under torchrun, srun or mpirun, a thread of each rank watches for them.
 
-The thread reads the rank's own status page (rank_status.py) and asks the world's store whether any rank has raised an
-alarm. A rank raises the alarm when it has waited, or written no page, for longer than its deadline. Then every rank
-that still runs dumps its stacks and reports the pages of all ranks of its host, so that a stopped rank is reported by
-its neighbours. The lowest rank that reported decides whether it is a hang and prints one paragraph. All ranks then exit
-with a status that a launcher treats as a failure. Without an alarm, this costs one query to the store per poll, from a
-thread.
+The thread reads the rank's own status page (health/rank_status.py) and asks the world's store whether any rank has
+raised an alarm. A rank raises the alarm when it has waited, or written no page, for longer than its deadline. Then
+every rank that still runs dumps its stacks and reports the pages of all ranks of its host, so that a stopped rank is
+reported by its neighbours. The lowest rank that reported decides whether it is a hang and prints one paragraph. All
+ranks then exit with a status that a launcher treats as a failure. Without an alarm, this costs one query to the store
+per poll, from a thread.
 
 A rank that cannot reach the store (a broken link) decides by the pages of its own host.
 """

@@ -82,9 +82,9 @@ class BlockV1(nn.Module):
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, images: Tensor) -> Tensor:
-        beside = images if self.shortcut is None else self.shortcut(images)
+        residual = images if self.shortcut is None else self.shortcut(images)
         hidden = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(images)))))
-        out: Tensor = self.relu(hidden + beside)
+        out: Tensor = self.relu(hidden + residual)
         return out
 
 
@@ -108,10 +108,10 @@ class BlockV2(nn.Module):
         self.relu = nn.ReLU()
 
     def forward(self, images: Tensor) -> Tensor:
-        beside = images if self.shortcut is None else self.shortcut(images)
+        residual = images if self.shortcut is None else self.shortcut(images)
         hidden = images if self.norm1 is None else self.relu(self.norm1(images))
         hidden = self.conv2(self.relu(self.norm2(self.conv1(hidden))))
-        out: Tensor = self.conv3(self.relu(self.norm3(hidden))) + beside
+        out: Tensor = self.conv3(self.relu(self.norm3(hidden))) + residual
         return out
 
 

@@ -117,9 +117,9 @@ class BasicBlock(nn.Module):
         self.downsample = shortcut(config, inputs, channels, stride)
 
     def forward(self, images: Tensor) -> Tensor:
-        beside = images if self.downsample is None else self.downsample(images)
+        residual = images if self.downsample is None else self.downsample(images)
         hidden = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(images)))))
-        out: Tensor = self.relu(hidden + beside)
+        out: Tensor = self.relu(hidden + residual)
         return out
 
 
@@ -139,10 +139,10 @@ class Bottleneck(nn.Module):
         self.downsample = shortcut(config, inputs, outputs, stride)
 
     def forward(self, images: Tensor) -> Tensor:
-        beside = images if self.downsample is None else self.downsample(images)
+        residual = images if self.downsample is None else self.downsample(images)
         hidden = self.relu(self.bn1(self.conv1(images)))
         hidden = self.relu(self.bn2(self.conv2(hidden)))
-        out: Tensor = self.relu(self.bn3(self.conv3(hidden)) + beside)
+        out: Tensor = self.relu(self.bn3(self.conv3(hidden)) + residual)
         return out
 
 
