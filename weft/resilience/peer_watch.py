@@ -57,7 +57,7 @@ class Lookout:
                 status.publish_in(self._host_folder)
         store.set(f"place/{place.rank}", status.place)
         self._store_place = store.get("place/0").decode() if place.rank else status.place
-        self._call, self._quiet_until = 0, 0.0
+        self._alarm, self._quiet_until = 0, 0.0
         self._overdue: StatusPage | None = None  # the page at the last poll, if it was overdue
         self._closed, self._is_settled = threading.Event(), threading.Event()
         self._is_settled.set()
@@ -85,8 +85,8 @@ class Lookout:
                 continue  # still starting: the operations it waits for then have their own timeouts
             self._deadline.measure(page)
             is_due = self._is_overdue(page)
-            if (is_due and self._overdue == page) or self._client.has(f"call/{self._call}"):
-                self._handle_call()
+            if (is_due and self._overdue == page) or self._client.has(f"call/{self._alarm}"):
+                self._handle_alarm()
             self._overdue = page if is_due else None  # all may have been stopped for a while, so check twice
 
     def _is_overdue(self, page: StatusPage) -> bool:
@@ -94,26 +94,26 @@ class Lookout:
 
     # --- after an alarm
 
-    def _handle_call(self) -> None:
+    def _handle_alarm(self) -> None:
         """Raise or answer the alarm: report the pages of this host, wait for the decision, and exit if it is a hang."""
         self._is_settled.clear()
-        stamp = self._client.set_once(f"call/{self._call}", time.strftime("%Y%m%d-%H%M%S"))
+        stamp = self._client.set_once(f"call/{self._alarm}", time.strftime("%Y%m%d-%H%M%S"))
         stacks = self._dump_stacks(stamp or time.strftime("%Y%m%d-%H%M%S"))
         pages_here = _host_pages(self._host_folder, self._status)
         is_overdue = self._is_overdue(pages_here[self._place.rank])
         report = _encode(pages_here, is_overdue)
-        if stamp is not None and self._client.set(f"said/{self._call}/{self._place.rank}", report):
+        if stamp is not None and self._client.set(f"said/{self._alarm}/{self._place.rank}", report):
             is_hang = self._await_verdict(stacks)
         else:
             is_hang = is_overdue and self._decide_locally(pages_here, stacks)
         if is_hang:
             os._exit(HUNG)
-        self._call, self._quiet_until = self._call + 1, time.monotonic() + self._deadline.seconds
+        self._alarm, self._quiet_until = self._alarm + 1, time.monotonic() + self._deadline.seconds
         self._is_settled.set()
 
     def _await_verdict(self, stacks: Path) -> bool:
         """Wait until the lowest rank that reported, possibly this one, has decided. Returns whether it is a hang."""
-        report, verdict = f"said/{self._call}", f"verdict/{self._call}"
+        report, verdict = f"said/{self._alarm}", f"verdict/{self._alarm}"
         deadline = time.monotonic() + _ANSWER_SECONDS
         others = [f"{report}/{rank}" for rank in range(self._place.num_ranks)]
         while time.monotonic() < deadline and not self._client.has(verdict):
@@ -134,7 +134,7 @@ class Lookout:
         """Combine the reports of all ranks. If it is a hang, print a description and return True."""
         known: dict[int, StatusPage] = {}
         is_overdue = False
-        for rank, text in self._client.get_all(f"said/{self._call}", range(self._place.num_ranks)).items():
+        for rank, text in self._client.get_all(f"said/{self._alarm}", range(self._place.num_ranks)).items():
             pages, finds_it_overdue = _decode(text)
             is_overdue = is_overdue or finds_it_overdue
             for number, page in pages.items():
