@@ -25,7 +25,7 @@ from rich.console import Console
 from runs_for_tests import make_run, train_on_ranks, write_run_file
 
 from weft.chaos.report import BaselineRun, GoodputPrediction, by_kind, differences
-from weft.chaos.storm import KINDS, Fault, FaultRecord, Storm, parse_kinds, schedule, settings
+from weft.chaos.storm import KINDS, Fault, FaultRecord, Storm, parse_kinds, schedule, survival_overrides
 from weft.checkpoint import Piece, Region, Saver
 from weft.commands import chaos as chaos_command
 from weft.errors import ConfigError
@@ -273,9 +273,9 @@ def test_under_a_launcher_it_is_refused(weft: Weft, run_file: Path, monkeypatch:
 
 def test_what_the_run_file_says_is_left(run_file: Path) -> None:
     given = ["plan.data=2", "numbers.compare_every=7", "numbers.on_bad=repeat", "checkpoint.memory_every=5"]
-    changes = settings(make_run(run_file, "given", *given, "restart.hang_seconds=2"), KINDS)
+    changes = survival_overrides(make_run(run_file, "given", *given, "restart.hang_seconds=2"), KINDS)
     assert changes == ["restart.limit=1000000", "restart.hang_seconds=2", "train.timeout_seconds=30"]
-    changes = settings(make_run(run_file, "given", "plan.data=2"), KINDS)
+    changes = survival_overrides(make_run(run_file, "given", "plan.data=2"), KINDS)
     assert changes[3:] == ["checkpoint.memory_every=1", "numbers.on_bad=repeat", "numbers.compare_every=1"]
     assert parse_kinds("nan, kill,nan") == ("kill", "nan")
 
@@ -395,9 +395,9 @@ def test_a_fault_that_is_not_cured_is_told(weft: Weft, run_file: Path, tmp_path:
     """The negative control: bits flip, and nobody compares."""
 
     def without_comparison(*arguments: Any) -> list[str]:
-        return [one for one in settings(*arguments) if "compare_every" not in one]
+        return [one for one in survival_overrides(*arguments) if "compare_every" not in one]
 
-    with patch.object(chaos_command, "settings", without_comparison):
+    with patch.object(chaos_command, "survival_overrides", without_comparison):
         left = chaos(weft, run_file, tmp_path / "run", ["flip"])
     assert left.status == 1
     assert re.search(r"DIFFERS +\d+ of \d+ tensors: exp_avg model\.", left.out)

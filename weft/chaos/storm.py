@@ -66,7 +66,7 @@ def parse_kinds(text: str) -> tuple[str, ...]:
     return tuple(kind for kind in KINDS if kind in given)
 
 
-def settings(run: Run, kinds: Sequence[str]) -> list[str]:
+def survival_overrides(run: Run, kinds: Sequence[str]) -> list[str]:
     """Overrides of the run file with which a run survives these kinds of faults. Raises ConfigError if a setting of the
     run file prevents that.
     """

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from weft.chaos.report import BaselineRun, ChaosReport, GoodputPrediction, by_kind, differences
-from weft.chaos.storm import Storm, StormForkServer, parse_kinds, schedule, settings
+from weft.chaos.storm import Storm, StormForkServer, parse_kinds, schedule, survival_overrides
 from weft.checkpoint.folder import step_name
 from weft.commands.console import format_seconds, print_json
 from weft.commands.run_planning import has_layout
@@ -58,7 +58,7 @@ def run_chaos(
     run = load_run(run_file, overrides)
     if not has_layout(run):
         raise ConfigError(f"{run_file} has no [plan]; write one with: weft plan {run_file} --write FILE")
-    overrides = [*overrides, *settings(run, kinds)]
+    overrides = [*overrides, *survival_overrides(run, kinds)]
     base = run.folder.with_name(run.folder.name + ".chaos")
     prepare_data(run)
     baseline = _undisturbed_run(fork_server, run_file, [*overrides, f"folder={base / 'undisturbed'}"], console)

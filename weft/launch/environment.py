@@ -42,7 +42,7 @@ _COMMANDS: dict[Launcher, str] = {
 }
 # The prefix of the elastic run id of ranks that weft's own agent started. It distinguishes them from torchrun's.
 LOCAL_RUN_ID_PREFIX = "weft-local-"
-_MEETING_POLL_SECONDS = 0.01
+_START_POLL_SECONDS = 0.01
 # SLURM gives steps that srun did not start (batch scripts, interactive shells) numbers above this.
 _SLURM_MAX_STEP_ID = 0xFFFFFFF0
 
@@ -284,7 +284,7 @@ def init_process_group(place: Place, device: DeviceType, timeout: timedelta, sha
     address, port = rendezvous(os.environ, place)
     try:
         store = _open_store(address, port, place, timeout)
-        meeting = _agree_on_meeting(store, place, timeout)
+        start_id = _agree_on_start_id(store, place, timeout)
     except (OSError, dist.DistError) as error:
         raise LaunchError(
             f"rank {place.rank} of {place.num_ranks} did not meet the others at {address}:{port} ({error}); "
@@ -293,7 +293,7 @@ def init_process_group(place: Place, device: DeviceType, timeout: timedelta, sha
     backend = choose_backend(device, _num_sharing(place) if device == "cuda" else 1)
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"weft/{meeting}", store),
+        store=PrefixStore(f"weft/{start_id}", store),
         rank=place.rank,
         world_size=place.num_ranks,
         timeout=timeout,
@@ -308,20 +308,20 @@ def world_store() -> Store:
     return PrefixStore("weft/lookout", store.clone())  # type: ignore[attr-defined]
 
 
-def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
-    """Agree on a random name for this start of the ranks, which prefixes their keys in the store.
+def _agree_on_start_id(store: Store, place: Place, timeout: timedelta) -> str:
+    """Agree on a random id of this start of the ranks, which prefixes their keys in the store.
 
     After a restart torchrun's store still holds the addresses of dead ranks, which must not be read. torchrun's count
-    of restarts cannot serve as the name: it differs between agents if one joined later. So each rank writes a random
+    of restarts cannot serve as the id: it differs between agents if one joined later. So each rank writes a random
     word and waits for rank 0's answer to that word. Rank 0 keeps answering until all other ranks have confirmed.
     """
     own = os.urandom(8).hex()
     if place.rank > 0:
         store.set(f"weft/word/{place.rank}", own)
         store.wait([f"weft/answer/{own}"], timeout)
-        meeting = store.get(f"weft/answer/{own}").decode()
-        store.add(f"weft/{meeting}/heard", 1)
-        return meeting
+        start_id = store.get(f"weft/answer/{own}").decode()
+        store.add(f"weft/{start_id}/heard", 1)
+        return start_id
     answered = dict.fromkeys(range(1, place.num_ranks), "")
     deadline = time.monotonic() + timeout.total_seconds()
     while store.add(f"weft/{own}/heard", 0) < len(answered):
@@ -331,7 +331,7 @@ def _agree_on_meeting(store: Store, place: Place, timeout: timedelta) -> str:
             if store.check([f"weft/word/{rank}"]) and (new_word := store.get(f"weft/word/{rank}").decode()) != word:
                 answered[rank] = new_word
                 store.set(f"weft/answer/{new_word}", own)
-        time.sleep(_MEETING_POLL_SECONDS)
+        time.sleep(_START_POLL_SECONDS)
     return own
 
 
