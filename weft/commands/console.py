@@ -80,7 +80,7 @@ def _memory_table(prediction: Prediction) -> Table:
     table.add_column("bytes", justify="right")
     rows = {**prediction.cost.state_bytes}
     rows["activations"] = prediction.cost.saved_bytes
-    rows["comes and goes"] = prediction.cost.transient_bytes
+    rows["temporary"] = prediction.cost.transient_bytes
     for name, num_bytes in rows.items():
         if num_bytes:
             table.add_row(name, format_bytes(num_bytes))

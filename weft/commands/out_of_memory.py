@@ -21,7 +21,7 @@ def out_of_memory(run: Run, cluster: Cluster, error: BaseException) -> PlanError
     prediction = predict(run, cluster)
     total, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
     parts = {**prediction.cost.state_bytes, "activations": prediction.cost.saved_bytes}
-    parts["what comes and goes"] = prediction.cost.transient_bytes
+    parts["temporary memory"] = prediction.cost.transient_bytes
     held = ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size)
     first_line = (str(error).splitlines() or [""])[0]
     return PlanError(
