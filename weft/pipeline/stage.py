@@ -214,7 +214,7 @@ class StageRunner(OperationWatch):
         """Whether the model's own code is running (and not a unit alone, for example in backward)."""
         return self._is_on
 
-    # --- inside
+    # --- internal
 
     def _expected(self) -> TraceEvent | None:
         assert self.now is not None

@@ -248,7 +248,7 @@ class StepRun:
         route = self.routes[message.micro_batch]
         return route.trace.values[route.edge_numbers[message.edge]]
 
-    # --- when
+    # --- times
 
     def _start(self) -> None:
         """Record that the action starts now, with all its inputs."""

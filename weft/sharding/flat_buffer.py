@@ -330,7 +330,7 @@ class Flat:
         self._taken.clear()
         self._squares.clear()
 
-    # --- inside
+    # --- internal
 
     def _make_whole(self) -> Tensor:
         return torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self.device)

@@ -249,7 +249,7 @@ class StreamedFlat(Flat):
     def device_gradients(self) -> list[Tensor | None]:
         return [self.device_buffer.gradient]
 
-    # --- inside
+    # --- internal
 
     def _make_whole(self) -> Tensor:
         return self.device_buffer.weights[: self.layout.numel]

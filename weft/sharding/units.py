@@ -344,7 +344,7 @@ class Units:
             for flat in unit.trained:
                 flat.finish_reduce()
 
-    # --- inside
+    # --- internal
 
     def _fetch_ahead(self, unit: Unit, direction: int) -> None:
         """Start to gather the unit that the last pass used after this one (in backward, `direction` -1: before)."""
