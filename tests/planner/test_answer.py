@@ -29,7 +29,7 @@ from weft.planner.explain import smaller, why_none
 from weft.planner.predict import predict
 from weft.planner.question import Objective, Question, parse_constraints
 from weft.planner.report.page import page
-from weft.planner.search import Found, Model
+from weft.planner.search import Model, SearchResult
 from weft.profile import profile
 from weft.run_file import load_run
 
@@ -96,7 +96,7 @@ def test_an_impossible_constraint_is_named() -> None:
 def test_a_batch_that_does_not_divide() -> None:
     found = answer("h100:1x8", "x=1", "y=1", "no pipe", batch=7)
     assert found.why.startswith("No plan satisfies 'x=1'. Without it the best is ")
-    nothing = Found((), (), (), 0)
+    nothing = SearchResult((), (), (), 0)
     why = why_none(found.model, Question(7, 1024), nothing)
     assert why.endswith("Use another batch (a batch of 7 sequences over 8 devices is asked), or other devices.")
 
@@ -249,8 +249,8 @@ def test_failures_count_in_the_choice_of_devices(monkeypatch: pytest.MonkeyPatch
     """Twice the devices are a little more than twice as fast: worth it, unless twice the failures eat it up."""
     model, question, one = answer().model, Question(64, 1024), answer().best
 
-    def search(here: Model, question: Question, keep: int) -> Found:
-        return Found((replace(one, seconds=8 / here.cluster.num_devices**1.001),), (), (), 1)
+    def search(here: Model, question: Question, keep: int) -> SearchResult:
+        return SearchResult((replace(one, seconds=8 / here.cluster.num_devices**1.001),), (), (), 1)
 
     monkeypatch.setattr(answer_module, "search", search)
     chosen = {
@@ -265,7 +265,7 @@ def test_failures_count_in_the_order_of_plans(monkeypatch: pytest.MonkeyPatch) -
     model, question, one = answer().model, Question(64, 1024), answer().best
     hosted = replace(one, plan=replace(one.plan, memory=replace(one.plan.memory, offload=1.0)))
     slower = replace(one, seconds=one.seconds * 1.001)
-    monkeypatch.setattr(answer_module, "search", lambda *_, keep: Found((hosted, slower), (), (), 2))
+    monkeypatch.setattr(answer_module, "search", lambda *_, keep: SearchResult((hosted, slower), (), (), 2))
     for mtbf, first in ((None, hosted), (1e12, hosted), (1e6, slower)):
         found = answer_module._best(model, question, "time", lambda what: None, mtbf)[1]
         assert found.best[0] == first, mtbf

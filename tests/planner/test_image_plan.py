@@ -81,7 +81,7 @@ def test_sections_of_any_grid_are_near_its_dry_run(tile: Tile, within: float) ->
         if operation == "send":
             sent[axis] += num_bytes
             calls[axis] += 1
-    for call in (call for section in sections for call in section.part.told if call.operation == "send"):
+    for call in (call for section in sections for call in section.part.tile_calls if call.operation == "send"):
         said[call.axis] += call.num_bytes * call.times * count  # type: ignore[assignment]
         times[call.axis] += call.times  # type: ignore[assignment]
     assert said == pytest.approx(sent, rel=within)
@@ -116,7 +116,7 @@ def test_blocks_of_two_streams_are_handed_over_with_both() -> None:
     sections, tile = model.steps.sections, Tile(2, 2, "cells.3")
     assert sections.points == ("cells.0", "cells.1", "cells.3", "cells.5")
     at = sections.handed_over_at(tile)
-    told = sections.under(tile)[at].part.told
+    told = sections.under(tile)[at].part.tile_calls
     dry = dry_run(model.profile, Plan(tile=tile), {"rows": 0, "columns": 0})
     said = [one.call for one in dry.calls if not one.block and one.call[1] == "send"]
     assert sum(call.num_bytes * call.times for call in told) == sum(num_bytes for _, _, num_bytes in said)

@@ -36,7 +36,7 @@ from weft.planner.kernels import (
 from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, OVERLAP_LOSS, beside, place
 from weft.planner.schedule_time import run
 from weft.planner.step import FIXED_SECONDS, StepModel
-from weft.planner.workload import Call, Part, Product, Workload
+from weft.planner.workload import BlockWork, Call, Product, Workload
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 
@@ -224,7 +224,10 @@ def test_weights_that_stay_fp8_are_cast_for_no_micro_batch() -> None:
 def test_the_head_stays_in_16_bits() -> None:
     product = Product(8192, 4096, 32768, "head")
     work = Workload(
-        Part(), (Part(products=(replace(product, kind="column"),)),), Part(products=(product,)), 8192 * 4096
+        BlockWork(),
+        (BlockWork(products=(replace(product, kind="column"),)),),
+        BlockWork(products=(product,)),
+        8192 * 4096,
     )
     plan = Plan(micro_batch=1, precision="bf16")
     wide, narrow = (StepModel(work, load("h100:1x1"), Software(fp8=fp8)) for fp8 in ("", "tensor"))
@@ -234,7 +237,7 @@ def test_the_head_stays_in_16_bits() -> None:
 
 def test_buckets_that_grow_wait_less_for_many_ranks() -> None:
     numel = 10_000_000  # of a block: four are 40 million, a hundred what 1,000 ranks reduce at once
-    work = Workload(Part(), (Part(),) * 400, Part(), 0)
+    work = Workload(BlockWork(), (BlockWork(),) * 400, BlockWork(), 0)
     facts = {"hides_gradients": False, "shards_optimizer": True}
 
     def reduced(data: int, grows: bool) -> float:
@@ -248,7 +251,10 @@ def test_buckets_that_grow_wait_less_for_many_ranks() -> None:
 
 
 def test_a_sharded_optimizer_reduces_over_data_and_context_at_once() -> None:
-    work, facts = Workload(Part(), (Part(),) * 4, Part(), 0), {"hides_gradients": False, "pipe_outside": True}
+    work, facts = (
+        Workload(BlockWork(), (BlockWork(),) * 4, BlockWork(), 0),
+        {"hides_gradients": False, "pipe_outside": True},
+    )
 
     def reduced(data: int, context: int, shards: bool) -> float:
         software = Software(shards_optimizer=shards, **facts)  # type: ignore[arg-type]
@@ -265,7 +271,7 @@ def test_a_sharded_optimizer_reduces_over_data_and_context_at_once() -> None:
 def test_a_plan_in_fp8_multiplies_linears_of_blocks_so() -> None:
     rows, inputs, outputs = 8192, 4096, 6144
     narrow, ragged = Product(rows, inputs, outputs, "column"), Product(rows, inputs, 6104, "column")
-    work = Workload(Part(), (Part(products=(narrow, ragged)),), Part(products=(narrow,)), rows * inputs)
+    work = Workload(BlockWork(), (BlockWork(products=(narrow, ragged)),), BlockWork(products=(narrow,)), rows * inputs)
     model = StepModel(work, load("h100:1x1"), Software(fused=True))
     plan = Plan(micro_batch=1, precision="bf16", matmul="fp8", exact=False)
     rate, bandwidth = 1978.9e12 * H100.calibration * FP8_PRODUCT["row"], 3.35e12 * MEMORY_SHARE
@@ -303,7 +309,9 @@ def test_fewer_bits_of_state_are_fewer_bytes_to_update(
 ) -> None:
     plan = Plan(micro_batch=1, precision=precision, exact=False, memory=Memory(master=master, state=state))
     assert spared_bytes(plan) == spared
-    model = StepModel(Workload(Part(), (Part(),), Part(), 0), load("h100:1x1"), Software(), (0, 10**9, 0))
+    model = StepModel(
+        Workload(BlockWork(), (BlockWork(),), BlockWork(), 0), load("h100:1x1"), Software(), (0, 10**9, 0)
+    )
     seconds = (40 - spared) * 1e9 / (3.35e12 * MEMORY_SHARE) + FIXED_SECONDS
     assert model.step(plan, 1).optimizer_seconds == pytest.approx(seconds)
 
@@ -322,8 +330,8 @@ def test_a_device_without_bf16_uses_its_other_16_bits() -> None:
 
 
 def block() -> Workload:
-    part = Part(products=(Product(8, 64, 64, "column"), Product(8, 64, 64, "row")))
-    return Workload(Part(), (part,) * 4, Part(num_logits=1), 8 * 64)
+    part = BlockWork(products=(Product(8, 64, 64, "column"), Product(8, 64, 64, "row")))
+    return Workload(BlockWork(), (part,) * 4, BlockWork(num_logits=1), 8 * 64)
 
 
 def test_short_kernels_run_at_the_pace_of_the_host() -> None:
@@ -346,7 +354,7 @@ def test_recompute_ends_before_the_last_linear_as_torch_does() -> None:
     assert counted.get_total_flops() == (6 + 1) * 2 * 32 * 64 * 256  # one of two is computed again
 
     products = (Product(2048, 4096, 16384, "column"), Product(2048, 16384, 4096, "row", is_last=True))
-    work = Workload(Part(()), (Part(products),), Part(()), 2048 * 4096)
+    work = Workload(BlockWork(()), (BlockWork(products),), BlockWork(()), 2048 * 4096)
     early, whole = (StepModel(work, load("h100"), Software(stops_early=stops)) for stops in (True, False))
     plan = Plan(tensor=Tensor(8), micro_batch=4, memory=Memory("full"), precision="bf16")
     last = kernels(H100).linear(4 * 2048, 16384 // 8, 4096)[0]
@@ -362,7 +370,7 @@ def test_recompute_ends_before_the_last_linear_as_torch_does() -> None:
     [(2, (45.1, 60.3, 129.4, 404.0)), (4, (52.7, 75.8, 177.8, 540.6)), (8, (92.2, 94.0, 231.0, 579.6))],
 )
 def test_all_reduces_of_a100s_as_nccl_tests_have_them(degree: int, measured_us: tuple[float, ...]) -> None:
-    model = StepModel(Workload(Part(()), (), Part(()), 0), load("a100-80"), Software())
+    model = StepModel(Workload(BlockWork(()), (), BlockWork(()), 0), load("a100-80"), Software())
     plan = Plan(tensor=Tensor(degree))
     for mebibytes, measured in zip((1, 4, 16, 64), measured_us, strict=True):
         assert 1e6 * model.seconds("x", "all_reduce", mebibytes * 2**20, plan) == pytest.approx(measured, rel=0.21)
@@ -378,7 +386,7 @@ def test_what_runs_beside_compute_costs_a_share() -> None:
 
 def test_collectives_in_pieces_are_hidden() -> None:
     work = block()
-    part = Part(products=(Product(8192, 8192, 8192, "column"), Product(8192, 8192, 8192, "row")))
+    part = BlockWork(products=(Product(8192, 8192, 8192, "column"), Product(8192, 8192, 8192, "row")))
     work = replace(work, blocks=(part,))
     plan = Plan(tensor=Tensor(8, sequence=True), micro_batch=1, precision="bf16")
     plain, pieces, copies = (
@@ -412,8 +420,8 @@ def test_a_blocks_host_issues_collectives_beside_kernels() -> None:
 def attending(key_heads: int = 8) -> Workload:
     """A block of attention alone: 32 heads of 128 on 16,384 tokens."""
     sequence, numel = 16384, 16384 * 128
-    part = Part((), 4 * 32 * sequence * numel, 0, sequence, key_heads * numel, key_heads)
-    return Workload(Part(), (part,), Part(), 1)
+    part = BlockWork((), 4 * 32 * sequence * numel, 0, sequence, key_heads * numel, key_heads)
+    return Workload(BlockWork(), (part,), BlockWork(), 1)
 
 
 def context_calls(context: Context, recompute: str = "none", x: int = 1, **facts: object) -> Counter[Call]:
@@ -503,8 +511,8 @@ def test_an_axis_lies_where_the_plan_says(data: int, pipe: int, shard: int, cont
     st.integers(1, 8),
 )
 def test_no_layout_beats_the_bound(pipe: Pipe, shard: int, stage: Literal[1, 2, 3], data: int, count: int) -> None:
-    part = Part(products=(Product(8192, 4096, 4096, "column"), Product(8192, 4096, 4096, "row")))
-    work = Workload(Part(), (part,) * 16, Part(num_logits=1000), 8192 * 4096)
+    part = BlockWork(products=(Product(8192, 4096, 4096, "column"), Product(8192, 4096, 4096, "row")))
+    work = Workload(BlockWork(), (part,) * 16, BlockWork(num_logits=1000), 8192 * 4096)
     model = StepModel(work, load("h100:64"), Software(), (1000, 4096**2 * 2, 1000))
     inner = Plan(micro_batch=1, precision="bf16")
     whole = replace(inner, pipe=pipe, shard=Shard(shard, stage), data=data)
@@ -513,7 +521,7 @@ def test_no_layout_beats_the_bound(pipe: Pipe, shard: int, stage: Literal[1, 2, 
 
 def test_a_head_that_weft_pads_is_timed_as_padded() -> None:
     head = Product(8192, 768, 50257, "head")
-    work = Workload(Part(), (Part(),), Part(products=(head,)), 8192 * 768)
+    work = Workload(BlockWork(), (BlockWork(),), BlockWork(products=(head,)), 8192 * 768)
     plan = Plan(micro_batch=1, precision="bf16")
 
     def seconds(software: Software) -> tuple[float, float]:

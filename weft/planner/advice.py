@@ -1,4 +1,6 @@
-"""What would be better than a run's plan: the other form of the tensor axes, or the least on the host that fits."""
+"""Suggestions to improve a run's plan: the better form of tensor parallelism, or the smallest share of state,
+activations or weights in host memory with which the run fits.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +18,30 @@ HOST_SHARES = 20
 
 
 @dataclass(frozen=True)
-class Form:
-    """Which form of the tensor axes is better for a run, and what it saves over the other."""
+class TensorForm:
+    """The better form of tensor parallelism for a run, and the time and memory that it saves over the other.
+
+    `seconds_saved` is None where step times are not known.
+    """
 
     sequence: bool
     seconds_saved: float | None
     bytes_saved: int
 
     def describe(self) -> str:
+        """Returns one sentence that names the better form and its savings."""
         form = "sequence-sharded (tensor.sequence = true)" if self.sequence else "all-reduced (tensor.sequence = false)"
         memory = f"{abs(self.bytes_saved) / 2**20:.4g} MiB {'less' if self.bytes_saved >= 0 else 'more'}"
         time = "" if self.seconds_saved is None else f" and {self.seconds_saved * 1e3:.3g} ms a step shorter"
         return f"the {form} is better: {memory}{time}"
 
 
-def better_form(run: Run, cluster: Cluster) -> Form | None:
-    """Whether a run with x > 1 had better split its residual stream along the sequence; None where it cannot.
+def better_form(run: Run, cluster: Cluster) -> TensorForm | None:
+    """Compares sequence-sharded and all-reduced tensor parallelism for a run with x > 1, and returns the better.
 
-    Both forms send as many bytes over x. One that fits where the other does not is better; else the faster one; among
-    equals the one that holds less.
+    Returns None if x is 1 or if the model does not allow both forms. Both forms send the same number of bytes over x. A
+    form that fits in memory is better than one that does not. Otherwise the faster form is better; if both are equally
+    fast, the one that needs less memory.
     """
     if run.plan.tensor.x == 1:
         return None
@@ -50,18 +57,23 @@ def better_form(run: Run, cluster: Cluster) -> Form | None:
     saved = None
     if mine.step_seconds is not None and other.step_seconds is not None:
         saved = other.step_seconds - mine.step_seconds
-    return Form(best, saved, other.cost.memory_bytes - mine.cost.memory_bytes)
+    return TensorForm(best, saved, other.cost.memory_bytes - mine.cost.memory_bytes)
 
 
 def fitting_offload(run: Run, cluster: Cluster) -> Prediction | None:
-    """The prediction with the least `memory.offload`, in twentieths, under which a run fits device and host that does
-    not fit as it is; None where none does, or none is needed.
+    """Returns the prediction for the smallest `memory.offload` with which the run fits into device and host memory.
+
+    Shares are tried in steps of 1/20. Returns None if the run fits as it is, or if no share makes it fit.
     """
     return _fitting(run, cluster, "offload")
 
 
 def fitting_activations(run: Run, cluster: Cluster) -> Prediction | None:
-    """The same of `memory.activations`; None also where the plan does not allow it."""
+    """Returns the prediction for the smallest `memory.activations` with which the run fits into device and host memory.
+
+    Shares are tried in steps of 1/20. Returns None if the run fits as it is, if no share makes it fit, or if the plan
+    does not allow offloaded activations.
+    """
     try:
         return _fitting(run, cluster, ACTIVATIONS)
     except PlanError:
@@ -69,7 +81,11 @@ def fitting_activations(run: Run, cluster: Cluster) -> Prediction | None:
 
 
 def fitting_weights(run: Run, cluster: Cluster) -> Prediction | None:
-    """The same of `memory.weights`, the last resort: None also where less does."""
+    """Returns the prediction for the smallest `memory.weights` with which the run fits into device and host memory.
+
+    This is the last resort: returns None if `memory.offload` or `memory.activations` alone makes the run fit. Returns
+    None also if the run fits as it is, if no share makes it fit, or if the plan does not allow streamed weights.
+    """
     if fitting_offload(run, cluster) is not None or fitting_activations(run, cluster) is not None:
         return None
     try:
@@ -79,23 +95,27 @@ def fitting_weights(run: Run, cluster: Cluster) -> Prediction | None:
 
 
 def _fitting(run: Run, cluster: Cluster, name: str) -> Prediction | None:
+    """Searches the smallest share of the field `name` of `[memory]` with which the run fits; None if none is needed or
+    fits.
+    """
     if cluster.node.host_link_bytes_per_second is None or _fits(predict(run, cluster)):
         return None
 
-    def tried(share: int) -> Prediction:
+    def predict_share(share: int) -> Prediction:
         memory = replace(run.plan.memory, **{name: share / HOST_SHARES})  # type: ignore[arg-type]
         return predict(replace(run, plan=replace(run.plan, memory=memory)), cluster)
 
     low, high = 0, HOST_SHARES
-    while low < high:  # the more on the host, the less on the device
+    while low < high:  # bisection: a larger share on the host needs less device memory
         share = (low + high) // 2
-        found = tried(share)
+        found = predict_share(share)
         low, high = (low, share) if found.cost.memory_bytes <= found.memory_limit_bytes else (share + 1, high)
-    found = tried(low)
+    found = predict_share(low)
     return found if _fits(found) else None
 
 
 def _fits(prediction: Prediction) -> bool:
+    """Does the run fit into device memory, and its offloaded part into host memory?"""
     hosted = sum(prediction.cost.host_bytes.values())
     return (
         prediction.cost.memory_bytes <= prediction.memory_limit_bytes
@@ -104,6 +124,7 @@ def _fits(prediction: Prediction) -> bool:
 
 
 def _badness(prediction: Prediction) -> tuple[bool, float, int]:
+    """A sort key: plans that fit come first, then faster ones (to three digits), then those that need less memory."""
     seconds = prediction.step_seconds or 0.0
     is_too_large = prediction.cost.memory_bytes > prediction.memory_limit_bytes
     return is_too_large, float(f"{seconds:.3g}"), prediction.cost.memory_bytes

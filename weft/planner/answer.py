@@ -1,6 +1,7 @@
-"""The planner's answer: the best plans of a question, why, what was rejected, and what more of anything would change.
+"""The planner's answer to a question: the best plans, why they are best, which plans were rejected, and how more
+hardware would change the result.
 
-`ask` answers; `to_json` is what `weft plan --json` prints and the page draws.
+`ask` answers a question. `weft plan --json` prints `Answer.to_json`, and the plan page draws it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.predict import link_of
 from weft.planner.question import Objective, Question
-from weft.planner.search import Candidate, Found, Model, search
+from weft.planner.search import Candidate, Model, SearchResult, search
 from weft.schema import to_table
 
-MAX_SPANS = 20_000  # of a timeline in the answer
-NUM_KEPT = 48  # plans, of which each layout shows one
+MAX_SPANS = 20_000  # a longer timeline is left out of the answer
+NUM_KEPT = 48  # plans that the search keeps; the answer shows one of each layout
 HOUR = 3600
-MANY = {"tokens": (1e9, "billion"), "images": (1e6, "million")}  # what the device-hours are given for
+# Device-hours are given per billion tokens or per million images.
+MANY = {"tokens": (1e9, "billion"), "images": (1e6, "million")}
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Point:
-    """The best plan on some number of devices; None where none fits."""
+class ScalingPoint:
+    """The best plan on a cluster of some size; `best` is None if no plan fits."""
 
     cluster: Cluster
     best: Candidate | None
@@ -42,23 +44,23 @@ class Point:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found for a question."""
+    """The result of a search for a question, with the reasons for it."""
 
     name: str
     model: Model
     question: Question
     objective: Objective
-    found: Found
+    found: SearchResult
     why: str
     rejected: tuple[Rejected, ...]
     search_seconds: float
     sensitivities: tuple[Sensitivity, ...] = ()
-    scaling: tuple[Point, ...] = ()
-    traffic: Traffics = field(default_factory=dict)  # of the first plan
+    scaling: tuple[ScalingPoint, ...] = ()
+    traffic: Traffics = field(default_factory=dict)  # of the first plan, per step and rank
 
     @property
     def best(self) -> Candidate:
-        """The first plan; PlanError with the reasons where there is none."""
+        """The first plan. Raises PlanError with the reasons and a remedy if there is no plan."""
         if not self.found.best:
             remedies = [f"{one.reason}; {one.remedy}" for one in self.rejected if one.remedy]
             raise PlanError(" ".join([self.why, *remedies[:1]]))
@@ -66,16 +68,18 @@ class Answer:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the search assumes where a block could not be traced, in words."""
+        """The assumptions, as sentences, that the search makes about blocks that could not be traced."""
         return assumptions(self.model.profile)
 
     def layouts(self, most: int = 8) -> list[Candidate]:
-        """The best plan of each layout: degrees of the axes, and the pipeline's schedule."""
+        """Returns the best plan of each layout, at most `most`. Plans with equal degrees and equal schedule are one
+        layout.
+        """
         first = {(*one.plan.degrees.items(), one.plan.pipe.schedule): one for one in reversed(self.found.best)}
         return sorted(first.values(), key=lambda one: self.found.best.index(one))[:most]
 
     def to_json(self) -> dict[str, Any]:
-        """The answer as plain values."""
+        """Returns the answer as plain values, for JSON."""
         cluster, question = self.model.cluster, self.question
         node = cluster.node
         return {
@@ -144,7 +148,9 @@ class Answer:
         }
 
     def rates(self, one: Candidate) -> dict[str, float | None]:
-        """Seconds of a step and what follows from them; no MFU where the device's peak is not known."""
+        """Returns the seconds of a step, samples per second, device-hours and MFU (None if the device's peak is not
+        known).
+        """
         count, unit = self.question.batch * self.question.sequence, self.question.unit
         many, words = MANY[unit]
         device = self.model.cluster.node.device
@@ -157,7 +163,7 @@ class Answer:
             "mfu": None if peak is None else flops / (one.seconds * one.plan.num_ranks * peak),
         }
 
-    def _point(self, point: Point) -> dict[str, Any]:
+    def _point(self, point: ScalingPoint) -> dict[str, Any]:
         found: dict[str, Any] = {"devices": point.cluster.num_devices, "nodes": point.cluster.num_nodes}
         if point.best is None:
             return {**found, "axes": "", "fits": False}
@@ -178,18 +184,24 @@ def ask(
     say: Progress = lambda what: None,
     mtbf_seconds: float | None = None,
 ) -> Answer:
-    """The best plans for a model on a cluster; with the time between failures of a device, by what they do to them."""
+    """Searches the best plans for a model on a cluster.
+
+    `name` is the model's name, for the answer. The objective "time" uses the whole cluster, "cost" the part of it with
+    the fewest device-seconds a step, and "devices" the smallest part on which a plan fits. `say` shows a line of
+    progress. `mtbf_seconds` is the mean time between failures of one device; if given, plans are ranked by a step's
+    time divided by the goodput under these failures.
+    """
     start = time.perf_counter()
     say(f"profiling {name}")
     model = planned(config, cluster, question)
     model, found = _best(model, question, objective, say, mtbf_seconds)
     seconds = time.perf_counter() - start
-    told = why(model, question, found)
-    return Answer(name, model, question, objective, found, told, tuple(rejections(model, found)), seconds)
+    reason = why(model, question, found)
+    return Answer(name, model, question, objective, found, reason, tuple(rejections(model, found)), seconds)
 
 
 def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
-    """The model of a question, made ready to be planned."""
+    """Profiles the model of a question and returns it with its cost model on a cluster."""
     if isinstance(config, LanguageConfig):
         return planned_model(config, question.sequence, cluster, software_for_text(cluster, question.compiles))
     assert question.shape is not None
@@ -198,13 +210,13 @@ def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
 
 
 def with_more(answer: Answer, say: Progress) -> Answer:
-    """The answer with what one more of anything would change."""
+    """Returns the answer with sensitivities: how much time one more GB/s, GB of memory or node would save."""
     say("what one more GB/s, GB or node would change")
     return replace(answer, sensitivities=tuple(sensitivities(answer.model, answer.question, answer.found)))
 
 
 def with_scaling(answer: Answer, say: Progress) -> Answer:
-    """The answer with the best plans on fewer and more devices."""
+    """Returns the answer with the best plans on fewer and on more devices."""
     points = []
     for cluster in _scales(answer.model.cluster):
         say(f"scaling: {cluster.num_devices} devices")
@@ -212,12 +224,15 @@ def with_scaling(answer: Answer, say: Progress) -> Answer:
             best: Sequence[Candidate] = answer.found.best
         else:
             best = search(answer.model.on(cluster), answer.question, keep=1).best
-        points.append(Point(cluster, best[0] if best else None))
+        points.append(ScalingPoint(cluster, best[0] if best else None))
     return replace(answer, scaling=tuple(points))
 
 
 def effective_seconds(model: Model, question: Question, one: Candidate, mtbf_seconds: float | None) -> float:
-    """A step's time with its part of what failures cost, where devices fail once in `mtbf_seconds`."""
+    """A step's time including its share of the time that failures cost.
+
+    `mtbf_seconds` is the mean time between failures of one device. If it is None, this is the step's time.
+    """
     if mtbf_seconds is None:
         return one.seconds
     of_cluster = mtbf_seconds / model.cluster.num_devices
@@ -225,7 +240,7 @@ def effective_seconds(model: Model, question: Question, one: Candidate, mtbf_sec
     return one.seconds / max(cost.best.goodput, 1e-12)
 
 
-def _search(model: Model, question: Question, say: Progress, mtbf_seconds: float | None) -> Found:
+def _search(model: Model, question: Question, say: Progress, mtbf_seconds: float | None) -> SearchResult:
     say(f"searching plans for {model.cluster.num_devices} devices")
     found = search(model, question, keep=NUM_KEPT)
     best = sorted(found.best, key=lambda one: effective_seconds(model, question, one, mtbf_seconds))
@@ -234,11 +249,13 @@ def _search(model: Model, question: Question, say: Progress, mtbf_seconds: float
 
 def _best(
     model: Model, question: Question, objective: Objective, say: Progress, mtbf_seconds: float | None
-) -> tuple[Model, Found]:
-    """The search on the whole cluster, or on the part of it that the objective likes best."""
+) -> tuple[Model, SearchResult]:
+    """Searches the whole cluster, or the part of it that is best for the objective; returns the model there and the
+    result.
+    """
     if objective == "time":
         return model, _search(model, question, say, mtbf_seconds)
-    tried: list[tuple[Model, Found]] = []
+    tried: list[tuple[Model, SearchResult]] = []
     for cluster in smaller(model.cluster):
         here = model.on(cluster)
         found = _search(here, question, say, mtbf_seconds)
@@ -249,7 +266,7 @@ def _best(
     if not fitting:
         return tried[-1]
 
-    def device_seconds(pair: tuple[Model, Found]) -> float:
+    def device_seconds(pair: tuple[Model, SearchResult]) -> float:
         here, found = pair
         return effective_seconds(here, question, found.best[0], mtbf_seconds) * here.cluster.num_devices
 
@@ -257,13 +274,14 @@ def _best(
 
 
 def _scales(cluster: Cluster) -> list[Cluster]:
-    """An eighth to four times the nodes; of a single node also its parts."""
+    """Returns clusters with 1/8 to 4 times the nodes; for a single node also parts of the node."""
     inside = [one for one in smaller(cluster) if one.num_nodes == 1 and one.num_devices < cluster.node.num_devices]
     counts = sorted({cluster.num_nodes * times // 8 for times in (1, 2, 4, 8, 16, 32)} - {0})
     return [*(inside if cluster.num_nodes == 1 else []), *(replace(cluster, num_nodes=count) for count in counts)]
 
 
 def _timeline(one: Candidate) -> dict[str, Any] | None:
+    """Returns the pipeline's timeline as plain values; None without a pipeline or with more than MAX_SPANS spans."""
     assert one.step is not None
     timeline = one.step.timeline
     if timeline is None or sum(map(len, timeline.spans)) > MAX_SPANS:

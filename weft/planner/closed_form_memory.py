@@ -1,8 +1,10 @@
-"""What a rank holds under a plan, in the planner's closed form: the strategies' own formulas without their padding.
+"""RankMemory of a rank under a plan in closed form: the strategies' own formulas without padding, fast enough for the
+search.
 
-State follows ZeRO's stages; activations are a block's saved bytes (from the profile, as the tensor axes leave them to a
-rank), times the blocks of a stage, times the micro-batches that the schedule keeps alive at once. What comes and goes
-is that of the fullest moment: the loss, the backward of the head or that of a block, as `memory/recompute.py` has them.
+State follows ZeRO's stages. Activations are the saved bytes of one block (from the profile, as split by the tensor
+axes), times the blocks of a stage, times the micro-batches whose activations the schedule keeps at once. Transient
+memory is counted at the peak: at the loss, in the backward of the head, or in the backward of a block, as
+`memory/recompute.py` counts it.
 """
 
 from __future__ import annotations
@@ -36,41 +38,44 @@ from weft.sharding.layout import (
 )
 
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
-SLACK = 1.02  # of what the allocator holds over what tensors use
-IN_HEAD = "loss in head"  # among what a profile keeps: the profile of the same with a head that gives the loss
-NUM_MESSAGES = 2  # of a pipeline, on their way in and out beside the results that are alive anyway
+SLACK = 1.02  # memory of the allocator divided by memory of tensors
+IN_HEAD = "loss in head"  # key in Profile.kept: the profile of the same model with the loss computed in its head
+NUM_MESSAGES = 2  # messages between stages in flight, one in and one out; outputs of stages are counted apart
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A rank's part of the model under one split of x and y and one way to recompute, for one sequence."""
+    """Sizes of a rank's part of the model for one sequence, under one degree of x and y and one recompute policy."""
 
-    root_numel: float  # all that no block holds
-    first_numel: float  # the part of it that the first stage holds, and the last
+    root_numel: float  # parameters outside of blocks
+    first_numel: float  # parameters outside of blocks on the first stage; `last_numel` on the last
     block_numel: float
     last_numel: float
-    tied_numel: float  # of it, what is used at both ends
-    block_saved: Mapping[str, float]  # by recompute
+    tied_numel: float  # parameters outside of blocks that the first and the last stage both use
+    block_saved: Mapping[str, float]  # by recompute policy
     root_saved: float
-    behind_saved: float  # the part of it behind the blocks
-    at_loss: float  # bytes there over what is saved
-    at_head: float  # in its backward, but for the gradient of its weight
-    head_gradient: float  # which it holds there: scaled from one that is kept, and rounded
+    behind_saved: float  # the part of `root_saved` after the last block
+    at_loss: float  # transient bytes at the loss
+    at_head: float  # transient bytes in the head's backward, without the gradient of its weight
+    head_gradient: float  # bytes of the weight's gradient there: the fp32 gradient, and its scaled and rounded copy
     head_numel: float
-    in_backward: float  # of a block, over what blocks have saved
-    at_regions: float  # the tensor axes' own
+    in_backward: float  # transient bytes in a block's backward
+    at_regions: float  # transient bytes of the tensor axes
     stream_bytes: float
-    # Of a head that gives the loss in parts: its rows of one sequence, its classes, and the gradient that it keeps.
+    # For a head that computes the loss in parts: its rows for one sequence, its classes, and the bytes of the gradient
+    # that it keeps.
     loss_rows: int = 0
     num_classes: int = 1
     kept_gradient: float = 0.0
-    is_compiled: bool = False  # blocks and the head's loss
-    block_sent: float = 0.0  # what a block may send to the host of what it saves
+    is_compiled: bool = False  # are the blocks and the head's loss compiled?
+    block_sent: float = 0.0  # bytes of a block's saved activations that may be offloaded to the host
 
     def at_the_loss(self, num_sequences: float, compute: int, wide: int) -> float:
-        """Bytes at the loss over what is saved, of `compute` or `wide` bytes an element: with all logits, or with a
-        part of them, at their loss or at the gradient of the weight. The first part has no gradient to add to yet. A
-        compiled loss widens no logits.
+        """Transient bytes at the loss for `num_sequences` sequences.
+
+        Logits have `compute` bytes an element, and `wide` bytes where the loss widens them. Without a loss in the head,
+        all logits exist at once. With it, only one part of them exists, and the peak is either at that part's loss or
+        at the gradient of the weight. The first part has no gradient to add to yet. A compiled loss widens no logits.
         """
         if not self.loss_rows:
             return self.at_loss * num_sequences
@@ -82,8 +87,8 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes of the fullest rank, by kind."""
+class RankMemory:
+    """Bytes of the rank that needs the most memory, by kind."""
 
     parameters_bytes: float
     gradients_bytes: float
@@ -93,26 +98,26 @@ class Memory:
 
     @property
     def state_bytes(self) -> float:
-        """What lives from step to step."""
+        """Bytes of parameters, gradients and optimizer state, which live from step to step."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def tensor_bytes(self) -> float:
-        """Of tensors."""
+        """Bytes of all tensors."""
         return self.state_bytes + self.saved_bytes + self.transient_bytes
 
     @property
     def total_bytes(self) -> float:
-        """Of the device."""
+        """Bytes of device memory: tensors, allocator overhead, and the reserve for CUDA context and libraries."""
         return self.tensor_bytes * SLACK + RESERVE_BYTES
 
     @property
     def least_bytes(self) -> float:
-        """What stays of it at least, whatever share of its state goes to the host."""
+        """Bytes of device memory that remain if all parameters and optimizer state are offloaded to the host."""
         return (self.gradients_bytes + self.saved_bytes + self.transient_bytes) * SLACK + RESERVE_BYTES
 
     def parts(self) -> dict[str, float]:
-        """Bytes by what they hold; `other` is what comes and goes, the allocator's slack and libraries."""
+        """Bytes by content. `other` is transient memory, allocator overhead and libraries."""
         held = {
             "parameters": self.parameters_bytes,
             "gradients": self.gradients_bytes,
@@ -122,26 +127,26 @@ class Memory:
         return {**held, "other": self.total_bytes - sum(held.values())}
 
 
-class Working(NamedTuple):
-    """A rank of pipe at work: all that it holds but for its state, which is what `shard` and `offload` change."""
+class WorkingMemory(NamedTuple):
+    """Memory of a pipeline rank without its state. `shard` and `offload` change only the state."""
 
-    numel: float  # of its parameters
-    ends: float  # of them, what no block holds
-    saved: float
-    kept: float  # of it, by one block for one micro-batch
-    loss: float  # bytes that come and go: at the loss,
-    backward: float  # in a block's backward,
-    throughout: float  # and in both
+    numel: float  # parameters of the rank
+    ends: float  # parameters outside of blocks
+    saved: float  # bytes of saved activations
+    kept: float  # bytes that one block saves for one micro-batch
+    loss: float  # transient bytes at the loss
+    backward: float  # transient bytes in a block's backward
+    throughout: float  # transient bytes at both moments
 
 
-def working(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) -> tuple[Working, ...]:
-    """The ranks of pipe that may be the fullest: both ends, and the first that is none."""
+def working(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) -> tuple[WorkingMemory, ...]:
+    """Returns the working memory of the pipeline ranks that may need most: the first, the second and the last."""
     alive = alive_at_once(plan.pipe.schedule, plan.pipe.degree, num_micro_batches, tuple(plan.pipe.options.items()))
     ranks = sorted({0, min(1, plan.pipe.degree - 1), plan.pipe.degree - 1})
     return tuple(_working(sizes, plan, num_blocks, alive[rank], rank, num_chunks(plan)) for rank in ranks)
 
 
-def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int, chunks: int) -> Working:
+def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int, chunks: int) -> WorkingMemory:
     per_micro_batch, compute = (plan.micro_batch or 1) / plan.context.degree, COMPUTE_DTYPE[plan.precision].itemsize
     blocks = num_blocks / plan.pipe.degree
     is_first, is_last = rank == 0, rank == plan.pipe.degree - 1
@@ -152,10 +157,11 @@ def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int,
     head = sizes.at_head * per_micro_batch + sizes.head_gradient
     loss = is_last * max(sizes.at_the_loss(per_micro_batch, compute, max(compute, 4)), head)
     backward = sizes.in_backward * per_micro_batch
-    if sizes.is_compiled:  # gives the gradients of all parameters at once, when nothing is left of what it saved
+    if sizes.is_compiled:  # all gradients appear at once, after the saved activations are freed
         backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
     backward -= is_last * (sizes.behind_saved * per_micro_batch + sizes.kept_gradient)
-    if places := offloaded_blocks(num_blocks, plan.memory.activations):  # one of them is on its way back in backward
+    if places := offloaded_blocks(num_blocks, plan.memory.activations):
+        # In every backward, the activations of one offloaded block are back on the device.
         saved -= len(places) * sizes.block_sent * per_micro_batch
         backward += sizes.block_sent * per_micro_batch
     throughout = sizes.at_regions * per_micro_batch
@@ -164,19 +170,19 @@ def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int,
     else:
         results = alive if chunks > 1 or not is_last else 0
         throughout += sizes.stream_bytes * per_micro_batch * (results + NUM_MESSAGES)
-    return Working(numel, ends, saved, kept * per_micro_batch, loss, backward, throughout)
+    return WorkingMemory(numel, ends, saved, kept * per_micro_batch, loss, backward, throughout)
 
 
-def memory(ranks: Sequence[Working], sizes: Sizes, plan: Plan, num_micro_batches: int) -> Memory:
-    """What the fullest of these ranks of pipe holds, its state included."""
+def memory(ranks: Sequence[WorkingMemory], sizes: Sizes, plan: Plan, num_micro_batches: int) -> RankMemory:
+    """Returns the memory, including state, of the rank that needs most among these pipeline ranks."""
     return max((_of_rank(rank, sizes, plan, num_micro_batches) for rank in ranks), key=_total)
 
 
-def _total(memory: Memory) -> float:
+def _total(memory: RankMemory) -> float:
     return memory.total_bytes
 
 
-def _of_rank(rank: Working, sizes: Sizes, plan: Plan, num_micro_batches: int) -> Memory:
+def _of_rank(rank: WorkingMemory, sizes: Sizes, plan: Plan, num_micro_batches: int) -> RankMemory:
     numel, ends, saved, kept, loss, backward, throughout = rank
     if plan.shard.degree > 1 and plan.shard.stage > 1:
         compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
@@ -189,17 +195,19 @@ def _of_rank(rank: Working, sizes: Sizes, plan: Plan, num_micro_batches: int) ->
             one = sizes.block_numel * master
             backward += ends * master + max(one, 2 * one - kept)
     streamed = 0
-    if plan.memory.weights:  # on one rank
+    if plan.memory.weights:  # streamed weights need a plan of one rank
         streamed = len(evenly_spaced(round((numel - ends) / sizes.block_numel), plan.memory.weights))
         width = COMPUTE_DTYPE[plan.precision].itemsize + gradient_dtype(plan, num_micro_batches).itemsize
         throughout += min(NUM_DEVICE_BUFFERS, streamed) * sizes.block_numel * width
     held = state(plan, numel * (1 + plan.pipe.is_mirrored), num_micro_batches, streamed * sizes.block_numel)
-    return Memory(*held, saved, throughout + max(loss, backward))
+    return RankMemory(*held, saved, throughout + max(loss, backward))
 
 
 def state(plan: Plan, numel: float, num_micro_batches: int, streamed_numel: float = 0.0) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer on the device, of so many parameters on a rank of pipe; some of them
-    may be streamed from the host.
+    """Bytes of parameters, gradients and optimizer state on the device.
+
+    `numel` parameters belong to a pipeline rank before sharding. `streamed_numel` of them are streamed from host
+    memory.
     """
     compute, at_rest = COMPUTE_DTYPE[plan.precision].itemsize, slice_dtype(plan).itemsize
     gradient = gradient_dtype(plan, num_micro_batches).itemsize
@@ -215,22 +223,26 @@ def state(plan: Plan, numel: float, num_micro_batches: int, streamed_numel: floa
 
 
 def _moment_bytes(plan: Plan) -> float:
-    """Of one moment of a parameter; codes with their part of a scale."""
+    """Bytes of one optimizer moment of one parameter. 8-bit codes include their share of a block's scale."""
     moment = moment_dtype(plan.memory.state, MASTER_DTYPE[plan.precision])
     return 1 + 4 / CODE_BLOCK if moment is None else moment.itemsize
 
 
 def spared_bytes(plan: Plan) -> float:
-    """What the update of a parameter need not move, by what the plan holds in fewer bits: both moments, read and
-    written, and the master weight, in whose place is that which would be written anyway.
+    """Bytes of memory traffic per parameter that an update saves because the plan holds state in fewer bits.
+
+    Both moments are read and written in fewer bytes. Without master weights, the update reads and writes the weight
+    that it would have to write anyway.
     """
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
     return 4 * (master - _moment_bytes(plan)) + (0 if plan.memory.master else 2 * master - compute)
 
 
 def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> float:
-    """Bytes that an update moves each way of state in host memory, of so many parameters on a rank of pipe. Weights
-    that are there apart from the optimizer's only go, as their gradients only come.
+    """Bytes that an update copies in each direction between the device and state in host memory.
+
+    `numel` parameters belong to a pipeline rank. `streamed_numel` of them are streamed from host memory. If streamed
+    weights are separate from the optimizer's, they only travel to the host and their gradients only come from it.
     """
     here = replace(plan, memory=replace(plan.memory, offload=0.0, delay=False))
     home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if has_separate_slice(plan) else 0.0
@@ -238,8 +250,9 @@ def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> floa
 
 
 def sizes(profile: Profile, plan: Plan) -> Sizes:
-    """A rank's part of one block and of the ends, from a profile of one sequence; that of a head which gives the loss,
-    if there is one, where a plan leaves the loss to the head.
+    """Returns the sizes of a rank's part of one block and of both ends, from a profile of one sequence.
+
+    If the plan computes the loss in the head, the profile with such a head is used, if there is one.
     """
     in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
     profile = profile_under(in_head or profile, plan)
@@ -254,11 +267,11 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     first = sum(numel for name, numel in names.items() if name.rpartition(".")[0] in embeddings)
     last, tied = sum(names.values()) - first, 0.0
     split_heads = [split.module for split in profile.pairing.splits.values() if split.kind == "head"]
-    if any(f"{head}.weight" not in names for head in split_heads):  # tied: both ends hold it
+    if any(f"{head}.weight" not in names for head in split_heads):  # tied: the first and the last stage hold it
         tied = max(names.values(), default=0.0)
     root = (local.root.saved_bytes or {}).get(policy, 0)
     behind = max(0, root - local.root.saved_by_layer.get(policy, {}).get("", 0))
-    end = transient(replace(local, blocks=(block,)), policy)  # without what tied parameters wait for
+    end = transient(replace(local, blocks=(block,)), policy)  # without waiting gradients of tied parameters
     over, compute = root_excess_bytes(local, policy), COMPUTE_DTYPE[plan.precision].itemsize
     heads = {name: numel for name, numel in names.items() if name.rpartition(".")[0] in (*split_heads, *embeddings)}
     head = max(heads.values(), default=0.0) if split_heads else 0.0
@@ -291,7 +304,7 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
 
 
 def num_chunks(plan: Plan) -> int:
-    """Stages of each rank of pipe."""
+    """The number of stages on each pipeline rank."""
     return plan.pipe.chunks or 2 if plan.pipe.schedule == "interleaved" and plan.pipe.degree > 1 else 1
 
 
@@ -299,7 +312,10 @@ def num_chunks(plan: Plan) -> int:
 def alive_at_once(
     schedule: str, degree: int, num_micro_batches: int, options: tuple[tuple[str, int], ...]
 ) -> tuple[float, ...]:
-    """The most micro-batches whose activations each rank holds; of a steady schedule, more change nothing."""
+    """The largest number of micro-batches whose activations each rank holds at once, by rank.
+
+    A steady schedule holds no more with more micro-batches.
+    """
     if degree == 1:
         return (1.0,)
     if schedule in ("1f1b", "message"):
@@ -308,7 +324,7 @@ def alive_at_once(
         return (float(min(num_micro_batches, degree)),) * degree
     if schedule == "gpipe":
         return (float(num_micro_batches),) * degree
-    if schedule == "interleaved":  # its own count of forwards before the first backward, and the one between
+    if schedule == "interleaved":  # the forwards before the first backward, and the one between
         chunks, groups = dict(options).get("chunks", 2), max(1, num_micro_batches // degree)
         largest = -(-num_micro_batches // groups)
         ahead = [(chunks - 1) * largest + 2 * (degree - rank - 1) + 1 for rank in range(degree)]

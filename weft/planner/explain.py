@@ -1,4 +1,4 @@
-"""Why a plan wins, why others do not, and what one more of anything would change: the search's answer in words."""
+"""Explains a search's result: why a plan is best, why others were rejected, and how more hardware would help."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from weft.cluster.hardware import Cluster, Link
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Plan
-from weft.planner.closed_form_memory import Memory
+from weft.planner.closed_form_memory import RankMemory
 from weft.planner.question import Question
-from weft.planner.search import Candidate, Found, Model, search
+from weft.planner.search import Candidate, Model, SearchResult, search
 
 GB = 1e9
 MAX_TIMES = 64
@@ -25,7 +25,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Rejected:
-    """A plan that was not taken, why, and what would make it fit."""
+    """A plan that does not fit, the reason, and a change that would make it fit."""
 
     candidate: Candidate
     reason: str
@@ -34,16 +34,19 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What one more of something changes."""
+    """The effect of a little more hardware on the best plan's step time."""
 
     change: str
-    seconds: float  # of the best plan then
+    seconds: float  # of a step of the best plan after the change
     saved_seconds: float
     axes: str
 
 
-def why(model: Model, question: Question, found: Found) -> str:
-    """Two sentences: where the first plan's time goes, and what the next layout loses to it."""
+def why(model: Model, question: Question, found: SearchResult) -> str:
+    """Returns two sentences: where the time of the best plan's step goes, and why the next layout is slower.
+
+    Without any plan that fits, returns `why_none`.
+    """
     if not found.best:
         return why_none(model, question, found)
     first = found.best[0]
@@ -51,9 +54,9 @@ def why(model: Model, question: Question, found: Found) -> str:
     lost = sorted(
         (name for name in where if name != "compute" and where[name] > 0.005 * total), key=lambda n: -where[n]
     )
-    told = " and ".join(f"{_word(name)} ({where[name] / total:.1%})" for name in lost[:2]) or "nothing else"
+    losses = " and ".join(f"{_word(name)} ({where[name] / total:.1%})" for name in lost[:2]) or "nothing else"
     compute = where["compute"] / total
-    opening = f"{short(first.plan)} computes for {compute:.0%} of its step and gives most of the rest to {told}."
+    opening = f"{short(first.plan)} computes for {compute:.0%} of its step and gives most of the rest to {losses}."
     other = next((one for one in found.best[1:] if one.plan.degrees != first.plan.degrees), None)
     if other is None:
         return f"{opening} No other layout of the axes is among the best."
@@ -63,12 +66,12 @@ def why(model: Model, question: Question, found: Found) -> str:
     return f"{opening} The next layout, {short(other.plan)}, takes {other.seconds / total - 1:.1%} longer{because}."
 
 
-def why_none(model: Model, question: Question, found: Found) -> str:
-    """What stands in the way, and what would help: a constraint less, more nodes, another batch."""
-    told = "No plan divides the batch and the model over all devices."
+def why_none(model: Model, question: Question, found: SearchResult) -> str:
+    """Returns why no plan was found, and a remedy: drop a constraint, use more nodes, or use another batch."""
+    problem = "No plan divides the batch and the model over all devices."
     if found.too_large:
         nearest = found.too_large[0]
-        told = (
+        problem = (
             f"No plan fits: the one that holds least ({short(nearest.plan)}) needs "
             f"{nearest.memory.total_bytes / GB:.1f} of {model.cluster.node.device.memory_bytes / GB:.4g} GB."
         )
@@ -80,11 +83,11 @@ def why_none(model: Model, question: Question, found: Found) -> str:
     if not found.too_large:
         samples = "sequences" if question.shape is None else "images"
         batches = f"a batch of {question.batch} {samples} over {model.cluster.num_devices} devices"
-        return f"{told} Use another batch ({batches} is asked), or other devices."
+        return f"{problem} Use another batch ({batches} is asked), or other devices."
     larger = _larger_that_fits(model, question)
     if larger is None:
-        return f"{told} Up to {MAX_TIMES}× the nodes do not fit it either."
-    return f"{told} {larger.cluster.num_nodes} nodes ({larger.cluster.num_devices} devices) would fit it."
+        return f"{problem} Up to {MAX_TIMES}× the nodes do not fit it either."
+    return f"{problem} {larger.cluster.num_nodes} nodes ({larger.cluster.num_devices} devices) would fit it."
 
 
 def _larger_that_fits(model: Model, question: Question) -> Model | None:
@@ -98,7 +101,7 @@ def _larger_that_fits(model: Model, question: Question) -> Model | None:
 
 
 def short(plan: Plan) -> str:
-    """A plan's axes, micro-batch and memory policy in a few words."""
+    """Describes a plan's axes, micro-batch and memory policy in a few words."""
     batch = "" if plan.micro_batch is None else f", micro-batch {plan.micro_batch}"
     return f"{plan.describe_axes()}{batch}{plan.memory.words}"
 
@@ -111,17 +114,17 @@ def _where(candidate: Candidate) -> dict[str, float]:
     return candidate.step.where if candidate.step is not None else {}
 
 
-# --- what was rejected
+# --- rejected plans
 
 
-def rejections(model: Model, found: Found) -> list[Rejected]:
-    """The fastest plans that do not fit, each with what would make it fit."""
+def rejections(model: Model, found: SearchResult) -> list[Rejected]:
+    """Returns the fastest plans that do not fit, each with a change that would make it fit, if there is one."""
     limit = model.cluster.node.device.memory_bytes
     return [Rejected(one, too_large(one.memory, limit), _remedy(model, one, limit)) for one in found.too_large]
 
 
-def too_large(memory: Memory, limit_bytes: float) -> str:
-    """`does not fit: 91.2 of 80 GB, activations 61 GB`."""
+def too_large(memory: RankMemory, limit_bytes: float) -> str:
+    """Describes memory over the limit, e.g. `does not fit: 91.2 of 80 GB, activations 61 GB`."""
     name, size = max(memory.parts().items(), key=lambda pair: pair[1])
     return f"does not fit: {memory.total_bytes / GB:.1f} of {limit_bytes / GB:.4g} GB, {name} {size / GB:.1f} GB"
 
@@ -134,13 +137,13 @@ def _remedy(model: Model, candidate: Candidate, limit_bytes: float) -> str | Non
 
 
 def _lighter(candidate: Candidate) -> Iterator[tuple[str, Plan, int]]:
-    """Changes of a plan that make it hold less, the cheapest first."""
+    """Yields (words, plan, number of micro-batches) for changes that reduce a plan's memory, the cheapest first."""
     plan, count = candidate.plan, candidate.num_micro_batches
     if plan.tensor.x > 1 and not plan.tensor.sequence:
         yield "tensor.sequence = true", replace(plan, tensor=replace(plan.tensor, sequence=True)), count
     if plan.tensor.sequence and not plan.tensor.regather and plan.memory.recompute == "none":
         yield "tensor.regather = true", replace(plan, tensor=replace(plan.tensor, regather=True)), count
-    if plan.tensor.regather:  # and no recompute, which gathers again as it is
+    if plan.tensor.regather:  # recompute gathers again anyway, so it excludes regather
         plan = replace(plan, tensor=replace(plan.tensor, regather=False))
     recomputes: list[Any] = ["none", "selective", "full"]
     for recompute in recomputes[recomputes.index(plan.memory.recompute) + 1 :]:
@@ -160,27 +163,27 @@ def _lighter(candidate: Candidate) -> Iterator[tuple[str, Plan, int]]:
         yield f"shard = {whole.shard.degree} with stage 3 and recompute = full", deep, count
 
 
-# --- what one more would change
+# --- sensitivities
 
 
-def sensitivities(model: Model, question: Question, found: Found) -> list[Sensitivity]:
-    """One GB/s more inside and between nodes, one GB more memory, one node more, twice the nodes."""
+def sensitivities(model: Model, question: Question, found: SearchResult) -> list[Sensitivity]:
+    """Returns the effect of 1 GB/s more inside and between nodes, 1 GB more memory, one more node, twice the nodes."""
     if not found.best:
         return []
     node, best = model.cluster.node, found.best[0].seconds
-    told = []
+    found_changes = []
     links = {"+1 GB/s for each device inside a node": replace(node, intra=_faster(node.intra))}
     if model.cluster.num_nodes > 1:
         links["+1 GB/s for each node between nodes"] = replace(node, inter=_faster(node.inter))
     for words, faster in links.items():
         again = model.on(replace(model.cluster, node=faster))
-        told.append(_changed(words, _timed_again(again, found.best), best))
+        found_changes.append(_changed(words, _timed_again(again, found.best), best))
     more = [one for one in found.too_large if one.memory.total_bytes <= node.device.memory_bytes + GB]
-    told.append(_changed("+1 GB of memory for each device", [*_timed_again(model, more), found.best[0]], best))
+    found_changes.append(_changed("+1 GB of memory for each device", [*_timed_again(model, more), found.best[0]], best))
     for words, num_nodes in (("one more node", 1), ("twice the nodes", model.cluster.num_nodes)):
         larger = replace(model.cluster, num_nodes=model.cluster.num_nodes + num_nodes)
-        told.append(_changed(words, search(model.on(larger), question, keep=1).best, best))
-    return told
+        found_changes.append(_changed(words, search(model.on(larger), question, keep=1).best, best))
+    return found_changes
 
 
 def _faster(link: Link) -> Link:
@@ -196,7 +199,7 @@ def _changed(change: str, candidates: Sequence[Candidate], before: float) -> Sen
     if not candidates:
         return Sensitivity(change, before, 0.0, "as before; the batch does not divide over all devices")
     now = min(candidates, key=lambda one: one.seconds)
-    if now.seconds > before:  # devices that divide badly may stay idle
+    if now.seconds > before:  # some device counts divide the batch badly; the old plan with idle devices is then faster
         return Sensitivity(change, before, 0.0, f"as before; all devices in use would take {now.seconds:.3g} s")
     return Sensitivity(change, now.seconds, before - now.seconds, short(now.plan))
 
@@ -205,7 +208,10 @@ def _changed(change: str, candidates: Sequence[Candidate], before: float) -> Sen
 
 
 def smaller(cluster: Cluster) -> list[Cluster]:
-    """The cluster's own sizes from one device up to itself: parts of a node, then nodes by twos and threes."""
+    """Returns the cluster's sizes from one device up to the whole cluster.
+
+    They are divisors of a node, then 1, 2, 3, 4, 6, 8, 12, ... nodes.
+    """
     inside = [
         replace(cluster, node=replace(cluster.node, num_devices=count), num_nodes=1)
         for count in range(1, cluster.node.num_devices)

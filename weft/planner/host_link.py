@@ -1,5 +1,7 @@
-"""What copies between a device and its host add to a step: activations, streamed weights and gradients beside forward
-and backward, and state in the update.
+"""Time of copies between a device and its host in a step.
+
+Activations, streamed weights and gradients are copied during forward and backward. Optimizer state is copied during the
+update.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from weft.strategy import Cost
 def copied_seconds(
     sent_bytes: int, trips: LinkTraffic, plan: Plan, compute: float, cluster: Cluster
 ) -> tuple[dict[str, float], float]:
-    """What activations and weights take on the link, and what forward and backward do not hide of it; both directions
-    work at once.
+    """Time on the host link for offloaded activations and streamed weights.
+
+    Returns (seconds on the link by kind, seconds that forward and backward do not hide). Both directions of the link
+    work at once. `sent_bytes` are the activations sent to the host in a step, `trips` the bytes of streamed weights and
+    gradients, and `compute` the seconds of forward and backward.
     """
     link = cluster.node.host_link_bytes_per_second
     if link is None:
@@ -27,13 +32,16 @@ def copied_seconds(
     busy_forward = max(sent_bytes, trips.up_forward_bytes) / rate
     busy_backward = max(sent_bytes + trips.up_backward_bytes, trips.down_bytes) / rate
     streamed = trips.up_forward_bytes + trips.up_backward_bytes + trips.down_bytes
-    told = {ACTIVATIONS: 2 * sent_bytes / rate, WEIGHTS: streamed / rate}
+    link_seconds = {ACTIVATIONS: 2 * sent_bytes / rate, WEIGHTS: streamed / rate}
     exposed = max(0.0, busy_forward - forward) + max(0.0, busy_backward - (compute - forward))
-    return {kind: seconds for kind, seconds in told.items() if seconds}, exposed
+    return {kind: seconds for kind, seconds in link_seconds.items() if seconds}, exposed
 
 
 def update_seconds(one: Cost, profile: Profile, plan: Plan, cluster: Cluster) -> float:
-    """State on the host goes up and down at once; what the next forward hides of it is left out."""
+    """Seconds on the host link for the update of state in host memory. Both directions work at once.
+
+    The part that the next step's forward hides is not subtracted.
+    """
     link = cluster.node.host_link_bytes_per_second
     state = sum(one.host_bytes.values()) - one.host_bytes.get(ACTIVATIONS, 0) - home_bytes(profile, plan)
     return 0.0 if link is None else state / link

@@ -1,4 +1,6 @@
-"""The sections of a model of images: its blocks, and what its root does before and behind them, for one image."""
+"""The sections of an image model for one image: its blocks, and the layers of its root before the first and after the
+last block.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +12,34 @@ import torch
 
 from weft.inspection.memory_traffic import MemoryTraffic
 from weft.inspection.split_probe import is_convolution
-from weft.planner.workload import Filter, Part, Product
+from weft.planner.workload import BlockWork, Filter, Product
 from weft.profile import Block, Convolution, Profile
 
 POLICIES = ("none", "selective", "full")
 
 
 @dataclass(frozen=True)
-class Section:
-    """Figures of one image on one rank. `images` is the share of a micro-batch's that the rank computes there."""
+class ImageSection:
+    """The work and memory of one section for one image on one rank.
+
+    `images` is the share of a micro-batch's images that the rank computes in this section.
+    """
 
     name: str
-    part: Part
+    part: BlockWork
     numel: int
-    saved_bytes: Mapping[str, float]  # by recompute
-    boundary_bytes: float  # that it hands on
-    largest_bytes: float  # of a convolution's operands
+    saved_bytes: Mapping[str, float]  # by recompute policy
+    boundary_bytes: float  # bytes of the section's output
+    largest_bytes: float  # bytes of the largest input or output of a convolution
     images: float = 1.0
 
 
 def chain(profile: Profile) -> list[Block]:
-    """The blocks between the two parts of the root: what it computes before the first of them, and behind."""
+    """Returns the model as a list: the root's layers before the first block, the blocks, the root's layers after the
+    last block.
+
+    Both ends are returned as blocks with their share of the root's parameters, convolutions and bytes.
+    """
     model, root = profile.model, profile.root
     assert model is not None
     inside = tuple(f"{block.name}." for block in profile.blocks)
@@ -63,23 +72,25 @@ def chain(profile: Profile) -> list[Block]:
 
 
 def item_bytes_of(profile: Profile) -> int:
+    """Bytes of one element in the profile's dtype."""
     return (profile.dtype or torch.get_default_dtype()).itemsize
 
 
-def section_of(block: Block, is_first: bool, item_bytes: int) -> Section:
+def section_of(block: Block, is_first: bool, item_bytes: int) -> ImageSection:
+    """Returns the section of a block. The first section needs no gradient of its input, the images."""
     filters = filters_of(block)
-    if is_first and filters:  # nobody asks for the gradient of the images
+    if is_first and filters:  # no gradient of the images is needed
         filters = (filters[0]._replace(needs_gradient=False), *filters[1:])
-    part = Part(products_of(block), outer=moved_of(block), filters=filters)
+    part = BlockWork(products_of(block), outer=moved_of(block), filters=filters)
     saved = {kind: float(size) for kind, size in (block.saved_bytes or {}).items()}
     sides = (max(one.rows * one.outputs, one.in_rows * one.inputs) * one.groups for one in filters)
-    return Section(
+    return ImageSection(
         block.name, part, block.numel, saved, float(block.boundary_bytes), item_bytes * max(sides, default=0.0)
     )
 
 
 def products_of(block: Block) -> tuple[Product, ...]:
-    """Matmuls of linears on vectors or pixels."""
+    """The matmuls of linear layers on vectors or pixels."""
     return tuple(
         Product(one.batch * one.rows, one.inner, one.columns, "whole")
         for one, times in block.matmuls.items()
@@ -88,11 +99,12 @@ def products_of(block: Block) -> tuple[Product, ...]:
 
 
 def filters_of(block: Block) -> tuple[Filter, ...]:
+    """The block's convolutions, each as an implicit matmul."""
     return tuple(map(_filter, block.convolutions))
 
 
 def _filter(one: Convolution) -> Filter:
-    # Transposed, every input pixel is a row, and the products are added up where they overlap.
+    # A transposed convolution computes one row for each input pixel and adds up the products where they overlap.
     rows, in_rows = math.prod(one.out_size), math.prod(one.in_size)
     if one.is_transposed:
         rows, in_rows = in_rows, rows
@@ -101,6 +113,7 @@ def _filter(one: Convolution) -> Filter:
 
 
 def moved_of(block: Block) -> MemoryTraffic:
+    """The memory traffic of a block's operations other than matmuls and convolutions."""
     total = MemoryTraffic()
     for one in block.traffic_by_layer.values():
         total = total.plus(one)
@@ -108,7 +121,7 @@ def moved_of(block: Block) -> MemoryTraffic:
 
 
 def smallest_images(block: Block) -> tuple[float, float]:
-    """Rows and columns of the smallest images that a block's convolutions make; single pixels (gates) do not count."""
+    """Rows and columns of the smallest output of a block's convolutions. Outputs of 1 × 1 (gates) are ignored."""
     sizes = [one.out_size[-2:] for one in block.convolutions if len(one.out_size) >= 2 and max(one.out_size[-2:]) > 1]
     rows, columns = (min((size[dim] for size in sizes), default=math.inf) for dim in (0, 1))
     return rows, columns

@@ -1,4 +1,4 @@
-"""A model of images, made ready for the planner: profiled for one image, and as tiles of it when they are asked for."""
+"""An image model for the planner: profiled for one image, and for tiles of it when the search asks for them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weft.data.formats import ImageShape
 from weft.inspection.blocks import find_blocks
 from weft.models import VisionConfig, build
 from weft.plan import Plan
-from weft.planner.closed_form_memory import Memory
+from weft.planner.closed_form_memory import RankMemory
 from weft.planner.image_search import ImageSearch
-from weft.planner.image_sections import Sections
+from weft.planner.image_sections import ImageSections
 from weft.planner.image_step import ImageSteps
 from weft.planner.kernels import Software
 from weft.planner.question import Question
@@ -26,13 +26,15 @@ from weft.planner.workload import Workload
 from weft.profile import profile
 from weft.sharding.layout import COMPUTE_DTYPE
 
-COMPILED = Software(fused=True, compiled=True)  # but for tiles
-IN_PIECES = Software(compiled=True)  # as long as uncompiled
+COMPILED = Software(fused=True, compiled=True)  # tiles run uncompiled
+IN_PIECES = Software(compiled=True)  # saves what compiled blocks save, takes as long as uncompiled
 
 
 def software_for_images(config: VisionConfig, cluster: Cluster, compiles: bool | None = None) -> Software:
-    """How weft trains a model of images on a cluster: compiled if the run says so, or else on GPUs. Blocks in pieces
-    count as uncompiled on a CPU.
+    """How weft trains an image model on a cluster: compiled or not.
+
+    `compiles` is the run's setting; None compiles on GPUs. Blocks that are compiled in pieces count as uncompiled on a
+    CPU.
     """
     with torch.device("meta"):
         has_pieces = needs_pieces(find_blocks(build(config)).values())
@@ -45,32 +47,33 @@ def software_for_images(config: VisionConfig, cluster: Cluster, compiles: bool |
 
 @dataclass(frozen=True)
 class ImageModel(Model):
-    """A model of images to be planned; the profile is of one image, with all blocks."""
+    """An image model to plan. The profile is of one image, with all blocks."""
 
     steps: ImageSteps
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model."""
+        """The number of parameters of the whole model."""
         return self.profile.numel
 
     @property
     def flops(self) -> float:
-        """What forward and backward of one image need: recompute not at all."""
+        """FLOPs of forward and backward for one image, without recompute."""
         return float(self.profile.flops + self.profile.backward_flops)
 
-    def held(self, plan: Plan, num_micro_batches: int) -> Memory:
-        """What the fullest rank holds."""
+    def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
+        """Memory of the rank that needs most."""
         return self.steps.held(plan, num_micro_batches)
 
     def seeker(self, question: Question, keep: int) -> Search:
+        """Returns the search over plans for this model."""
         return ImageSearch(self, question, keep)
 
 
 def planned_images(
     config: VisionConfig, shape: ImageShape, precision: str, cluster: Cluster, software: Software | None = None
 ) -> ImageModel:
-    """The model for images of a shape on a cluster, as weft runs it uncompiled unless `software` says otherwise."""
+    """Returns the model for images of a shape on a cluster. Without `software`, blocks are not compiled."""
     sections = _sections(config, shape, precision)
     parts = [section.part for section in sections.whole]
     work = Workload(parts[0], tuple(parts[1:-1]), parts[-1], sections.profile.stream_numel)
@@ -78,11 +81,11 @@ def planned_images(
 
 
 @lru_cache(maxsize=8)
-def _sections(config: VisionConfig, shape: ImageShape, precision: str) -> Sections:
+def _sections(config: VisionConfig, shape: ImageShape, precision: str) -> ImageSections:
     with torch.device("meta"):
         module = build(config)
 
     def example() -> tuple[Tensor]:
         return (torch.zeros(1, shape.channels, shape.height, shape.width, device="cpu"),)
 
-    return Sections(profile(module, example, None, COMPUTE_DTYPE[precision]))  # type: ignore[index]
+    return ImageSections(profile(module, example, None, COMPUTE_DTYPE[precision]))  # type: ignore[index]

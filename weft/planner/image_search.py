@@ -1,5 +1,7 @@
-"""The search over plans for models of images: grids of tiles with their hand-over and fused layers, beside pipe, shard
-and data; schedules of one and of two mirrored replicas.
+"""The search over plans for image models.
+
+It tries grids of tiles (with where tiles end, how they are handed over, and how many layers share an exchange), `pipe`,
+`shard` and `data`, and pipeline schedules with one and with two mirrored replicas.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from weft.plan import Memory, Pipe, Plan, Tile
 from weft.planner.image_step import ImageSteps
 from weft.planner.search import MAX_MICRO_BATCH, Candidate, Search, divisors
 
-MAX_TILES = 64  # of an image
-FUSED = (1, 2, 4)  # layers of one exchange
+MAX_TILES = 64  # largest number of tiles of an image
+FUSED = (1, 2, 4)  # layers that share one halo exchange
 MIRRORED: tuple[Any, ...] = ("bidirectional", "gems")
 
 
 class ImageSearch(Search):
-    """Over tiles, and the schedules of stages that differ."""
+    """Searches over tiles, and over pipeline schedules with stages that differ."""
 
     steps: ImageSteps
 
@@ -31,7 +33,7 @@ class ImageSearch(Search):
                     yield from self._policies(tile)
 
     def _tiles(self, rows: int, columns: int) -> Iterator[Tile]:
-        """The ways to work with a grid: which layers share an exchange, and where tiles end."""
+        """Yields the tilings to try on a grid: layers per exchange, where tiles end, and how they are handed over."""
         if rows * columns == 1:
             yield Tile()
             return
@@ -56,6 +58,7 @@ class ImageSearch(Search):
                     yield tile
 
     def _policies(self, tile: Tile) -> Iterator[tuple[float, Plan]]:
+        """Yields (lower bound of the step's seconds, plan) for each micro-batch and recompute policy of a tiling."""
         batch = self.question.batch
         for micro_batch in divisors(batch):
             if micro_batch > MAX_MICRO_BATCH:
@@ -75,6 +78,7 @@ class ImageSearch(Search):
                     yield batch / micro_batch * seconds * tile.degree / self.num_devices, plan
 
     def _is_asked(self, plan: Plan, fields: str) -> bool:
+        """Does the plan satisfy the constraints whose field starts with `fields`?"""
         return all(one.holds(plan) for one in self._inner if one.name.startswith(fields))
 
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
@@ -87,7 +91,7 @@ class ImageSearch(Search):
 
     @cached_property
     def _refuses_pipe(self) -> str | None:
-        """Why there is no pipe beside tiles, where there is none."""
+        """The reason why the model does not allow `pipe` together with tiles; None if it does."""
         return self._reason(Plan(tile=Tile(1, 2), pipe=Pipe(2), exact=False))
 
     def _allows(self, plan: Plan, num_micro_batches: int) -> bool:
@@ -104,7 +108,7 @@ class ImageSearch(Search):
         return True
 
     def _time(self, candidate: Candidate) -> Candidate:
-        """With the stages named, so that a run has those that were timed."""
+        """Times the candidate, and names its stages in `pipe.split` so that a run uses the stages that were timed."""
         plan = candidate.plan
         if plan.pipe.degree > 1:
             plan = replace(plan, pipe=replace(plan.pipe, split=self.steps.split(plan)))

@@ -1,11 +1,11 @@
-"""A model of images as a chain of sections, as one rank of a plan computes, keeps and says them for one image.
+"""An image model as a chain of sections: the work, saved bytes and communication of one rank for one image.
 
-A section is a block, or an end of the model. Whole ones come from the profile. Tiles are not formulas of their own:
-the model runs dry (`spatial/dry_run.py`) as an inner tile of one grid, for each number of fused layers, and every other
-grid follows from that by its geometry. Pixels are shared; strips along an axis are as long as the tile beside them and
-go to no, one or two neighbours; what is computed or kept twice grows with the tile's edge over its area. Behind the
-hand-over sections are whole, for all images (gather) or for a share of them (batch). A test holds this to dry runs of
-other grids.
+A section is a block, or the root's layers before or after the blocks. Sections of whole images come from the profile.
+Sections of tiles come from a dry run (`spatial/dry_run.py`) of an inner tile of one reference grid, once for each
+number of fused layers. All other grids are scaled from it by geometry. A tile has its share of the pixels. A halo strip
+along an axis is as long as the tile's side and goes to no, one or two neighbours. Work and memory that tiles duplicate
+grow with the tile's edge divided by its area. After the hand-over, sections have whole images: all of them (gather) or
+a share of the batch (batch). A test compares this with dry runs of other grids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.inspection.memory_traffic import MemoryTraffic, tensors_of
 from weft.plan import Plan, Tile
 from weft.planner.image_chain import (
     POLICIES,
-    Section,
+    ImageSection,
     chain,
     filters_of,
     item_bytes_of,
@@ -35,34 +35,36 @@ from weft.planner.image_chain import (
     section_of,
     smallest_images,
 )
-from weft.planner.workload import Call, Filter, Part, Product
+from weft.planner.workload import BlockWork, Call, Filter, Product
 from weft.profile import Block, Profile, profile
 from weft.spatial.dry_run import DryRun, dry_run, image_sizes
 from weft.spatial.recorded_calls import RecordedCall
 
-LARGEST_REFERENCE = 4  # tiles along each dim of the grid that runs dry
+LARGEST_REFERENCE = 4  # tiles along each dimension of the reference grid
 Sizes = tuple[int, int]
 
 
-class _Extra(NamedTuple):
-    """What a tile of the reference does over its share of the whole: as a part of that share."""
+class _TileOverhead(NamedTuple):
+    """Extra work and memory of a reference tile over its share of the whole image, as a fraction of that share."""
 
     flops: float
     moved: float
     saved: Mapping[str, float]
 
 
-class _Reference(NamedTuple):
-    """One section of the grid that ran dry."""
+class _ReferenceSection(NamedTuple):
+    """One section of the reference grid, from a dry run."""
 
-    extra: _Extra
-    moved: tuple[float, float]  # eager and fused, times its share, whatever the grid: tiles have norms of their own
+    extra: _TileOverhead
+    # Memory traffic divided by the tile's share of the whole's, (eager, fused). It is the same for all grids: tiles
+    # have their own norms.
+    moved: tuple[float, float]
     num_kernels: int
-    splits_products: bool  # whether linears see pixels, of which each tile has its own
+    splits_products: bool  # do linear layers work on pixels, so that tiles split them?
     calls: tuple[Call, ...]
 
 
-class Sections:
+class ImageSections:
     """The sections of one model, under any tiling."""
 
     def __init__(self, profile: Profile) -> None:
@@ -72,22 +74,23 @@ class Sections:
         self.whole = tuple(
             section_of(block, index == 0, item_bytes_of(profile)) for index, block in enumerate(self._blocks)
         )
-        with FakeTensorMode():  # images may be larger than this machine
+        with FakeTensorMode():  # images may be larger than this machine's memory
             self.sizes: Sizes = image_sizes(profile.example())
-        self._found: dict[Tile, tuple[Section, ...]] = {}
+        self._found: dict[Tile, tuple[ImageSection, ...]] = {}
         self._ran: dict[int, DryRun] = {}
-        self._references: dict[int, list[_Reference]] = {}
-        self._tiled: dict[Tile, tuple[Section, ...]] = {}
+        self._references: dict[int, list[_ReferenceSection]] = {}
+        self._tiled: dict[Tile, tuple[ImageSection, ...]] = {}
         self._ends = {id(section.part) for section in (self.whole[0], self.whole[-1])}
 
-    def is_end(self, part: Part) -> bool:
-        """Whether a part lies outside of blocks."""
+    def is_end(self, part: BlockWork) -> bool:
+        """Is this the work of the root's layers, outside of blocks?"""
         return id(part) in self._ends
 
     @cached_property
-    def compiled(self) -> tuple[Section, ...]:
-        """The whole ones with what compiled blocks keep. What lies around blocks counts as uncompiled, as it is cheap
-        to know and not less.
+    def compiled(self) -> tuple[ImageSection, ...]:
+        """The sections of whole images with the saved bytes of compiled blocks.
+
+        Layers outside of blocks count as uncompiled, which is cheap to find and no underestimate.
         """
         model, example = self.profile.model, self.profile.example
         assert model is not None
@@ -98,8 +101,8 @@ class Sections:
             for one in self.whole
         )
 
-    def under(self, tile: Tile) -> tuple[Section, ...]:
-        """The sections of an inner tile's rank."""
+    def under(self, tile: Tile) -> tuple[ImageSection, ...]:
+        """Returns the sections of a rank with an inner tile."""
         if tile.degree == 1:
             return self.whole
         if tile not in self._found:
@@ -108,7 +111,7 @@ class Sections:
 
     @cached_property
     def _smaller(self) -> tuple[str, ...]:
-        """Where a hand-over may pay: before blocks that see smaller images than those before them."""
+        """The blocks before which a hand-over may pay: those with smaller images than all blocks before them."""
         found, before = [], math.inf
         for block in self._blocks[1:-1]:
             size = min(smallest_images(block))
@@ -119,12 +122,15 @@ class Sections:
 
     @cached_property
     def points(self) -> tuple[str, ...]:
-        """Those of them at which the model can be handed over."""
+        """The blocks before which tiles can be handed over."""
         return () if self.no_point else self._smaller
 
     @cached_property
     def no_point(self) -> str:
-        """Why it cannot, in words: a skip around the hand-over, of larger images, brings tiles back."""
+        """The reason why tiles cannot be handed over before a block; "" if they can.
+
+        A skip connection around the hand-over would bring tiles of larger images back.
+        """
         if not self._smaller:
             return ""
         name = self._smaller[0]
@@ -140,7 +146,7 @@ class Sections:
         )
 
     def handed_over_at(self, tile: Tile) -> int:
-        """The first section with whole images; as many as there are, if none has."""
+        """The index of the first section with whole images; the number of sections if there is none."""
         for index, block in enumerate(self._blocks):
             is_named = bool(tile.until) and (block.name == tile.until or block.name.startswith(f"{tile.until}."))
             rows, columns = smallest_images(block)
@@ -148,7 +154,8 @@ class Sections:
                 return index
         return len(self._blocks)
 
-    def _under(self, tile: Tile) -> tuple[Section, ...]:
+    def _under(self, tile: Tile) -> tuple[ImageSection, ...]:
+        """Tiled sections up to the hand-over, then sections of whole images."""
         at = self.handed_over_at(tile)
         found = list(self._in_tiles(replace(tile, until="", hand_over="gather"))[:at])
         if at == len(self.whole):
@@ -162,12 +169,13 @@ class Sections:
                 calls += (call for num_bytes in taken for call in _hand_over(num_bytes, tile))
             if is_batch and self.profile.batch_mixers:
                 calls += (one for one in self._reference(1)[index].calls if one.operation != "send")
-            part = replace(section.part, told=tuple(calls)) if calls else section.part
+            part = replace(section.part, tile_calls=tuple(calls)) if calls else section.part
             self._mark(index, part)
             found.append(replace(section, part=part, images=1 / tile.degree if is_batch else 1.0))
         return tuple(found)
 
-    def _in_tiles(self, tile: Tile) -> tuple[Section, ...]:
+    def _in_tiles(self, tile: Tile) -> tuple[ImageSection, ...]:
+        """All sections under a tiling without a hand-over."""
         if tile not in self._tiled:
             references = self._reference(tile.fused)
             pairs = zip(self.whole, references, strict=True)
@@ -176,12 +184,13 @@ class Sections:
                 self._mark(index % len(self.whole), self._tiled[tile][index].part)
         return self._tiled[tile]
 
-    def _mark(self, index: int, part: Part) -> None:
+    def _mark(self, index: int, part: BlockWork) -> None:
+        """Remembers the work of the first and last section, so that `is_end` finds it."""
         if index in (0, len(self.whole) - 1):
-            self._ends.add(id(part))  # which lives as long as this does
+            self._ends.add(id(part))  # the object lives as long as this one, so its id stays unique
 
-    def _tile(self, section: Section, reference: _Reference, tile: Tile) -> Section:
-        """A section on an inner tile of a grid."""
+    def _tile(self, section: ImageSection, reference: _ReferenceSection, tile: Tile) -> ImageSection:
+        """Scales a section from the reference grid to an inner tile of another grid."""
         edge, extra, part = self._edge(tile.rows, tile.columns), reference.extra, section.part
         share, linear = 1 / tile.degree, 1 / tile.degree if reference.splits_products else 1.0
         outer = part.outer
@@ -196,7 +205,7 @@ class Sections:
                 int(outer.fused_bytes * fused),
                 outer.fused_kernels,
             ),
-            told=tuple(self._call(call, tile) for call in reference.calls if _is_said(call, tile)),
+            tile_calls=tuple(self._call(call, tile) for call in reference.calls if _exists_on(call, tile)),
         )
         saved = {kind: size * share * (1 + extra.saved[kind] * edge) for kind, size in section.saved_bytes.items()}
         return replace(
@@ -208,7 +217,7 @@ class Sections:
         )
 
     def _call(self, call: Call, tile: Tile) -> Call:
-        """A call of the reference on another grid."""
+        """Scales a collective of the reference grid to another grid."""
         side = self._side
         if call.axis == "tile":
             grown = tile.degree / side**2 if call.operation == "all_gather" else 1
@@ -218,7 +227,7 @@ class Sections:
         return call._replace(num_bytes=call.num_bytes * side / across, times=times)
 
     def _edge(self, rows: int, columns: int) -> float:
-        """The edge of an inner tile over its area, to that of the reference."""
+        """The edge length of an inner tile divided by its area, relative to the reference grid's."""
         height, width = self.sizes
 
         def one(down: int, right: int) -> float:
@@ -226,15 +235,18 @@ class Sections:
 
         return one(rows, columns) / one(self._side, self._side)
 
-    # --- the grid that runs dry
+    # --- the reference grid
 
     @cached_property
     def _side(self) -> int:
-        """Of the square reference: so large that an inner tile has neighbours all around, if the images allow it."""
+        """Tiles along each side of the square reference grid.
+
+        It is large enough that an inner tile has neighbours on all sides, if the images are large enough.
+        """
         smallest = min(min(smallest_images(block)) for block in self._blocks)
         return int(max(2, min(LARGEST_REFERENCE, smallest)))
 
-    def _reference(self, fused: int) -> list[_Reference]:
+    def _reference(self, fused: int) -> list[_ReferenceSection]:
         if fused not in self._references:
             plain = self._dry(1)
             self._references[fused] = _compare(self._blocks, self._dry(fused), plain, self._side**2)
@@ -248,14 +260,14 @@ class Sections:
 
 
 def _any_loss(output: Any) -> Tensor:
-    """What is kept inside of blocks does not depend on it."""
+    """A loss for the profile. The bytes that blocks save do not depend on it."""
     return torch.stack([one.float().sum() for one in tensors_of(output)]).sum()
 
 
-def _compare(whole: Sequence[Block], dry: DryRun, plain: DryRun, degree: int) -> list[_Reference]:
-    """Each section of a dry run to its share of the whole."""
+def _compare(whole: Sequence[Block], dry: DryRun, plain: DryRun, degree: int) -> list[_ReferenceSection]:
+    """Compares each section of a dry run with its share of the whole image's section."""
     names = [block.name for block in whole]
-    calls = _bysection_of(dry.calls, len(whole), {name: index for index, name in enumerate(names) if name})
+    calls = _calls_by_section(dry.calls, len(whole), {name: index for index, name in enumerate(names) if name})
     found = []
     for block, mine, base, said in zip(whole, chain(dry.profile), chain(plain.profile), calls, strict=True):
         filters = [_sum(filters_of(one)) for one in (block, mine)]
@@ -264,10 +276,12 @@ def _compare(whole: Sequence[Block], dry: DryRun, plain: DryRun, degree: int) ->
         saved = {
             kind: _over((mine.saved_bytes or {})[kind] * degree, (block.saved_bytes or {})[kind]) for kind in POLICIES
         }
-        extra = _Extra(_over(filters[1] * degree, filters[0]), _over(moved[1].num_bytes, moved[2].num_bytes), saved)
+        extra = _TileOverhead(
+            _over(filters[1] * degree, filters[0]), _over(moved[1].num_bytes, moved[2].num_bytes), saved
+        )
         splits = matmuls[1] * degree < 1.5 * matmuls[0]
         times = [moved[2][place] * degree / (moved[0][place] or 1) for place in (0, 2)]
-        found.append(_Reference(extra, (times[0], times[1]), moved[1].num_kernels, splits, said))
+        found.append(_ReferenceSection(extra, (times[0], times[1]), moved[1].num_kernels, splits, said))
     return found
 
 
@@ -276,12 +290,15 @@ def _sum(products: Iterable[Filter | Product]) -> float:
 
 
 def _over(mine: float, share: float) -> float:
+    """The fraction by which `mine` exceeds `share`."""
     return mine / share - 1 if share else 0.0
 
 
-def _bysection_of(said: Iterable[RecordedCall], count: int, index_of: Mapping[str, int]) -> list[tuple[Call, ...]]:
-    """What a dry run says, added up: equal calls of a section are one, of their mean bytes. The phase of those of
-    forward that recompute makes once more is "again".
+def _calls_by_section(said: Iterable[RecordedCall], count: int, index_of: Mapping[str, int]) -> list[tuple[Call, ...]]:
+    """Adds up the recorded collectives of a dry run by section.
+
+    Equal collectives of a section become one with their mean bytes. The phase is "again" for collectives of forward
+    that recompute repeats.
     """
     numbers: list[Counter[tuple[str, str, str]]] = [Counter() for _ in range(count)]
     sizes: list[Counter[tuple[str, str, str]]] = [Counter() for _ in range(count)]
@@ -301,7 +318,7 @@ def _bysection_of(said: Iterable[RecordedCall], count: int, index_of: Mapping[st
 
 
 def _hand_over(num_bytes: float, tile: Tile) -> list[Call]:
-    """From tiles of an image of so many bytes to whole ones, and back."""
+    """The sends that turn tiles of an image of `num_bytes` into whole images, and back in backward."""
     own = num_bytes / tile.degree
     if tile.hand_over == "batch":
         sent = [("tile", own / tile.degree, tile.degree - 1)]
@@ -312,8 +329,10 @@ def _hand_over(num_bytes: float, tile: Tile) -> list[Call]:
 
 
 def _neighbours(degree: int) -> int:
+    """The neighbours of an inner tile along an axis of `degree` tiles."""
     return min(2, degree - 1)
 
 
-def _is_said(call: Call, tile: Tile) -> bool:
+def _exists_on(call: Call, tile: Tile) -> bool:
+    """Does the collective exist on this grid, i.e. does its axis have more than one rank?"""
     return {"rows": tile.rows, "columns": tile.columns, "tile": tile.degree}[call.axis] > 1

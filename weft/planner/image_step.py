@@ -1,8 +1,8 @@
-"""The time of a step, and what a rank holds, for a model of images: blocks that differ, tiles, stages balanced by time.
+"""The time of a step and the memory of a rank for image models: blocks that differ, tiles, stages balanced by time.
 
-Stages are contiguous sections whose slowest is as fast as can be. What a stage hands on is what its rank has of it: a
-tile, a whole image, or its share of the batch. Time is `StepModel`'s from there on. Memory: the state of a rank's
-stages, what the schedule keeps alive of their saved bytes, and the fullest backward of one of their sections.
+Stages are contiguous sections, chosen so that the slowest stage is as fast as possible. A stage sends its rank's
+output: a tile, a whole image, or its share of the batch. `StepModel` computes the time from there. Memory is the state
+of a rank's stages, the saved bytes that the schedule keeps, and the largest transient memory of one section's backward.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 
 from weft.errors import PlanError
 from weft.plan import Pipe, Plan
-from weft.planner.closed_form_memory import NUM_MESSAGES, Memory, alive_at_once, state
-from weft.planner.image_chain import Section
-from weft.planner.image_sections import Sections
+from weft.planner.closed_form_memory import NUM_MESSAGES, RankMemory, alive_at_once, state
+from weft.planner.image_chain import ImageSection
+from weft.planner.image_sections import ImageSections
 from weft.planner.micro_batch import Seconds
-from weft.planner.step import FIXED_SECONDS, Stage, StepModel, on_rank
-from weft.planner.workload import Part
+from weft.planner.step import FIXED_SECONDS, PlannedStage, StepModel, on_rank
+from weft.planner.workload import BlockWork
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
 
-GRADIENTS_AT_ONCE = 2  # of a section's largest tensor, in its backward: of a result and of an operand
-STEADY_ROUNDS = 4  # micro-batches for each rank of pipe, beyond which no schedule keeps more alive
+GRADIENTS_AT_ONCE = 2  # largest tensors in a section's backward: the gradients of an output and of an input
+STEADY_ROUNDS = 4  # with more micro-batches per pipeline rank, no schedule keeps more activations
 
 
 @dataclass(frozen=True)
 class ImageSteps(StepModel):
-    """Times of one model of images on one cluster."""
+    """Step times of one image model on one cluster."""
 
-    sections: Sections = field(kw_only=True)
+    sections: ImageSections = field(kw_only=True)
 
     @cached_property
     def _seconds_of(self) -> dict[Any, list[Seconds]]:
@@ -43,25 +43,25 @@ class ImageSteps(StepModel):
     def _uncompiled(self) -> ImageSteps:
         return replace(self, software=replace(self.software, fused=False, compiled=False))
 
-    def _is_apart(self, plan: Plan) -> bool:
-        """Tiles are not compiled, where all else is."""
+    def _runs_uncompiled(self, plan: Plan) -> bool:
+        """Tiles run uncompiled, even if all else is compiled."""
         return self.software.compiled and plan.tile.degree > 1
 
-    def part(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
-        if self._is_apart(plan):
+    def part(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
+        if self._runs_uncompiled(plan):
             return self._uncompiled.part(part, plan, micro_batch)
         return super().part(part, plan, micro_batch)
 
-    def inside(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
-        if self._is_apart(plan):
+    def inside(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
+        if self._runs_uncompiled(plan):
             return self._uncompiled.inside(part, plan, micro_batch)
         return super().inside(part, plan, micro_batch)
 
-    def _is_block(self, part: Part) -> bool:
+    def _is_block(self, part: BlockWork) -> bool:
         return not self.sections.is_end(part)
 
     def section_seconds(self, plan: Plan) -> list[Seconds]:
-        """One micro-batch through each section."""
+        """Seconds of one micro-batch in each section."""
         assert plan.micro_batch is not None
         key = (plan.tile, plan.micro_batch, plan.memory.recompute, plan.precision)
         if key not in self._seconds_of:
@@ -82,7 +82,10 @@ class ImageSteps(StepModel):
         return self.step(plan, num_micro_batches).seconds
 
     def groups(self, plan: Plan) -> list[tuple[int, int]]:
-        """The sections [begin, end) of each stage: as `pipe.split` names them, or such that the slowest is fastest."""
+        """Returns the sections [begin, end) of each stage.
+
+        They are those named by `pipe.split`, or those for which the slowest stage is fastest.
+        """
         names = [section.name for section in self.sections.whole]
         if plan.pipe.split:
             bounds = [0, *(names.index(name) for name in plan.pipe.split), len(names)]
@@ -90,10 +93,10 @@ class ImageSteps(StepModel):
         return balanced([sum(one) for one in self.section_seconds(plan)], plan.pipe.num_stages)
 
     def split(self, plan: Plan) -> tuple[str, ...]:
-        """The modules at which stages begin, for `pipe.split`."""
+        """Returns the names of the modules at which stages begin, for `pipe.split`."""
         return tuple(self.sections.whole[begin].name for begin, _ in self.groups(plan)[1:])
 
-    def stages(self, plan: Plan) -> list[Stage]:
+    def stages(self, plan: Plan) -> list[PlannedStage]:
         assert plan.micro_batch is not None
         seconds, sections, found = self.section_seconds(plan), self.sections.under(plan.tile), []
         for begin, end in self.groups(plan):
@@ -103,13 +106,13 @@ class ImageSteps(StepModel):
             own = sections[begin:end]
             parts = tuple((one.part, plan.micro_batch * one.images) for one in own)
             message = own[-1].boundary_bytes * own[-1].images * plan.micro_batch
-            found.append(Stage(total, sum(one.numel for one in own), len(own), message, parts))
+            found.append(PlannedStage(total, sum(one.numel for one in own), len(own), message, parts))
         return found
 
     # --- memory
 
-    def held(self, plan: Plan, num_micro_batches: int) -> Memory:
-        """The fullest rank along `pipe`."""
+    def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
+        """Memory of the pipeline rank that needs most."""
         is_compiled = self.software.compiled and plan.tile.degree == 1
         sections = self.sections.compiled if is_compiled else self.sections.under(plan.tile)
         stages = [sections[begin:end] for begin, end in self.groups(plan)]
@@ -121,16 +124,17 @@ class ImageSteps(StepModel):
             own = [section for stage, _ in on_rank(plan.pipe, rank) for section in stages[stage]]
             numel = sum(section.numel for section in own)
             held = state(plan, numel, num_micro_batches)
-            found.append(Memory(*held, alive[rank], _transient(own, plan, numel, num_micro_batches)))
+            found.append(RankMemory(*held, alive[rank], _transient(own, plan, numel, num_micro_batches)))
         return max(found, key=lambda memory: memory.total_bytes)
 
 
-def _saved(section: Section, plan: Plan) -> float:
+def _saved(section: ImageSection, plan: Plan) -> float:
+    """Bytes that a section saves for one micro-batch."""
     return section.saved_bytes[plan.memory.recompute] * section.images * (plan.micro_batch or 1)
 
 
 def _alive_bytes(plan: Plan, saved: Sequence[float], num_micro_batches: int) -> list[float]:
-    """What each rank of pipe keeps for backward at most."""
+    """The peak of saved activations on each pipeline rank, in bytes."""
     pipe = plan.pipe
     if pipe.degree == 1:
         return list(saved)
@@ -144,12 +148,12 @@ def _alive_bytes(plan: Plan, saved: Sequence[float], num_micro_batches: int) -> 
     return list(simulate(schedule, activation_bytes=saved).peak_activation_bytes)
 
 
-def _transient(own: Sequence[Section], plan: Plan, numel: float, num_micro_batches: int) -> float:
-    """What comes and goes on a rank with these sections."""
+def _transient(own: Sequence[ImageSection], plan: Plan, numel: float, num_micro_batches: int) -> float:
+    """Transient bytes of a rank with these sections."""
     compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
     micro_batch, policy = plan.micro_batch or 1, plan.memory.recompute
     backward = gone = 0.0
-    for one in reversed(own):  # what later sections have saved is gone when an earlier one's backward begins
+    for one in reversed(own):  # later sections have freed their saved activations by then
         again = one.saved_bytes["none"] - one.saved_bytes[policy]
         over = (again + GRADIENTS_AT_ONCE * one.largest_bytes) * one.images * micro_batch
         backward, gone = max(backward, over - gone), gone + _saved(one, plan)
@@ -165,9 +169,9 @@ def _transient(own: Sequence[Section], plan: Plan, numel: float, num_micro_batch
 
 
 def balanced(seconds: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
-    """Contiguous groups, each with a block at least, of which the longest is as short as can be.
+    """Returns contiguous groups [begin, end), each with at least one block, whose longest is as short as possible.
 
-    The ends of the model (the first and last of the list) go with the block beside them.
+    The first and last element of `seconds` are the ends of the model. They stay with the block next to them.
     """
     blocks = [*seconds[1:-1]]
     if num_stages > len(blocks):
@@ -185,6 +189,7 @@ def balanced(seconds: Sequence[float], num_stages: int) -> list[tuple[int, int]]
 
 
 def _count(blocks: Sequence[float], limit: float) -> int:
+    """The number of groups that a greedy fill up to `limit` needs."""
     count, filled = 1, 0.0
     for one in blocks:
         if filled + one > limit:
@@ -194,7 +199,7 @@ def _count(blocks: Sequence[float], limit: float) -> int:
 
 
 def _cut(blocks: Sequence[float], limit: float, num_stages: int) -> list[tuple[int, int]]:
-    """Greedily up to the limit, but so that every later stage still gets a block."""
+    """Fills groups greedily up to the limit, but leaves at least one block for every later stage."""
     bounds, filled = [0], 0.0
     for index, one in enumerate(blocks):
         missing = num_stages - len(bounds)

@@ -1,14 +1,16 @@
-"""How long a device takes for a matmul, a convolution, attention, and bytes that only pass through memory.
+"""Times of kernels on a device: matmuls, convolutions, attention, and operations that only move bytes.
 
-A matmul is a roofline with three losses. *Tiles*: its result is computed in tiles, all of which take the time of a full
-one, in waves of as many tiles as the device has processors. *Depth*: each tile fills a pipeline before it runs at full
-speed, so a short inner dimension costs. *Tile size*: small tiles read more for each product. The library chooses the
-best tile, and so does `Kernels.product`. On top comes one number for each type of device, `calibration`, which says
-what the best matmul reaches of the printed peak under the power and clocks of a training run; it is fitted on a named
-table (see `cluster/catalog/*.toml`) and used everywhere. Where power is what limits a device, its clock is lower in
-training than alone: an H200 runs at 1,450 to 1,680 of 1,980 MHz, at its 700 W, in every step that its host can follow,
-and all large matmuls reach about 700 TFLOP/s, whatever their tiles. The losses are then those at the full clock
-(`burst`), and count only as far as they are larger than what power costs.
+A matmul is a roofline with three losses. *Tiles*: the result is computed in tiles, which all take the time of a full
+tile, in waves of as many tiles as the device has processors. *Depth*: each tile fills a pipeline before it runs at full
+speed, so a short inner dimension costs time. *Tile size*: small tiles read more bytes per product. The matmul library
+chooses the best tile, and so does `Kernels.product`. In addition, `calibration` is one number for each type of device:
+the share of the printed peak that the best matmul reaches under the power and clocks of a training run. It is fitted on
+a named table (see `cluster/catalog/*.toml`) and used everywhere.
+
+If power limits a device, its clock is lower in training than in a single matmul. An H200 runs at 1,450 to 1,680 of
+1,980 MHz, at its 700 W, in every step in which the host keeps up, and all large matmuls reach about 700 TFLOP/s with
+any tiles. The three losses then apply to the rate at the full clock (`burst`), and count only where they are larger
+than the loss to power.
 """
 
 from __future__ import annotations
@@ -22,100 +24,105 @@ from weft.cluster.hardware import Cluster, Device
 from weft.inspection.memory_traffic import MemoryTraffic
 from weft.planner.workload import Filter
 
-# (rows, columns) of tiles that matmul libraries have; the first two are the largest.
+# (rows, columns) of the tiles in matmul libraries; the first two are the largest.
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))
-# Those that cuBLAS chose on an H200 over 18 models (`benchmarks/results/planner-h200.json`), both ways round: with so
-# many, few matmuls leave processors without work.
+# The tiles that cuBLAS chose on an H200 over 18 models (`benchmarks/results/planner-h200.json`), in both orientations.
+# With so many tiles, few matmuls leave processors idle.
 NEWER_TILES = (
     *TILES, (128, 320), (320, 128), (192, 192), (128, 192), (192, 128), (96, 192), (192, 96), (96, 128), (128, 96)
 )  # fmt: skip
-# Of the inner dimension, until a tile runs at full speed and for as long as its result is written: on older devices,
-# and at the full clock of newer ones, whose products are faster and their filling is not. On an H200 an inner dimension
-# of 1,024 leaves 580 to 600 TFLOP/s and one of 512 leaves 490 to 530; 2,048 already reach what power allows.
+# The length of the inner dimension that costs as much time as filling a tile's pipeline and writing its result: on
+# older devices, and at the full clock of newer devices, whose products are faster while filling is not. On an H200 an
+# inner dimension of 1,024 leaves 580 to 600 TFLOP/s and one of 512 leaves 490 to 530; one of 2,048 reaches the limit
+# that power sets.
 FILL_DEPTH, NEWER_FILL_DEPTH = 96, 420
 SMALL_TILE_LOSS = 0.1
-# What attention kernels reach of the device's peak on long causal sequences, (forward, backward), where the device's
-# matmul instructions are those the kernel was written for, and on a newer device. On Hopper, flash2 was measured on an
-# H200. On A100 they are as FlashAttention-2's paper has them (arXiv 2307.08691, recalled,
-# not re-checked): flash2 0.66 and 0.55; flash1 "30-50 %" forward and "25-35 %" backward, taken in the middle. On Hopper
-# flash1 is assumed to lose what flash2 loses.
+# The share of the device's peak that attention kernels reach on long causal sequences, (forward, backward): on devices
+# whose matmul instructions the kernel was written for, and on a newer device. On Hopper, flash2 was measured on an
+# H200. The numbers on A100 are those of FlashAttention-2's paper (arXiv 2307.08691, recalled, not re-checked): flash2
+# 0.66 and 0.55; flash1 "30-50 %" forward and "25-35 %" backward, of which the middle is used. On Hopper flash1 is
+# assumed to lose as much as flash2 does.
 FLASH = {
     "flash1": ((0.40, 0.30), (0.20, 0.177)),
     "flash2": ((0.66, 0.55), (0.334, 0.325)),
 }
-# A sequence this long reaches half of it, (forward, backward): blocks on the diagonal, and the start of each row.
-# Measured on an H200 from 512 to 32,768 tokens, for two kernels.
+# A sequence of this length reaches half of that share, (forward, backward), because of blocks on the diagonal and the
+# start of each row. Measured on an H200 from 512 to 32,768 tokens, for two kernels.
 HALF_SEQUENCE = (400, 1000)
-# The calibration of the devices on which FLASH was found, old and new: what power and clocks cost matmuls on another
-# device they cost attention too.
+# The calibration of the devices on which FLASH was measured, older and newer. On another device, power and clocks slow
+# attention as much as they slow matmuls.
 FLASH_CALIBRATION = (0.75, 0.70)
-FLASH_BACKWARD_WORK = 2.5  # products of backward for each two of forward, over two
-# "flash3" is cuDNN's kernel on Hopper. Its time for a score is that of its products, 4 and 10 operations for each
-# element of a head, at the full rate of the device, and of what is not a product (exponentials, maxima, sums), which
-# does not shrink with the head: (forward, backward) seconds. On an H200 in training, for a score: 1.0 and 2.9 ps with
-# heads of 128, 0.7 and 2.2 ps with heads of 64.
+FLASH_BACKWARD_WORK = 2.5  # FLOPs of backward divided by FLOPs of forward
+# "flash3" is cuDNN's kernel on Hopper. Its time per score has two parts. The products take 4 (forward) and 10
+# (backward) FLOPs for each element of a head, at the device's full rate. The other operations (exponentials, maxima,
+# sums) take a constant time that does not depend on the head's size: (forward, backward) seconds. On an H200 in
+# training a score takes 1.0 and 2.9 ps with heads of 128, and 0.7 and 2.2 ps with heads of 64.
 FLASH3_RATE = 0.9
 FLASH3_SCORE_SECONDS = (0.40e-12, 1.40e-12)
-# Heads are filled up to a multiple of this: 80 take the kernel, and the time, of 128.
+# Heads are padded to a multiple of this: heads of 80 take the kernel, and the time, of heads of 128.
 FLASH3_HEAD_DIM = 64
-# Scores are computed in blocks, whole ones on the diagonal too; one processor does all keys of so many queries, so that
-# few sequences of few heads leave processors idle.
+# Scores are computed in blocks of this size, including whole blocks on the diagonal. One processor computes all keys of
+# one block of queries, so few sequences with few heads leave processors idle.
 FLASH3_BLOCK = 128
-FLASH3_CALIBRATION = 0.71  # of the device on which this was found; see FLASH_CALIBRATION
-# Moved in backward for each element of a query by kernels beside it: the products of results and their gradients, and
-# gradients from float32; where several queries share a key, also the sum of the gradients of keys and values.
+FLASH3_CALIBRATION = 0.71  # of the device on which flash3 was measured; see FLASH_CALIBRATION
+# Bytes per query element that kernels beside the attention kernel move in backward: the products of results and their
+# gradients, and gradients converted from float32. With grouped queries they also sum the gradients of keys and values.
 FLASH3_BYTES, FLASH3_GROUPED_BYTES = 16, 22
-SCORE_PASSES = {"forward": 4.5, "backward": 5.5}  # times that plain attention moves its scores, beside its products
-MEMORY_SHARE = 0.85  # of the printed bandwidth that streaming kernels reach
-# Times of forward's bytes that backward moves, by `fused`. Eager, the gradients of biases and the joining of views are
-# kernels of their own (measured on an H200: 2.8 to 3.4 for GPT-2 and Llama blocks; compiled 1.9 to 2.1).
+SCORE_PASSES = {"forward": 4.5, "backward": 5.5}  # times that plain attention moves its scores outside of products
+MEMORY_SHARE = 0.85  # share of the printed bandwidth that streaming kernels reach
+# Bytes that backward moves, divided by forward's, by `fused`. In eager mode the gradients of biases and the joining of
+# views are separate kernels (measured on an H200: 2.8 to 3.4 for GPT-2 and Llama blocks; compiled 1.9 to 2.1).
 BACKWARD_PASSES = {False: 3.0, True: 2.0}
-LAUNCH_SECONDS = 4e-6  # between two kernels on the device
-# While a kernel of torch.compile begins and ends, it has not all of the memory's bandwidth: twelve in a block of 4,096
-# tokens lost 60 us on an H200, in norms, rotary embedding and SwiGLU of 28 to 155 MB.
+LAUNCH_SECONDS = 4e-6  # gap between two kernels on the device
+# At its start and end, a kernel of torch.compile does not reach the full memory bandwidth: twelve kernels in a block of
+# 4,096 tokens lost 60 us on an H200, in norms, rotary embedding and SwiGLU of 28 to 155 MB.
 STREAM_SECONDS = 4e-6
-# Moved for each logit by torch's own cross-entropy in float32, forward and backward (measured on an H200: 46), and by
-# one that torch.compile fuses (11). Kernels made for it move less: read once, and once more to write the gradient.
+# Bytes per logit, forward and backward, of torch's own cross-entropy in float32 (measured on an H200: 46) and of one
+# that torch.compile fuses (11). Special kernels move less: they read logits once, and once more to write the gradient.
 EAGER_LOSS_BYTES, COMPILED_LOSS_BYTES, FUSED_LOSS_BYTES = 46, 11, 8
-# What is left of full speed to a matmul of 16 bits where rows of an operand or the result are no multiple of 16 bytes,
-# by (newer device, even number of elements). Measured on an H200, 50,257 to 50,264 columns over 1,024 to 8,192 rows,
-# forward and backward: Hopper's instructions need that multiple; kernels for older devices run instead, at half their
-# speed where the number is odd. Older devices are taken to lose only the latter.
+# The share of full speed of a 16-bit matmul if rows of an operand or of the result are not a multiple of 16 bytes, by
+# (newer device, even number of elements). Measured on an H200, 50,257 to 50,264 columns over 1,024 to 8,192 rows,
+# forward and backward. Hopper's instructions need that multiple; otherwise kernels for older devices run, at half their
+# speed if the number is odd. Older devices are assumed to lose only in the odd case.
 UNALIGNED = {(True, True): 0.38, (True, False): 0.185, (False, True): 1.0, (False, False): 0.48}
 ALIGNED_ELEMENTS = 8
-# Of what bf16 matmuls reach of their peak. Scaled by tensor: 1,403 and 1,453 of 1,979 to 794 of 989 on H100 and H200.
-# Scaled by row, torch has a kernel of its own: found on an H200, 6.7B of 4 × 2,048 tokens (docs/planner.md).
+# The efficiency of fp8 matmuls relative to that of bf16 matmuls, each as a share of its own peak. Scaled per tensor:
+# 1,403 and 1,453 of 1,979 to 794 of 989 on H100 and H200. Scaled per row, torch uses another kernel: found on an H200,
+# 6.7B of 4 × 2,048 tokens (docs/planner.md).
 FP8_PRODUCT = {"tensor": 0.9, "row": 0.72}
-# To make an operand fp8: read for its largest value (fused, by what made it), read again, written. Backward casts the
-# gradient and turns both operands of forward; scaled by rows, it casts all of them along the other dimension as well.
+# Bytes per element to cast an operand to fp8: read for its largest value (fused into the operation that made it), read
+# again, written. Backward casts the gradient and transposes both operands of forward; scaled per row, it also casts all
+# of them along the other dimension.
 CAST_BYTES = {False: 5, True: 3}
 TURN_BYTES = 2
 
-# Of weft's own trainer, on an H200. A sum of a 16-bit gradient into fp32 moves 10 bytes, and torch's kernel for mixed
-# types reaches under half of the bandwidth (5.3 ps for a parameter, 1.5 and 8 billion of them); the head's gradient
-# takes 7.1 to 7.8 ps. The host's two are of one row, 8 × 1 × 2,048 tokens of Qwen2 1.5B: no other waits for its host.
+# Constants of weft's own trainer, from an H200. To add a 16-bit gradient to an fp32 one moves 10 bytes, and torch's
+# kernel for mixed types reaches less than half of the bandwidth (5.3 ps per parameter, for 1.5 and 8 billion
+# parameters); the head's gradient takes 7.1 to 7.8 ps. Both host times come from one configuration, 8 × 1 × 2,048
+# tokens of Qwen2 1.5B: in no other one does the device wait for its host.
 ALONE_BYTES, SUM_BYTES, HEAD_BYTES = 6, 22, 32
 CALL_SECONDS, GRADIENT_SECONDS = 0.3e-3, 80e-6
 
 
 @dataclass(frozen=True)
 class Software:
-    """How steps are run, beside the plan: facts about a framework. The defaults are weft's own, uncompiled.
+    """How a framework runs a step, apart from the plan. The defaults are weft's own, uncompiled.
 
-    `attention`: a key of FLASH, or "plain" with scores in memory. `fused`: operations between matmuls are one kernel
-    (torch.compile, or fused by hand); `compiled`: it is torch.compile, block by block, which then decides what is kept
-    for backward. `host_seconds`: what the host takes to issue one operation; where kernels are
-    shorter, the host sets the pace. `loss_bytes` pass through memory for each logit, forward and backward.
-    `selective`: what selective recompute does again: "cheap" work, the "attention", or every "other" matmul beside the
-    cheap work. `stops_early`: full recompute ends at the last thing that backward needs, before a block's last
-    linear (torch's own without reentrance, since 2.1). `pads_head`: classes that are no multiple of 16 bytes are
-    filled up, where the head is whole. `gradient_bytes` of a parameter are reduced, behind the last
-    backward where `hides_gradients`. `hides_input`: dI is summed behind dW. `hides_tensor`: collectives of x run in
-    pieces behind the pieces of their matmul. `copies_sequence`: the sequence is not the outermost dimension, so
-    that what is gathered or scattered along it is copied once more. `fp8`: products of linears are but for the head's,
-    scaled by "tensor" (what is gathered along the sequence is cast before) or by "row"; `keeps_fp8_weights`: cast in
-    the first micro-batch of a step, used by all. `splits_messages`: between stages each rank of x sends its part.
-    `grows_buckets`: gradients are reduced in buckets that grow with the ranks of data, not block by block.
+    `attention`: a key of FLASH, "flash3", or "plain", which keeps scores in memory. `fused`: operations between matmuls
+    are one kernel (torch.compile, or fused by hand). `compiled`: blocks are compiled by torch.compile one by one, which
+    then decides what is saved for backward. `host_seconds`: the host's time to issue one operation; if kernels are
+    shorter, the host sets the pace. `loss_bytes`: bytes moved for each logit by the loss, forward and backward.
+    `selective`: what selective recompute repeats: "cheap" operations, the "attention", or with "other" every second
+    matmul and the cheap operations. `stops_early`: full recompute stops at the last tensor that backward needs, before
+    a block's last linear layer (torch's non-reentrant checkpoint, since 2.1). `pads_head`: the classes are padded to a
+    multiple of 16 bytes if the head is not split. `gradient_bytes`: bytes per parameter that are reduced; with
+    `hides_gradients`, during the last backward. `hides_input`: the sum of dI runs during dW. `hides_tensor`:
+    collectives of x run in pieces beside the pieces of their matmul. `copies_sequence`: the sequence is not the
+    outermost dimension, so gathered or scattered tensors are copied once more. `fp8`: linear layers except the head use
+    fp8, scaled per "tensor" (then tensors are cast before they are gathered along the sequence) or per "row".
+    `keeps_fp8_weights`: weights are cast in a step's first micro-batch and used by all. `splits_messages`: each rank of
+    x sends its part of a message between stages. `grows_buckets`: gradients are reduced in buckets that grow with the
+    ranks of data, not block by block.
     """
 
     attention: str = "flash2"
@@ -135,32 +142,35 @@ class Software:
     copies_sequence: bool = False
     splits_messages: bool = False
     grows_buckets: bool = False
-    shards_optimizer: bool = False  # over data and context, data inside of pipe
-    fuses_ring: bool = False  # what adds up the parts of attention is one kernel
-    repeats_keys: bool = False  # for every query head, before attention
-    pipe_outside: bool = False  # of data in the order of ranks; weft has data outside
-    # Moved for each parameter: AdamW and new 16-bit weights 30, norm 4, taking gradients 6. (One rank: 28, 2 and 4.)
+    shards_optimizer: bool = False  # over data and context; ranks of data are then inside pipe
+    fuses_ring: bool = False  # one kernel adds up the partial results of ring attention
+    repeats_keys: bool = False  # keys and values are copied for every query head before attention
+    pipe_outside: bool = False  # pipe is outside data in the order of ranks; in weft data is outside
+    # Bytes moved per parameter: AdamW and new 16-bit weights 30, the norm 4, taking gradients 6. (On one rank: 28, 2
+    # and 4.)
     optimizer_bytes: int = 40
-    gathers_again: bool = False  # parameters of `shard` for recompute, and once more for backward
-    # Matmul libraries have the tiles of cuBLAS since 2024 (NEWER_TILES), and power is what limits a newer device.
+    gathers_again: bool = False  # `shard` gathers parameters for recompute, and once more for backward
+    # Are matmul libraries as of cuBLAS since 2024 used (NEWER_TILES)? Then power limits newer devices.
     many_tiles: bool = False
-    # Of `optimizer_bytes`, what a rank alone spares that adds up no micro-batches: gradients are taken with their norm.
+    # The part of `optimizer_bytes` that a single rank with one micro-batch saves: gradients are taken together with
+    # their norm.
     alone_bytes: int = 0
-    # Moved for a parameter to add the gradient of one more micro-batch, in bytes at full bandwidth, and for an element
-    # of the head's weight whose gradient is added up in fp32 with the loss, then scaled and rounded.
+    # Bytes at full bandwidth to add the gradient of one more micro-batch, per parameter; and per element of the head's
+    # weight if its gradient is added up in fp32 with the loss, then scaled and rounded.
     sum_bytes: int = 0
     head_bytes: int = 0
-    # What the host takes to call what was compiled of a block, forward or backward, and for a parameter's gradient.
+    # Host time to call a compiled block, forward or backward, and host time per parameter's gradient.
     call_seconds: float = 0.0
     gradient_seconds: float = 0.0
 
 
 def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Software:
-    """How weft trains models of language on a cluster: compiled if the run says so, or else on GPUs, with the fastest
-    attention kernel.
+    """How weft trains language models on a cluster, with the fastest attention kernel.
+
+    `compiles` is the run's setting; None compiles on GPUs.
     """
     is_newer = cluster.node.device.is_newer and not is_cpu(cluster)
-    attention = "flash3" if is_newer else "flash2"  # Hopper's has a kernel of its own
+    attention = "flash3" if is_newer else "flash2"  # cuDNN has a kernel for Hopper
     if not (not is_cpu(cluster) if compiles is None else compiles):
         return Software(attention, pads_head=not is_cpu(cluster), many_tiles=True)
     loss_bytes = COMPILED_LOSS_BYTES if is_cpu(cluster) else FUSED_LOSS_BYTES
@@ -181,7 +191,7 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
 
 @dataclass(frozen=True)
 class Kernels:
-    """Times of kernels on one device in one precision."""
+    """Times of kernels on one device in one precision, in seconds."""
 
     device: Device
     software: Software
@@ -189,33 +199,36 @@ class Kernels:
 
     @property
     def peak(self) -> float:
-        """The printed rate of matmuls; where the device has no bf16, that of its other 16 bits."""
+        """The printed FLOP/s of matmuls; fp16's if the device has no bf16."""
         return self.device.peak_flops.get(self.precision) or self.device.peak_flops["fp16"]
 
     @property
     def flops_per_second(self) -> float:
-        """What the best matmul reaches."""
+        """The FLOP/s of the best matmul."""
         return self.peak * self.device.calibration
 
     @property
     def bytes_per_second(self) -> float:
-        """What a streaming kernel reaches."""
+        """The memory bandwidth that a streaming kernel reaches."""
         assert self.device.memory_bandwidth_bytes_per_second is not None
         return self.device.memory_bandwidth_bytes_per_second * MEMORY_SHARE
 
     def product(self, rows: int, inner: int, columns: int, share: float = 1.0) -> float:
-        """A matmul [rows, inner] · [inner, columns] in 16 bits, at a share of full speed."""
+        """Seconds of a matmul [rows, inner] · [inner, columns] in 16 bits, at a share of full speed."""
         return self._product(rows, inner, columns, self.flops_per_second * share, 2)
 
     def linear(self, rows: int, inputs: int, outputs: int, given_share: float = 1.0) -> tuple[float, float]:
-        """(forward, backward) of a linear, in the software's precision; `given_share` of its input is cast here."""
+        """(forward, backward) seconds of a linear layer, in the software's precision.
+
+        For fp8, `given_share` of its input is cast here.
+        """
         if not self.software.fp8:
             share = self._aligned_share(inputs, outputs)
             backward = self.product(rows, outputs, inputs, share) + self.product(inputs, rows, outputs, share)
             return self.product(rows, inputs, outputs, share), backward
         rate = self.device.peak_flops["fp8"] * self.device.calibration * FP8_PRODUCT[self.software.fp8]
         given, result = rows * inputs, rows * outputs
-        weight = 0 if self.software.keeps_fp8_weights else inputs * outputs  # that is cast and turned here
+        weight = 0 if self.software.keeps_fp8_weights else inputs * outputs  # elements cast and transposed here
         cast = CAST_BYTES[self.software.fused] / self.bytes_per_second
         backward = self._product(rows, outputs, inputs, rate, 1) + self._product(inputs, rows, outputs, rate, 1)
         if self.software.fp8 == "row":
@@ -225,31 +238,33 @@ class Kernels:
         return self._product(rows, inputs, outputs, rate, 1) + cast * (given_share * given + weight), backward
 
     def _aligned_share(self, inputs: int, outputs: int) -> float:
-        """What is left of full speed where rows of so many elements are no multiples of 16 bytes."""
+        """The share of full speed if rows of so many elements are not multiples of 16 bytes."""
         if self.item_bytes != 2 or inputs % ALIGNED_ELEMENTS == outputs % ALIGNED_ELEMENTS == 0:
             return 1.0
         return UNALIGNED[self.device.is_newer, inputs % 2 == outputs % 2 == 0]
 
     def _product(self, rows: int, inner: int, columns: int, rate: float, size: int) -> float:
+        """Seconds of a matmul at `rate` FLOP/s for full tiles; operands have `size` bytes an element, the result 2."""
         if min(rows, inner, columns) < 1:
             return 0.0
         flops, num_bytes = 2 * rows * inner * columns, size * (rows * inner + inner * columns) + 2 * rows * columns
         burst = self.device.burst if self.software.many_tiles else None
         share = tile_share(rows, inner, columns, self.device.num_processors, burst is not None)
-        # Idle processors, and those that fill or write a tile, leave power to the others.
+        # Processors that are idle, or fill or write a tile, leave their power to the others.
         reached = min(1.0, share * (burst or self.device.calibration) / self.device.calibration)
         return max(flops / (rate * reached), num_bytes / self.bytes_per_second) + LAUNCH_SECONDS
 
     @property
     def item_bytes(self) -> int:
-        """Of one number in memory."""
+        """Bytes of one element in memory."""
         return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
 
     def convolution(self, one: Filter, scale: float) -> tuple[float, float]:
-        """(forward, backward) of a convolution of `scale` images, as implicit matmuls that read each pixel once.
+        """(forward, backward) seconds of a convolution of `scale` images, as implicit matmuls that read each pixel
+        once.
 
-        The weight's gradient adds up over so many pixels that libraries cut the inner dimension, and all processors
-        have work. One channel a group is no matmul: it runs on what computes fp32.
+        The weight's gradient is a sum over so many pixels that libraries split the inner dimension, so no processor is
+        idle. A convolution with one channel per group is no matmul: it runs on the fp32 units.
         """
         rows, in_rows = math.ceil(one.rows * scale), math.ceil(one.in_rows * scale)
         inner, weight = one.inputs * one.taps, one.inputs * one.taps * one.outputs
@@ -273,7 +288,9 @@ class Kernels:
     def attention(
         self, flops: float, score_numel: float, sequence: int, is_causal: bool = True, is_grouped: bool = False
     ) -> tuple[float, float]:
-        """(forward, backward) of attention with `flops` forward, counted whole, and so many scores; `is_grouped`: where
+        """(forward, backward) seconds of attention.
+
+        `flops` are those of forward without a causal mask, and `score_numel` the number of scores. `is_grouped`:
         several queries share a key.
         """
         if not flops:
@@ -286,8 +303,8 @@ class Kernels:
             rate = self.flops_per_second / FLASH_CALIBRATION[self.device.is_newer]
             shares = [share * sequence / (sequence + half) for share, half in zip(best, HALF_SEQUENCE, strict=True)]
             return needed / (rate * shares[0]), FLASH_BACKWARD_WORK * needed / (rate * shares[1])
-        # Two products forward and four backward; each reads or writes all scores. In one of the two, and one of the
-        # four, the inner dimension is a head's; in the others the columns of the result are.
+        # Forward has two products and backward four; each reads or writes all scores. In one of the two, and one of the
+        # four, the inner dimension is the head's; in the others the head's dimension is the columns of the result.
         head_dim = max(1, round(flops / (4 * score_numel)))
         score_seconds = 2 * score_numel / self.bytes_per_second
         into, out_of = (
@@ -313,27 +330,31 @@ class Kernels:
         return forward + LAUNCH_SECONDS, backward + beside / self.bytes_per_second + 4 * LAUNCH_SECONDS
 
     def loss(self, num_logits: float) -> float:
-        """The loss and its gradient."""
+        """Seconds of the loss and its gradient."""
         return num_logits * self.software.loss_bytes / self.bytes_per_second
 
     def streamed(self, num_bytes: float, num_kernels: int) -> float:
-        """Kernels of torch.compile that move so many bytes together."""
+        """Seconds of `num_kernels` kernels of torch.compile that move `num_bytes` together."""
         return num_bytes / self.bytes_per_second + num_kernels * (STREAM_SECONDS + LAUNCH_SECONDS)
 
     def moved(self, moved: MemoryTraffic) -> float:
-        """Kernels that only move bytes, as the software runs them."""
+        """Seconds of kernels that only move bytes, eager or fused as the software runs them."""
         fused = self.software.fused
         num_bytes, num_kernels = moved[2:] if fused else moved[:2]
         return num_bytes / self.bytes_per_second + num_kernels * LAUNCH_SECONDS
 
     def moved_backward(self, moved: MemoryTraffic) -> float:
-        """Their backward."""
+        """Seconds of the backward of kernels that only move bytes."""
         return BACKWARD_PASSES[self.software.fused] * self.moved(moved)
 
 
 @lru_cache(maxsize=1 << 16)
 def tile_share(rows: int, inner: int, columns: int, num_processors: int | None, is_newer: bool = False) -> float:
-    """The share of full speed that the best tile leaves a matmul, with the tiles of newer libraries and devices."""
+    """The share of full speed that a matmul reaches with the best tile.
+
+    `is_newer` uses the tiles and fill depth of newer libraries and devices. `num_processors` None ignores idle
+    processors.
+    """
     best = 0.0
     largest = TILES[0][0] * TILES[0][1] / sum(TILES[0])
     deepest = NEWER_FILL_DEPTH if is_newer else FILL_DEPTH

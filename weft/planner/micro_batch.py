@@ -1,8 +1,8 @@
-"""The time of one micro-batch through one block on one rank: kernels, and collectives as far as nothing hides them.
+"""The time of one micro-batch in one block on one rank: kernels, and the collectives that are not hidden.
 
-The tensor axes sum what their matmuls leave in parts (AxoNN's terms); `context` sends keys and values round a ring
-while attention uses those at hand, or trades heads for tokens; tiles exchange borders and statistics. What the host
-takes to issue all of it is a floor.
+The tensor axes sum the partial results of matmuls (in AxoNN's terms). `context` either sends keys and values round a
+ring while attention uses the keys at hand, or exchanges heads for tokens in an all-to-all. Tiles exchange halos and
+statistics. A block takes at least the host's time to issue its operations.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from weft.inspection.memory_traffic import MemoryTraffic
 from weft.parallel.fp8 import MULTIPLE
 from weft.plan import Plan
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels, Software
-from weft.planner.workload import Call, Part, Product, Workload
+from weft.planner.workload import BlockWork, Call, Product, Workload
 
-# What collectives reach of a link's printed bandwidth: about 235 of 300 GB/s inside a DGX A100, 360 of 450 inside a DGX
-# H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
+# The share of a link's printed bandwidth that collectives reach: about 235 of 300 GB/s inside a DGX A100, 360 of 450
+# inside a DGX H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
-# While a collective runs beside them, matmuls lose processors and memory bandwidth. Chosen, not measured: Galvatron
-# (arXiv 2211.13878, not re-checked) takes 0.3.
+# The share of speed that matmuls lose to a collective that runs at the same time, because it takes processors and
+# memory bandwidth. Chosen, not measured: Galvatron (arXiv 2211.13878, not re-checked) takes 0.3.
 OVERLAP_LOSS = 0.2
-OTHER_PRODUCTS = 0.6  # of the best matmul, for products of a block's own and convolutions beside text
-# Of forward's time, what the host takes for backward: twice as many kernels, but autograd issues them without Python.
+OTHER_PRODUCTS = 0.6  # speed of other products and of convolutions in language models, relative to the best matmul
+# The host's time for backward divided by that for forward: backward has twice the kernels, but autograd issues them
+# without Python.
 HOST_BACKWARD = 0.5
-LOSS_OPERATION_BYTES = 5  # moved for a logit by one operation of the loss
-# A ring sums attention in float32, part by part (`parallel/context/block_attention.py`). Bytes, plain or fused, for one
-# element of a query in forward (scale, weigh, add) and backward (add), and of a key in backward (clear, add, add what
-# arrives).
+LOSS_OPERATION_BYTES = 5  # bytes per logit that one operation of the loss moves
+# Ring attention adds up partial results in float32 (`parallel/context/block_attention.py`). Bytes, eager or fused: per
+# query element in forward (scale, weigh, add), per query element in backward (add), and per key element in backward
+# (clear, add, add what arrives).
 RING_BYTES = {False: (26, 10, 26), True: (10, 10, 10)}
-EXCHANGE_COPIES = 2  # of what is traded for other heads or tokens: before and behind
+EXCHANGE_COPIES = 2  # copies of tensors in an all-to-all: one before and one after
 
 
 class Seconds(NamedTuple):
-    """Forward and backward of one micro-batch."""
+    """Seconds of forward and backward of one micro-batch."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -48,27 +49,27 @@ class Seconds(NamedTuple):
         return Seconds(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
-class _Kernels(NamedTuple):
-    """Of one micro-batch of a part on one rank, without recompute."""
+class _KernelSeconds(NamedTuple):
+    """Kernel times of one micro-batch in one block on one rank, without recompute."""
 
     whole: Seconds
     attention: Seconds
-    products: float  # forward
-    last: float  # of them, those behind which backward needs nothing
-    moved: float  # forward
-    again: float  # for what selective recompute of cheap work adds
+    products: float  # matmuls and convolutions, forward
+    last: float  # the part of `products` in last layers, which full recompute may skip
+    moved: float  # operations that only move bytes, forward
+    again: float  # the time that selective recompute of cheap operations adds
 
 
 @dataclass(frozen=True)
 class MicroBatchModel:
-    """Times of one model's blocks on one cluster; `workload` is of one sequence."""
+    """Times of one model's blocks on one cluster. `workload` is for one sequence."""
 
     workload: Workload
     cluster: Cluster
     software: Software
 
     @cached_property
-    def _runs(self) -> dict[Any, tuple[Part, _Kernels]]:
+    def _runs(self) -> dict[Any, tuple[BlockWork, _KernelSeconds]]:
         return {}
 
     @cached_property
@@ -93,21 +94,21 @@ class MicroBatchModel:
 
     @cached_property
     def _head_kernels(self) -> dict[str, Kernels]:
-        """Where linears are fp8, the head's product is not: its results are the logits."""
+        """Kernels of the head's product, which is never fp8 because its results are the logits."""
         software = replace(self.software, fp8="")
         return {name: Kernels(self.cluster.node.device, software, name) for name in DTYPES}
 
     # --- kernels
 
-    def part(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
-        """A part's kernels on one rank, recompute included, or what the host takes to issue them."""
+    def part(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
+        """Seconds of a block's kernels on one rank, with recompute; at least the host's time to issue them."""
         return _longer(self._kernels_of(part, plan, micro_batch)[0], self._host(part, plan, 0))
 
-    def _kernels_of(self, part: Part, plan: Plan, micro_batch: float) -> tuple[Seconds, Seconds]:
-        """(kernels, those of attention among them)"""
+    def _kernels_of(self, part: BlockWork, plan: Plan, micro_batch: float) -> tuple[Seconds, Seconds]:
+        """Returns the seconds of (all kernels, attention kernels), with recompute."""
         key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision, plan.matmul)
         if key not in self._runs:
-            self._runs[key] = part, self._run_once(part, plan, micro_batch)  # the part lives, so its id stays its own
+            self._runs[key] = part, self._run_once(part, plan, micro_batch)  # holds the part: its id stays unique
         once = self._runs[key][1]
         recompute = plan.memory.recompute if self._is_block(part) else "none"
         attention = once.attention
@@ -124,12 +125,12 @@ class MicroBatchModel:
         return Seconds(forward, backward + again), attention
 
     def _attends_again(self, plan: Plan) -> bool:
-        """Whether backward computes attention anew; weft's selective recompute does not see inside a ring."""
+        """Does backward compute attention again? weft's selective recompute keeps no results of ring attention."""
         kind = self.software.selective
         is_selective = kind == "attention" or (kind == "cheap" and plan.context.degree > 1)
         return {"none": False, "selective": is_selective, "full": True}[plan.memory.recompute]
 
-    def _run_once(self, part: Part, plan: Plan, micro_batch: float) -> _Kernels:
+    def _run_once(self, part: BlockWork, plan: Plan, micro_batch: float) -> _KernelSeconds:
         kernels = self._kernels[plan.precision]
         x, y = plan.tensor.x, plan.tensor.y
         scale = micro_batch / plan.context.degree
@@ -157,11 +158,12 @@ class MicroBatchModel:
         forward += others + attention.forward + moved + loss / 2
         backward += 2 * others + attention.backward + moved_backward + loss / 2
         backward += self.software.head_bytes * heads / kernels.bytes_per_second
-        return _Kernels(Seconds(forward, backward), attention, products, last, moved, again)
+        return _KernelSeconds(Seconds(forward, backward), attention, products, last, moved, again)
 
-    def _moved(self, part: Part, places: Sequence[MemoryTraffic], kernels: Kernels) -> tuple[float, float, float]:
-        """(forward, backward, again in selective recompute) of what only passes through memory. Blocks alone are
-        compiled: what lies around them runs as it is written.
+    def _moved(self, part: BlockWork, places: Sequence[MemoryTraffic], kernels: Kernels) -> tuple[float, float, float]:
+        """Seconds of operations that only move bytes: (forward, backward, repeated by selective recompute).
+
+        Only blocks are compiled. Layers outside of blocks run eagerly.
         """
         if self.software.compiled and not self._is_block(part):
             eager = [one._replace(fused_bytes=one.num_bytes, fused_kernels=one.num_kernels) for one in places]
@@ -178,8 +180,8 @@ class MicroBatchModel:
             kernels.streamed(found.again_bytes * share, found.again_kernels),
         )
 
-    def _attention(self, part: Part, plan: Plan, scale: float) -> Seconds:
-        """Attention of `scale` sequences; in a ring, blocks of the rank's own length that are added up."""
+    def _attention(self, part: BlockWork, plan: Plan, scale: float) -> Seconds:
+        """Attention of `scale` sequences; a ring adds up the results of blocks of the rank's own length."""
         kernels, degree = self._kernels[plan.precision], plan.context.degree
         share = scale / plan.tensor.x
         is_ring = degree > 1 and plan.context.kind == "ring"
@@ -198,8 +200,8 @@ class MicroBatchModel:
             backward += copied / kernels.bytes_per_second
         return Seconds(forward, backward)
 
-    def _key_numel(self, part: Part, plan: Plan) -> float:
-        """Of K and V on one rank, for all tokens of a sequence; a trade repeats heads that are fewer than ranks."""
+    def _key_numel(self, part: BlockWork, plan: Plan) -> float:
+        """K and V on one rank, for all tokens of a sequence. An all-to-all repeats key heads if ranks are more."""
         x, degree = plan.tensor.x, plan.context.degree
         if self.software.repeats_keys:
             return 2 * part.query_numel / x
@@ -208,22 +210,23 @@ class MicroBatchModel:
         return 2 * part.key_numel / part.num_key_heads * heads * repeats
 
     def _gathers_fp8(self, plan: Plan) -> bool:
+        """Are tensors cast to fp8 before they are gathered along the sequence?"""
         return self.software.fp8 == "tensor" and plan.tensor.sequence
 
-    def _is_fp8(self, part: Part, product: Product, plan: Plan) -> bool:
-        """Whether the plan has a linear in fp8, and the device a rate for it."""
+    def _is_fp8(self, part: BlockWork, product: Product, plan: Plan) -> bool:
+        """Does the plan run this linear layer in fp8, and has the device an fp8 rate?"""
         takes_part = self._is_block(part) and product.inputs % MULTIPLE == product.outputs % MULTIPLE == 0
         return plan.matmul == "fp8" and takes_part and "fp8" in self.cluster.node.device.peak_flops
 
     def _gathers_again(self, plan: Plan) -> bool:
-        """Whether what enters regions is gathered anew where a matmul is computed again."""
+        """Does selective recompute of matmuls gather the regions' inputs again?"""
         return plan.memory.recompute == "selective" and self.software.selective == "other" and plan.tensor.sequence
 
-    def _is_block(self, part: Part) -> bool:
+    def _is_block(self, part: BlockWork) -> bool:
         return part is not self.workload.first and part is not self.workload.last
 
-    def _host(self, part: Part, plan: Plan, num_calls: float) -> Seconds:
-        """What the host takes to issue a part's kernels and collectives."""
+    def _host(self, part: BlockWork, plan: Plan, num_calls: float) -> Seconds:
+        """Seconds that the host needs to issue a block's kernels and collectives."""
         is_recomputed = plan.memory.recompute == "full" and self._is_block(part)
         if self.software.compiled and part.compiled is not None:
             num_kernels = len(part.products) + bool(part.attention_flops)
@@ -239,9 +242,11 @@ class MicroBatchModel:
 
     # --- collectives
 
-    def calls(self, part: Part, plan: Plan, micro_batch: float) -> Iterator[Call]:
-        """The collectives of x and y around a part's matmuls, by AxoNN's terms: a matmul's outputs are summed over the
-        axis of its inputs, and the gradient of its input over the axis of its outputs; then those of context and tiles.
+    def calls(self, part: BlockWork, plan: Plan, micro_batch: float) -> Iterator[Call]:
+        """Yields the collectives of a block for one micro-batch.
+
+        Around matmuls, in AxoNN's terms: outputs are summed over the axis that splits the inputs, and the gradient of
+        the input over the axis that splits the outputs. Then come the collectives of `context` and of tiles.
         """
         x, y = plan.tensor.x, plan.tensor.y
         if x * y > 1:
@@ -250,7 +255,8 @@ class MicroBatchModel:
             yield from self._context_calls(part, plan, micro_batch / plan.context.degree)
         yield from self._tile_calls(part, plan, micro_batch)
 
-    def _tensor_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
+    def _tensor_calls(self, part: BlockWork, plan: Plan, scale: float) -> Iterator[Call]:
+        """Collectives over x and y. `scale` is the bytes per element of all sequences of the rank."""
         x, y = plan.tensor.x, plan.tensor.y
         is_recomputed = plan.memory.recompute == "full" and self._is_block(part)
         for product in part.products:
@@ -273,8 +279,8 @@ class MicroBatchModel:
                 if self._gathers_again(plan) or (plan.tensor.regather and out_axis == "x"):
                     yield Call(out_axis, "all_gather", num_bytes, "backward")
 
-    def _context_calls(self, part: Part, plan: Plan, scale: float) -> Iterator[Call]:
-        """As `parallel/context/attention.py` makes them, in 16 bits; sums of gradients travel in 32."""
+    def _context_calls(self, part: BlockWork, plan: Plan, scale: float) -> Iterator[Call]:
+        """As in `parallel/context/attention.py`: elements of 16 bits; sums of gradients have 32 bits."""
         degree, keys = plan.context.degree, self._key_numel(part, plan) * scale
         queries = part.query_numel * scale / plan.tensor.x
         forward = [Call("context", "send", 2 * keys, "forward")] * (degree - 1)
@@ -288,29 +294,31 @@ class MicroBatchModel:
         if self._attends_again(plan):
             yield from (call._replace(phase="backward") for call in forward)
 
-    def _tile_calls(self, part: Part, plan: Plan, micro_batch: float) -> Iterator[Call]:
-        """Borders of all images; statistics once."""
+    def _tile_calls(self, part: BlockWork, plan: Plan, micro_batch: float) -> Iterator[Call]:
+        """Collectives between tiles: halos for each image, statistics once for a micro-batch."""
         is_recomputed = plan.memory.recompute != "none" and self._is_block(part)
-        for call in part.told:
+        for call in part.tile_calls:
             num_bytes = call.num_bytes * (micro_batch if call.operation == "send" else 1)
             for phase in ("forward", "backward") if is_recomputed and call.phase == "again" else (call.phase,):
                 yield call._replace(num_bytes=num_bytes, phase="forward" if phase == "again" else phase)
 
-    def inside(self, part: Part, plan: Plan, micro_batch: float) -> Seconds:
-        """A part's kernels and its collectives as far as nothing hides them, or what the host takes to issue them."""
+    def inside(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
+        """Seconds of a block's kernels and of the collectives not hidden; at least the host's time to issue them."""
         calls = list(self.calls(part, plan, micro_batch))
         host = self._host(part, plan, sum(call.times for call in calls if call.phase == "forward"))
         return _longer(self._on_device(part, calls, plan, micro_batch), host)
 
-    def exposed(self, part: Part, plan: Plan, micro_batch: float) -> dict[str, float]:
-        """What its collectives add to a part, by axis."""
-        told: defaultdict[str, float] = defaultdict(float)
+    def exposed(self, part: BlockWork, plan: Plan, micro_batch: float) -> dict[str, float]:
+        """Seconds that collectives add to a block, by axis."""
+        communication: defaultdict[str, float] = defaultdict(float)
         for call in self.calls(part, plan, micro_batch):
-            told[call.axis] += call.times * self.seconds(call.axis, call.operation, call.num_bytes, plan)
+            communication[call.axis] += call.times * self.seconds(call.axis, call.operation, call.num_bytes, plan)
         added = sum(self.inside(part, plan, micro_batch)) - sum(self.part(part, plan, micro_batch))
-        return {axis: added * seconds / sum(told.values()) for axis, seconds in told.items() if seconds}
+        return {
+            axis: added * seconds / sum(communication.values()) for axis, seconds in communication.items() if seconds
+        }
 
-    def _on_device(self, part: Part, calls: list[Call], plan: Plan, micro_batch: float) -> Seconds:
+    def _on_device(self, part: BlockWork, calls: list[Call], plan: Plan, micro_batch: float) -> Seconds:
         own, attention = self._kernels_of(part, plan, micro_batch)
         if not calls:
             return own
@@ -325,28 +333,36 @@ class MicroBatchModel:
                 again += seconds
                 continue
             tensor[phase] += seconds
-            if self.software.copies_sequence and plan.tensor.sequence:  # read and written, of a gather and a scatter
+            if self.software.copies_sequence and plan.tensor.sequence:  # copies of gathered and scattered tensors
                 times = 2 if call.operation == "all_reduce" else 1
                 copied += times * call.num_bytes / self._kernels[plan.precision].bytes_per_second
         own = own.plus(Seconds(copied, copied)).plus(self._exposed_context(attention, context, plan))
         if self.software.hides_tensor:
-            first = 1 / plan.tensor.x  # of the pieces, which nothing hides
-            return Seconds(*(beside(mine, told, first * told) for mine, told in zip(own, tensor, strict=True)))
+            first = 1 / plan.tensor.x  # share of the first piece, which nothing hides
+            return Seconds(
+                *(
+                    beside(mine, communication, first * communication)
+                    for mine, communication in zip(own, tensor, strict=True)
+                )
+            )
         if self.software.hides_input:
-            # dW, which is half of backward, hides sums of dI; dI hides what is gathered again for dW.
+            # dW is half of backward and hides the sums of dI. dI hides the repeated gathers for dW.
             hidden_backward = beside(own.backward / 2, tensor[1]) + beside(own.backward / 2, again)
             return Seconds(own.forward + tensor[0], hidden_backward)
         return own.plus(Seconds(tensor[0], tensor[1] + again))
 
-    def _exposed_context(self, attention: Seconds, told: list[float], plan: Plan) -> Seconds:
-        """In a ring, the next keys travel beside all blocks of attention but the last; a trade hides behind nothing."""
-        if plan.context.kind == "all-to-all" or not any(told):
-            return Seconds(*told)
+    def _exposed_context(self, attention: Seconds, communication: list[float], plan: Plan) -> Seconds:
+        """Seconds that collectives over `context` add to attention.
+
+        In a ring, the next keys are sent during all blocks of attention but the last. An all-to-all is not hidden.
+        """
+        if plan.context.kind == "all-to-all" or not any(communication):
+            return Seconds(*communication)
         shares = [seconds * (1 - 1 / plan.context.degree) for seconds in attention]
-        return Seconds(*(beside(share, mine) - share for share, mine in zip(shares, told, strict=True)))
+        return Seconds(*(beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
 
     def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
-        """One collective over an axis of the plan."""
+        """Seconds of one collective over an axis of the plan."""
         inner, degree = place(plan, axis, self.software.pipe_outside)
         if degree == 1 or not num_bytes:
             return 0.0
@@ -357,24 +373,25 @@ class MicroBatchModel:
         return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start * (operation != "send")
 
     def _link(self, inner: int, degree: int) -> tuple[float, float, float]:
-        """(bandwidth that collectives reach, latency of a hop, what a collective takes beside both)"""
+        """Returns (bandwidth of collectives, latency of a hop, fixed time of a collective) of a link."""
         link = self.cluster.axis_link(inner, degree)
         wire, kind = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
         bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind])
         return bandwidth, link.latency_seconds, wire.start_seconds
 
-    # --- the chain
+    # --- all blocks
 
     def chain(self, plan: Plan) -> Seconds:
-        """One micro-batch through the whole model, split over x, y and context only."""
+        """Seconds of one micro-batch in the whole model, split only over x, y and context."""
         first, blocks, last = self._chain(plan)
         return blocks.plus(first).plus(last)
 
     @cached_property
-    def _kinds(self) -> Counter[Part]:
+    def _kinds(self) -> Counter[BlockWork]:
         return Counter(self.workload.blocks)
 
     def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
+        """Seconds of one micro-batch in (the first end, all blocks, the last end)."""
         inner = (plan.tensor, plan.context, plan.micro_batch, plan.precision, plan.matmul)
         found = self._chains.get((inner, plan.memory.recompute))
         if found is None:
@@ -382,7 +399,7 @@ class MicroBatchModel:
             blocks = Seconds()
             for part, count in self._kinds.items():
                 blocks = blocks.plus(self.inside(part, plan, plan.micro_batch), count)
-            of_ends = (inner, self._gathers_again(plan))  # ends are not computed again
+            of_ends = (inner, self._gathers_again(plan))  # recompute does not apply to the ends
             if of_ends not in self._ends:
                 ends = (self.workload.first, self.workload.last)
                 self._ends[of_ends] = [self.inside(end, plan, plan.micro_batch) for end in ends]
@@ -392,7 +409,10 @@ class MicroBatchModel:
 
 
 def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
-    """(ranks inside an axis, its degree): `Plan.inner` and `Plan.degree`, without their tables, for the search."""
+    """Returns (the distance in ranks between neighbours on an axis, the axis' degree).
+
+    These are `Plan.inner` and `Plan.degree` without their tables, fast enough for the search.
+    """
     if axis == "y":
         return 1, plan.tensor.y
     if axis == "x":
@@ -415,9 +435,11 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     return (inner * other if pipe_outside == (axis == "pipe") else inner), mine
 
 
-def beside(compute: float, told: float, floor: float = 0.0) -> float:
-    """Compute with a collective that runs beside it; at least `floor` of the collective is exposed."""
-    return compute + OVERLAP_LOSS * min(compute, told) + max(floor, told - compute)
+def beside(compute: float, communication: float, floor: float = 0.0) -> float:
+    """Seconds of compute with a collective that runs at the same time; at least `floor` seconds of the collective are
+    exposed.
+    """
+    return compute + OVERLAP_LOSS * min(compute, communication) + max(floor, communication - compute)
 
 
 def _longer(one: Seconds, other: Seconds) -> Seconds:

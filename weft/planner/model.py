@@ -1,6 +1,7 @@
-"""A model of weft's own kinds, made ready for the planner: two blocks are profiled, and as many counted as it has.
+"""A language model for the planner. Two blocks are profiled, and the last is counted once for each layer.
 
-All its blocks are alike, so a model of a trillion parameters takes as long as a small one.
+All blocks of weft's language models are equal, so a model of a trillion parameters takes as long to profile as a small
+one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ NUM_PROFILED = 2
 
 @lru_cache(maxsize=8)
 def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, software: Software | None = None) -> Model:
-    """The model for sequences of `sequence` tokens on a cluster, as weft runs it unless `software` says otherwise."""
+    """Returns the model for sequences of `sequence` tokens on a cluster.
+
+    `software` defaults to how weft itself trains.
+    """
     shallow = (
         replace(config, n_layer=NUM_PROFILED)
         if isinstance(config, GPT2Config)

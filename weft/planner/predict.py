@@ -1,8 +1,8 @@
-"""What a plan will cost, before it runs: memory per device, traffic per axis, and the time of a step.
+"""Predicts the cost of a plan before it runs: memory per device, traffic per axis, and the time of a step.
 
-Memory and traffic are the sum of what the strategies state; traffic is exact. Time is the planner's, where the catalog
-knows the device. Elsewhere (a CPU) it is rough: FLOPs over a measured rate, plus collectives by the ring formulas on
-the cluster's links; that of a pipeline is its schedule's own lists, simulated.
+Memory and traffic are sums over the strategies; traffic is exact. The planner's model gives the time if the catalog
+knows the device. Otherwise (on a CPU) the time is rough: FLOPs divided by a measured rate, plus collectives by the ring
+formulas on the cluster's links. A pipeline's time comes from a simulation of its schedule.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from weft.step.objective import step_traffic
 from weft.step.options import refuse_options
 from weft.strategy import Cost
 
-# The fraction of a GPU's dense peak that a training step reaches; an assumption that measurements are to replace.
+# The fraction of a GPU's dense peak that a training step reaches; an assumption, to be replaced by measurements.
 ASSUMED_EFFICIENCY = 0.45
 PEAK_OF = {"fp64": "fp64", "fp32": "fp32", "bf16": "bf16"}
 
 
-# Axes of pairs somewhere along another: mirrored replicas of a stage, and stages that share a parameter (mostly two),
-# and a stage with its shadow.
+# Axes whose groups are pairs of ranks along another axis: mirrored replicas of a stage, stages that share a parameter
+# (mostly two), and a stage with its shadow.
 PAIRS_ALONG = {"mirror": "pipe", "tied": "pipe", "shadow": "pipe"}
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A plan's cost on a cluster; with `pipe`, that of the rank `pipe_rank` along it, which holds most.
+    """A plan's cost on a cluster; with `pipe`, that of the rank `pipe_rank` along it, which needs the most memory.
 
-    `communication_seconds` is by axis; `compute_seconds` is of the rank that computes most; `step_seconds` counts what
-    is not hidden, and the waits of a pipeline, which `timeline` has.
+    `communication_seconds` is by axis. `compute_seconds` is that of the rank that computes most. `step_seconds`
+    includes communication that is not hidden, and the waits of a pipeline, which `timeline` shows.
     """
 
     cost: Cost
@@ -71,15 +71,15 @@ class Prediction:
     step_seconds: float | None
     pipe_rank: int | None = None
     timeline: Timeline | None = None
-    is_modelled: bool = False  # by the planner's kernels, which are held to published measurements
-    host_limit_bytes: int = 0  # each rank's part of its host's memory
+    is_modelled: bool = False  # is the time from the planner's model, which tests compare with published measurements?
+    host_limit_bytes: int = 0  # a rank's share of its host's memory
     offload: float = 0.0
     activations: float = 0.0
     weights: float = 0.0
-    assumptions: tuple[str, ...] = ()  # made where something could not be found out, in words
+    assumptions: tuple[str, ...] = ()  # sentences, for facts that could not be determined
 
     def to_json(self) -> dict[str, Any]:
-        """The prediction as plain values."""
+        """Returns the prediction as plain values, for JSON."""
         found = {
             "memory": {
                 "state_bytes": dict(self.cost.state_bytes),
@@ -114,11 +114,11 @@ class Prediction:
 
 
 def predict(run: Run, cluster: Cluster) -> Prediction:
-    """What one step of the run costs each rank; the run's plan must fit the model."""
+    """Predicts the cost of one step of the run for each rank. The run's plan must fit the model."""
     whole, plan = micro_batch_profile(run), run.plan
     refuse_options(run)
     refuse(whole, plan)
-    staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # cut as the run cuts, which has no compiled profile
+    staging = stage(whole, plan) if plan.pipe.degree > 1 else None  # split as the run splits: by the uncompiled profile
     if _compiles(run, cluster, whole):
         whole = profile_under(compiled_profile(whole), plan)
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
@@ -127,7 +127,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     beside = add_traffic(step_traffic(plan), document_traffic(run))
     levels = level_degrees(plan, cluster.node.num_devices)
     traffic = [expand(add_traffic(one.traffic, beside), levels) for one in costs]
-    told = [_communication_seconds(one, plan, cluster) for one in traffic]
+    communication_by_rank = [_communication_seconds(one, plan, cluster) for one in traffic]
     rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
     modelled = is_known(cluster, plan.precision)
     if modelled:
@@ -137,22 +137,22 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     elif rate is not None:
         compute = max(one.flops for one in costs) / rate
         if staging is None:
-            step = compute + _not_hidden(sum(told[0].values()), compute, cluster)
+            step = compute + _not_hidden(sum(communication_by_rank[0].values()), compute, cluster)
         else:
             times = _stage_seconds(run, whole, staging, cluster, rate)
             timeline = _run_schedule(run, staging, times, cluster)
-            step = _last_end(timeline, times, told, cluster)
+            step = _last_end(timeline, times, communication_by_rank, cluster)
     sent = costs[worst].host_bytes.get(ACTIVATIONS, 0)
     if sent or plan.memory.weights:
         moved = link_traffic(whole, plan, run.split.accumulation)
         copied, exposed = copied_seconds(sent * run.split.accumulation, moved, plan, compute or 0.0, cluster)
-        told[worst] |= copied
+        communication_by_rank[worst] |= copied
         step = step if step is None else step + exposed
     if sum(costs[worst].host_bytes.values()) > sent:
-        told[worst]["host"] = update_seconds(costs[worst], whole, plan, cluster)
-        if step is not None and not modelled:  # the step model has it in the update
+        communication_by_rank[worst]["host"] = update_seconds(costs[worst], whole, plan, cluster)
+        if step is not None and not modelled:  # the planner's model counts it in the update
             hidden = compute or 0.0 if plan.memory.delay else 0.0
-            step += max(0.0, told[worst]["host"] - hidden)
+            step += max(0.0, communication_by_rank[worst]["host"] - hidden)
     limit = cluster.node.device.memory_bytes
     host_limit = cluster.node.host_memory_bytes // min(cluster.node.num_devices, plan.num_ranks)
     pipe_rank = None if staging is None else worst
@@ -161,7 +161,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         traffic[worst],
         limit,
         compute,
-        told[worst],
+        communication_by_rank[worst],
         step,
         pipe_rank,
         timeline,
@@ -175,7 +175,7 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
 
 
 def refuse_run(run: Run) -> None:
-    """Raise the first reason why the run cannot work as it is: its options, its plan, what its ranks cost."""
+    """Raises the first reason why the run cannot work: its options, its plan, or an error in its ranks' costs."""
     whole, plan = micro_batch_profile(run), run.plan
     refuse_options(run)
     refuse(whole, plan)
@@ -185,7 +185,10 @@ def refuse_run(run: Run) -> None:
 
 
 def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
-    """Whether the run compiles on the cluster's devices. On a CPU, blocks in pieces keep what they keep uncompiled."""
+    """Does the run compile its blocks on the cluster's devices?
+
+    On a CPU, blocks compiled in pieces save the same activations as uncompiled ones, so they count as uncompiled.
+    """
     device = torch.device("cpu" if is_cpu(cluster) else "cuda")
     if whole.model is not None and is_cpu(cluster) and needs_pieces(find_blocks(whole.model).values()):
         return False
@@ -193,7 +196,7 @@ def _compiles(run: Run, cluster: Cluster, whole: Profile) -> bool:
 
 
 def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
-    """The planner's times for the run's model."""
+    """Returns the planner's time model for the run's model."""
     if isinstance(run.model, LanguageConfig):
         software = software_for_text(cluster, run.train.compile)
         return planned_model(run.model, run.split.sequence, cluster, software).steps
@@ -206,7 +209,7 @@ def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
 
 
 class StageSeconds(NamedTuple):
-    """What one micro-batch takes in a stage; `inside` is what the stage's ranks say to each other meanwhile."""
+    """Seconds of one micro-batch in a stage. `inside` are the seconds of collectives among the stage's ranks."""
 
     forward: float
     backward: float
@@ -215,9 +218,9 @@ class StageSeconds(NamedTuple):
 
 
 def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster, rate: float) -> list[StageSeconds]:
-    """Forward by the stage's FLOPs; the gradients of inputs and those of weights take as long, each.
+    """Seconds of each stage: forward by its FLOPs; the gradients of inputs and those of weights take as long each.
 
-    Half of what is said belongs to forward. Recompute does the blocks' forward again.
+    Half of the communication belongs to forward. Recompute repeats the forward of blocks.
     """
     plan, first = run.plan, dict.fromkeys(run.plan.degrees, 0)
     levels = level_degrees(plan, cluster.node.num_devices)
@@ -226,7 +229,7 @@ def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster,
         part = localise(staging.profile(whole, index), plan=plan, coordinates=first)
         costs = [local_cost(part, replace(run.split, accumulation=n), plan, first) for n in (1, 2)]
         once, twice = (sum(_communication_seconds(expand(c.traffic, levels), plan, cluster).values()) for c in costs)
-        inside = twice - once  # what grows with the micro-batches; the rest is said once a step
+        inside = twice - once  # communication for each micro-batch; the rest happens once a step
         one = part.flops / rate
         whole_backward = (costs[1].flops - costs[0].flops) / rate - one
         found.append(
@@ -241,6 +244,7 @@ def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster,
 
 
 def _run_schedule(run: Run, staging: Staging, times: Sequence[StageSeconds], cluster: Cluster) -> Timeline:
+    """Simulates the pipeline's schedule with the times of its stages."""
     link = link_of("pipe", run.plan, cluster)
     return simulate(
         staging.schedule(run.split.accumulation),
@@ -252,30 +256,39 @@ def _run_schedule(run: Run, staging: Staging, times: Sequence[StageSeconds], clu
 
 
 def _last_end(
-    timeline: Timeline, times: Sequence[StageSeconds], told: Sequence[Mapping[str, float]], cluster: Cluster
+    timeline: Timeline,
+    times: Sequence[StageSeconds],
+    communication_by_rank: Sequence[Mapping[str, float]],
+    cluster: Cluster,
 ) -> float:
-    """When the last rank has reduced its gradients, which starts behind its last backward."""
+    """The seconds until the last rank has reduced its gradients.
+
+    A rank starts the reduction during its last backward.
+    """
     ends = []
     for rank, spans in enumerate(timeline.spans):
         done = [(span.start_seconds, span.end_seconds, span.action) for span in spans if span.action != "wait"]
         inside = sum(times[action.stage].inside for _, _, action in done if action.kind == "forward")
-        once = sum(seconds for axis, seconds in told[rank].items() if axis != "pipe") - inside
+        once = sum(seconds for axis, seconds in communication_by_rank[rank].items() if axis != "pipe") - inside
         start, end, last = done[-1]
         behind = end - start if last.kind == "backward" else 0.0
         ends.append(end + _not_hidden(max(0.0, once), behind, cluster))
     return max(ends)
 
 
-def _not_hidden(told: float, compute: float, cluster: Cluster) -> float:
-    """What communication adds to compute beside it; a CPU computes and talks with the same cores."""
-    return told if is_cpu(cluster) else max(0.0, told - compute)
+def _not_hidden(communication: float, compute: float, cluster: Cluster) -> float:
+    """Seconds that communication adds to compute at the same time.
+
+    A CPU hides none of it: it communicates with the cores that compute.
+    """
+    return communication if is_cpu(cluster) else max(0.0, communication - compute)
 
 
-# --- what predictions are made of
+# --- rates and links
 
 
 def peak_flops(run: Run, device: torch.device) -> float | None:
-    """The peak of this rank's device in the run's precision, where it is known."""
+    """The peak FLOP/s of this rank's device in the run's precision; None if it is not known."""
     if device.type != "cuda":
         return None
     node = recognise(torch.cuda.get_device_name(device))
@@ -283,7 +296,7 @@ def peak_flops(run: Run, device: torch.device) -> float | None:
 
 
 def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
-    """The cluster that the run names; "local" is this machine with its part of the ranks, once for each host."""
+    """The cluster that the run names. "local" is this machine with its share of the ranks, once for each host."""
     if run.cluster != "local":
         return load(run.cluster)
     num_ranks = math.ceil(run.plan.num_ranks / num_hosts)
@@ -292,6 +305,7 @@ def run_cluster(run: Run, num_hosts: int = 1) -> Cluster:
 
 
 def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> dict[str, float]:
+    """Seconds of communication by axis, by the ring formulas."""
     seconds: dict[str, float] = {}
     for (axis, operation), value in traffic.items():
         link = link_of(axis, plan, cluster)
@@ -307,12 +321,15 @@ def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> d
 
 
 def link_of(axis: str, plan: Plan, cluster: Cluster) -> AxisLink:
-    """The link that an axis talks over; a pair may lie as far apart as the ends of the axis that it is along."""
+    """The link of an axis. The two ranks of a pair may be as far apart as the ends of the axis along which they are."""
     return cluster.axis_link(*_span(PAIRS_ALONG.get(axis, axis), plan, cluster.node.num_devices))
 
 
 def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:
-    """How far apart neighbours on an axis (or a level of it) are, and its degree; joint axes span all their members."""
+    """Returns (the distance in ranks between neighbours on an axis or on a level of it, its degree).
+
+    Joint axes span all their members.
+    """
     axis, _, level = axis.partition("/")
     if level:
         num_nodes, num_local = level_degrees(plan, ranks_per_node)[axis]
@@ -324,12 +341,13 @@ def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:
 
 
 def is_known(cluster: Cluster, precision: str) -> bool:
-    """Whether the planner can time kernels on the cluster's devices."""
+    """Can the planner time kernels on the cluster's devices?"""
     device = cluster.node.device
     return device.memory_bandwidth_bytes_per_second is not None and precision in device.peak_flops
 
 
 def _flops_per_second(run: Run, cluster: Cluster) -> float | None:
+    """The FLOP/s of a rank in training; None if they are not known."""
     peak = cluster.node.device.peak_flops.get(PEAK_OF[run.plan.precision])
     if peak is not None:
         return peak * ASSUMED_EFFICIENCY

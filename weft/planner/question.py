@@ -1,8 +1,8 @@
-"""What is asked of the planner: a batch of sequences or images a step, what must hold, and what is to be best.
+"""A question to the planner: the batch of sequences or images of a step, the constraints, and the objective.
 
 Constraints are words: `pipe=4`, `tensor.x<=8`, `recompute!=full`, `no recompute`, `no pipe`, `exact only`. A name is a
-field of the plan; a bare table stands for its degree (`shard<=8`), and `x`, `y`, `recompute`, `schedule`, `stage`,
-`sequence` for the fields that are called so.
+field of the plan. The name of a table stands for its degree (`shard<=8`). `x`, `y`, `recompute`, `schedule`, `stage`
+and `sequence` stand for the fields of these names.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _SHORT = {
     "tensor": "tensor.x",
     **{table: f"{table}.degree" for table in ("pipe", "shard", "context")},
 }
-# What shapes a rank's own work; the rest is laid out around it.
+# Fields that shape a rank's own work. The search chooses them first, then pipe, shard and data.
 INNER = ("tensor.", "context.", "tile.", "micro_batch", "memory.recompute", "precision")
 _PATTERN = re.compile(r"\s*([a-z_][a-z_.]*)\s*(<=|>=|!=|==|=|<|>)\s*([\w.\-]+)\s*")
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """One condition on a field of the plan, and the words it was given in."""
+    """One condition on a field of the plan, with the text that it was parsed from."""
 
     text: str
     name: str
@@ -59,27 +59,28 @@ class Constraint:
     value: float | str | bool
 
     def holds(self, plan: Plan) -> bool:
+        """Does the plan satisfy the condition?"""
         found: Any = plan
         for step in self.name.split("."):
             found = getattr(found, step)
         return found is not None and self.compare(found)
 
     def compare(self, found: Any) -> bool:
-        """Whether a value of the field holds."""
+        """Does a value of the field satisfy the condition?"""
         return COMPARISONS[self.comparison](found, self.value)
 
     @property
     def is_inner(self) -> bool:
-        """Whether it is settled before pipe, shard and data are laid out."""
+        """Does it concern settings that are chosen before pipe, shard and data?"""
         return self.name.startswith(INNER)
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be planned, on all devices of the model's cluster: for `shape`, images; else sequences of tokens.
+    """What to plan, on all devices of the model's cluster: images if `shape` is given, else sequences of tokens.
 
-    Without `exact` plans may change the mathematics (batch norm over the images of each rank alone). `compiles` says
-    whether blocks are compiled; None, that they are on GPUs, but for tiles and models of many different layers.
+    Without `exact`, plans may change the mathematics (batch norm over each rank's own images). `compiles` says whether
+    blocks are compiled; None compiles them on GPUs, except for tiles and models with many different layers.
     """
 
     batch: int
@@ -92,11 +93,11 @@ class Question:
 
     @property
     def unit(self) -> str:
-        """What speed counts."""
+        """The unit of speeds: tokens or images."""
         return "tokens" if self.shape is None else "images"
 
     def describe(self) -> str:
-        """`32 sequences of 1,024 tokens`, or `32 images of 2,048 × 2,048 pixels`."""
+        """Describes the batch: `32 sequences of 1,024 tokens`, or `32 images of 2,048 × 2,048 pixels`."""
         several = "s" if self.batch != 1 else ""
         if self.shape is not None:
             return f"{self.batch:,} image{several} of {self.shape.height:,} × {self.shape.width:,} pixels"
@@ -108,7 +109,7 @@ class Question:
 
 
 def parse_constraints(texts: Sequence[str]) -> tuple[Constraint, ...]:
-    """Constraints from words; several may stand in one text, separated by commas."""
+    """Parses constraints. One text may hold several, separated by commas."""
     return tuple(_parse(part.strip()) for text in texts for part in text.split(",") if part.strip())
 
 
@@ -132,6 +133,7 @@ def _parse(text: str) -> Constraint:
 
 
 def _none_of(text: str, what: str) -> Constraint:
+    """Parses `no recompute`, `no pipe` and the like: the field must have its neutral value."""
     name = _SHORT.get(what, what)
     kind = _kind_of(text, name)
     words: dict[str, float | str | bool] = {"memory.recompute": "none", "memory.offload": 0, "tensor.sequence": False}
@@ -144,7 +146,7 @@ def _none_of(text: str, what: str) -> Constraint:
 
 
 def _fields() -> dict[str, Any]:
-    """Every field of the plan that a constraint may name, with its type."""
+    """Returns every field of the plan that a constraint may name, with its type."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(Plan).items():
         inner = _TABLES.get(name)
@@ -153,6 +155,7 @@ def _fields() -> dict[str, Any]:
 
 
 def _kind_of(text: str, name: str) -> Any:
+    """The type of a field, or a tuple of its possible values."""
     fields = _fields()
     if name not in fields:
         raise ConfigError(f"constraint '{text}': a plan has no '{name}'{nearest(name, [*fields, *_SHORT])}")
@@ -178,7 +181,7 @@ def _value(text: str, raw: str, kind: Any) -> float | str | bool:
 
 
 def parse_count(text: str, what: str) -> int:
-    """`4M` as 4 194 304, `512` as 512: a whole number, with K, M or G for powers of 1024."""
+    """Parses a whole number, with K, M or G for powers of 1024: `4M` is 4 194 304. `what` names it in errors."""
     match = re.fullmatch(r"([0-9]{1,15})([KMGkmg]?)", text.strip())
     if match is None or not int(match[1]):
         raise ConfigError(f"{what} {text} is not a whole number above 0; write e.g. 4194304, 4096K or 4M")

@@ -1,7 +1,7 @@
-"""How long a schedule's own lists take, without the picture: one pass over an order found once.
+"""The duration of a pipeline schedule, computed in one pass over an order of its actions that is found once.
 
-`simulate` of the pipeline says all that happens; the search asks only how long it takes and how long ranks wait, of
-many plans with the same lists. A test holds both to the same numbers.
+`schedule/simulate.py` returns the whole timeline. The search needs only the duration and the share of waiting, for many
+plans with the same schedule. A test checks that both give the same numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 
 
-class _Entry(NamedTuple):
-    """An action in an order that can run: what it needs by place in the order, and what of it comes by message, with
-    the stage before the edge over which that comes.
+class _OrderedAction(NamedTuple):
+    """An action in an executable order.
+
+    `needs` are the positions in that order of the actions on the same rank that must be done before. `from_others` are
+    (position, edge) of actions on other ranks: the edge is the earlier stage of the two that the message connects.
     """
 
     rank: int
@@ -29,18 +31,20 @@ class _Entry(NamedTuple):
     from_others: tuple[tuple[int, int], ...]
 
 
-class Run(NamedTuple):
+class ScheduleTime(NamedTuple):
+    """The duration of a schedule, and the share of the ranks' time in which they wait."""
+
     makespan_seconds: float
     bubble_share: float
 
 
 @lru_cache(maxsize=64)
-def _entries(pipe: Pipe, num_micro_batches: int) -> tuple[tuple[_Entry, ...], frozenset[int]]:
-    """The lists in an order that can run, and the stages whose weight gradients are actions of their own."""
+def _entries(pipe: Pipe, num_micro_batches: int) -> tuple[tuple[_OrderedAction, ...], frozenset[int]]:
+    """Returns the actions in an executable order, and the stages whose weight gradients are separate actions."""
     schedule = make_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
     if pipe.shadow:
         schedule = with_shadows(schedule)
-    found: list[_Entry] = []
+    found: list[_OrderedAction] = []
     index: dict[Action, int] = {}
     for rank, action in run_order(schedule):
         needs: list[int] = []
@@ -51,16 +55,18 @@ def _entries(pipe: Pipe, num_micro_batches: int) -> tuple[tuple[_Entry, ...], fr
             else:
                 needs.append(index[need])
         index[action] = len(found)
-        found.append(_Entry(rank, action.kind, action.stage, tuple(needs), tuple(others)))
+        found.append(_OrderedAction(rank, action.kind, action.stage, tuple(needs), tuple(others)))
     return tuple(found), schedule.split_stages
 
 
-@lru_cache(maxsize=64)  # plans that differ in shard and data have the same stages
+@lru_cache(maxsize=64)  # cached, as plans that differ only in shard and data have equal stages
 def run(
     pipe: Pipe, num_micro_batches: int, stages: tuple[tuple[float, float], ...], message_seconds: tuple[float, ...]
-) -> Run:
-    """The lists under (forward, backward) of each stage, half of which is that of the weights, and the seconds of a
-    message between each stage and the next.
+) -> ScheduleTime:
+    """The duration of a schedule.
+
+    `stages` are (forward, backward) seconds of one micro-batch in each stage; half of backward is that of the weights.
+    `message_seconds` are those of a message between each stage and the next.
     """
     entries, split = _entries(replace(pipe, split=()), num_micro_batches)
     seconds = {
@@ -82,4 +88,4 @@ def run(
         free[rank] = start + taken
         ends.append(start + taken)
     makespan = max(free)
-    return Run(makespan, 1 - busy / (pipe.degree * makespan))
+    return ScheduleTime(makespan, 1 - busy / (pipe.degree * makespan))

@@ -1,11 +1,12 @@
-"""The search: every plan that fits, the fastest first.
+"""The search for the fastest plans that fit into memory.
 
-What is inside a rank (x, y, sequence, context, micro-batch, recompute) is tried in the order of a bound: the step can
-be no shorter than its compute spread over all devices without a wait or a word. For each, every way to lay the rest out
-(pipe with its schedules, shard with its stages, data) is checked for memory and timed in closed form; one that does not
-fit is tried with the least share of its state on the host with which it does. The search ends when no bound beats the
-plans found. So nothing is left out that could have been among them. The best are then timed by their schedules' own
-lists. Everything is arithmetic and in one order: the same question has the same answer.
+Settings that shape a rank's own work (x, y, sequence, context, micro-batch, recompute) are tried in the order of a
+lower bound: a step takes at least its compute divided over all devices, without waits or communication. For each of
+them, all layouts of the other axes (pipe with its schedules, shard with its stages, data) are checked for memory and
+timed in closed form. A plan that does not fit is tried with the smallest share of its state in host memory with which
+it fits. The search ends when no remaining bound is lower than the times of the plans found, so it misses no plan that
+is among the fastest. The best plans are then timed by simulating their schedules. The search is deterministic: the same
+question has the same answer.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from weft.cluster.hardware import Cluster
 from weft.parallel.apply import STRATEGIES
 from weft.plan import Context, Pipe, Plan, Shard, Tensor
 from weft.plan import Memory as MemoryPolicy
-from weft.planner.closed_form_memory import Memory, Sizes, Working, memory, sizes, working
+from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
 from weft.planner.question import Question
 from weft.planner.step import StepModel, StepTime
 from weft.profile import Profile
 from weft.sharding.host_memory import KEPT_FREE_BYTES
 
 MAX_MICRO_BATCH = 64
-LONG_SEQUENCE = 16384  # from here on context is tried
-NUM_TIMED = 48  # of the best in closed form, timed by their lists
+LONG_SEQUENCE = 16384  # tokens from which on `context` is tried
+NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
 REGATHER = "tensor.regather"
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
@@ -37,30 +38,32 @@ OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its cost; `step` where its list was simulated."""
+    """A plan with its cost. `step` is set if its schedule was simulated."""
 
     plan: Plan
     num_micro_batches: int
     seconds: float
-    memory: Memory
+    memory: RankMemory
     step: StepTime | None = None
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best plans, those that would be as fast but do not fit (the nearest first), and how many were looked at."""
+class SearchResult:
+    """The best plans, plans that would be as fast but do not fit (the nearest to fit first), and the number of plans
+    tried.
+    """
 
     best: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
-    refused: tuple[tuple[str, str], ...]  # what the model does not allow, with the reason
+    refused: tuple[tuple[str, str], ...]  # (plans that the model does not allow, reason)
     num_considered: int
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model to be planned: its times, and a profile of one sequence of it (or of its first blocks) for its sizes.
+    """A model to plan: its times, and a profile of one sequence (of it, or of its first blocks) for its sizes.
 
-    `ImageModel` is that of images.
+    `ImageModel` is the subclass for images.
     """
 
     steps: StepModel
@@ -72,12 +75,12 @@ class Model:
 
     @property
     def numel(self) -> int:
-        """Parameters of the whole model."""
+        """The number of parameters of the whole model."""
         return self.profile.root.numel + self.profile.blocks[-1].numel * self.num_blocks
 
     @property
     def flops(self) -> float:
-        """What forward and backward of one sequence need: causal attention counted half, recompute not at all."""
+        """FLOPs of forward and backward for one sequence, with half of attention (causal) and without recompute."""
         work = self.steps.workload
         return sum(3 * (part.flops - part.attention_flops / 2) for part in (work.first, *work.blocks, work.last))
 
@@ -86,7 +89,7 @@ class Model:
         return self.steps.cluster
 
     def on(self, cluster: Cluster) -> Self:
-        """The model on another cluster."""
+        """Returns the model on another cluster."""
         return replace(self, steps=replace(self.steps, cluster=cluster))
 
     @cached_property
@@ -94,11 +97,11 @@ class Model:
         return {}
 
     @cached_property
-    def _working(self) -> dict[Any, tuple[Working, ...]]:
+    def _working(self) -> dict[Any, tuple[WorkingMemory, ...]]:
         return {}
 
-    def held(self, plan: Plan, num_micro_batches: int) -> Memory:
-        """What the fullest rank holds."""
+    def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
+        """Memory of the rank that needs most."""
         inside = (plan.tensor, plan.memory.recompute, plan.precision, plan.matmul)
         if inside not in self._sizes:
             self._sizes[inside] = sizes(self.profile, plan)
@@ -108,17 +111,17 @@ class Model:
         return memory(self._working[key], self._sizes[inside], plan, num_micro_batches)
 
     def seeker(self, question: Question, keep: int) -> Search:
-        """The search over plans for it."""
+        """Returns the search over plans for this model."""
         return TextSearch(self, question, keep)
 
 
-def search(model: Model, question: Question, keep: int = 10) -> Found:
-    """The `keep` fastest plans that fit, in order."""
+def search(model: Model, question: Question, keep: int = 10) -> SearchResult:
+    """Returns the `keep` fastest plans that fit, in order."""
     return model.seeker(question, keep).run()
 
 
 class Search(ABC):
-    """What searches over plans of any kind of model share."""
+    """The common part of the searches over plans of language and image models."""
 
     def __init__(self, model: Model, question: Question, keep: int) -> None:
         self.model, self.question, self.keep = model, question, keep
@@ -126,16 +129,17 @@ class Search(ABC):
         self.num_devices = model.steps.cluster.num_devices
         self.limit_bytes = model.steps.cluster.node.device.memory_bytes
         self.num_considered, self._room = 0, max(keep, NUM_TIMED)
-        self._best: list[tuple[float, int, Candidate]] = []  # a heap, the slowest kept on top
-        self._large: dict[tuple[int, ...], Candidate] = {}  # of each layout, the one that is nearest to fit
-        self._refused: dict[str, str] = {}  # the first that has it, for each reason
+        self._best: list[tuple[float, int, Candidate]] = []  # a heap with the slowest plan on top
+        self._large: dict[tuple[int, ...], Candidate] = {}  # by layout, the plan that is nearest to fit
+        self._refused: dict[str, str] = {}  # by reason, the first plan that was refused for it
         self._inner = [one for one in question.constraints if one.is_inner]
         self._outer = [one for one in question.constraints if not one.is_inner and one.name != OFFLOAD]
-        self._regathers = not any(one.name == REGATHER for one in question.constraints)  # where a plan fits only so
+        self._regathers = not any(one.name == REGATHER for one in question.constraints)  # else only if needed to fit
         limits = [one for one in question.constraints if one.name == OFFLOAD]
         self._shares = [share for share in SHARES if all(one.compare(share) for one in limits)]
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
+        """Runs the search."""
         inner = sorted(self._inner_plans(), key=lambda pair: pair[0])
         for bound, plan in inner:
             if self._is_slow(bound):
@@ -147,28 +151,32 @@ class Search(ABC):
         large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
         large = sorted(large, key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
         refused = tuple((what, reason) for reason, what in self._refused.items())
-        return Found(tuple(timed), tuple(large), refused, self.num_considered)
+        return SearchResult(tuple(timed), tuple(large), refused, self.num_considered)
 
     @abstractmethod
     def _inner_plans(self) -> Iterable[tuple[float, Plan]]:
-        """(bound, plan) for everything that shapes a rank's own work; the other axes are still 1."""
+        """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work.
+
+        The other axes have degree 1.
+        """
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
-        """The schedules to try on so many ranks."""
+        """The schedules to try with `degree` pipeline ranks."""
 
     def _allows(self, plan: Plan, num_micro_batches: int) -> bool:
-        """Whether the model can be laid out so."""
+        """Can the model be laid out this way?"""
         return True
 
     def _reason(self, plan: Plan) -> str | None:
-        """Why the model does not allow it."""
+        """The reason why the model does not allow the plan; None if it does."""
         reasons = (strategy.refuse(self.model.profile, plan) for strategy in STRATEGIES)
         return next((reason for reason in reasons if reason is not None), None)
 
-    # --- the rest
+    # --- the other axes
 
     def _lay_out(self, inner: Plan) -> None:
+        """Tries all layouts of pipe, shard and data around the settings of `inner`."""
         group = inner.num_ranks
         room, batch = self.num_devices // group, self.question.batch
         assert inner.micro_batch is not None
@@ -189,7 +197,7 @@ class Search(ABC):
                             self._consider(plan, num_micro_batches)
 
     def _is_slow(self, seconds: float) -> bool:
-        """Whether all plans kept so far are faster."""
+        """Are all plans kept so far faster than `seconds`, and are there enough of them?"""
         return len(self._best) >= self._room and seconds >= -self._best[0][0]
 
     # --- costs
@@ -199,7 +207,10 @@ class Search(ABC):
         return replace(candidate, seconds=step.seconds, step=step)
 
     def _offloaded(self, candidate: Candidate) -> Candidate | None:
-        """A plan with the least share of its state on the host that is allowed and fits; None if there is none."""
+        """Returns the candidate with the smallest allowed share of its state in host memory with which it fits.
+
+        Returns None if there is no such share.
+        """
         node, count = self.steps.cluster.node, candidate.num_micro_batches
         is_hopeless = candidate.memory.least_bytes > self.limit_bytes
         if node.host_link_bytes_per_second is None or not self._shares or is_hopeless:
@@ -221,18 +232,21 @@ class Search(ABC):
         return replace(candidate, plan=plan, memory=self.model.held(plan, candidate.num_micro_batches))
 
     def _gather_again(self, plan: Plan, num_micro_batches: int) -> None:
-        """Consider a plan that does not fit once more, with less of what enters matmuls kept, if it fits so."""
-        if plan.memory.recompute == "none":  # others gather again as it is
+        """Tries a plan that does not fit with `regather`, which saves fewer inputs of matmuls, if it then fits."""
+        if plan.memory.recompute == "none":  # recompute gathers again anyway
             plan = replace(plan, tensor=replace(plan.tensor, regather=True))
             if self.model.held(plan, num_micro_batches).total_bytes <= self.limit_bytes:
                 self._consider(plan, num_micro_batches)
 
     def _consider(self, plan: Plan, num_micro_batches: int) -> None:
-        """Keep a plan if it is among the fastest that fit, or would be and is the nearest of its layout to fit."""
+        """Keeps a plan if it is among the fastest that fit.
+
+        A plan that does not fit but would be among the fastest is kept if it is the nearest to fit of its layout.
+        """
         self.num_considered += 1
         seconds = self.steps.estimate(plan, num_micro_batches)
         if self._is_slow(seconds):
-            return  # one that does not fit and is slower than all that do teaches nothing
+            return  # if it does not fit, it is not worth reporting either
         held = self.model.held(plan, num_micro_batches)
         candidate: Candidate | None = Candidate(plan, num_micro_batches, seconds, held)
         assert candidate is not None
@@ -253,10 +267,13 @@ class Search(ABC):
 
 
 class TextSearch(Search):
-    """Over x, y, sequence and context, with the schedules of equal blocks."""
+    """Searches over x, y, sequence and context, and over pipeline schedules with equal blocks."""
 
     def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
-        """(bound, plan) for everything that shapes a rank's own work; the other axes are still 1."""
+        """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work.
+
+        The other axes have degree 1.
+        """
         for x in divisors(self.num_devices):
             for y in divisors(self.num_devices // x):
                 for sequence, regather in self._sequences(x):
@@ -269,7 +286,10 @@ class TextSearch(Search):
                         yield from self._policies(tensor, context)
 
     def _sequences(self, x: int) -> list[tuple[bool, bool]]:
-        """Both ways to split the stream over x; to gather again only where the question names that."""
+        """(sequence, regather) to try: the residual stream replicated or split over x.
+
+        `regather` is tried here only if the question names it.
+        """
         if x == 1:
             return [(False, False)]
         return [(False, False), (True, False), *([] if self._regathers else [(True, True)])]
@@ -313,10 +333,11 @@ class TextSearch(Search):
 
 @lru_cache(maxsize=1 << 12)
 def divisors(number: int) -> tuple[int, ...]:
-    """Of a number, in order."""
+    """The divisors of a number, in order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, str]:
+    """A sort key: faster plans first, then those that need less memory, then by name."""
     return candidate.seconds, candidate.memory.total_bytes, candidate.plan.describe_axes()

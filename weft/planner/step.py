@@ -1,9 +1,9 @@
-"""The time of one step under a plan: kernels, collectives, what hides behind what, and the schedule's own list.
+"""The time of one step under a plan: kernels, exposed collectives, and the pipeline's schedule.
 
-A plan's stages are timed for one micro-batch (`micro_batch.py`); the schedule's list is run with these times; then come
-the gradients' reduction, as far as backward does not hide it, and the optimizer. Gathers of `shard` run beside a
-micro-batch's compute, block by block: they cost the first block's, what is longer than the compute, and what the
-compute loses to them while both run.
+The plan's stages are timed for one micro-batch (`micro_batch.py`), and the schedule is run with these times. The
+reduction of gradients (without the part that backward hides) and the optimizer are added. Gathers of `shard` overlap
+with a micro-batch's compute, block by block. Their cost is the first block's gather, the part that is longer than the
+compute, and the slow-down of the compute during the overlap.
 """
 
 from __future__ import annotations
@@ -19,59 +19,62 @@ from weft.cluster.hardware import ring_seconds
 from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
-from weft.planner.schedule_time import Run, run
-from weft.planner.workload import Part
+from weft.planner.schedule_time import ScheduleTime, run
+from weft.planner.workload import BlockWork
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 from weft.schedule.simulate import Timeline, simulate
 from weft.sharding.layout import evenly_spaced
 
-FIXED_SECONDS = 3e-3  # of a step: the norm, the loss's way to the host, the loop
-# Parameters of a bucket of gradients, at least, and for each rank of data, where they grow: Megatron-Core's rule
-# (megatron/core/distributed/distributed_data_parallel.py), lest collectives of many ranks wait for latency only.
+FIXED_SECONDS = 3e-3  # per step: the norm, the loss's copy to the host, the loop
+# Parameters in a bucket of gradients where buckets grow: the minimum, and the number for each rank of data. This is
+# Megatron-Core's rule (megatron/core/distributed/distributed_data_parallel.py). It keeps collectives of many ranks from
+# being dominated by latency.
 BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK = 40_000_000, 1_000_000
-HOST_LINK_SHARE = 0.86  # of the printed bandwidth: 55 of 64 GB/s each way between an H200 and its host
+HOST_LINK_SHARE = 0.86  # share of the printed bandwidth: 55 of 64 GB/s in each direction between an H200 and its host
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Where the time of a step goes."""
+    """The time of a step, and its parts."""
 
     seconds: float
     compute_seconds: float  # of the busiest rank
     exposed_seconds: dict[str, float]  # by axis
     bubble_share: float
     optimizer_seconds: float
-    where: dict[str, float] = field(default_factory=dict)  # all seconds of the busiest rank: compute, axes, bubble, ...
+    where: dict[str, float] = field(default_factory=dict)  # the busiest rank's seconds: compute, axes, bubble, ...
     make_timeline: Callable[[], Timeline | None] = field(default=lambda: None, repr=False, compare=False)
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """What each rank of pipe does when; None without a pipeline."""
+        """The actions of each pipeline rank over time; None without a pipeline."""
         return self.make_timeline()
 
 
-class Stage(NamedTuple):
-    """What one micro-batch takes in a stage, the parameters and blocks of one of its ranks, what that hands on, and its
-    parts with the micro-batch that each takes.
+class PlannedStage(NamedTuple):
+    """One pipeline stage on one of its ranks.
+
+    `seconds` are those of one micro-batch, `message_bytes` the output that the rank sends on, and `parts` the stage's
+    blocks with the micro-batch of each.
     """
 
     seconds: Seconds
     numel: float
     num_blocks: int
     message_bytes: float
-    parts: tuple[tuple[Part, float], ...]
+    parts: tuple[tuple[BlockWork, float], ...]
 
 
 @dataclass(frozen=True)
 class StepModel(MicroBatchModel):
-    """Times of one model on one cluster."""
+    """Step times of one model on one cluster."""
 
     numel: tuple[int, int, int] = (0, 0, 0)  # parameters of the first end, one block, the last end
-    tied_numel: int = 0  # of both ends, which a stage that has both holds once
+    tied_numel: int = 0  # parameters shared by both ends; a stage with both ends holds them once
 
     def estimate(self, plan: Plan, num_micro_batches: int) -> float:
-        """The time of a step in closed form: equal stages, 1f1b's waits. For search; `step` simulates."""
+        """Seconds of a step in closed form, with equal stages and 1f1b's waits. For the search; `step` simulates."""
         first, blocks, last = self._chain(plan)
         degree, work = plan.pipe.degree, self.workload
         share = Seconds(blocks.forward / degree, blocks.backward / degree)
@@ -87,13 +90,13 @@ class StepModel(MicroBatchModel):
         return makespan + reduction + self._optimizer_seconds(largest, plan, num_micro_batches)
 
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
-        """No more than `estimate` gives for the plan with this pipe, whatever its shard and data are."""
+        """A lower bound of `estimate` for the plan with this pipe, for any shard and data."""
         first, blocks, last = self._chain(plan)
         share = Seconds(blocks.forward / pipe.degree, blocks.backward / pipe.degree)
         return _makespan(first, share, last, pipe, num_micro_batches) + FIXED_SECONDS
 
     def _optimizer_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:
-        """The update, and what adds up the gradients of micro-batches."""
+        """Seconds of the update, and of adding up gradients of micro-batches."""
         own = numel / plan.shard.degree / (plan.data * plan.context.degree if self.software.shards_optimizer else 1)
         is_alone = plan.num_ranks == num_micro_batches == 1
         num_bytes = own * (self.software.optimizer_bytes - spared_bytes(plan) - is_alone * self.software.alone_bytes)
@@ -102,22 +105,23 @@ class StepModel(MicroBatchModel):
         link = self.cluster.node.host_link_bytes_per_second
         if not plan.memory.keeps_state_on_host or link is None:
             return updated
-        # Up and down at once, beside the update of what stayed.
+        # Copies in both directions run at once, during the update of the state on the device.
         streamed = len(evenly_spaced(len(self.workload.blocks), plan.memory.weights)) * self.numel[1]
         return max(updated, updated_bytes(plan, numel, streamed) / (link * HOST_LINK_SHARE))
 
     def _message_bytes(self, plan: Plan) -> float:
+        """Bytes of one micro-batch's message between two stages."""
         assert plan.micro_batch is not None
         message = 2 * self.workload.stream_numel * plan.micro_batch / plan.context.degree / plan.tensor.y
         return message / plan.tensor.x if self.software.splits_messages else message
 
-    def stages(self, plan: Plan) -> list[Stage]:
-        """The blocks in equal numbers, with the ends of the model at both ends."""
+    def stages(self, plan: Plan) -> list[PlannedStage]:
+        """Splits the blocks into stages of equal counts; the ends of the model belong to the first and last stage."""
         assert plan.micro_batch is not None
         work, micro_batch, num_stages = self.workload, plan.micro_batch, plan.pipe.num_stages
-        distinct = {id(part): part for part in (work.first, *work.blocks, work.last)}  # most blocks are one value
+        distinct = {id(part): part for part in (work.first, *work.blocks, work.last)}  # most blocks are the same object
         inside = {key: self.inside(part, plan, micro_batch) for key, part in distinct.items()}
-        parts: list[list[Part]] = [[] for _ in range(num_stages)]
+        parts: list[list[BlockWork]] = [[] for _ in range(num_stages)]
         for index, part in enumerate(work.blocks):
             parts[index * num_stages // len(work.blocks)].append(part)
         split, message, found = plan.tensor.x * plan.tensor.y, self._message_bytes(plan), []
@@ -130,11 +134,13 @@ class StepModel(MicroBatchModel):
             for part in own:
                 seconds = seconds.plus(inside[id(part)])
             count = max(1, round(numel / self.numel[1])) if self.numel[1] else 1
-            found.append(Stage(seconds, numel / split, count, message, tuple((part, micro_batch) for part in own)))
+            found.append(
+                PlannedStage(seconds, numel / split, count, message, tuple((part, micro_batch) for part in own))
+            )
         return found
 
     def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
-        """All of it."""
+        """Times a step under a plan, with the schedule simulated."""
         stages, exposed = self.stages(plan), dict[str, float]()
         alone = [stage.seconds for stage in stages]
         both = [self._beside_shards(one.seconds, one.numel, one.num_blocks, plan, exposed) for one in stages]
@@ -150,13 +156,15 @@ class StepModel(MicroBatchModel):
         return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, where, timeline)
 
     def _load(self, pipe: Pipe, rank: int, stages: Sequence[Seconds]) -> float:
-        """What a rank of pipe computes for each micro-batch."""
+        """Seconds that a pipeline rank computes for each micro-batch."""
         return sum(share * sum(stages[stage]) for stage, share in on_rank(pipe, rank))
 
-    def _where(self, plan: Plan, num_micro_batches: int, stages: list[Stage], both: list[Seconds]) -> dict[str, float]:
-        """What the busiest rank of pipe does all step: its kernels, and what each axis adds to them."""
+    def _where(
+        self, plan: Plan, num_micro_batches: int, stages: list[PlannedStage], both: list[Seconds]
+    ) -> dict[str, float]:
+        """Seconds of the busiest pipeline rank in a step: its kernels, and the time that each axis adds to them."""
         rank = max(range(plan.pipe.degree), key=lambda rank: self._load(plan.pipe, rank, both))
-        parts: Counter[tuple[Part, float]] = Counter()
+        parts: Counter[tuple[BlockWork, float]] = Counter()
         for stage, share in on_rank(plan.pipe, rank):
             for one in stages[stage].parts:
                 parts[one] += share  # type: ignore[assignment]
@@ -169,8 +177,10 @@ class StepModel(MicroBatchModel):
         return {"compute": all_of_it[0] - sum(found.values()), **found, "shard": all_of_it[1] - all_of_it[0]}
 
     def _beside_shards(self, stage: Seconds, size: float, count: int, plan: Plan, exposed: dict[str, float]) -> Seconds:
-        """Stage 3 gathers parameters before forward and backward, one block ahead; with `accumulate = "slice"` every
-        backward also scatters gradients.
+        """Seconds of a stage with the collectives of `shard` that overlap with it.
+
+        Stage 3 gathers parameters before forward and backward, one block ahead. With `accumulate = "slice"` every
+        backward also reduce-scatters gradients. Adds the exposed seconds to `exposed`.
         """
         if plan.shard.degree == 1:
             return stage
@@ -186,9 +196,9 @@ class StepModel(MicroBatchModel):
         exposed["shard"] = exposed.get("shard", 0.0) + forward + backward - sum(stage)
         return Seconds(forward, backward)
 
-    def _run(self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int) -> Run:
+    def _run(self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int) -> ScheduleTime:
         if plan.pipe.degree == 1:
-            return Run(sum(stages[0]) * num_micro_batches, 0.0)
+            return ScheduleTime(sum(stages[0]) * num_micro_batches, 0.0)
         return run(plan.pipe, num_micro_batches, tuple(stages), tuple(messages))
 
     def _timeline(
@@ -203,7 +213,10 @@ class StepModel(MicroBatchModel):
         return simulate(schedule, [stage.forward for stage in stages], halves, halves, messages)
 
     def _over_data_and_context(self, operation: str, num_bytes: float, plan: Plan) -> float:
-        """A collective over ranks of both axes, data right outside context, as where optimizer state is sharded."""
+        """Seconds of a collective over the ranks of data and context together, with data directly outside context.
+
+        It is used where optimizer state is sharded over both.
+        """
         degree = plan.data * plan.context.degree
         if degree == 1:
             return 0.0
@@ -213,56 +226,62 @@ class StepModel(MicroBatchModel):
     def _reduction(
         self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
     ) -> float:
-        """What a step takes longer for gradients over shard, tiles, data and context, and between mirrored replicas;
-        the last backward hides what it can.
+        """Seconds that a step takes longer for reducing gradients over shard, tiles, data and context, and between
+        mirrored replicas.
+
+        The last backward hides as much of it as it can. `largest` is the number of parameters of the largest rank,
+        `count` the number of buckets.
         """
         if self.software.grows_buckets:
             bucket = max(BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK * plan.data * plan.context.degree)
             count = min(count, math.ceil(largest / bucket))
-        size, width = largest / count, self.software.gradient_bytes  # of a bucket; of a parameter's gradient
+        size, width = largest / count, self.software.gradient_bytes  # parameters of a bucket; bytes of a gradient
         own = size / plan.shard.degree
-        told = before = 0.0
+        reduce_seconds = before = 0.0
         if plan.shard.degree > 1:
             gather = self.seconds("shard", "all_gather", 2 * size, plan)
             if plan.memory.accumulate == "whole":
-                told += self.seconds("shard", "reduce_scatter", size * width, plan)
+                reduce_seconds += self.seconds("shard", "reduce_scatter", size * width, plan)
             if plan.shard.stage == 3:
                 before = count * gather
             else:
-                told += gather
+                reduce_seconds += gather
         if self.software.shards_optimizer:
-            told += self._over_data_and_context("reduce_scatter", own * width, plan)
-            told += self._over_data_and_context("all_gather", 2 * own, plan)
+            reduce_seconds += self._over_data_and_context("reduce_scatter", own * width, plan)
+            reduce_seconds += self._over_data_and_context("all_gather", 2 * own, plan)
         else:
-            told += self.seconds("data", "all_reduce", own * width, plan)
-            told += self.seconds("context", "all_reduce", own * width, plan)
+            reduce_seconds += self.seconds("data", "all_reduce", own * width, plan)
+            reduce_seconds += self.seconds("context", "all_reduce", own * width, plan)
         if plan.tile.degree > 1:
-            told += self.seconds("tile", "all_reduce", own * width, plan)
-        if plan.pipe.is_mirrored:  # in pairs as far apart as the ends of the axis
+            reduce_seconds += self.seconds("tile", "all_reduce", own * width, plan)
+        if plan.pipe.is_mirrored:  # replicas are as far apart as the ends of the axis
             bandwidth, latency, start = self._link(*place(plan, "pipe"))
-            told += ring_seconds("all_reduce", own * width, 2, bandwidth, latency) + start
-        told *= count
+            reduce_seconds += ring_seconds("all_reduce", own * width, 2, bandwidth, latency) + start
+        reduce_seconds *= count
         if self.software.hides_gradients:
-            # The last stage to finish is the first; parameters gathered for backward run on the same link.
+            # The first stage finishes last. Parameters gathered for backward use the same link.
             longest = max(stage.backward for stage in stages)
             without = beside(longest, before, before / count)
-            told = beside(longest, before + told, (before + told) / count) - without
-        exposed["data"] = exposed.get("data", 0.0) + told
-        return told
+            reduce_seconds = beside(longest, before + reduce_seconds, (before + reduce_seconds) / count) - without
+        exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
+        return reduce_seconds
 
 
 def on_rank(pipe: Pipe, rank: int) -> list[tuple[int, float]]:
-    """The stages that a rank of pipe holds, and of each the share of the micro-batches that it computes."""
+    """Returns the stages of a pipeline rank, each with the share of the micro-batches that the rank computes in it."""
     if pipe.is_mirrored:
         return [(rank, 0.5), (pipe.degree - 1 - rank, 0.5)]
     return [(stage, 1.0) for stage in range(rank, pipe.num_stages, pipe.degree)]
 
 
 def _makespan(first: Seconds, share: Seconds, last: Seconds, pipe: Pipe, num_micro_batches: int) -> float:
-    """Of equal stages with these ends, by 1f1b's waits and what other schedules take off them."""
+    """The duration of a pipeline of equal stages with the model's ends, in closed form.
+
+    It is 1f1b's duration less the waits that other schedules avoid.
+    """
     if pipe.degree == 1:
         return num_micro_batches * (sum(first) + sum(share) + sum(last))
-    # Fewer micro-batches than stages leave no chunk to do meanwhile.
+    # With fewer micro-batches than stages, a rank has no other chunk to compute while it waits.
     chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" and num_micro_batches >= pipe.degree else 1
     wait = sum(share) / chunks - (share.backward / 2 if pipe.schedule == "zero-bubble" else 0)
     return num_micro_batches * (sum(share) + max(sum(first), sum(last))) + (pipe.degree - 1) * wait

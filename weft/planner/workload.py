@@ -1,8 +1,8 @@
-"""What a model asks of a device for one sequence: matmuls, attention and bytes that pass through memory; by block.
+"""The work of a model for one sequence, by block: matmuls, attention, and bytes that only pass through memory.
 
-All figures are of the whole, unsplit model. Where the tensor axes split them is said by each product's kind, and for
-moved bytes by `inner` (the inside of regions, over x) and `outer` (the residual stream: over y, and with
-`tensor.sequence` over x).
+All figures are of the whole, unsplit model. The kind of each product says how the tensor axes split it. Memory traffic
+is split by place: `inner` is inside regions (split over x), `outer` is on the residual stream (split over y, and with
+`tensor.sequence` also over x).
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ NOTHING = MemoryTraffic()
 
 @dataclass(frozen=True)
 class Product:
-    """A matmul of a linear: [rows, inputs] · [inputs, outputs]. `kind` says what the tensor axes split."""
+    """A matmul of a linear layer: [rows, inputs] · [inputs, outputs]. `kind` says which dimensions the tensor axes
+    split.
+    """
 
     rows: int
     inputs: int
     outputs: int
     kind: str  # column, row, head, gathered or whole
-    enters: bool = True  # of several with one input, the first: it enters their region once
-    is_last: bool = False  # of its block: backward needs nothing behind it
+    enters: bool = True  # among layers with the same input only the first enters the region
+    is_last: bool = False  # is it the block's last layer? backward needs nothing after it
 
     @property
     def flops(self) -> int:
+        """FLOPs of forward."""
         return 2 * self.rows * self.inputs * self.outputs
 
     def local(self, x: int, y: int) -> tuple[int, int, int]:
-        """Its shape on one rank of x × y."""
+        """Returns its (rows, inputs, outputs) on one rank of x × y."""
         if self.kind == "row":
             return self.rows, -(-self.inputs // x), -(-self.outputs // y)
         if self.kind == "whole":
@@ -44,8 +47,10 @@ class Product:
 
 
 class Filter(NamedTuple):
-    """A convolution of one image as the matmul that computes it, for each of its groups: [rows, inputs · taps] ·
-    [inputs · taps, outputs]. Rows are output pixels, `in_rows` those of its input; not whole where ranks share them.
+    """A convolution of one image as an implicit matmul, for each of its groups: [rows, inputs · taps] · [inputs · taps,
+    outputs].
+
+    Rows are output pixels and `in_rows` input pixels. They need not be whole numbers if ranks share the pixels.
     """
 
     rows: float
@@ -54,20 +59,22 @@ class Filter(NamedTuple):
     outputs: int
     taps: int
     groups: int = 1
-    needs_gradient: bool = True  # of its input
+    needs_gradient: bool = True  # is the gradient of its input needed?
 
     @property
     def flops(self) -> float:
+        """FLOPs of forward."""
         return 2 * self.rows * self.inputs * self.taps * self.outputs * self.groups
 
     def shared(self, share: float) -> Filter:
-        """A share of its pixels."""
+        """Returns the same convolution for a share of its pixels."""
         return self._replace(rows=self.rows * share, in_rows=self.in_rows * share)
 
 
 class Call(NamedTuple):
-    """A collective, or `times` of it, of one micro-batch in one block: `phase` is forward or backward; of tiles also
-    "again": forward, and with recompute once more in backward.
+    """A collective of one micro-batch in one block, repeated `times`.
+
+    `phase` is "forward" or "backward"; for tiles also "again": in forward, and with recompute once more in backward.
     """
 
     axis: str
@@ -78,48 +85,51 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one block, or an end of the model, computes for one sequence (or image), and what its tiles say for it."""
+class BlockWork:
+    """The work of one block, or of one end of the model, for one sequence or image.
+
+    `tile_calls` are the collectives between tiles of an image.
+    """
 
     products: tuple[Product, ...] = ()
-    attention_flops: int = 0  # of one forward, counted whole
-    score_numel: int = 0  # of plain attention
-    sequence: int = 0  # of attention
-    key_numel: int = 0  # of K, and as many of V
+    attention_flops: int = 0  # of one forward, without a causal mask
+    score_numel: int = 0  # number of attention scores
+    sequence: int = 0  # tokens that attention sees
+    key_numel: int = 0  # elements of K; V has as many
     num_key_heads: int = 1
-    num_logits: int = 0  # that the loss reads
-    other_flops: int = 0  # of one forward: products of the block's own, and convolutions beside text
+    num_logits: int = 0  # logits that the loss reads
+    other_flops: int = 0  # of one forward: other products, and convolutions of language models
     inner: MemoryTraffic = NOTHING
     outer: MemoryTraffic = NOTHING
-    compiled: FusedTraffic | None = None  # what both move where the block is compiled
+    compiled: FusedTraffic | None = None  # memory traffic, inner and outer together, if the block is compiled
     num_parameters: int = 0
     filters: tuple[Filter, ...] = ()
-    told: tuple[Call, ...] = ()
+    tile_calls: tuple[Call, ...] = ()
 
     @property
     def query_numel(self) -> float:
-        """Of the queries: each meets every key in two products."""
+        """Elements of the queries: each meets every key in two products."""
         return self.attention_flops / (4 * self.sequence) if self.sequence else 0.0
 
     @property
     def flops(self) -> float:
-        """Of one forward, attention counted whole."""
+        """FLOPs of one forward, with attention counted without a causal mask."""
         products = sum(product.flops for product in self.products) + sum(one.flops for one in self.filters)
         return products + self.attention_flops + self.other_flops
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model as a chain: what comes before the blocks (embedding), the blocks, and what follows (norm, head, loss)."""
+    """A model as a chain: layers before the blocks (embedding), the blocks, layers after them (norm, head, loss)."""
 
-    first: Part
-    blocks: tuple[Part, ...]
-    last: Part
-    stream_numel: int  # of what one block hands to the next
+    first: BlockWork
+    blocks: tuple[BlockWork, ...]
+    last: BlockWork
+    stream_numel: int  # elements of the activations between two blocks
 
 
 def workload(profile: Profile) -> Workload:
-    """What a profile of one sequence asks of a device."""
+    """Returns the work of the model in a profile of one sequence."""
     splits = profile.pairing.splits if _pairs(profile) else {}
     names = [block.name for block in profile.blocks]
     blocks = tuple(_part(profile, block, splits) for block in profile.blocks)
@@ -129,14 +139,14 @@ def workload(profile: Profile) -> Workload:
 
 
 def _pairs(profile: Profile) -> bool:
-    """Whether the tensor axes can split the model at all."""
+    """Can the tensor axes split the model at all?"""
     try:
         return bool(profile.pairing.splits)
     except PlanError:
         return False
 
 
-def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
+def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> BlockWork:
     inside = f"{block.name}."
     products = _products(profile, splits, lambda name: name == block.name or name.startswith(inside))
     heads = [heads for name, heads in profile.attentions.items() if name.startswith(inside)]
@@ -145,7 +155,7 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
     keys = sum(one.batch * one.num_key_heads * one.sequence * one.head_dim for one in heads)
     others = block.flops - block.attention_flops - sum(product.flops for product in products)
     sequence = max((one.sequence for one in heads), default=0)
-    return Part(
+    return BlockWork(
         products,
         block.attention_flops,
         scores,
@@ -160,16 +170,19 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> Part:
     )
 
 
-def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_here: Callable[[str], bool]) -> Part:
-    """What lies outside of blocks: before all layers it belongs to the first end, behind any to the last."""
+def _end(profile: Profile, splits: Mapping[str, Split], blocks: list[str], is_here: Callable[[str], bool]) -> BlockWork:
+    """The work outside of blocks for which `is_here` accepts the layer.
+
+    Operations before all layers belong to the first end, those after any layer to the last end.
+    """
     in_blocks = tuple(f"{name}." for name in blocks)
     products = _products(profile, splits, lambda n: n not in blocks and not n.startswith(in_blocks) and is_here(n))
     moved = {layer: moved for layer, moved in profile.root.traffic_by_layer.items() if is_here(layer)}
     heads = {name for name, split in splits.items() if split.kind == "head" and name in moved}
     num_logits = sum(profile.layers[name].rows * profile.layers[name].out_features for name in heads)
-    # What lies behind the head is the loss: how often it passes over the logits is the software's.
+    # The operations after the head are the loss. The software determines how many bytes it moves per logit.
     inner, outer = _by_place({layer: one for layer, one in moved.items() if layer not in heads}, splits)
-    return Part(products, num_logits=num_logits, inner=inner, outer=outer)
+    return BlockWork(products, num_logits=num_logits, inner=inner, outer=outer)
 
 
 def _products(profile: Profile, splits: Mapping[str, Split], is_here: Callable[[str], bool]) -> tuple[Product, ...]:
@@ -187,7 +200,9 @@ def _products(profile: Profile, splits: Mapping[str, Split], is_here: Callable[[
 
 
 def _by_place(moved: Mapping[str, MemoryTraffic], splits: Mapping[str, Split]) -> tuple[MemoryTraffic, MemoryTraffic]:
-    """(inside of regions, on the residual stream): behind a column, or a head, features are split over x."""
+    """Returns the memory traffic (inside regions, on the residual stream). After a column layer or head, features are
+    split over x.
+    """
     inner, outer = MemoryTraffic(), MemoryTraffic()
     for layer, one in moved.items():
         split = splits.get(layer)
