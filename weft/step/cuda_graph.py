@@ -1,9 +1,9 @@
-"""Forward and backward of a step as one CUDA graph: recorded once, then replayed with a single launch.
+"""Captures a step's forward and backward as one CUDA graph and replays it with a single launch.
 
-A step of a convolutional network is a thousand small kernels, which the host may take longer to launch than a GPU to
-compute. While a graph is recorded weft's hooks run as ever; a replay repeats only what they made the device do, so what
-they left on the host is put back by hand: whole buffers before it, gradients behind it. Inputs are copied into the
-tensors that were recorded. The optimizer stays outside: its numbers change from step to step.
+A step of a convolutional network has about a thousand small kernels, and the host may take longer to launch them than
+the GPU takes to compute them. During the capture, weft's hooks run as usual. A replay repeats only their work on the
+device, so their state on the host is restored by hand: whole buffers before a replay, gradients after it. Inputs are
+copied into the tensors of the capture. The optimizer is not captured, because its numbers change from step to step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ Compute = Callable[[Batches, Tensor], Tensor]
 Replay = Callable[[], None]
 Record = Callable[[Callable[[], Tensor]], tuple[Tensor, Replay]]
 
-WARM_STEPS = 3  # kernels are chosen and compiled, and memory is asked for, before anything is recorded
+WARM_STEPS = 3  # steps before the capture, in which kernels are chosen and compiled, and memory is allocated
 
 
 def wants_graph(run: Run, device: torch.device) -> bool:
-    """Whether a run records its step: as it says, or else models of images on one GPU, where that is possible."""
+    """Does the run capture its step as a CUDA graph?
+
+    `train.graph` decides. If it is not set, image models on one GPU do, if nothing prevents it. Raises ConfigError if
+    it is true and something prevents it.
+    """
     wanted = run.train.graph
     reason = _obstacle(run, device)
     if wanted and reason is not None:
@@ -40,7 +44,7 @@ def wants_graph(run: Run, device: torch.device) -> bool:
 
 
 def _obstacle(run: Run, device: torch.device) -> str | None:
-    """Why a step of this run cannot be recorded."""
+    """The reason why a step of this run cannot be captured; None if it can."""
     if device.type != "cuda":
         return f"the run is on {device.type}, which has no CUDA graphs"
     if run.plan.num_ranks > 1:
@@ -62,8 +66,10 @@ def _obstacle(run: Run, device: torch.device) -> str | None:
 
 @contextmanager
 def own_stream(run: Run, device: torch.device) -> Iterator[bool]:
-    """Whether the run records its step. It is built and trained inside of this: torch adds up gradients on the stream
-    on which it first saw a parameter, and nothing can be recorded on the default one.
+    """A context that yields whether the run captures its step.
+
+    The model must be built and trained inside it: torch accumulates gradients on the stream on which it first saw a
+    parameter, and nothing can be captured on the default stream.
     """
     if not wants_graph(run, device):
         yield False
@@ -74,7 +80,7 @@ def own_stream(run: Run, device: torch.device) -> Iterator[bool]:
 
 @contextmanager
 def recording_stream(device: torch.device) -> Iterator[None]:
-    """A stream on which steps can be recorded, for all that is built and trained inside of this."""
+    """A context with a stream on which steps can be captured. Models must be built and trained inside it."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -83,7 +89,7 @@ def recording_stream(device: torch.device) -> Iterator[None]:
 
 
 def record_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-    """Record what `compute` does on the current stream; its result's place, and what does it again."""
+    """Captures `compute` on the current stream. Returns its result's tensor, and a function that replays it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         result = compute()
@@ -91,18 +97,21 @@ def record_on_gpu(compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
 
 
 class Graph:
-    """A model's forward and backward over one step's micro-batches."""
+    """The CUDA graph of a model's forward and backward over one step's micro-batches."""
 
     def __init__(self, model: nn.Module, say: Callable[[str], None], record: Record = record_on_gpu) -> None:
         self._model, self._say, self._record = model, say, record
         self._num_run, self._failed = 0, False
         self._inputs: list[Tensor] = []
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._hidden: list[Flat] = []  # with gradients that pieces cannot show
+        self._hidden: list[Flat] = []  # buffers whose gradients are not visible as `.grad` of their pieces
         self._recorded: tuple[Tensor, Replay] | None = None
 
     def run(self, batches: Batches, scale: Tensor, compute: Compute) -> Tensor:
-        """What `compute(batches, scale)` gives and leaves. The first steps, and those of other shapes, are computed."""
+        """Returns the result of `compute(batches, scale)` and leaves its gradients on the model.
+
+        It replays the graph. The first steps, and steps with other shapes, are computed without it.
+        """
         given = [*(tensor for batch in batches for tensor in batch), scale]
         self._num_run += 1
         if self._recorded is None and (self._failed or self._num_run <= WARM_STEPS):
@@ -124,13 +133,13 @@ class Graph:
         return loss.clone()
 
     def _prepare(self, batches: Batches, scale: Tensor, compute: Compute) -> None:
-        """Record `compute`. Nothing of it is done yet, and no gradient is left on the model."""
+        """Captures `compute`. This computes nothing yet, and leaves no gradient on the model."""
         places = [tuple(tensor.clone() for tensor in batch) for batch in batches]
         own_scale = scale.clone()
         self._begin()
         try:
             self._recorded = self._record(lambda: compute(places, own_scale))
-        except RuntimeError as error:  # an operation that cannot be recorded, or no room for a second pool of memory
+        except RuntimeError as error:  # an operation that cannot be captured, or too little memory for a second pool
             self._failed = True
             self._forget_gradients()
             self._say(f"the step cannot be recorded ({str(error).splitlines()[0]}); going on without a CUDA graph")

@@ -1,9 +1,9 @@
-"""Documents that share a sequence and must not see each other (`data.documents = "separate"`).
+"""Attention within documents only, for documents that share a sequence (`data.documents = "separate"`).
 
-Sequences are cut from documents laid end to end, so one sequence may hold several. From outside the model, each
-attention is told before every forward which document each token belongs to; in a pipeline each stage is, and a block
-that is computed again in backward has the documents of its own micro-batch. Over `context` the numbers of the whole
-sequence are needed: tokens are all-gathered once for each micro-batch, 8 bytes a token.
+Sequences are cut from concatenated documents, so one sequence may hold several. Before every forward, a hook gives each
+attention module the document number of each token. In a pipeline, each stage has such a hook, and a block that is
+recomputed in backward uses the documents of its own micro-batch. With `context`, a rank needs the numbers of the whole
+sequence: tokens are all-gathered once for each micro-batch, 8 bytes a token.
 """
 
 from __future__ import annotations
@@ -31,34 +31,41 @@ TOKEN_BYTES = 8
 
 
 def number_documents(tokens: Tensor, end: int) -> Tensor:
-    """Which document of its sequence each token [batch, sequence] is in; the end token is the last of its own."""
+    """Numbers the documents of each sequence: for tokens [batch, sequence], the document of each token.
+
+    The token `end` is the last of its own document.
+    """
     ends = (tokens == end).long()
     return ends.cumsum(1) - ends
 
 
 def separate_documents(model: nn.Module, end: int, axis: Axis) -> None:
-    """Let no token of a model's input see another document's; `end` ends a document, `axis` is `context`."""
+    """Makes the model's attention ignore tokens of other documents.
+
+    `end` is the token that ends a document. `axis` is `context`.
+    """
     own = rank_model(model)
     stages = own.models
     if not any(isinstance(module, CausalAttention) for stage in stages for module in _with_elsewhere(stage)):
         raise PlanError(f"data.documents = 'separate' needs weft's own attention, which {type(model).__name__} lacks")
     gathered = WeakTensorKeyDictionary()
     for stage in stages:
-        # The last of its hooks: a pipeline that only looks for a batch's way through the stage does not come here.
+        # Registered after the stage's other hooks: when a pipeline only traces a batch through the stage, it does not
+        # reach this hook.
         stage.register_forward_pre_hook(partial(_tell, _Documents(stage), end, axis, gathered))
-        if own.pipeline is not None:  # when a block is computed again, a later micro-batch has come
+        if own.pipeline is not None:  # when a block is recomputed, the stage has seen later micro-batches
             for block in find_blocks(stage).values():
                 register_state(block, _Documents(block))
 
 
 def _with_elsewhere(model: nn.Module) -> Iterator[nn.Module]:
-    """A model's modules, and those of other stages that it has stand-ins for."""
+    """Yields the model's modules, and those of other stages that it has placeholders for."""
     for module in model.modules():
         yield from module.__dict__["stands_for"].modules() if isinstance(module, AbsentModule) else (module,)
 
 
 class _Documents:
-    """The documents that the attentions of a module tell apart."""
+    """Gets and sets the documents of all attention modules inside a module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._attentions = [inner for inner in module.modules() if isinstance(inner, CausalAttention)]
@@ -74,7 +81,7 @@ class _Documents:
 def _tell(
     documents: _Documents, end: int, axis: Axis, gathered: MutableMapping[Tensor, Tensor], _: nn.Module, args: Any
 ) -> None:
-    """Several stages of a rank see the same tokens, which are gathered once."""
+    """A forward pre-hook that sets the documents. Stages of one rank see the same tokens, which are gathered once."""
     tokens = args[0]
     whole = gathered.get(tokens) if axis.degree > 1 else tokens
     if whole is None:
@@ -83,12 +90,12 @@ def _tell(
 
 
 def has_separate_documents(run: Run) -> bool:
-    """Whether the run's data is of documents that must not see each other."""
+    """Does the run keep documents separate?"""
     return isinstance(run.data, DataConfig) and run.data.documents == "separate"
 
 
 def document_traffic(run: Run) -> dict[Key, Traffic]:
-    """What telling documents apart says in a step: a micro-batch's tokens, gathered over `context`."""
+    """Traffic of separate documents in a step: each micro-batch's tokens are all-gathered over `context`."""
     if not has_separate_documents(run) or run.plan.context.degree == 1:
         return {}
     one = Traffic(1, run.split.micro_batch * run.split.sequence * TOKEN_BYTES)

@@ -1,4 +1,4 @@
-"""Examples of a run's micro-batches, and the profile of its model and loss for one of them."""
+"""Example micro-batches of a run, and the profile of its model and loss for one of them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch:
 
 
 def micro_batch_profile(run: Run) -> Profile:
-    """The profile of the run's model and loss for one micro-batch, in the dtype that computes."""
+    """Returns the profile of the run's model and loss for one micro-batch, in the compute dtype."""
     dtype, in_head = COMPUTE_DTYPE[run.plan.precision], is_loss_in_head(run.plan)
     return _profile_of(run.model, task_of(run), dtype, run.split.micro_batch, in_head)
 
 
 def example_inputs(run: Run) -> tuple[Tensor]:
-    """The arguments of one forward of the run's model, of whole sequences."""
+    """Returns the arguments of one forward of the run's model, with whole sequences."""
     return (_example(run)[0],)
 
 
 def example_loss(run: Run) -> ExampleLoss:
-    """The loss of that forward. A run is cut into stages by what its prediction was cut by."""
+    """Returns the loss for `example_inputs`.
+
+    A run is split into stages with the same example as its prediction.
+    """
     return ExampleLoss(lambda: _example(run)[1])
 
 
@@ -53,6 +56,6 @@ def _example(run: Run) -> tuple[Tensor, ...]:
 
 
 def model_flops(model_profile: Profile) -> float:
-    """FLOPs that one micro-batch's forward and backward need: causal attention counted half, recompute not at all."""
+    """FLOPs of one micro-batch's forward and backward, with half of attention (causal) and without recompute."""
     attention = sum(block.attention_flops for block in model_profile.all)
     return 3 * (model_profile.flops - attention / 2)

@@ -1,13 +1,15 @@
-"""Progressive layer dropping (Zhang and He 2020): blocks are skipped at random, deep ones more often, and ever more.
+"""Progressive layer dropping (Zhang and He 2020): blocks are skipped at random, deep ones more often, and more as
+training goes on.
 
 At step t the block l of L (from 1) is kept with probability p = 1 - l/L * (1 - theta(t)), where theta(t) falls from 1
-to `theta` as exp(-gamma * t). Where it is kept, what it adds to the stream is divided by p, so that what is expected
-stays the same; in evaluation all blocks are kept, and nothing is divided. Of a step's FLOPs a part of
-(1 - theta) * (L + 1) / 2L is saved. Not exact.
+to `theta` as exp(-gamma * t). If it is kept, its change of the residual stream is divided by p, so that the expected
+value stays the same. In evaluation all blocks are kept, and nothing is divided. This saves (1 - theta) * (L + 1) / 2L
+of a step's FLOPs. It is not exact.
 
-Whether a block is kept is drawn from (seed, step, micro-batch, block) alone: all ranks skip the same ones, a resumed
-run too, and recompute does not ask again, because it is decided outside of the block. A skipped block gathers nothing;
-its gradients count as zeros, which are reduced and which the optimizer takes: moments decay, as with small gradients.
+The decision to keep a block depends only on (seed, step, micro-batch, block). So all ranks skip the same blocks, and so
+does a resumed run. Recompute does not repeat the decision, because it is made outside of the block. A skipped block
+gathers no parameters. Its gradients count as zeros: they are reduced and the optimizer uses them, so moments decay, as
+with small gradients.
 """
 
 from __future__ import annotations
@@ -28,18 +30,18 @@ from weft.run_tables import LayerDrop
 
 
 class Gates:
-    """Which blocks of a model are kept in the micro-batch at hand."""
+    """Decides which blocks of a model are kept in the current micro-batch."""
 
     def __init__(self, config: LayerDrop, seed: int, num_layers: int) -> None:
         self.config, self.seed, self.num_layers = config, seed, num_layers
         self._now = 0, 0
 
     def begin(self, step: int, micro_batch: int) -> None:
-        """Draw for another micro-batch."""
+        """Sets the current micro-batch."""
         self._now = step, micro_batch
 
     def gate(self, layer: int) -> tuple[bool, float]:
-        """Whether a block is kept, and how probable that was."""
+        """Returns whether a block is kept, and the probability of that."""
         step, micro_batch = self._now
         kept = self.config.keep_probability(step, layer, self.num_layers)
         key = f"layer drop:{self.seed}:{step}:{micro_batch}:{layer}"
@@ -48,7 +50,7 @@ class Gates:
 
 
 def refuse_layer_drop(plan: Plan) -> str | None:
-    """Why a plan does not go with skipped blocks."""
+    """The reason why a plan does not allow layer dropping; None if it does."""
     if plan.exact:
         return "train.layer_drop skips blocks, which changes the mathematics; set plan.exact = false"
     if plan.pipe.degree > 1:
@@ -60,19 +62,24 @@ def refuse_layer_drop(plan: Plan) -> str | None:
 
 
 def drop_layers(model: nn.Module, config: LayerDrop, seed: int, plan: Plan, optimizer: Optimizer) -> Gates:
-    """Let a parallel model skip blocks when it trains; what is returned is told each micro-batch."""
+    """Makes a parallel model skip blocks in training.
+
+    Returns the gates. Call their `begin` before each micro-batch.
+    """
     if (reason := refuse_layer_drop(plan)) is not None:
         raise PlanError(reason)
     blocks = find_blocks(model)
     gates = Gates(config, seed, len(blocks))
     for layer, block in enumerate(blocks.values()):
-        # The place that torch itself looks at first: before hooks, which would gather the block's parameters.
+        # nn.Module.__call__ uses this attribute first, before any hook. Hooks would gather the parameters of a skipped
+        # block.
         block._compiled_call_impl = partial(_call, block, gates, layer)
     optimizer.register_step_pre_hook(_fill_missing)
     return gates
 
 
 def _call(block: nn.Module, gates: Gates, layer: int, *args: Any, **kwargs: Any) -> Any:
+    """Calls or skips a block."""
     if not block.training:
         return block._call_impl(*args, **kwargs)
     is_kept, probability = gates.gate(layer)
@@ -88,7 +95,10 @@ def _call(block: nn.Module, gates: Gates, layer: int, *args: Any, **kwargs: Any)
 
 
 def _fill_missing(optimizer: Optimizer, *_: Any) -> None:
-    """A block that was skipped has no gradient where parameters are held plainly: as elsewhere, it counts as zero."""
+    """Sets missing gradients to zero.
+
+    A skipped block has no gradient if its parameters are not in flat buffers.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""What a step minimises and measures, and what it sends beside the axes' own traffic."""
+"""The loss of a step, the measures of an evaluation, and the traffic of a step outside of the axes' own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ Batch = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: `total(model, batch)` summed over the batch's targets, of which there are `count(batch)`.
+    """The loss to minimise, and the measures of an evaluation.
 
-    What is measured on held-out data are the means of `measure(model, batch)` [len(measures)], the loss first; of the
-    loss alone where it is None.
+    `total(model, batch)` is the loss summed over the batch's targets, and `count(batch)` their number. An evaluation
+    returns the means of `measure(model, batch)` [len(measures)], with the loss first; if `measure` is None, the mean
+    loss.
     """
 
     count: Callable[[Batch], Tensor]
@@ -34,6 +35,7 @@ class Objective:
 
 
 def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
+    """The cross-entropy summed over tokens; computed in the model's head if it has a loss head."""
     head = loss_head_of(model)
     if head is None:
         return cross_entropy(logits_of(model(batch[0])), batch[1], vocabulary_of(model), z_loss)[0]
@@ -46,16 +48,18 @@ def _count_valid(batch: Batch) -> Tensor:
 
 
 def _loss_and_right(model: nn.Module, batch: Batch) -> Tensor:
+    """[the summed loss, the number of correct predictions]"""
     logits, vocabulary = logits_of(model(batch[0])), vocabulary_of(model)
     total = cross_entropy(logits, batch[1], vocabulary)[0]
     return torch.stack([total, num_right(logits, batch[1], vocabulary).to(total.dtype)])
 
 
 def _held_out_total(model: nn.Module, batch: Batch) -> Tensor:
+    """The summed loss without z-loss, [1]."""
     return _token_total(model, batch)[None]
 
 
-# Cross-entropy of labels [batch, ...] under logits [batch, ..., classes]; the label -100 does not count.
+# Cross-entropy of labels [batch, ...] under logits [batch, ..., classes]; the label -100 is ignored.
 CROSS_ENTROPY = Objective(count=_count_valid, total=_token_total)
 
 
@@ -63,14 +67,14 @@ CLASSIFICATION = Objective(_count_valid, _token_total, ("loss", "accuracy"), _lo
 
 
 def with_z_loss(z_loss: float) -> Objective:
-    """Cross-entropy and, in training only, `z_loss` times the squared log of the softmax's denominator."""
+    """Cross-entropy plus, in training only, `z_loss` times the squared log of the softmax's denominator."""
     if not z_loss:
         return CROSS_ENTROPY
     return Objective(_count_valid, partial(_token_total, z_loss=z_loss), ("loss",), _held_out_total)
 
 
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:
-    """What a step says beside the strategies: the count of targets, the loss, and the gradient norm."""
+    """Traffic of a step outside of the strategies: the number of targets, the loss, and the gradient norm."""
     traffic: dict[Key, Traffic] = {}
     num_token_ranks = plan.num_batch_ranks * plan.tile.degree * plan.context.degree
     if num_token_ranks > 1:
@@ -78,6 +82,6 @@ def step_traffic(plan: Plan) -> dict[Key, Traffic]:
     if num_token_ranks * plan.pipe.degree > 1:
         traffic["losses", "all_reduce"] = Traffic(1, 8)
     if plan.pipe.degree * plan.shard.degree * plan.tensor.x * plan.tensor.y > 1:
-        # With shadows, a number for each stage: see `grad_norm`.
+        # With shadows, one number for each stage: see `grad_norm`.
         traffic["state", "all_reduce"] = Traffic(1, 8 * (plan.pipe.num_stages if plan.pipe.shadow else 1))
     return traffic

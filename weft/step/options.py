@@ -1,4 +1,4 @@
-"""Options of [train] that a plan does not go with: they are refused before a prediction, a proof or a rank starts."""
+"""Refuses options of [train] that a plan does not allow, before a prediction, a proof or a rank starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.step.layer_drop import refuse_layer_drop
 
 
 def refuse_options(run: Run) -> None:
-    """Raise the first reason why the run's options do not go with its plan."""
+    """Raises PlanError with the first reason why the plan does not allow the run's options."""
     reason = refuse_z_loss(run.train.z_loss, run.plan.tensor.x)
     if reason is None and run.train.layer_drop is not None:
         reason = refuse_layer_drop(run.plan)

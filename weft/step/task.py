@@ -1,6 +1,6 @@
-"""What a run learns: what goes into its model and comes out, as values that predictions, proofs and training share.
+"""The task of a run: the inputs and labels of its model, and its objective. Predictions, proofs and training share it.
 
-A task knows the batch of an example (zeros, of which only shapes count), a random batch for a proof, and the objective.
+A task makes an example batch (zeros, of which only the shapes matter) and a random batch for a proof.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from weft.run_file import Run
 from weft.step.objective import CLASSIFICATION, Batch, Objective, with_z_loss
 
 SMALL_SEQUENCE = 16
-SMALL_SIZE = 64  # pixels: models that halve an image five times still leave 2 × 2
-MASKED = 0.2  # of the labels of a proof
+SMALL_SIZE = 64  # pixels: after five halvings 2 × 2 are left
+MASKED = 0.2  # share of a proof's labels that are ignored
 
 
 class Task(ABC):
-    """A kind of work. `unit` is what its speed counts."""
+    """A kind of training task. `unit` is the unit of its speed."""
 
     unit: ClassVar[str]
 
     @property
     @abstractmethod
     def objective(self) -> Objective:
-        """What is minimised and measured."""
+        """The loss and the measures of the task."""
 
     @abstractmethod
     def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
-        """Inputs and labels of a micro-batch, all zero, for a model that computes in `dtype`."""
+        """Returns inputs and labels of a micro-batch, all zero, for a model that computes in `dtype`."""
 
     @abstractmethod
     def shrunk(self, model: ModelConfig) -> Task:
-        """The same with small samples that still suit a (shrunk) model."""
+        """Returns the same task with small samples that still suit a (shrunk) model."""
 
     @abstractmethod
     def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
-        """Inputs and labels of a whole batch, of which some do not count."""
+        """Returns random inputs and labels of a whole batch; some labels are ignored."""
 
 
 @dataclass(frozen=True)
 class LanguageTask(Task):
-    """The next token, for each token of sequences."""
+    """Predicts the next token for each token of a sequence."""
 
     sequence: int
     z_loss: float = 0.0
@@ -77,7 +77,7 @@ class LanguageTask(Task):
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """The class of each image."""
+    """Predicts the class of each image."""
 
     shape: ImageShape
 
@@ -107,12 +107,13 @@ class ImageTask(Task):
 
 
 def _masked(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """Sets a random share of the labels to IGNORE, in place."""
     labels[torch.rand(labels.shape, generator=generator) < MASKED] = IGNORE
     return labels
 
 
 def task_of(run: Run) -> Task:
-    """What a run learns."""
+    """Returns the task of a run."""
     if isinstance(run.data, DataConfig):
         return LanguageTask(run.data.sequence, run.train.z_loss)
     assert isinstance(run.model, VisionConfig), "the run file was checked"

@@ -1,7 +1,7 @@
-"""One training step under any plan: the same function trains, is verified and is benchmarked.
+"""One training step under any plan. Training, proofs and benchmarks use the same function.
 
-Losses are normalised by the number of valid targets in the whole batch, over all ranks and micro-batches, so that
-every layout computes the same loss and the same gradients.
+Losses are divided by the number of valid targets in the whole batch, over all ranks and micro-batches. So every plan
+computes the same loss and the same gradients.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ Before = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Checks:
-    """What a step is held to. `judge(loss, norm)` [] says whether the update is to be made (0); otherwise parameters,
-    the optimizer's state and running statistics stay as they are. `before_update()` may look at all before they change;
-    `micro_batch(index, compute)` does a forward and backward, outside of pipelines, and gives its loss.
+    """Checks of a step.
+
+    `judge(loss, norm)` [] returns 0 if the update is to be made. Otherwise parameters, optimizer state and running
+    statistics stay unchanged. `before_update()` runs before the update and may read them. `micro_batch(index, compute)`
+    runs one forward and backward by calling `compute`, and returns its loss; pipelines do not use it.
     """
 
     judge: Callable[[Tensor, Tensor], Tensor]
@@ -50,8 +52,10 @@ class Checks:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The batch's mean loss, the gradient norm before clipping and the valid targets, on the device; and, where steps
-    are judged, whether the update was made (0) or why it was not (see `numbers.py`).
+    """The batch's mean loss, the gradient norm before clipping and the number of valid targets, on the device.
+
+    If steps are judged, `verdict` is 0 if the update was made, or else says why it was not (see
+    `resilience/bad_numbers.py`).
     """
 
     loss: Tensor
@@ -71,9 +75,11 @@ def train_step(
     checks: Checks | None = None,
     graph: Graph | None = None,
 ) -> StepResult:
-    """Forward, backward and update over this rank's micro-batches of one step: whole sequences, whatever the plan, but
-    this rank's tiles of images (`weft.tile`), with labels of their pixels or of all samples. `graph` replays the first
-    two.
+    """Runs forward, backward and update over this rank's micro-batches of one step.
+
+    Micro-batches hold whole sequences under any plan. Images are this rank's tiles (`weft.tile`), with labels of the
+    tile's pixels or of whole samples. `graph` replays forward and backward as a CUDA graph. `before_micro_batch(index)`
+    runs before each forward.
     """
     statistics = running_statistics(model) if checks is not None else ()
     before = [tensor.clone() for tensor in statistics]
@@ -81,7 +87,7 @@ def train_step(
     micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
     num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
     all_reduce(num_targets, mesh["tokens"]).wait()
-    # Gradients become the mean over the ranks of `batch`, so each rank's loss is scaled up by their number.
+    # Gradients are averaged over the ranks of `batch`, so each rank's loss is multiplied by their number.
     scale = mesh["batch"].degree / num_targets.clamp(min=1)
     norm: Tensor | None = None
     pipeline = pipeline_of(model)
@@ -114,10 +120,10 @@ def _run(
     checks: Checks | None,
     graph: Graph | None,
 ) -> Tensor:
-    """Forward and backward, outside of pipelines; the sum of this rank's losses."""
+    """Runs forward and backward without a pipeline. Returns the sum of this rank's losses."""
 
     def begin(index: int) -> None:
-        mesh.ledger.phase("forward and backward")  # a sign of life, also of a model without units
+        mesh.ledger.phase("forward and backward")  # shows progress, also for a model without units
         before(index)
 
     if graph is None:
@@ -130,8 +136,9 @@ def _run(
 def _run_pipeline(
     model: Pipeline, work: Work, mesh: Mesh, before_update: Callable[[], None] | None
 ) -> tuple[Tensor, Tensor]:
-    """All that comes before the update; the sum of all losses, and the gradient norm. Until then nothing has changed
-    that lasts: a rank that is lost can be done without.
+    """Runs all of a pipeline's step before the update. Returns the sum of all losses, and the gradient norm.
+
+    Until the update nothing lasting has changed, so the step can be repeated without a lost rank.
     """
 
     def compute() -> tuple[Tensor, Tensor]:
@@ -157,7 +164,7 @@ def _run_in_turn(
     before: Before = lambda index: None,
     do: Callable[[int, Callable[[], Tensor]], Tensor] | None = None,
 ) -> Tensor:
-    """Forward and backward of one micro-batch after another; the sum of their losses."""
+    """Runs forward and backward of one micro-batch after another. Returns the sum of their losses."""
     loss = torch.zeros((), dtype=torch.float64, device=scale.device)
 
     def compute(index: int) -> Tensor:
@@ -174,9 +181,9 @@ def _run_in_turn(
 
 
 def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: Objective = CROSS_ENTROPY) -> Tensor:
-    """The mean loss over all ranks' batches (whole sequences), without gradients; the same on every rank.
+    """Returns the mean loss over all ranks' batches (whole sequences), without gradients. It is equal on all ranks.
 
-    An objective with several measures gives the mean of each, [len(measures)].
+    For an objective with several measures, returns the mean of each, [len(measures)].
     """
     measure = objective.measure or objective.total
     shape = (len(objective.measures),) if objective.measure else ()
@@ -197,12 +204,12 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
 
 
 def _measured(model: nn.Module, batch: Batch, measure: Callable[[nn.Module, Batch], Tensor], mesh: Mesh) -> Tensor:
-    mesh.ledger.phase("evaluating")  # a sign of life for each batch: whoever watches must not take it for a hang
+    mesh.ledger.phase("evaluating")  # shows progress for each batch, so that the watchdog sees no hang
     return measure(model, batch).double()
 
 
 def _evaluate_pipeline(model: Pipeline, work: Work, mesh: Mesh) -> Tensor:
-    """The sum over all ranks."""
+    """Returns the sum of the measures over all ranks."""
 
     def compute() -> Tensor:
         total = model.run(work)
