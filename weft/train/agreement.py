@@ -1,11 +1,11 @@
-"""What all ranks compare before the first step: each says what it believes, and a difference ends the run.
+"""Compares settings across ranks before the first step; a difference ends the run with an error.
 
-    agree(beliefs, world)           a LaunchError with the values of what differs, and the ranks that hold them
-    agree_on_run(run, data, mesh)   the run's id, once all ranks have the same run, code, folder, data and weights
-    first_says(text, world)         rank 0's text, on every rank
+    agree(beliefs, world)           raises LaunchError with the values that differ, and the ranks that have them
+    agree_on_run(run, data, mesh)   returns the run's id, if all ranks have the same run, code, folder, data and weights
+    first_says(text, world)         returns rank 0's text on every rank
 
-Ranks of a launcher each read a run file, list a folder and open data by themselves. What differs there changes nothing
-that a collective could see: it would train on.
+Each rank reads the run file, lists the folder and opens the data by itself. No collective would notice a difference
+there: training would go on with it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from weft.train.batches import TrainingData
 from weft.train.run_identity import known_run_id, make_run_id
 from weft.version import VERSION
 
-SEEN_SECONDS = 60.0  # for a new file to show on every host
+SEEN_SECONDS = 60.0  # time for a new file to become visible on every host
 _POLL_SECONDS = 0.1
-_MAX_NAMED = 8  # beliefs that differ; ranks of one belief
-_MAX_VALUE = 100  # letters
-_WEIGHT_BYTES = 1 << 20  # of either end of a file of weights, beside its size
+_MAX_NAMED = 8  # most differences in an error, and most ranks named for one value
+_MAX_VALUE = 100  # characters of a value in an error
+_WEIGHT_BYTES = 1 << 20  # hashed at each end of a file of weights, with its size
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
-# Names of places may differ from host to host: what lies there is compared.
+# Paths may differ from host to host: the data at these paths is compared instead.
 _PLACES = ("data.source", "data.cache")
 
 
 def agree_on_run(run: Run, data: TrainingData, mesh: Mesh) -> str:
-    """Compare all that ranks must have alike; the run's id, which rank 0 makes if the run has none yet."""
+    """Compares all settings that ranks must share. Returns the run's id, which rank 0 makes if the run has none."""
     world = _unrecorded(mesh["world"])
     run_id = first_says(make_run_id(run.folder) if mesh.is_first else "", world)
     agree({"run id": _seen_id(run.folder, run_id), **run_beliefs(run), **_data_beliefs(run, data)}, world)
@@ -49,13 +49,14 @@ def agree_on_run(run: Run, data: TrainingData, mesh: Mesh) -> str:
 
 
 def run_beliefs(run: Run) -> dict[str, str]:
-    """The run as its file, overrides and defaults give it, key by key, and the code that reads it."""
+    """Returns the run by key, with overrides and defaults, and the versions of weft and torch."""
     tables = {key: to_table(getattr(run, key)) for key in _TABLES}
     found = {"weft": VERSION, "torch": str(torch.__version__), "cluster": run.cluster, **_flat(tables)}
     return {key: value for key, value in found.items() if key not in _PLACES}
 
 
 def _data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
+    """Returns the data's fingerprint and sizes, and a hash of the initial weights, by name."""
     found = {
         "data.fingerprint": data.fingerprint,
         "the number of samples to train on": str(len(data.train)),
@@ -68,8 +69,9 @@ def _data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
 
 
 def agree(beliefs: Mapping[str, str], world: Axis) -> None:
-    """Refuse a run whose ranks believe different things; every rank raises the same error. Where all is alike, 32 bytes
-    a rank are exchanged.
+    """Raises LaunchError if ranks have different values; every rank raises the same error.
+
+    `beliefs` are this rank's values by name. If all are equal, 32 bytes a rank are exchanged.
     """
     world = _unrecorded(world)
     text = json.dumps(beliefs, sort_keys=True).encode()
@@ -77,12 +79,12 @@ def agree(beliefs: Mapping[str, str], world: Axis) -> None:
     digests = torch.empty(world.degree * len(own), dtype=torch.uint8)
     all_gather(digests, own, world).wait()
     rows = digests.view(world.degree, -1)
-    if not bool((rows == rows[0]).all()):  # so every rank finds, or none
+    if not bool((rows == rows[0]).all()):  # the same on every rank
         raise LaunchError(_describe([json.loads(one) for one in _gather(text, world)]))
 
 
 def first_says(text: str, world: Axis) -> str:
-    """Rank 0's text."""
+    """Returns rank 0's text on every rank."""
     world = _unrecorded(world)
     data = torch.tensor(list(text.encode()), dtype=torch.uint8)
     size = torch.tensor([len(data)])
@@ -96,12 +98,12 @@ def first_says(text: str, world: Axis) -> str:
 
 
 def all_say(text: str, world: Axis) -> list[str]:
-    """The texts of all ranks, in order."""
+    """Returns the texts of all ranks, in order of rank."""
     return [one.decode() for one in _gather(text.encode(), _unrecorded(world))]
 
 
 def _gather(text: bytes, world: Axis) -> list[bytes]:
-    """The texts of all ranks."""
+    """Returns the bytes of all ranks, in order of rank."""
     longest = torch.tensor([len(text)])
     all_reduce(longest, world, "max").wait()
     part = torch.zeros(int(longest) + 1, dtype=torch.uint8)  # never empty
@@ -112,7 +114,7 @@ def _gather(text: bytes, world: Axis) -> list[bytes]:
 
 
 def _describe(beliefs: Sequence[Mapping[str, str]]) -> str:
-    """Each belief that differs: its values, in the order of ranks, and who holds them."""
+    """Describes each value that differs, in order of rank, and the ranks that have it."""
     keys = list(dict.fromkeys(key for one in beliefs for key in one))
     phrases = []
     for key in keys:
@@ -141,7 +143,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _seen_id(folder: Path, run_id: str) -> str:
-    """The run's id as this rank finds it in its folder: a new file may show late on another host."""
+    """The run's id in this rank's folder. A new file may become visible late on another host, so this waits for it."""
     deadline = time.monotonic() + SEEN_SECONDS
     while (found := known_run_id(folder)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -149,7 +151,7 @@ def _seen_id(folder: Path, run_id: str) -> str:
 
 
 def _weights_hash(folder: Path) -> str:
-    """Of names, sizes and both ends of the files: enough to tell other weights, without reading all of them."""
+    """A hash of the names, sizes and both ends of the files: detects other weights without reading all of them."""
     found = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         size_bytes = path.stat().st_size
@@ -162,6 +164,7 @@ def _weights_hash(folder: Path) -> str:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Flattens nested tables into one with dotted keys."""
     flat: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -172,5 +175,5 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _unrecorded(world: Axis) -> Axis:
-    """What is compared is no part of a step's traffic."""
+    """Returns the axis without the run's ledger: comparisons are not part of a step's traffic."""
     return replace(world, ledger=Ledger(), levels=None)

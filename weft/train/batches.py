@@ -1,6 +1,6 @@
-"""The run's data as batches: which samples each rank takes at each step, a function of (seed, step) and nothing else.
+"""The batches of a run: each rank's samples at each step are a function of (seed, step) only.
 
-No layout changes the data, any layout resumes it in the middle of an epoch, and two layouts see the same loss curve.
+So no plan changes the data, any plan can resume in the middle of an epoch, and two plans see the same loss curve.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ Progress = Callable[[int, int], None]
 
 
 class Samples(Protocol):
-    """Numbered samples, of text or of images."""
+    """Numbered samples of text or images."""
 
     def __len__(self) -> int: ...
 
     def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels of some of them, samples first."""
+        """Returns inputs and labels of the samples with these indices; the first dimension is the sample."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Training and held-out samples, and a fingerprint of what they come from; `skipped` names what is left out."""
+    """Training and held-out samples, and a fingerprint of their source.
+
+    `skipped` maps the names of samples that are left out to the reasons.
+    """
 
     train: Samples
     held_out: Samples | None
@@ -52,14 +55,14 @@ class TrainingData:
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     def on_tile(self, mesh: Mesh) -> TrainingData:
-        """The same, of which this rank reads its tile of each image; as it is where images are whole."""
+        """Returns the data with only this rank's tile of each image; unchanged if images are not tiled."""
         if mesh["tile"].degree == 1:
             return self
         held_out = None if self.held_out is None else _on_tile(self.held_out, mesh)
         return replace(self, train=_on_tile(self.train, mesh), held_out=held_out)
 
     def batches(self, run: Run, step: int, axis: Axis, device: torch.device) -> list[Batch]:
-        """The micro-batches of one step for the rank at `axis.index` of `batch`."""
+        """Returns the micro-batches of one step for the rank at `axis.index` of the axis `batch`."""
         split = run.split
         indices = batch_indices(step, split.batch, len(self.train), run.train.seed)
         rows = local_indices(indices, split.micro_batch, axis.degree, axis.index)
@@ -70,7 +73,11 @@ class TrainingData:
         return [_to(batch, run, device) for batch in samples]
 
     def evaluation_batches(self, run: Run, axis: Axis, device: torch.device) -> list[Batch]:
-        """The first held-out samples; the last batches repeat one with all labels ignored, so that ranks agree."""
+        """Returns this rank's batches of the first held-out samples.
+
+        All ranks get the same number of batches: the last ones are padded with a repeated sample whose labels are all
+        ignored.
+        """
         if self.held_out is None:
             return []
         micro_batch = run.split.micro_batch
@@ -94,7 +101,7 @@ def _on_tile(samples: Samples, mesh: Mesh) -> Samples:
 
 
 def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:
-    """Find or make what the run is trained on, and check it; before any rank starts."""
+    """Finds or makes the run's data and checks it, before any rank starts."""
     return (
         _prepare_text(run, run.data, progress) if isinstance(run.data, DataConfig) else _prepare_images(run, progress)
     )
@@ -126,7 +133,7 @@ def _prepare_images(run: Run, progress: Progress | None) -> TrainingData:
 
 
 def _to(batch: Batch, run: Run, device: torch.device) -> Batch:
-    """On the device, and what is no whole number in the dtype that computes."""
+    """Moves a batch to the device, with floating-point tensors in the compute dtype."""
     dtype = COMPUTE_DTYPE[run.plan.precision]
     batch = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
     if device.type == "cuda":
@@ -135,6 +142,6 @@ def _to(batch: Batch, run: Run, device: torch.device) -> Batch:
 
 
 def as_on_gpus(tensor: torch.Tensor) -> torch.Tensor:
-    """Images with channels last, as a GPU's kernels want them; anything else as it is."""
+    """Returns images in channels-last memory format, which GPU kernels prefer; other tensors unchanged."""
     is_image = tensor.dim() == 4 and tensor.is_floating_point()
     return tensor.contiguous(memory_format=torch.channels_last) if is_image else tensor

@@ -18,27 +18,27 @@ from weft.train.state import TrainState
 
 
 class Checkpoints(Part):
-    """Saves when a save is due, when the run stops and at its end; copies to memory are saved beside."""
+    """Saves when a save is due, when the run stops and at its end. Copies in memory are saved as well."""
 
     def __init__(self, state: TrainState, place: Place, guard: Guard, policy: Policy) -> None:
         run = state.run
         self.saver: Saver = make_saver(run, state.mesh)
         self._state, self._guard, self._policy = state, guard, policy
         self._memory = memory_copies(run, state.run_id, state.mesh, place, state.say)
-        # State on the host is not copied there once more: it is written while training waits.
+        # State in host memory is not copied there a second time: it is written while training waits.
         self._is_asynchronous = run.checkpoint.asynchronous and not run.plan.memory.keeps_state_on_host
 
     def resume(self) -> int:
-        """Load the newest checkpoint, if there is one; the step to go on from."""
+        """Loads the newest checkpoint, if there is one. Returns the step to continue from."""
         state = self._state
         state.step, saved = resume(state, self._memory, state.say)
         self._policy.load(saved.get("numbers", {}), self._guard)
-        if state.run.numbers.on_bad in ("repeat", "rollback") and not saved:  # there must be something to go back to
+        if state.run.numbers.on_bad in ("repeat", "rollback") and not saved:  # a bad step needs one to go back to
             self.saver.save(state.step, self._pieces(), self._values(state.step), asynchronous=False)
         return state.step
 
     def go_back(self, bad: Bad) -> int:
-        """Load the state before a bad step; the step to go on from."""
+        """Loads the state before a bad step. Returns the step to continue from."""
         state = self._state
         state.status.phase(GOING_BACK)
         is_far = bad.follows == "rollback"
@@ -53,7 +53,8 @@ class Checkpoints(Part):
     def after_step(self, step: int, stops: bool) -> bool:
         run, status = self._state.run, self._state.status
         if self._memory is not None and step % (run.checkpoint.memory_every or 1) == 0:
-            status.phase("copying to memory" if self._memory.has_saved else RESERVING)  # the former not for ever
+            # The first copy locks pages, which may take long: no deadline holds for RESERVING.
+            status.phase("copying to memory" if self._memory.has_saved else RESERVING)
             self._memory.save(step, self._pieces(), self._values(step))
         if not is_due(step, run.checkpoint.every, run.train.steps) and not stops:
             return False
@@ -74,7 +75,7 @@ class Checkpoints(Part):
         return pieces_to_save(self._state.model, self._state.optimizer, self._state.mesh)
 
     def _values(self, step: int) -> dict[str, Any]:
-        """What a checkpoint holds beside its tensors."""
+        """The values of a checkpoint other than its tensors."""
         run, data = self._state.run, self._state.data
         return {
             "run_id": self._state.run_id,

@@ -11,7 +11,7 @@ Schedule = Literal["cosine", "wsd", "constant"]
 def learning_rate(
     step: int, *, peak: float, schedule: Schedule, steps: int, warmup: int, decay: int | None, final: float
 ) -> float:
-    """The rate of step `step` (from 0). `final` is the fraction of the peak that the last step ends at.
+    """Returns the learning rate of step `step` (from 0). `final` is the last step's rate as a fraction of the peak.
 
     WSD holds the peak and decays linearly over the last `decay` steps (a tenth of all, unless given).
     """

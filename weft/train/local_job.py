@@ -1,4 +1,4 @@
-"""Starting the ranks of `weft train` on this machine: where they keep copies, and from where they go on."""
+"""Starts the ranks of `weft train` on this machine: where they keep copies, and which checkpoint they resume from."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Arguments = Sequence[str] | Callable[[Path], Sequence[str]]
 def start_ranks(
     fork_server: ForkServer, run: Run, arguments: Arguments, environ: Mapping[str, str] | None = None
 ) -> int:
-    """Train a run on local ranks of the fork server's program, again and again if need be; the exit status.
+    """Trains a run on local ranks of the fork server's program, with restarts. Returns the exit status.
 
-    Where `arguments` is a function, it is given a file from which `load_run` reads this very run: ranks that start
-    again go on with what was checked, whatever the user's file says by then.
+    If `arguments` is a function, it gets the path of a frozen copy of this run, which `load_run` reads. Restarted ranks
+    then continue with the run that was checked, even if the user has changed the run file.
     """
     job = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     copies, held = None, None
     if run.checkpoint.memory_every is not None and run.plan.num_ranks > 1:
         copies = copies_folder(job, run.folder, make_run_id(run.folder))
-        with suppress(CheckpointError, OSError):  # said by the ranks, which go on without copies
-            held = claim(copies)  # here too: nobody may remove copies while no rank holds them
+        with suppress(CheckpointError, OSError):  # the ranks report this and continue without copies
+            held = claim(copies)  # held here too, so that copies remain while no rank runs
     step_seconds = predict(run, run_cluster(run)).step_seconds
     restarts = Restarts(run.restart.limit, run.restart.window_seconds, run.restart.hang_seconds, step_seconds)
     environ = {**(environ or {}), "TORCHELASTIC_RUN_ID": job}
@@ -46,7 +46,7 @@ def start_ranks(
         given = arguments(frozen) if callable(arguments) else arguments
 
         def newest() -> ResumePoint:
-            """Called before each start: by then the file may have fallen to whoever cleans temporary folders."""
+            """Called before each start. Writes the frozen run again if its file was removed from the temporary folder."""
             _freeze(run, frozen)
             return newest_source(run, copies)
 
@@ -59,6 +59,7 @@ def start_ranks(
 
 
 def _freeze(run: Run, path: Path) -> None:
+    """Writes the run to a file from which `load_run` reads the same run."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not path.exists():
         path.write_text(run.to_json(), encoding="utf-8")
@@ -67,21 +68,23 @@ def _freeze(run: Run, path: Path) -> None:
 
 @contextmanager
 def run_of_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], place: Place) -> Iterator[Run]:
-    """The run that a launcher's rank is to train. Where torchrun may start ranks again, it is the one that the first
-    ranks of its agent on this host have read, whatever the file says by then.
+    """A context with the run that a rank of a launcher trains.
+
+    If torchrun may restart ranks, it is the run that the first ranks of this host's agent have read, even if the user
+    has changed the run file since.
     """
     with ExitStack() as held:
         frozen = None
         if is_elastic(environ, place):
-            with suppress(CheckpointError, OSError):  # without room in shared memory, the file is read again
+            with suppress(CheckpointError, OSError):  # without space in shared memory, each start reads the run file
                 frozen = _freeze_for_job(run_file, overrides, environ, held)
         yield load_run(run_file, overrides) if frozen is None else load_run(frozen)
-        if frozen is not None and place.local_rank == 0:  # it has ended as it should
+        if frozen is not None and place.local_rank == 0:  # the run has ended without an error
             shutil.rmtree(frozen.parent, ignore_errors=True)
 
 
 def _freeze_for_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], held: ExitStack) -> Path:
-    """The frozen run of the agent that has started this rank; made if this rank is the first."""
+    """Returns the frozen run of the agent that has started this rank. The first rank writes it."""
     folder = job_folder(f"run {_parent()} {environ.get('TORCHELASTIC_RUN_ID')}")
     held.enter_context(claim(folder))
     frozen = folder / f"run{FROZEN_SUFFIX}"
@@ -95,12 +98,12 @@ def _freeze_for_job(run_file: Path, overrides: Sequence[str], environ: Mapping[s
 
 
 def _parent() -> str:
-    """The process that has started this one: its number, and when it began, for numbers come again."""
+    """Identifies the parent process by its pid and start time, because pids are reused."""
     parent = os.getppid()
     return f"{parent} {Path(f'/proc/{parent}/stat').read_text().rpartition(')')[2].split()[19]}"
 
 
 def newest_source(run: Run, copies: Path | None) -> ResumePoint:
-    """From where ranks that start now would go on."""
+    """The checkpoint from which ranks that start now would resume."""
     found = found_checkpoints(run.folder / "checkpoints", complete_steps(copies) if copies is not None else [])
     return ResumePoint(found[0].step, str(found[0].path or "memory")) if found else ResumePoint()

@@ -1,7 +1,7 @@
 """The training loop. `train` reads from top to bottom: build, resume, step, judge, evaluate, save.
 
-It runs on every rank; only rank 0 reports. Every decision (to stop, to save, to go back) is a collective one or a
-function of the step, so all ranks take the same.
+It runs on every rank; only rank 0 reports. Every decision (to stop, to save, to go back) is a collective or a function
+of the step, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from weft.train.stop import Stop
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """The result of a run."""
 
     step: int
     finished: bool
@@ -43,7 +43,10 @@ class Outcome:
 
 
 def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None = None) -> Outcome:
-    """Train a run to its end, or until asked to stop. Every rank calls it. `step_seconds` is the predicted time."""
+    """Trains a run to its end, or until it is asked to stop. Every rank calls it.
+
+    `step_seconds` is the predicted time of a step.
+    """
     refuse_start(run, place)
     data = prepare_data(run)  # bad data is reported before ranks wait for each other
     status = Status(os.environ, place.rank)
@@ -58,7 +61,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
         checkpoints = Checkpoints(state, place, guard, policy)
         with watched(state, place, checkpoints.saver, step_seconds):
             checkpoints.resume()
-            results = StepResults(state, policy, reporter)  # on a GPU, numbers are read one step late
+            results = StepResults(state, policy, reporter)  # on a GPU, losses and norms are read one step late
             evaluation = Evaluation(state, results.log)
             parts = make_parts(state, evaluation, checkpoints)
             batches = make_batches(state, policy)
@@ -90,7 +93,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
                 elif parts.after_step(state.step, stop.agreed):
                     results.skip_time(state.step)
             parts.end()
-            stop.close()  # last: a signal must not end a rank that still writes
+            stop.close()  # last, because a signal must not end a rank that is still writing
             results.close()
         return Outcome(state.step, state.step >= run.train.steps, results.loss, evaluation.means.get("loss"))
 

@@ -1,4 +1,4 @@
-"""What a run measures, and where it goes: JSON lines always, TensorBoard and W&B where asked. Rank 0 writes."""
+"""Metrics of a run, and their logs: always JSON lines, optionally TensorBoard and W&B. Rank 0 writes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ logger = logging.getLogger("weft")
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of the step display. `mfu` is None where the device's peak is not known; `unit` is what rates count."""
+    """The metrics of one line of the step display.
+
+    `mfu` is None if the device's peak is not known. `unit` is the unit of the rates (tokens or images).
+    """
 
     step: int
     loss: float
@@ -38,18 +41,20 @@ class StepMetrics:
     memory_bytes: int
     seconds_left: float
     unit: str = "tokens"
-    start_seconds: float | None = None  # of a process's first step, whose rates say nothing about the next
+    start_seconds: float | None = None  # set for a process's first step, whose rates do not hold for later steps
 
     def to_json(self) -> dict[str, Any]:
-        """The line as plain values, rates under the name of their unit."""
+        """Returns plain values, with the unit in the names of the rates."""
         values = {key.replace("units", self.unit): value for key, value in asdict(self).items()}
         del values["unit"]
         return {key: value for key, value in values.items() if key != "start_seconds" or value is not None}
 
 
 class Moment:
-    """A point in this rank's work. On a GPU it is when the device has done all that was queued before it, which the
-    host may read much later.
+    """A point in time of this rank's work.
+
+    On a GPU it is the time when the device has finished all work that was queued before. The host may read it much
+    later.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +65,7 @@ class Moment:
             self._event.record()
 
     def seconds_since(self, earlier: Moment) -> float:
-        """The time between two moments, of which the device has passed both."""
+        """Seconds between two moments. Waits until the device has passed this one."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
         self._event.synchronize()
@@ -69,20 +74,20 @@ class Moment:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed over some steps: of all ranks, of a device, and the seconds of a step."""
+    """Speed over some steps: of all ranks, of one device, and the seconds of a step."""
 
     units_per_second: float
     units_per_second_per_device: float
     tflops_per_second_per_device: float
     mfu: float | None
     step_seconds: float
-    is_start: bool = False  # of the first step of a process alone, which also compiles, connects and asks for memory
+    is_start: bool = False  # only a process's first step, which also compiles, connects and allocates
 
 
 class Clock:
-    """Turns steps into rates, over the steps since the last reading.
+    """Computes rates over the steps since the last reading.
 
-    The first step of a process also compiles, connects and asks for memory: it counts for no rate but its own.
+    The first step of a process also compiles, connects and allocates memory, so it counts only for its own rate.
     """
 
     def __init__(
@@ -94,33 +99,33 @@ class Clock:
         peak: float | None,
         device: torch.device = torch.device("cpu"),  # noqa: B008 (a value)
     ) -> None:
-        """`flops_per_step` and `peak` are one rank's; the peak may be unknown."""
+        """`flops_per_step` and `peak` are those of one rank. `peak` is None if it is not known."""
         self._units, self._ranks, self._flops, self._peak = units_per_step, num_ranks, flops_per_step, peak
         self._device, self._first, self._warm = device, step + 1, Moment(device)
         self._has_begun = False
         self.skip(step)
 
     def moment(self) -> Moment:
-        """Now, behind all that is queued."""
+        """Returns a moment after all work queued so far."""
         return Moment(self._device)
 
     def skip(self, step: int) -> None:
-        """Do not count what happened since the last reading (evaluation, saving)."""
+        """Excludes the time since the last reading (evaluation, saving) from the rates."""
         self._step, self._since = step, self.moment()
 
     def done(self, step: int, moment: Moment) -> None:
-        """A step has ended. Every step's end is told, in order, read or not."""
+        """Records the end of a step. Call it for every step, in order, whether its rates are read or not."""
         if step == self._first:
             self._warm = moment
 
     def _began(self, before: int, step: int) -> bool:
-        """Whether a reading is of the first step alone; once only, though steps may be done again."""
+        """Is this reading of a process's first step only? True at most once, although steps may be repeated."""
         is_start = not self._has_begun and before < step == self._first
         self._has_begun = True
         return is_start
 
     def read(self, step: int, moment: Moment) -> Rates:
-        """The rates of the steps since the last reading, up to one that ended at that moment."""
+        """Returns the rates of the steps since the last reading, up to the step that ended at `moment`."""
         since, before = self._since, self._step
         if before < self._first < step:
             since, before = self._warm, self._first
@@ -138,7 +143,7 @@ class Clock:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: the allocator's peak on a GPU, the resident set on a CPU."""
+    """The peak memory of this rank: the allocator's peak on a GPU, the resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -146,7 +151,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl and to the optional loggers, from the end of `step` on."""
+    """Appends to metrics.jsonl and to the optional loggers, starting after `step`."""
 
     def __init__(self, run: Run, step: int) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +167,7 @@ class MetricsLog:
             self._add_wandb(run.log.wandb, {"run": run.to_toml()})
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """One event, e.g. kind 'step' or 'evaluation'."""
+        """Writes one event, e.g. of kind 'step' or 'evaluation'."""
         self._append((json.dumps({"kind": kind, "step": step, "time": time.time(), **values}) + "\n").encode())
         for name, value in values.items():
             if isinstance(value, (int, float)) and name != "step":
@@ -170,11 +175,11 @@ class MetricsLog:
                     writer(f"{kind}/{name}", float(value), step)
 
     def step(self, metrics: StepMetrics) -> None:
-        """One training step."""
+        """Writes the metrics of one training step."""
         self.write("step", metrics.step, metrics.to_json())
 
     def _append(self, line: bytes) -> None:
-        """The whole line or nothing of it: a full disk is told once and ends no run."""
+        """Writes a whole line or nothing. A full disk is reported once and does not end the run."""
         size_bytes = os.fstat(self._file.fileno()).st_size
         try:
             if (self._file.write(line) or 0) < len(line):
@@ -190,7 +195,7 @@ class MetricsLog:
             self._is_full = True
 
     def close(self) -> None:
-        """End all logs."""
+        """Closes all logs."""
         for close in self._closers:
             close()
 
@@ -214,7 +219,10 @@ class MetricsLog:
 
 
 def _forget_after(path: Path, step: int) -> None:
-    """Drop what a killed run logged after its last checkpoint and will log again; its last line may be torn."""
+    """Removes the lines after `step`, which a killed run logged after its last checkpoint and will log again.
+
+    Removes also an incomplete last line.
+    """
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
     if kept != lines:

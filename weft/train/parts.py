@@ -1,4 +1,5 @@
-"""What accompanies every step of training, in one ordered tuple. A part never changes the step or the control flow.
+"""Parts that run alongside every training step, in one ordered tuple. A part never changes the step or the control
+flow.
 
 A new part is a class here (or in its own file) and a line in `make_parts`.
 """
@@ -21,35 +22,39 @@ from weft.train.timeline import draw_step
 
 
 def is_due(step: int, every: int | None, last: int) -> bool:
-    """Whether something that happens every so many steps, and after the last, happens after this one."""
+    """Is an event that happens every `every` steps, and after the last step, due after this step?"""
     return step == last or (every is not None and step % every == 0)
 
 
 class Part:
-    """Does nothing. `step` counts finished steps, so `before_step` gets the number of the step from 0."""
+    """The base class of parts, which does nothing.
+
+    `step` counts finished steps, so `before_step` gets the number of the step from 0.
+    """
 
     def before_step(self, step: int) -> None:
-        """Before the batches of a step are taken."""
+        """Runs before the batches of a step are loaded."""
 
     def before_micro_batch(self, step: int, index: int) -> None:
-        """Before the forward of a micro-batch."""
+        """Runs before the forward of a micro-batch."""
 
     def pauses_after(self, step: int) -> bool:
-        """Whether `after_step` takes so long, or needs the step's numbers, that training waits for the device."""
+        """Must training wait for the device after this step, because `after_step` is slow or needs its results?"""
         return False
 
     def after_step(self, step: int, stops: bool) -> bool:
-        """After a good step; `stops` is whether the run ends here because it was asked to. Returns whether this took
-        time that does not count as training.
+        """Runs after a good step. `stops` is true if the run ends here because it was asked to.
+
+        Returns whether this took time that does not count as training.
         """
         return False
 
     def end(self) -> None:
-        """After the last step."""
+        """Runs after the last step."""
 
 
 class Parts(Part):
-    """All parts, in order."""
+    """All parts of a run, called in order."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         self._parts = tuple(parts)
@@ -75,7 +80,7 @@ class Parts(Part):
 
 
 class InjectedFaults(Part):
-    """Faults that `weft chaos` asks this rank for: a NaN in a gradient, a flipped bit of a parameter."""
+    """Injects the faults that `weft chaos` asks for on this rank: a NaN in a gradient, a flipped bit of a parameter."""
 
     def __init__(self, state: TrainState) -> None:
         self._faults, self._model = Faults.of(os.environ, state.mesh.rank), state.model
@@ -107,8 +112,10 @@ class LearningRate(Part):
 
 
 class RandomStates(Part):
-    """Seeds random states by (seed, step, micro-batch, batch rank), so that a resumed run repeats its drop-out and its
-    skipped layers. Where ranks of one batch hold different elements, `inspection/rng.py` makes them differ.
+    """Seeds the random number generators by (seed, step, micro-batch, batch rank).
+
+    So a resumed run repeats its dropout and its skipped layers. If ranks of one batch hold different elements,
+    `inspection/rng.py` gives them different random numbers.
     """
 
     def __init__(self, state: TrainState) -> None:
@@ -121,8 +128,8 @@ class RandomStates(Part):
         seed_rng(derive_seed(state.run.train.seed, step, index, state.mesh["batch"].index), state.mesh.device)
 
 
-class Timeline(Part):
-    """Times every action of the last step, and draws them beside what the schedule promises (`train.timeline`)."""
+class StepTimeline(Part):
+    """Times every action of the last step and draws them beside the simulated schedule (`train.timeline`)."""
 
     def __init__(self, state: TrainState) -> None:
         self._state, self._path = state, state.run.train.timeline
@@ -137,7 +144,7 @@ class Timeline(Part):
         pipeline = pipeline_of(state.model)
         if pipeline is None or not pipeline.timed or not state.mesh.is_first_of_stage:
             return
-        if not pipeline.spans:  # the step lost a rank
+        if not pipeline.spans:  # a rank was lost in this step
             return
         assert self._path is not None
         if draw_step(pipeline, state.mesh, state.run.split.accumulation, Path(self._path)):
@@ -145,7 +152,7 @@ class Timeline(Part):
 
 
 class Evaluation(Part):
-    """Measures the held-out data every so many steps, and at the end."""
+    """Evaluates on the held-out data every so many steps, and at the end."""
 
     def __init__(self, state: TrainState, log: MetricsLog | None) -> None:
         self._state, self._log = state, log
@@ -172,7 +179,7 @@ class Evaluation(Part):
 
 
 def make_parts(state: TrainState, evaluation: Evaluation, checkpoints: Part) -> Parts:
-    """All parts of a run, in the order in which they act."""
+    """Returns all parts of a run, in the order in which they run."""
     return Parts(
         (
             InjectedFaults(state),
@@ -180,6 +187,6 @@ def make_parts(state: TrainState, evaluation: Evaluation, checkpoints: Part) -> 
             RandomStates(state),
             evaluation,
             checkpoints,
-            Timeline(state),
+            StepTimeline(state),
         )
     )

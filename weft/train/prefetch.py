@@ -1,5 +1,7 @@
-"""Lets the host run ahead of a GPU: the next step's batches are copied while this step computes, and a step's numbers
-are read after the next step was queued. On a CPU both happen at once.
+"""Lets the host run ahead of a GPU.
+
+The next step's batches are copied while this step computes. A step's results are read after the next step is queued. On
+a CPU neither is delayed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from weft.train.state import TrainState
 
 
 class Batches:
-    """The batches of each step; those of the next are copied on a stream of their own, from pinned memory."""
+    """The batches of each step. The next step's are copied from pinned memory on a separate stream."""
 
     def __init__(self, make: Callable[[int], list[Batch]], last: int, device: torch.device) -> None:
         self._make, self._last = make, last
@@ -26,7 +28,7 @@ class Batches:
         self._next: tuple[int, list[Batch]] | None = None
 
     def take(self, step: int) -> list[Batch]:
-        """The batches of a step."""
+        """Returns the batches of a step."""
         if self._next is None or self._next[0] != step:
             return self._make(step)
         batches, self._next = self._next[1], None
@@ -35,19 +37,20 @@ class Batches:
         here.wait_stream(self._stream)
         for batch in batches:
             for tensor in batch:
-                tensor.record_stream(here)  # or its memory would be used again by the other stream's next copy
+                tensor.record_stream(here)  # else the other stream's next copy could reuse its memory
         return batches
 
     def prepare(self, step: int) -> None:
-        """Start on a step's batches, while the device computes."""
+        """Starts to load a step's batches while the device computes."""
         if self._stream is not None and step < self._last:
             with torch.cuda.stream(self._stream):
                 self._next = step, self._make(step)
 
 
 class PendingResult:
-    """A step's loss, gradient norm and verdict on their way to the host, and the moment when the step ended. Its labels
-    are looked at if the numbers are bad.
+    """A step's loss, gradient norm and verdict while they are copied to the host, and the moment when the step ended.
+
+    The labels are kept to be examined if the results are bad.
     """
 
     def __init__(
@@ -66,19 +69,19 @@ class PendingResult:
             self._event.record()
 
     def read(self) -> tuple[float, float, int]:
-        """Loss, norm and verdict; waits for the step, not for what was queued behind it."""
+        """Returns loss, norm and verdict. Waits for the step, but not for work queued after it."""
         if self._event is not None:
             self._event.synchronize()
         loss, norm, verdict = self._values.tolist()
         return loss, norm, int(verdict)
 
     def wrong_labels(self, num_classes: int) -> str | None:
-        """What is wrong with this rank's labels, if anything."""
+        """Describes invalid labels of this rank; None if all are valid."""
         return count_unknown(torch.cat([labels.flatten() for labels in self._labels]), num_classes)
 
 
 def make_batches(state: TrainState, policy: Policy) -> Batches:
-    """This rank's micro-batches of each step, without the batches that the policy leaves out."""
+    """Returns this rank's micro-batches of each step, without the batches that the policy leaves out."""
     mesh = state.mesh
 
     def make(step: int) -> list[Batch]:

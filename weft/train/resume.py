@@ -1,8 +1,8 @@
-"""Going on: the newest checkpoint that all ranks can read, and the refusal of one that belongs to something else.
+"""Resuming from the newest checkpoint that all ranks can read, and refusing one that belongs to another run.
 
-A checkpoint whose files were damaged is passed over, and said to be: every rank tries to read its part, all agree on
-whether it worked, and the next older one is tried. A checkpoint of other data, another model or another order of
-samples is never passed over: it is an error of the user's, and going on from an older one would hide it.
+A checkpoint with damaged files is skipped with a message. Every rank tries to read its part, all ranks agree on whether
+that worked, and otherwise the next older one is tried. A checkpoint of other data, of another model or with another
+order of samples is never skipped: it is a user's error, and resuming from an older checkpoint would hide it.
 """
 
 from __future__ import annotations
@@ -35,28 +35,34 @@ _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
-    """A complete checkpoint, by its name, or in memory; whether its files are whole is seen when they are read."""
+class FoundCheckpoint:
+    """A complete checkpoint on disk, or in memory if `path` is None.
+
+    It is complete by its name. Damage of its files is detected when they are read.
+    """
 
     step: int
     path: Path | None = None
 
 
-def found_checkpoints(folder: Path, in_memory: Sequence[int]) -> list[Found]:
-    """The complete checkpoints, newest first, as this process sees them."""
+def found_checkpoints(folder: Path, in_memory: Sequence[int]) -> list[FoundCheckpoint]:
+    """Returns the complete checkpoints that this process sees, newest first."""
     return newest_first(folder, steps(folder), in_memory)
 
 
-def newest_first(folder: Path, on_disk: Sequence[int], in_memory: Sequence[int]) -> list[Found]:
-    """The newest first; of one step, that in memory."""
-    found = [Found(step, folder / step_name(step)) for step in on_disk] + [Found(step) for step in in_memory]
+def newest_first(folder: Path, on_disk: Sequence[int], in_memory: Sequence[int]) -> list[FoundCheckpoint]:
+    """Returns checkpoints newest first; for the same step, the one in memory first."""
+    found = [FoundCheckpoint(step, folder / step_name(step)) for step in on_disk] + [
+        FoundCheckpoint(step) for step in in_memory
+    ]
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.path is None), reverse=True)
 
 
 def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], None]) -> tuple[int, Mapping[str, Any]]:
-    """Load the newest checkpoint that is whole, if there is one: the step to go on from, and what it says beside.
+    """Loads the newest undamaged checkpoint, if there is one.
 
-    Which checkpoints there are is what rank 0 finds: a listing of a shared folder may be old on another host.
+    Returns the step to continue from, and the checkpoint's other values. Rank 0 lists the checkpoints, because another
+    host may see an old listing of a shared folder.
     """
     folder, world = state.run.folder / "checkpoints", state.mesh["world"]
     step, saved = 0, dict[str, Any]()
@@ -88,12 +94,13 @@ def resume(state: TrainState, memory: MemoryCopies | None, say: Callable[[str], 
 def go_back(
     state: TrainState, saver: Saver, memory: MemoryCopies | None, say: Callable[[str], None], far: bool
 ) -> tuple[int, Mapping[str, Any]]:
-    """From the midst of training back to the newest state or, if it is to be `far`, the newest checkpoint on disk; as
-    `resume`.
+    """Loads the newest saved state during training; if `far`, the newest checkpoint on disk.
+
+    Returns the step to continue from, and the checkpoint's other values, as `resume` does.
     """
     settle_or_tell(saver, partial(all_agree, world=state.mesh["world"]))
     if memory is not None:
-        with suppress(CheckpointError, RuntimeError):  # the next save does without that copy
+        with suppress(CheckpointError, RuntimeError):  # the next save works without that copy
             memory.wait()
     step, saved = resume(state, None if far else memory, say)
     if not saved:
@@ -106,8 +113,12 @@ def go_back(
     return step, saved
 
 
-def _try(found: Found, state: TrainState, memory: MemoryCopies | None) -> tuple[dict[str, Any], DamagedError | None]:
-    """Read this rank's part: what the checkpoint says, and what is wrong with the files, if anything is."""
+def _try(
+    found: FoundCheckpoint, state: TrainState, memory: MemoryCopies | None
+) -> tuple[dict[str, Any], DamagedError | None]:
+    """Reads this rank's part of a checkpoint. Returns the checkpoint's other values, and the damage of its files or
+    None.
+    """
     try:
         path = found.path
         if path is None:
@@ -128,7 +139,9 @@ def _try(found: Found, state: TrainState, memory: MemoryCopies | None) -> tuple[
 
 
 def wait_until_seen(path: Path, seconds: float = SEEN_SECONDS) -> None:
-    """Leave a shared folder time to show what rank 0 has found in it."""
+    """Waits until a shared folder shows the checkpoint that rank 0 has found. Raises CheckpointError after
+    `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while not (path / MANIFEST).is_file():
         if time.monotonic() >= deadline:
@@ -140,7 +153,7 @@ def wait_until_seen(path: Path, seconds: float = SEEN_SECONDS) -> None:
 
 
 def _put_aside(path: Path) -> None:
-    """Under another name, so that the step can be saved again and a person can look."""
+    """Renames a damaged checkpoint, so that the step can be saved again and a person can examine the files."""
     aside = path.with_name(DAMAGED_PREFIX + path.name)
     number = 1
     while aside.exists():
@@ -150,14 +163,20 @@ def _put_aside(path: Path) -> None:
 
 
 def _refuse_other_run(checkpoint: Checkpoint, run_id: str) -> None:
-    """Copies in memory are of one run. (A checkpoint on disk may have been put there from another folder.)"""
+    """Raises if a copy in memory belongs to another run.
+
+    (A checkpoint on disk may have been copied from another folder.)
+    """
     found = checkpoint.stated("run_id", str)
     if found != run_id:
         raise CheckpointError(f"{checkpoint.path} is of run {found}, and this is run {run_id}; remove it")
 
 
 def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData, run: Run | None = None) -> None:
-    """Other tokens or images, or other samples of them: data would be skipped, repeated, or held out after training."""
+    """Raises if the checkpoint was trained on other tokens or images, or on other samples of them.
+
+    Data would be skipped, repeated, or held out after training on it.
+    """
     found = checkpoint.stated("data", dict).get("fingerprint")
     changed, places = ([], []) if run is None else changed_keys(_saved_table(checkpoint), run.data)
     if found != data.fingerprint:
@@ -170,7 +189,7 @@ def _refuse_other_data(checkpoint: Checkpoint, data: TrainingData, run: Run | No
 
 
 def _saved_table(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The table `[data]` of the run that saved a checkpoint."""
+    """Returns the table `[data]` of the run that saved a checkpoint."""
     table = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
     if not isinstance(table, dict):
         raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
@@ -178,7 +197,11 @@ def _saved_table(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
-    """Shapes do not tell: other rotary frequencies, say, would go on in silence with another network."""
+    """Raises if the checkpoint's model differs.
+
+    Shapes do not show every difference: with other rotary frequencies, for example, another network would be trained
+    without an error.
+    """
     saved, now = checkpoint.stated("model", dict), to_table(run.model)
     for key in {**now, **saved}:
         if saved.get(key) != now.get(key):
@@ -189,10 +212,13 @@ def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
 
 
 def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:
-    """The order of samples follows from seed, step and batch: with another, data would be skipped or repeated."""
+    """Raises if the checkpoint was trained with another order of samples.
+
+    The order follows from seed, step and batch size: with another one, data would be skipped or repeated.
+    """
     samples, seed = checkpoint.stated("data", dict).get("samples"), checkpoint.stated("seed", int)
     batch = samples // max(1, checkpoint.step) if isinstance(samples, int) else None
-    if not checkpoint.step:  # saved before the first step, and free of any order
+    if not checkpoint.step:  # saved before the first step, so no order was used yet
         batch = run.split.batch
     if (batch, seed) != (run.split.batch, run.train.seed):
         raise CheckpointError(

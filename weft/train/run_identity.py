@@ -1,7 +1,7 @@
-"""What identifies a run: the folder that it lives in, and an id that is made once and kept beside its checkpoints.
+"""The identity of a run: its folder, and an id that is made once and kept beside its checkpoints.
 
-Two runs never have the same id, whatever their launcher calls the job and whatever their folders are called. Whoever
-removes a run's checkpoints, or its folder, and starts again has another run.
+Two runs never have the same id, even if their launchers' job names or their folders are equal. If a run's checkpoints
+or its folder are removed, the next start is another run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,19 @@ _ID = re.compile(r"[0-9a-f]{32}\n?")
 
 
 def known_run_id(folder: Path) -> str | None:
-    """The id of the run in a folder; None if there is none yet."""
+    """Returns the id of the run in a folder; None if it has none."""
     try:
         text = _path(folder).read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return text.strip() if _ID.fullmatch(text) else None  # a power cut may leave an empty file
+    return text.strip() if _ID.fullmatch(text) else None  # after a power cut the file may be empty
 
 
 def make_run_id(folder: Path) -> str:
-    """The id of the run in a folder. It is made if there is none; of several who make one at once, one succeeds."""
+    """Returns the id of the run in a folder, and makes one if there is none.
+
+    If several processes make one at once, all return the same.
+    """
     path = _path(folder)
     temporary = path.with_name(f".{RUN_ID}-{uuid.uuid4().hex}")
     try:
@@ -55,8 +58,8 @@ def make_run_id(folder: Path) -> str:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """Give a file its name, unless another has it already."""
-    if path.exists():  # but no id is in it
+    """Renames a temporary file to its final name, unless another process has written that file."""
+    if path.exists():  # without a valid id
         temporary.replace(path)
         return
     try:

@@ -1,7 +1,8 @@
-"""Saving from the loop: a save that fails is told in one line, and training goes on.
+"""Saving during training: a failed save is reported in one line, and training continues.
 
-The checkpoint before is whole, the step is lost only if the run dies before the next save, and a full disk may have
-room again by then. Only the last save of a run must work: without it there would be nothing to go on from.
+The checkpoint before is complete. The step is lost only if the run dies before the next save, and a full disk may have
+space again by then. Only a run's last save must succeed: without it there would be
+nothing to continue from.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from weft.errors import CheckpointError
 from weft.health.rank_status import SAVING, Status
 
 logger = logging.getLogger("weft")
-_FINISH_SECONDS = 120.0  # for a save in flight, when a rank fails
+_FINISH_SECONDS = 120.0  # to finish a save in flight when a rank fails
 
 
 def save_or_tell(
     saver: Saver, step: int, pieces: Iterable[Piece], state: dict[str, Any], asynchronous: bool, is_last: bool
 ) -> None:
-    """Save a step. What kept it, or the one before, from being saved is told, and raised if it is the last."""
+    """Saves a step.
+
+    Logs a warning if this save, or the one before, failed. Raises if this save failed and is the last.
+    """
     try:
         saver.wait()
     except CheckpointError as error:
@@ -37,16 +41,20 @@ def save_or_tell(
 
 
 def settle_or_tell(saver: Saver, agree: Callable[[bool], bool]) -> None:
-    """End the save under way on all ranks; what kept it from being saved is told. `agree` asks all ranks."""
+    """Ends the save in flight on all ranks, and logs a warning if it failed.
+
+    `agree` returns whether all ranks passed true.
+    """
     error = saver.settle(agree)
     if error is not None:
         _tell(error, "the newest checkpoint before it is used")
 
 
 def finish_on_error(saver: Saver, status: Status) -> Callable[..., None]:
-    """For an ExitStack: a rank that fails leaves when the save in flight has its name, or cannot get it in time.
+    """Returns a callback for an ExitStack: a rank that fails finishes the save in flight before it exits.
 
-    The other ranks wait for this one meanwhile and write their parts; the agent would end them all as soon as it left.
+    It waits until the save is complete, but at most 120 s. The other ranks wait for this one in the meantime and write
+    their parts. The agent would end them all as soon as this rank exits.
     """
 
     def leave(kind: object, error: BaseException | None, trace: object) -> None:
@@ -61,7 +69,7 @@ def finish_on_error(saver: Saver, status: Status) -> Callable[..., None]:
 
 
 def _wait_quietly(saver: Saver) -> None:
-    with suppress(Exception):  # the rank's own error is told
+    with suppress(Exception):  # the rank's own error is reported
         saver.wait(published=True)
 
 

@@ -1,4 +1,4 @@
-"""What a run is made of before its first step: the world of its ranks, its model, and what watches and saves it."""
+"""Builds a run before its first step: process group and mesh, model and optimizer, watchdog and saver."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from weft.train.timeline import refuse_timeline
 
 @contextmanager
 def world(run: Run, place: Place) -> Iterator[Mesh]:
-    """This rank's mesh, inside its process group."""
+    """A context with this rank's mesh, inside its process group."""
     kind = device_type(run)
     if place.num_ranks == 1:
         yield Mesh(run.plan, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
@@ -59,7 +59,7 @@ def world(run: Run, place: Place) -> Iterator[Mesh]:
     timeout = timedelta(seconds=run.train.timeout_seconds)
     device = init_process_group(place, kind, timeout, run.train.share_gpus)
     try:
-        # Before groups are made: ranks with different plans would make different ones, and wait for each other.
+        # Before groups are made: ranks with different plans would make different groups and wait for each other.
         agree(run_beliefs(run), Axis("world", place.num_ranks, place.rank, None, Ledger()))
         yield Mesh(run.plan, device, place.num_local_ranks)
     finally:
@@ -71,7 +71,7 @@ def refuse_start(run: Run, place: Place) -> None:
     check_world(place, run.plan.num_ranks, run.plan.degrees)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
-    if run.plan.memory.activations or run.plan.memory.weights:  # what else is on the host follows from the run
+    if run.plan.memory.activations or run.plan.memory.weights:  # other host memory needs no prediction
         hosted = predict(run, run_cluster(run, place.num_hosts)).cost.host_bytes
         check_memory_fits(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
 
@@ -79,8 +79,9 @@ def refuse_start(run: Run, place: Place) -> None:
 def build_state(
     run: Run, run_id: str, data: TrainingData, mesh: Mesh, status: Status, say: Say, kernel: str | None
 ) -> TrainState:
-    """Everything that trains: the model under its plan, compiled if that is wanted, its optimizer and its data.
-    `kernel` names the attention kernel that was chosen, for people.
+    """Builds the model under its plan (compiled if the run wants it), its optimizer and its data.
+
+    `kernel` is the name of the attention kernel, for messages.
     """
     set_determinism(run)
     model = parallelize(
@@ -101,14 +102,14 @@ def build_state(
 
 @contextmanager
 def watched(state: TrainState, place: Place, saver: Saver, step_seconds: float | None) -> Iterator[None]:
-    """Inside, hangs are noticed, and a rank that fails finishes the save under way before it leaves."""
+    """A context in which hangs are detected, and a rank that fails finishes the save in flight before it exits."""
     with lookout(state.run, place, state.status, step_seconds), ExitStack() as inside:
         inside.push(finish_on_error(saver, state.status))
         yield
 
 
 def show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> None:
-    """From here on the rank says what it does: to itself where nobody watches."""
+    """From here on the rank publishes its progress in `status`, whether or not another process reads it."""
     where = [f"host {socket.gethostname()}"] if place.num_hosts > 1 else []
     where.append(rank_model(model).description)
     status.place = ", ".join(filter(None, where))
@@ -120,18 +121,19 @@ def show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> N
 def lookout(
     run: Run, place: Place, status: Status, step_seconds: float | None
 ) -> AbstractContextManager[Lookout | None]:
-    """Ranks that weft's own agent did not start watch over each other."""
+    """Returns a context in which ranks that weft's own agent did not start watch each other for hangs and failures."""
     if place.num_ranks == 1 or place.launcher in ("none", "weft"):
         return nullcontext()
     return Lookout(status, place, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
 
 
 def attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
+    """A context in which the fastest attention kernel is used. Yields its name, or None."""
     return fastest_attention(attention_shape(run), COMPUTE_DTYPE[run.plan.precision], mesh.device)
 
 
 def device_type(run: Run) -> Literal["cpu", "cuda"]:
-    """Where the run computes: as it says, or on GPUs where there are any."""
+    """The run's device type: as `train.device` says, or GPUs if there are any."""
     available = run.train.device != "cpu" and bool(gpus())
     if run.train.device == "cuda" and not available:
         raise ConfigError("train.device = 'cuda' but torch sees no GPU; use 'auto' or 'cpu'")
@@ -139,6 +141,7 @@ def device_type(run: Run) -> Literal["cpu", "cuda"]:
 
 
 def set_determinism(run: Run) -> None:
+    """Seeds torch, and makes it deterministic if the run asks for it."""
     torch.manual_seed(run.train.seed)
     if run.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -146,7 +149,10 @@ def set_determinism(run: Run) -> None:
 
 
 def build_model(run: Run) -> nn.Module:
-    """The model without values: no rank ever needs room for all of it. Running statistics are as exact as its state."""
+    """Builds the model on the meta device: no rank ever needs memory for all of it.
+
+    Running statistics have the dtype of master weights.
+    """
     with torch.device("meta"):
         model = build(run.model)
     for module in model.modules():
@@ -157,7 +163,9 @@ def build_model(run: Run) -> nn.Module:
 
 
 def first_values(run: Run) -> Values:
-    """A parameter's first value by name: from a Hugging Face folder, or drawn from (seed, name)."""
+    """Returns a function from a parameter's name to its initial value: from a Hugging Face folder, or random by
+    (seed, name).
+    """
     if run.model_folder is not None:
         assert isinstance(run.model, LanguageConfig), "the run file was checked"
         return weight_reader(run.model_folder, run.model)
@@ -166,7 +174,7 @@ def first_values(run: Run) -> Values:
 
 
 def make_saver(run: Run, mesh: Mesh) -> Saver:
-    """All ranks agree on a random token, which keeps a crashed attempt's files apart."""
+    """Returns the saver. All ranks share a random token, which keeps files apart from those of a crashed attempt."""
     token = torch.randint(0, 2**62, (1,), generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(7))))
     broadcast(token, mesh["world"]).wait()
     return Saver(
@@ -180,8 +188,9 @@ def make_saver(run: Run, mesh: Mesh) -> Saver:
 
 
 def memory_copies(run: Run, run_id: str, mesh: Mesh, place: Place, say: Callable[[str], None]) -> MemoryCopies | None:
-    """Copies in memory, where they are asked for and somebody would start the ranks again. A folder that one rank may
-    not use is done without by all.
+    """Returns the copies in memory, if the run asks for them and a launcher would restart its ranks; else None.
+
+    If one rank cannot use the folder, no rank keeps copies.
     """
     if run.checkpoint.memory_every is None or place.num_ranks == 1:
         return None
@@ -205,6 +214,7 @@ def memory_copies(run: Run, run_id: str, mesh: Mesh, place: Place, say: Callable
 
 
 def make_clock(run: Run, mesh: Mesh, step: int) -> Clock:
+    """Returns the clock that computes the run's rates."""
     split = run.split
     shared_by = run.plan.num_ranks // run.plan.num_batch_ranks  # ranks that compute parts of the same samples
     flops = model_flops(micro_batch_profile(run)) * split.accumulation / shared_by

@@ -1,4 +1,4 @@
-"""What a run trains with: the same objects from its first step to its last."""
+"""The objects that a run trains with, from its first step to its last."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from weft.train.batches import TrainingData
 
 @dataclass
 class TrainState:
-    """A rank's model, optimizer and data, and where it reports progress. `step` counts the finished steps; `say` shows
-    a line, on rank 0.
+    """A rank's model, optimizer and data, and where it reports progress.
+
+    `step` counts the finished steps. `say` shows a line, on rank 0.
     """
 
     run: Run

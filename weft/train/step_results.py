@@ -1,5 +1,6 @@
-"""Numbers of finished steps: read, logged and judged. On a GPU they are read one step late, so that the host can queue
-the next step meanwhile.
+"""Reads, logs and judges the results of finished steps.
+
+On a GPU they are read one step late, so that the host can queue the next step in the meantime.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from weft.train.prefetch import PendingResult
 from weft.train.setup import make_clock
 from weft.train.state import TrainState
 
-MAX_NAMED = 100  # images that the log names as left out
+MAX_NAMED = 100  # most names of skipped images in the log
 
 
 class Reporter(Protocol):
-    """What a run tells a person; only rank 0 calls it."""
+    """Shows a run's progress to a person. Only rank 0 calls it."""
 
     def step(self, metrics: StepMetrics) -> None:
-        """After a step that is logged."""
+        """Shows the metrics of a step that is logged."""
 
     def say(self, message: str) -> None:
-        """A line about what happens."""
+        """Shows a line."""
 
 
 class StepResults:
-    """Reads the numbers of finished steps and writes them to the log and to the reporter."""
+    """Reads the results of finished steps and writes them to the log and to the reporter."""
 
     def __init__(self, state: TrainState, policy: Policy, reporter: Reporter) -> None:
         is_first = state.mesh.is_first
         self.log: MetricsLog | None = MetricsLog(state.run, state.step) if is_first else None
-        self.loss: float | None = None  # of the last step that was read
+        self.loss: float | None = None  # loss of the last step that was read
         self._state, self._policy, self._reporter = state, policy, reporter
         self._clock = make_clock(state.run, state.mesh, state.step)
         self._pending: PendingResult | None = None
@@ -48,10 +49,10 @@ class StepResults:
             self._report_skipped(self.log)
 
     def add(self, step: int, result: StepResult, batches: Sequence[Batch], wait: bool) -> Bad | None:
-        """Take a step's numbers, and read those of the step before; with `wait`, or on a CPU, this step's too.
+        """Takes a step's results, and reads those of the step before; with `wait`, or on a CPU, also this step's.
 
-        Returns the step that the run must go back for, if one was bad. A bad step whose update was only skipped is
-        reported here.
+        Returns the bad step if the run must go back because of it. A bad step whose update was only skipped is reported
+        here.
         """
         rate = self._state.optimizer.param_groups[0]["lr"]
         ready = [] if self._pending is None else [self._pending]
@@ -66,7 +67,7 @@ class StepResults:
         return None
 
     def went_back(self, bad: Bad, step: int) -> None:
-        """Report that the run went back to a step because of a bad one."""
+        """Reports that the run went back to `step` because of a bad step."""
         self._pending = None
         self._clock.skip(step)
         if self.log is None:
@@ -79,16 +80,16 @@ class StepResults:
         self._reporter.say(f"{bad}: back to step {step}; {what_now}")
 
     def skip_time(self, step: int) -> None:
-        """Leave what happened since the last step out of the rates."""
+        """Excludes the time since the last step from the rates."""
         self._clock.skip(step)
 
     def close(self) -> None:
-        """Close the log."""
+        """Closes the log."""
         if self.log is not None:
             self.log.close()
 
     def _read(self, done: PendingResult) -> Bad | None:
-        """Wait for a step's numbers, log them if that is due, and judge them."""
+        """Waits for a step's results, logs them if that is due, and judges them."""
         run, status = self._state.run, self._state.status
         status.wait_begins(f"the device's work of step {done.step}")
         self.loss, norm, verdict = done.read()
@@ -124,7 +125,7 @@ class StepResults:
         )
 
     def _report_skipped(self, log: MetricsLog) -> None:
-        """Report the images that are left out of the data, once and with a name."""
+        """Reports once how many images are left out of the data, with the name and reason of the first."""
         skipped, description = self._state.data.skipped, self._state.data.description
         name, reason = next(iter(skipped.items()))
         self._reporter.say(f"{len(skipped)} of the images of {description} are left out, {name} first: {reason}")

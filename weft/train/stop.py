@@ -1,4 +1,6 @@
-"""SIGTERM and Ctrl-C: the ranks agree to stop after a step, so that all save the same one and leave with status 0."""
+"""SIGTERM and Ctrl-C: the ranks agree on a step to stop after, so that all save the same step and exit with status
+0.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class Stop:
     """Turns a signal at any rank into one decision of all ranks.
 
-    The flags (4 bytes over `world` a step) travel in host memory while the next step computes, and are read after it:
-    nobody waits for them. All ranks read the same answers in the same order, so all stop after the same step.
+    The flags (4 bytes over `world` a step) are reduced in host memory while the next step computes, and read after it,
+    so no rank waits for them. All ranks read the same results in the same order, so all stop after the same step.
     """
 
     def __init__(self, mesh: Mesh, sections: Sections | None = None) -> None:
-        """`sections`, where ranks may be lost: then they vote in one, and wait for it."""
+        """`sections` is given if ranks may be lost: the ranks then vote inside a section, and wait for the result."""
         self.agreed = False
         self._mesh, self._sections = mesh, sections
         self._wanted = False
@@ -31,7 +33,7 @@ class Stop:
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     def ask(self) -> None:
-        """After a step: read the answer to the last question, and tell the others whether this rank should stop."""
+        """Call after a step: reads the last vote's result, and starts a vote with this rank's flag."""
         self._read()
         if self._sections is not None:
             self.agreed = self.agreed or bool(self._sections.run(self._vote)[0])
@@ -46,7 +48,7 @@ class Stop:
         return [float(flag.item())]
 
     def close(self) -> None:
-        """Give the signals back."""
+        """Restores the signal handlers."""
         self._read()
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -1,8 +1,9 @@
-"""The picture of a pipeline at work: when every rank computed what in one step, beside what its schedule promises.
+"""Draws the timeline of a pipeline: the actions of every rank in one step, measured and simulated.
 
-Ranks take their times down anyway; after training those along the first pipe bring them together, outside the ledger.
-The promise is the schedule simulated with the mean measured times of each stage, so what differs is the pipeline's:
-messages, uneven actions, cores that ranks share. Clocks of different hosts agree as far as the hosts keep them.
+Ranks time their actions anyway. After training, the ranks of the first pipeline gather the times, outside of the
+ledger. The simulation uses the mean measured times of each stage, so differences come from the pipeline itself:
+messages, uneven actions, cores that ranks share. Clocks of different hosts are only as synchronous as the hosts keep
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weft.schedule.simulate import Span, Timeline, simulate_like, timeline_of
 
 
 def refuse_timeline(plan: Plan, path: Path | None) -> None:
-    """Raise, before any work, where there is nothing to draw or no way to."""
+    """Raises, before any work, if the plan has no pipeline or the path cannot be drawn to."""
     if plan.pipe.degree == 1:
         raise PlanError(
             f"a timeline shows the schedule of a pipeline, and this plan ({plan.describe_axes()}) has none; "
@@ -34,7 +35,7 @@ def refuse_timeline(plan: Plan, path: Path | None) -> None:
 
 
 def measured(model: Pipeline, mesh: Mesh, num_micro_batches: int) -> Timeline:
-    """What the ranks of this pipe did in their last training step; all of them call it."""
+    """Returns the timeline of this pipeline's last training step. All ranks of the pipeline call it."""
     schedule = model.schedule(num_micro_batches)
     axis = replace(mesh["pipe"], ledger=Ledger(), levels=None)  # not in the ledger of the run
     found = {span.action: span for span in model.spans if isinstance(span.action, Action)}
@@ -56,7 +57,9 @@ def measured(model: Pipeline, mesh: Mesh, num_micro_batches: int) -> Timeline:
 
 
 def draw_step(model: Pipeline, mesh: Mesh, num_micro_batches: int, path: Path) -> bool:
-    """Draw the last training step; the ranks of the first pipe call it. Whether this rank has written the file."""
+    """Draws the last training step. The ranks of the first pipeline call it. Returns whether this rank wrote the
+    file.
+    """
     found = measured(model, mesh, num_micro_batches)
     if not mesh.is_first:
         return False
