@@ -46,7 +46,7 @@ def start_ranks(
         given = arguments(frozen) if callable(arguments) else arguments
 
         def newest() -> ResumePoint:
-            """Called before each start. Writes the frozen run again if its file was removed from the temporary folder."""
+            """Called before each start. Writes the frozen run again if its file was removed."""
             _freeze(run, frozen)
             return newest_source(run, copies)
 
