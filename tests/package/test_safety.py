@@ -50,7 +50,7 @@ def dotted(node: ast.AST) -> str:
 def broken_rules(tree: ast.AST, name: str) -> Iterator[str]:
     """Every rule that a source breaks; `name` is its path inside the package."""
     in_comm, in_mesh = name.startswith("comm/"), name == "mesh.py"
-    starts_worlds = name in ("launch.py", "local.py")
+    starts_worlds = name in ("launch/environment.py", "launch/local_ranks.py")
     for node in ast.walk(tree):
         at = f"{name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, (ast.Import, ast.ImportFrom)):
