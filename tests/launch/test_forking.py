@@ -63,7 +63,7 @@ def audited(folder: Path, code: str, **values: object) -> tuple[str, str]:
     """What a program prints, and what was noted of its forks."""
     log = folder / "forks"
     program = (AUDIT + code).format(log=str(log), **values)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'helpers'}"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, env=environ, capture_output=True, text=True, timeout=300
     )

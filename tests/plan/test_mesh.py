@@ -104,7 +104,7 @@ def test_who_waits_for_a_rank_that_lets_go_learns_of_it_though_the_world_group_i
                 all_reduce(torch.zeros(1), mesh["world"]).wait()
             (tmp_path / "told").touch()
             return True
-        mesh.let_go()
+        mesh.release_groups()
         dist.destroy_process_group()
         gc.collect()
         deadline = time.monotonic() + 20
