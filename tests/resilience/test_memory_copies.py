@@ -165,6 +165,50 @@ def test_a_copy_that_fails_turns_them_off_on_all_ranks(tmp_path: Path) -> None:
     assert on_hosts(tmp_path, 1, work) == [[1, []]] * 4
 
 
+def fails_on_rank(rank: int) -> Callable[[MemoryCopies], None]:
+    """From the call on, one rank cannot map files."""
+    whole = memory_module.map_file
+
+    def start(copies: MemoryCopies) -> None:
+        def fails(path: Path, size_bytes: int) -> torch.Tensor:
+            raise OSError("stale file handle")
+
+        memory_module.map_file = fails if copies._rank == rank else whole
+
+    return start
+
+
+def test_a_rank_that_cannot_read_its_part_makes_no_other_wait_when_parts_are_fetched(tmp_path: Path) -> None:
+    on_hosts(tmp_path, 2, lambda copies, said: save(copies, 2))
+    os.rename(tmp_path / "host-1", tmp_path / "lost")
+    start = fails_on_rank(0)
+
+    def work(copies: MemoryCopies, said: list[str]) -> str:
+        assert copies.steps() == [2]
+        start(copies)
+        with pytest.raises(DamagedError) as error:
+            copies.assemble(2)
+        return str(error.value).partition("used: ")[2]
+
+    found = on_hosts(tmp_path, 2, work)
+    assert found[0] == "stale file handle"
+    assert all(found)  # all ranks raise
+
+
+def test_a_rank_that_cannot_read_its_part_makes_no_other_wait_when_parts_are_sent(tmp_path: Path) -> None:
+    start = fails_on_rank(1)
+
+    def work(copies: MemoryCopies, said: list[str]) -> list[str]:
+        start(copies)
+        for step in (2, 4):
+            copies.save(step, pieces_of(step, copies._rank, 4), {})
+        return said
+
+    found = on_hosts(tmp_path, 2, work)
+    assert [len(said) for said in found] == [1] * 4
+    assert "stale file handle" in found[1][0]
+
+
 def test_the_folder_of_a_dead_job_is_removed_by_the_next(tmp_path: Path) -> None:
     prefix = f"weft-copies-{os.getuid()}-"
     with claim(tmp_path / f"{prefix}old"), claim(tmp_path / f"{prefix}fresh"):

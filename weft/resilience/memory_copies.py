@@ -181,17 +181,22 @@ class MemoryCopies(Saver):
             assert holder is not None, "the step is complete"
             if all(part in held.get(key, {}) for held in self._listings):
                 continue
-            parts.mkdir(exist_ok=True)
             for path, size_bytes in zip(part_files(parts, part), self._listings[holder][key][part], strict=True):
                 if size_bytes:
                     has = part in own
-                    data = map_file(path, size_bytes) if has else torch.empty(size_bytes, dtype=torch.uint8)
+                    data = torch.zeros(size_bytes, dtype=torch.uint8)
+                    # Errors are raised later: the other ranks wait for this one in the broadcasts.
+                    try:
+                        data = map_file(path, size_bytes) if has else data
+                    except OSError as error:
+                        problem = error
                     broadcast(data, self._world, holder).wait()
-                    if self._place.local_rank == 0 and not has:
-                        try:
+                    try:
+                        if self._place.local_rank == 0 and not has:
+                            parts.mkdir(exist_ok=True)
                             path.write_bytes(data.numpy().data)
-                        except OSError as error:
-                            problem = error  # raised later: the others wait for this rank in the next broadcast
+                    except OSError as error:
+                        problem = error
         if problem is not None:
             raise problem
 
@@ -223,29 +228,38 @@ def _exchange_parts(parts: Path, ring: Axis, hop: int, has_part: bool) -> None:
     """
     before = (ring.index - hop) % ring.degree
     own, other = part_files(parts, ring.index), part_files(parts, before)
-    sizes = torch.tensor([path.stat().st_size if has_part and path.exists() else 0 for path in own])
+    problems: list[OSError] = []  # raised at the end, because other ranks wait for this one's messages
+    outgoing, sizes = [torch.zeros(1, dtype=torch.uint8) for _ in own], torch.zeros(len(own), dtype=torch.int64)
+    try:
+        for index, path in enumerate(own):
+            num_bytes = path.stat().st_size if has_part and path.exists() else 0
+            outgoing[index] = map_file(path, num_bytes) if num_bytes else outgoing[index]
+            sizes[index] = num_bytes
+    except OSError as error:
+        problems.append(error)
+        sizes.zero_()
     incoming_sizes = torch.empty_like(sizes)
     shift([incoming_sizes], [sizes], ring, hop).wait()
     temporaries = [target.with_name(f"{target.name}.tmp") for target in other]
     received = [torch.empty(1, dtype=torch.uint8) for _ in other]  # every rank sends at least one byte
-    problem: OSError | None = None
+    has_room, is_taken = torch.tensor([1]), torch.empty(1, dtype=torch.int64)
     try:
         parts.mkdir(exist_ok=True)
         for index, size_bytes in enumerate(incoming_sizes.tolist()):
             if size_bytes:
                 received[index] = map_file(temporaries[index], size_bytes)
     except OSError as error:
-        problem = error
+        problems.append(error)
+        has_room.zero_()
         received = [torch.empty(1, dtype=torch.uint8) for _ in other]
-    has_room, is_taken = torch.tensor([int(problem is None)]), torch.empty(1, dtype=torch.int64)
     shift([is_taken], [has_room], ring, -hop).wait()
-    for path, own_bytes, data in zip(own, sizes.tolist(), received, strict=True):
-        is_sent = own_bytes and is_taken.item()
-        shift([data], [map_file(path, own_bytes) if is_sent else torch.zeros(1, dtype=torch.uint8)], ring, hop).wait()
-    if problem is not None:
-        for temporary in temporaries:
-            temporary.unlink(missing_ok=True)
-        raise problem
+    for part, num_bytes, data in zip(outgoing, sizes.tolist(), received, strict=True):
+        is_sent = num_bytes and is_taken.item()
+        shift([data], [part if is_sent else torch.zeros(1, dtype=torch.uint8)], ring, hop).wait()
     for temporary, target, size_bytes in zip(temporaries, other, incoming_sizes.tolist(), strict=True):
-        if size_bytes:
+        if not has_room.item():
+            temporary.unlink(missing_ok=True)
+        elif size_bytes:
             temporary.rename(target)  # the manifest is last: a part counts if its manifest exists
+    if problems:
+        raise problems[0]
