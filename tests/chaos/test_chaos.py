@@ -376,15 +376,23 @@ def chaos(weft: Weft, run_file: Path, folder: Path, kinds: Sequence[str], *optio
         return weft(*command)
 
 
-def test_six_faults_of_six_kinds_change_nothing(weft: Weft, run_file: Path, tmp_path: Path) -> None:
-    kinds = ["hang", "kill", "nan", "slow", "flip", "partition"]
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["hang", "nan", "flip"],
+        pytest.param(["hang", "kill", "nan", "slow", "flip", "partition"], marks=pytest.mark.soak),
+    ],
+    ids=",".join,
+)
+def test_faults_change_nothing(weft: Weft, run_file: Path, tmp_path: Path, kinds: list[str]) -> None:
     left = chaos(weft, run_file, tmp_path / "run", kinds, "--json")
     found = left.json
     assert left.status == 0, left.err
     assert (found["equal"], found["differ"]) == (True, [])
     assert found["num_tensors"] > 20
     assert [fault["kind"] for fault in found["faults"]] == kinds
-    assert found["restarts"] >= 4  # a NaN is cured without one, and nothing is to be cured in slowness
+    cured_by_restarts = set(kinds) - {"nan", "slow"}  # a NaN is cured without one, and slowness needs none
+    assert found["restarts"] >= len(cured_by_restarts)
     assert found["goodput"] > 0  # above 1 where the machine was busy with something else in the undisturbed run
     assert 0 < found["training_share"] < 1
     assert 0 < found["predicted"]["goodput"] < 1

@@ -74,9 +74,9 @@ def audited(folder: Path, code: str, **values: object) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["train", "tiny.toml", "train.steps=3"],  # planned, proved, trained by one rank
+        pytest.param(["train", "tiny.toml", "train.steps=3"], marks=pytest.mark.soak),  # planned; trained by one rank
         ["train", "tiny.toml", "train.steps=3", "plan.data=2", "plan.micro_batch=2", "plan.memory.recompute=full"],
-        ["verify", "tiny.toml", "plan.shard=2", "plan.micro_batch=2"],
+        pytest.param(["verify", "tiny.toml", "plan.shard=2", "plan.micro_batch=2"], marks=pytest.mark.soak),
         ["doctor", "--json"],
     ],
 )
