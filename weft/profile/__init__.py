@@ -31,7 +31,7 @@ from weft.profile.parts import (
     Parameter,
     Profile,
     ProfileSource,
-    TensorForm,
+    TensorMetadata,
 )
 from weft.profile.structure import (
     PARAMETER_CUTS,
@@ -88,7 +88,7 @@ __all__ = [
     "Profile",
     "ProfileSource",
     "Tally",
-    "TensorForm",
+    "TensorMetadata",
     "cast",
     "count",
     "fake",

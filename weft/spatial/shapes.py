@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.spatial import resize
-from weft.spatial.arguments import PARAMETERS, Call, argument, is_in_place, number
+from weft.spatial.arguments import PARAMETERS, Arguments, argument, is_in_place, number
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.names import plain_name
 from weft.spatial.operands import Rule, RuleContext, bring, common_layout, pointwise, set_layouts
@@ -71,7 +71,7 @@ def reduced_dims(name: str, args: Any, kwargs: Any) -> list[int]:
     return list(range(args[0].dim())) if is_all else dims_of(given, args[0].dim())
 
 
-def refuse_along_samples(name: str, call: Call, num_samples: int) -> None:
+def refuse_along_samples(name: str, call: Arguments, num_samples: int) -> None:
     """Refuse an operation on a share of the batch that combines samples, or selects some of them."""
     args, kwargs = call
     if name not in PARAMETERS or not args:

@@ -20,7 +20,7 @@ from weft.inspection.rng import TileRng
 from weft.spatial.ownership import Line
 
 Shape = tuple[int, ...]
-Call = tuple[str, str, int]  # axis, operation, bytes
+CollectiveCall = tuple[str, str, int]  # axis, operation, bytes
 Needs = Callable[[Interval], Interval]
 
 
@@ -39,7 +39,7 @@ class Grid:
     columns: Axis
     tile: Axis
     rng: TileRng | None = None
-    note: Callable[[list[Call]], None] | None = None
+    note: Callable[[list[CollectiveCall]], None] | None = None
     layer: Callable[[TileLayout, TileLayout, tuple[Needs, Needs]], None] | None = None
     samples: Axis | None = None
     batch: Axis | None = None
