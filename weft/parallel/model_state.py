@@ -87,12 +87,12 @@ def refresh(model: nn.Module) -> None:
 def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """What lives on this rank's device from step to step, by kind; all of it between backward and step."""
     pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
-    away = {id(piece) for flat in flats if flat.on_host for piece in flat.pieces}
+    away = {id(piece) for flat in flats if flat.options.on_host for piece in flat.pieces}
     gradients = [buffer for flat in flats for buffer in flat.device_gradients]
     there = {id(piece) for flat in flats if flat.is_streamed for piece in flat.pieces}
     gradients += [piece.grad for piece in pieces if id(piece) not in there]
     values = [value for piece, state in optimizer.state.items() if id(piece) not in away for value in state.values()]
-    slices = [flat.slice for flat in flats if not (flat.on_host and flat.is_apart)]
+    slices = [flat.slice for flat in flats if not (flat.options.on_host and flat.is_apart)]
     found = {
         "parameters": [*(pieces if not flats else ()), *(flat.whole for flat in flats), *slices],
         "gradients": [gradient for gradient in gradients if gradient is not None],
@@ -105,7 +105,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
 
 def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """What of a device's state, and of its activations, lives in host memory, by kind."""
-    flats = [flat for flat in all_flats(model) if flat.on_host]
+    flats = [flat for flat in all_flats(model) if flat.options.on_host]
     sender = offloader_of(model)
     slices = [flat.slice for flat in flats if flat.is_apart]
     streamed = [flat for flat in flats if isinstance(flat, StreamedFlat)]
