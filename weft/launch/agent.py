@@ -159,7 +159,7 @@ def _collect(fork_server: ForkServer, codes: dict[int, int]) -> None:
 
 @dataclass(frozen=True)
 class _FailedAttempt:
-    """An attempt that failed: the exit codes of its ranks, the error that one of them recorded, the steps they did."""
+    """A start of the ranks that failed: their exit codes, the error that one of them recorded, the steps they did."""
 
     codes: Mapping[int, int]
     culprit: int | None

@@ -74,7 +74,7 @@ def _buffers_of(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def parameter_names(model: nn.Module) -> set[str]:
-    """The names of all parameters of the whole model."""
+    """Returns the names of all parameters of the whole model, also of those that only other pipeline stages hold."""
     return rank_model(model).parameter_names
 
 

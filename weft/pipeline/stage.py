@@ -200,7 +200,7 @@ class StageRunner(OperationWatch):
     # --- a unit of this stage
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Called before a unit of this stage: return its arguments with real tensors, and stop watching operations."""
+        """Called before a unit of this stage: replace fake tensors in its arguments by real ones, and stop watching."""
         self.switch(False)
         expected = self._expected()
         if expected is None or expected.name != name:

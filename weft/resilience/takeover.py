@@ -112,8 +112,10 @@ class LostRankRecovery:
 def take_over_losses(
     model: nn.Module, mesh: Mesh, saver: Saver, rank_info: RankInfo, step: Callable[[], int], timeout: timedelta
 ) -> Sections | None:
-    """Prepare a run with shadows for the loss of a rank; None without shadows or without weft's agent, which reports
-    the loss. `step` returns the number of steps that are done; `timeout` limits every collective.
+    """Make a run with shadows (`pipe.shadow`) go on when a rank is lost, and return the sections that its steps run in.
+
+    None if the plan has no shadows, or if the ranks were not started by weft's agent, which reports lost ranks. `step`
+    returns the number of finished steps; `timeout` limits every collective.
     """
     folder, pipeline = os.environ.get(FOLDER_VARIABLE), pipeline_of(model)
     if pipeline is None or not mesh.plan.pipe.shadow:

@@ -140,7 +140,7 @@ def install_stage(model: nn.Module, view: View, sizes: tuple[int, int]) -> None:
 
 
 def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
-    """Return the object that runs a model on tiles. The model's own forward is not replaced."""
+    """Let a model's units run on tiles, and return the object that runs the model. The model's own forward stays."""
     find = find_units if view.is_staged else find_blocks
     for name, unit in find(model).items():
         setattr(unit, "forward", partial(run_unit, view, name, unit, unit.forward))  # noqa: B010

@@ -1,6 +1,6 @@
 """The pictures of a plan's page, as SVG to stand inside HTML: parts of a step, memory, traffic and scaling.
 
-Every bar is a row of `rect`s, whose classes name the parts (`page_style`), with the numbers as a title to hover over.
+Every bar is a row of `rect`s, whose classes name the parts (`style.py`), with the numbers as a title to hover over.
 """
 
 from __future__ import annotations
