@@ -85,7 +85,7 @@ def refresh(model: nn.Module) -> None:
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """What lives on this rank's device from step to step, by kind; all of it between backward and step."""
+    """Returns the tensors that stay on this rank's device from step to step, by kind. All exist after backward."""
     pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
     away = {id(piece) for flat in flats if flat.options.on_host for piece in flat.pieces}
     gradients = [buffer for flat in flats for buffer in flat.device_gradients]
@@ -104,7 +104,7 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
 
 
 def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """What of a device's state, and of its activations, lives in host memory, by kind."""
+    """Returns this rank's tensors of state, and its offloaded activations, in host memory, by kind."""
     flats = [flat for flat in all_flats(model) if flat.options.on_host]
     sender = offloader_of(model)
     slices = [flat.slice for flat in flats if flat.is_apart]
@@ -120,12 +120,12 @@ def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tenso
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """What this rank's state really occupies, by kind; call it between backward and step. Held to `cost`."""
+    """Returns the bytes of `state_tensors`, by kind. They equal what `cost` predicts."""
     return {kind: _storage_bytes(tensors) for kind, tensors in state_tensors(model, optimizer).items()}
 
 
 def host_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """The same of host memory."""
+    """Returns the bytes of `host_tensors`, by kind. They equal what `cost` predicts."""
     return {kind: _storage_bytes(tensors) for kind, tensors in host_tensors(model, optimizer).items()}
 
 

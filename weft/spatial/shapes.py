@@ -116,7 +116,7 @@ def reduction(context: RuleContext, func: Rule, name: str, args: Any, kwargs: An
 
 
 def joined(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """Apply torch.cat or torch.stack to tiles. Joining along rows or columns is refused."""
+    """Rule for torch.cat and torch.stack. Joining images along rows or columns is refused."""
     tensors, given = args[0], argument(name, (args, kwargs), "dim", 0)
     layout, is_stack = common_layout([widest(tensor) for tensor in tensors], name), plain_name(name) == "stack"
     num_dims = next(tensor.dim() for tensor in tensors if layout_of(tensor) is not None)
