@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.models import build, initialise
 from weft.run_file import Run, run_from_tables
 from weft.train.batches import prepare_data
@@ -103,7 +103,7 @@ def main() -> None:
         run = run_from_tables(tables, {}, "overhead")
         bare = BareLoop(run, prepare_data(run).train._tokens, arguments.device)
         alternate = Alternate(bare)
-        train(run, Place(), alternate)
+        train(run, RankInfo(), alternate)
     warm = min(10, arguments.steps // 4)
     weft, plain = (statistics.median(times[warm:]) for times in (alternate.weft_seconds, alternate.bare_seconds))
     cuda = arguments.device == "cuda"

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import torch
 
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.run_file import Run, load_run
@@ -57,7 +57,7 @@ def measure(run: Run) -> list[dict[str, list[float]]]:
                 save_or_tell(*arguments)  # type: ignore[arg-type]
                 inside.append(time.perf_counter() - began[-1])
 
-        place = Place(index, run.plan.num_ranks, index, run.plan.num_ranks)
+        place = RankInfo(index, run.plan.num_ranks, index, run.plan.num_ranks)
         with (
             patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan))),
             patch.object(checkpoints, "save_or_tell", every_second),

@@ -27,7 +27,7 @@ from weft.comm import add_traffic, expand
 from weft.comm.ledger import Key, Traffic
 from weft.data.order import local_indices
 from weft.errors import PlanError
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import DecoderConfig, build
@@ -223,7 +223,7 @@ def test_a_run_is_cut_as_its_prediction_is(tmp_path: Path) -> None:
         raise CutError(dict(staging.stage_of))
 
     def rank(index: int) -> Any:
-        place = Place(index, run.plan.num_ranks, index, run.plan.num_ranks)
+        place = RankInfo(index, run.plan.num_ranks, index, run.plan.num_ranks)
         world = patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan)))
         with world, patch.object(weft.parallel.apply, "build", stop), pytest.raises(CutError) as found:
             loop.train(run, place, Silent())

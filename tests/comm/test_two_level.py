@@ -35,7 +35,7 @@ from weft.comm import (
     reduce_scatter,
 )
 from weft.comm import hierarchical as two_level
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh, level_degrees
 from weft.models import Decoder, DecoderConfig
@@ -342,7 +342,7 @@ def test_a_run_takes_its_nodes_from_the_launcher_and_is_predicted_so(tmp_path: P
         with (  # the ranks are in a process group already
             patch.object(setup, "init_process_group", lambda *_: torch.device("cpu")),
             patch.object(setup, "shutdown", lambda: None),
-            setup.world(run, Place(index, 4, index % 2, 2, 2, "torchrun")) as mesh,
+            setup.world(run, RankInfo(index, 4, index % 2, 2, 2, "torchrun")) as mesh,
         ):
             levels = mesh["data"].levels
             barrier()

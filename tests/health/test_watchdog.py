@@ -17,7 +17,7 @@ from weft.health import rank_status as status
 from weft.health import watchdog
 from weft.health.rank_status import FOLDER_VARIABLE, SAVING, WAITING, Status, StatusPage, page_path, read_page
 from weft.health.watchdog import Deadline, Watchdog, describe_hang, overdue_seconds
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.resilience import peer_watch as lookout
 from weft.resilience import shared_memory
 from weft.resilience.peer_watch import Lookout, _decode, _encode, _StoreClient
@@ -279,7 +279,7 @@ def test_a_rank_that_saves_calls_a_hang_off(tmp_path: Path, monkeypatch: pytest.
     pages[0].phase(SAVING)
     pages[1].wait_begins("all_reduce over data (#9)", [0])
     lookouts = [
-        Lookout(one, Place(rank, 2, rank, 2, 1, "torchrun"), store, Deadline(0.1), tmp_path / "run")
+        Lookout(one, RankInfo(rank, 2, rank, 2, 1, "torchrun"), store, Deadline(0.1), tmp_path / "run")
         for rank, one in enumerate(pages)
     ]
     deadline = time.monotonic() + 120

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.run_file import Run, load_run
@@ -106,7 +106,7 @@ def train_on_ranks(run: Run, timeout_seconds: float = 120.0) -> dict[str, Any]:
     micro_batch_profile(run)  # cached here, once for all ranks
 
     def rank(index: int) -> dict[str, Any]:
-        place = Place(index, run.plan.num_ranks, index, run.plan.num_ranks)
+        place = RankInfo(index, run.plan.num_ranks, index, run.plan.num_ranks)
         with patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan))):
             return asdict(loop.train(run, place, Silent()))
 
@@ -142,4 +142,4 @@ def train_with_a_small_host(folder: Path, override: str, monkeypatch: pytest.Mon
     run = make_run(write_run_file(folder), "small", override)
     monkeypatch.setattr("weft.sharding.host_memory.available_host_bytes", lambda: 2 << 30)
     monkeypatch.setattr("weft.train.loop.prepare_data", lambda _: pytest.fail("too late"))
-    loop.train(run, Place(), Silent())
+    loop.train(run, RankInfo(), Silent())

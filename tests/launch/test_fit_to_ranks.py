@@ -10,14 +10,14 @@ from runs_for_tests import DEEP, make_run, write_run_file
 
 from weft.commands.run_planning import _nearest, fit_to_ranks
 from weft.errors import PlanError
-from weft.launch.environment import Place, is_elastic
+from weft.launch.environment import RankInfo, is_elastic
 from weft.plan import Pipe, Plan
 
 pytestmark = pytest.mark.processes
 
 
-def place(num_ranks: int) -> Place:
-    return Place(0, num_ranks, 0, num_ranks, 1, "torchrun")
+def place(num_ranks: int) -> RankInfo:
+    return RankInfo(0, num_ranks, 0, num_ranks, 1, "torchrun")
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_every_near_plan_has_the_ranks_and_comes_once() -> None:
 def test_only_a_torchrun_that_may_restart_is_elastic() -> None:
     assert is_elastic({"TORCHELASTIC_MAX_RESTARTS": "3"}, place(2))
     assert not is_elastic({"TORCHELASTIC_MAX_RESTARTS": "0"}, place(2))
-    assert not is_elastic({"TORCHELASTIC_MAX_RESTARTS": "3"}, Place(0, 2, 0, 2, 1, "slurm"))
+    assert not is_elastic({"TORCHELASTIC_MAX_RESTARTS": "3"}, RankInfo(0, 2, 0, 2, 1, "slurm"))

@@ -24,7 +24,7 @@ from weft.errors import LaunchError
 from weft.launch import agent
 from weft.launch import environment as launch
 from weft.launch.agent import describe_failures, start_local
-from weft.launch.environment import Place, check_world, detect, expand_hosts, rendezvous
+from weft.launch.environment import RankInfo, check_world, detect, expand_hosts, rendezvous
 from weft.launch.fork_server import ForkServer
 
 pytestmark = pytest.mark.processes
@@ -74,30 +74,30 @@ HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "2", "MPI_LOCALNRA
     [
         ({}, None),
         ({"PATH": "/bin", "MASTER_ADDR": "gpu7"}, None),
-        (TORCHRUN, Place(5, 8, 1, 4, 2, "torchrun")),
-        (TORCHRUN | SRUN, Place(5, 8, 1, 4, 2, "torchrun")),  # torchrun started by srun
-        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "weft-local-1"}, Place(5, 8, 1, 4, 2, "weft")),
-        (PLAIN, Place(1, 2, 1, 2, 1, "torchrun")),
-        (PLAIN | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, Place(1, 2, 0, 1, 2, "torchrun")),
-        (SRUN, Place(9, 11, 1, 3, 3, "slurm")),
-        (SRUN | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}, Place(4, 11, 0, 4, 3, "slurm")),
+        (TORCHRUN, RankInfo(5, 8, 1, 4, 2, "torchrun")),
+        (TORCHRUN | SRUN, RankInfo(5, 8, 1, 4, 2, "torchrun")),  # torchrun started by srun
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "weft-local-1"}, RankInfo(5, 8, 1, 4, 2, "weft")),
+        (PLAIN, RankInfo(1, 2, 1, 2, 1, "torchrun")),
+        (PLAIN | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, RankInfo(1, 2, 0, 1, 2, "torchrun")),
+        (SRUN, RankInfo(9, 11, 1, 3, 3, "slurm")),
+        (SRUN | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "1"}, RankInfo(4, 11, 0, 4, 3, "slurm")),
         # A step smaller than its allocation, and the variables that SLURM's PMI adds.
         (
             SRUN
             | {"SLURM_PROCID": "1", "SLURM_NODEID": "0", "PMI_RANK": "1", "PMI_SIZE": "2"}
             | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2"},
-            Place(1, 2, 1, 2, 1, "slurm"),
+            RankInfo(1, 2, 1, 2, 1, "slurm"),
         ),
         (SBATCH, None),  # a batch script
         (SRUN | {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0"}, None),  # salloc's interactive step
         (SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun --pty bash
-        (OPEN_MPI, Place(3, 4, 1, 2, 2, "mpi")),
-        (OPEN_MPI | SRUN, Place(3, 4, 1, 2, 2, "mpi")),  # mpirun's daemons were started by srun
-        (HYDRA, Place(2, 4, 2, 4, 1, "mpi")),
-        (HYDRA | SRUN, Place(2, 4, 2, 4, 1, "mpi")),
+        (OPEN_MPI, RankInfo(3, 4, 1, 2, 2, "mpi")),
+        (OPEN_MPI | SRUN, RankInfo(3, 4, 1, 2, 2, "mpi")),  # mpirun's daemons were started by srun
+        (HYDRA, RankInfo(2, 4, 2, 4, 1, "mpi")),
+        (HYDRA | SRUN, RankInfo(2, 4, 2, 4, 1, "mpi")),
     ],
 )
-def test_detect(environ: dict[str, str], place: Place | None) -> None:
+def test_detect(environ: dict[str, str], place: RankInfo | None) -> None:
     assert detect(environ) == place
 
 
@@ -132,7 +132,7 @@ def test_detect_refuses(environ: dict[str, str], words: list[str]) -> None:
 
 
 def test_check_world() -> None:
-    place = Place(0, 6, 0, 6, 1, "torchrun")
+    place = RankInfo(0, 6, 0, 6, 1, "torchrun")
     check_world(place, 6, {"data": 6})
     with pytest.raises(LaunchError) as caught:
         check_world(place, 8, {"data": 2, "pipe": 1, "shard": 4})
@@ -140,13 +140,13 @@ def test_check_world() -> None:
         "the plan needs 8 processes (data = 2 × shard = 4) but torchrun started 6; start 8 or change the plan"
     )
     with pytest.raises(LaunchError, match="needs 1 process but srun started 6; start 1 or"):
-        check_world(Place(0, 6, 0, 6, 1, "slurm"), 1, {"data": 1})
+        check_world(RankInfo(0, 6, 0, 6, 1, "slurm"), 1, {"data": 1})
 
 
 # --- where the ranks meet -----------------------------------------------------------------------------------------
 
 
-def place_of(environ: Mapping[str, str]) -> Place:
+def place_of(environ: Mapping[str, str]) -> RankInfo:
     place = detect(environ)
     assert place is not None
     return place
@@ -157,7 +157,7 @@ def test_rendezvous_as_told() -> None:
     told = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}
     for environ in (SRUN, OPEN_MPI, HYDRA):
         assert rendezvous(environ | told, place_of(environ)) == ("10.0.0.1", 1)
-    assert rendezvous({}, Place()) == ("127.0.0.1", 0)
+    assert rendezvous({}, RankInfo()) == ("127.0.0.1", 0)
 
 
 def test_rendezvous_of_slurm() -> None:
@@ -169,11 +169,11 @@ def test_rendezvous_of_slurm() -> None:
     assert all(20000 <= port < 60000 for port in ports)
     assert len(ports) > 45  # steps of one job seldom share a port
     assert rendezvous(SRUN | {"SLURM_STEP_NODELIST": "gpu[004-005]"}, place) == ("gpu004", port)
-    assert rendezvous(SRUN, Place(0, 2, 0, 2, 1, "slurm")) == ("127.0.0.1", port)
+    assert rendezvous(SRUN, RankInfo(0, 2, 0, 2, 1, "slurm")) == ("127.0.0.1", port)
 
 
 def test_rendezvous_of_mpi_on_one_host() -> None:
-    place = Place(0, 2, 0, 2, 1, "mpi")
+    place = RankInfo(0, 2, 0, 2, 1, "mpi")
     address, port = rendezvous(OPEN_MPI, place)
     assert address == "127.0.0.1"
     assert 20000 <= port < 60000
@@ -193,7 +193,7 @@ def test_rendezvous_of_mpi_on_one_host() -> None:
         (without(SRUN, "SLURM_JOB_NODELIST"), place_of(SRUN), ["SLURM_JOB_NODELIST missing"]),
     ],
 )
-def test_rendezvous_refuses(environ: dict[str, str], place: Place, words: list[str]) -> None:
+def test_rendezvous_refuses(environ: dict[str, str], place: RankInfo, words: list[str]) -> None:
     with pytest.raises(LaunchError) as caught:
         rendezvous(environ, place)
     assert [word for word in words if word not in str(caught.value)] == []
@@ -261,7 +261,7 @@ def sum_of_ranks(environ: Mapping[str, str]) -> None:
     """What a rank does: find its place, join, add up rank + 1 over all ranks; exit code 0 when the sum is right."""
     os.environ.update(environ)
     torch.set_num_threads(1)
-    place = detect(os.environ) or Place()
+    place = detect(os.environ) or RankInfo()
     device = launch.init_process_group(place, "cpu", timedelta(seconds=DEADLINE_SECONDS))
     number = torch.tensor([place.rank + 1.0], device=device)
     dist.all_reduce(number)
@@ -335,7 +335,7 @@ def test_ranks_join_again_after_a_restart() -> None:
 def test_join_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    place = Place(0, 2, 0, 2, 1, "torchrun")
+    place = RankInfo(0, 2, 0, 2, 1, "torchrun")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
@@ -348,13 +348,13 @@ def test_join_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cuda_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert launch._cuda_index(Place(7, 8, 3, 4, 2, "slurm")) == 3
+    assert launch._cuda_index(RankInfo(7, 8, 3, 4, 2, "slurm")) == 3
     with pytest.raises(LaunchError, match="local rank 4 has no GPU: this host shows 4; start no more"):
-        launch._cuda_index(Place(4, 8, 4, 8, 1, "torchrun"))
+        launch._cuda_index(RankInfo(4, 8, 4, 8, 1, "torchrun"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert launch._cuda_index(Place(3, 4, 3, 4, 1, "slurm")) == 0  # srun --gpus-per-task=1
+    assert launch._cuda_index(RankInfo(3, 4, 3, 4, 1, "slurm")) == 0  # srun --gpus-per-task=1
     with pytest.raises(LaunchError, match="local rank 1 has no GPU"):
-        launch._cuda_index(Place(1, 2, 1, 2, 1, "weft"))
+        launch._cuda_index(RankInfo(1, 2, 1, 2, 1, "weft"))
 
 
 # --- starting local ranks -----------------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ while rank == "0" and not os.path.exists(os.path.join(os.environ["FOLDER"], "lis
     assert parent.stderr == ""
     for rank in "01":
         environ = dict(line.split("=", 1) for line in parent.read("environ" + rank).splitlines() if "=" in line)
-        assert detect(environ) == Place(int(rank), 2, int(rank), 2, 1, "weft")
+        assert detect(environ) == RankInfo(int(rank), 2, int(rank), 2, 1, "weft")
         assert environ["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
         assert parent.read("argument" + rank) == "$$ ${local_rank}"  # as given
         assert parent.read("listening" + rank) == "0100007F"  # 127.0.0.1 and nothing else

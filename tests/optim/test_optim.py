@@ -27,7 +27,7 @@ from weft.planner.advice import fitting_offload
 from weft.planner.predict import predict
 from weft.profile import profile
 from weft.run_file import load_run
-from weft.sharding.flat_buffer import Flat
+from weft.sharding.whole_gradient import WholeGradient
 from weft.step.objective import CROSS_ENTROPY, Batch
 from weft.step.train_step import train_step
 
@@ -123,13 +123,13 @@ def test_bf16_gradients_of_one_micro_batch_need_no_fp32() -> None:
     model = parallelize(make(), BF16)
     optimizer, mesh = AdamW(model, groups(model), **OPTIONS), Mesh(BF16)
     train_step(model, optimizer, micro_batches(0, 1), mesh)
-    assert {flat.whole_gradient.dtype for flat in all_flats(model) if flat.whole_gradient is not None} == {
-        torch.bfloat16
-    }
+    assert {
+        flat.whole_gradient.tensor.dtype for flat in all_flats(model) if flat.whole_gradient.tensor is not None
+    } == {torch.bfloat16}
     train_step(model, optimizer, micro_batches(1, 2), mesh)  # which are added up, in fp32 as ever
-    assert {flat.whole_gradient.dtype for flat in all_flats(model) if flat.whole_gradient is not None} == {
-        torch.float32
-    }
+    assert {
+        flat.whole_gradient.tensor.dtype for flat in all_flats(model) if flat.whole_gradient.tensor is not None
+    } == {torch.float32}
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -334,11 +334,11 @@ def test_squares_that_were_taken_with_gradients_are_the_norm_until_something_cha
 ) -> None:
     """What a GPU does by a kernel: large gradients alone, and none that are added to or scaled afterwards."""
 
-    def take(flat: Flat, index: int, gradient: Tensor) -> bool:
-        if not flat._is_alone or gradient.numel() < 100:
+    def take(whole: WholeGradient, index: int, gradient: Tensor) -> bool:
+        if gradient.numel() < 100:
             return False
-        flat._targets[index].copy_(gradient.view_as(flat._targets[index]))
-        flat._squares[index] = gradient.float().square().sum(dtype=torch.float32).view(1)
+        whole.views[index].copy_(gradient.view_as(whole.views[index]))
+        whole.square_sums[index] = gradient.float().square().sum(dtype=torch.float32).view(1)
         taken.append(index)
         return True
 
@@ -347,7 +347,7 @@ def test_squares_that_were_taken_with_gradients_are_the_norm_until_something_cha
         return float(torch.stack(slices).sum().sqrt())
 
     taken: list[int] = []
-    monkeypatch.setattr(Flat, "_take", take)
+    monkeypatch.setattr(WholeGradient, "_copy_with_squares", take)
     torch.manual_seed(0)
     plan = Plan(precision="bf16")
     mesh = Mesh(plan)

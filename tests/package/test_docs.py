@@ -77,3 +77,25 @@ def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+# Files of other projects that weft's text names, and a placeholder.
+ELSEWHERE = {"src/predictor.py", "megatron/core/distributed/distributed_data_parallel.py", "file.py"}
+
+
+def missing_files(text: str, folder: Path) -> set[str]:
+    """Python files that a text in `folder` names, from there or from the root or weft/, and that do not exist."""
+    names = set(re.findall(r"(?<![\w<{*./-])(?:[\w-]+/)*\w+\.py\b", text)) - ELSEWHERE
+    return {name for name in names if not any((base / name).is_file() for base in (folder, ROOT, ROOT / "weft"))}
+
+
+def test_files_that_docs_and_docstrings_name_exist() -> None:
+    paths = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "weft").rglob("*.py")]
+    missing = {str(path): missing_files(path.read_text(encoding="utf-8"), path.parent) for path in paths}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+def test_a_file_that_does_not_exist_is_found() -> None:
+    assert missing_files("see `comm/ledger.py` and `comm/leger.py`, or units.py", ROOT / "docs") == {
+        "comm/leger.py", "units.py",
+    }  # fmt: skip

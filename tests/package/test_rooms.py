@@ -188,3 +188,10 @@ def test_most_files_are_shorter_still() -> None:
 
 def test_production_code_replaces_nothing_by_mocks() -> None:
     assert [name for name, path in MODULES.items() if "unittest" in path.read_text()] == []
+
+
+def test_one_class_name_has_one_meaning() -> None:
+    """No two classes of weft/ share a name. A leading underscore makes no difference."""
+    nodes = [node for path in MODULES.values() for node in ast.walk(ast.parse(path.read_text()))]
+    names = [node.name.lstrip("_") for node in nodes if isinstance(node, ast.ClassDef)]
+    assert [name for name in sorted(set(names)) if names.count(name) > 1] == []

@@ -108,7 +108,7 @@ def check_freed(model: nn.Module) -> None:
     """Stage 3 at rest: no whole parameters, no whole gradients, nothing under way."""
     for flat in flats_of(model):
         assert flat.whole.untyped_storage().nbytes() == 0, flat.layout.parameters[0].name
-        assert flat.whole_gradient is None
+        assert flat.whole_gradient.tensor is None
         assert flat._gathering is None
         assert not flat.is_whole
 

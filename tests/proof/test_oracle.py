@@ -288,7 +288,7 @@ def test_finds_a_micro_batch_whose_gradient_is_lost(monkeypatch: Patch) -> None:
     take_gradient = Flat.take_gradient
 
     def last_only(self: Flat, index: int) -> None:
-        self._filled.discard(index)
+        self.whole_gradient.filled.discard(index)
         take_gradient(self, index)
 
     monkeypatch.setattr(Flat, "take_gradient", last_only)
@@ -363,9 +363,10 @@ def test_finds_whole_gradients_that_stage_2_does_not_free(monkeypatch: Patch) ->
     continue_reduce = Flat.continue_reduce
 
     def hoard(self: Flat) -> None:
-        kept = self.whole_gradient
+        kept = self.whole_gradient.tensor
+        assert kept is not None
         continue_reduce(self)
-        self.whole_gradient = kept
+        self.whole_gradient.set_tensor(kept)
 
     monkeypatch.setattr(Flat, "continue_reduce", hoard)
     assert list(broken("gpt2", shard(2, 2))) == ["state: gradients"]

@@ -15,7 +15,7 @@ import torch
 from weft.checkpoint import Checkpoint, Piece, Region
 from weft.comm import barrier
 from weft.errors import DamagedError
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.plan import Plan
@@ -39,7 +39,7 @@ def on_hosts(folder: Path, num_hosts: int, work: Callable[[MemoryCopies, list[st
 
     def rank(index: int) -> Any:
         num_local = num_ranks // num_hosts
-        place = Place(index, num_ranks, index % num_local, num_local, num_hosts)
+        place = RankInfo(index, num_ranks, index % num_local, num_local, num_hosts)
         said: list[str] = []
         own = folder / f"host-{index // num_local}"
         return work(MemoryCopies(own, Mesh(Plan(data=num_ranks)), place, said.append), said)

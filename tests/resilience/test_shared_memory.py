@@ -22,7 +22,7 @@ from weft.comm import barrier
 from weft.errors import CheckpointError
 from weft.health.rank_status import Status
 from weft.health.watchdog import Deadline
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.resilience import shared_memory
 from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.peer_watch import Lookout
@@ -246,7 +246,7 @@ def test_a_page_takes_its_room_before_it_is_mapped(tmp_path: Path, monkeypatch: 
     store: Store = HashStore()
     page = Status({}, 0)
     page.step_begins(3)
-    with Lookout(page, Place(0, 1, 0, 1, 1, "torchrun"), store, Deadline(60), tmp_path / "run"):
+    with Lookout(page, RankInfo(0, 1, 0, 1, 1, "torchrun"), store, Deadline(60), tmp_path / "run"):
         page.phase("forward and backward")
         assert page.page() is not None
         assert not list(tmp_path.glob("*/rank-*.page"))

@@ -25,7 +25,7 @@ from weft.commands import app as cli
 from weft.commands import train as train_command
 from weft.commands.run_planning import has_layout
 from weft.errors import CheckpointError, LaunchError
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.fork_server import ForkServer
 from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
@@ -91,7 +91,7 @@ def train_each(runs: Sequence[Run], at_start: Callable[[int], None] = lambda ran
 
     def rank(index: int) -> dict[str, Any]:
         at_start(index)
-        place = Place(index, len(runs), index, len(runs))
+        place = RankInfo(index, len(runs), index, len(runs))
         with patch.object(loop, "world", lambda run, place: nullcontext(Mesh(run.plan))):
             return asdict(loop.train(runs[index], place, Silent()))
 
@@ -279,7 +279,7 @@ def test_different_plans_are_refused_before_groups_are_made(run_file: Path) -> N
             patch.object(setup, "Mesh", lambda *_: pytest.fail("too late")),
             patch.object(setup, "shutdown", lambda: None),
             pytest.raises(LaunchError) as caught,
-            setup.world(runs[index], Place(index, 2, index, 2)),
+            setup.world(runs[index], RankInfo(index, 2, index, 2)),
         ):
             pass
         return str(caught.value)
@@ -405,7 +405,7 @@ def test_a_frozen_run_is_the_run(run_file: Path, tmp_path: Path, monkeypatch: py
 
 
 ELASTIC = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "none"}
-OF_TORCHRUN = Place(0, 2, 0, 2, 1, "torchrun")
+OF_TORCHRUN = RankInfo(0, 2, 0, 2, 1, "torchrun")
 
 
 def rate_in_a_child(run_file: Path, environ: Mapping[str, str], fails: bool = True) -> float:

@@ -18,7 +18,7 @@ from weft.checkpoint import Checkpoint, steps
 from weft.comm import Axis, Ledger
 from weft.data.order import batch_indices
 from weft.errors import ConfigError, DataError
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
 from weft.models import build, initialise, save_folder
@@ -391,7 +391,7 @@ def test_missing_data_is_told_before_any_process_group_exists(run_file: Path, tm
         patch.object(setup, "init_process_group", side_effect=AssertionError("a group was made")),
         pytest.raises(DataError, match="there is no data at"),
     ):
-        loop.train(run, Place(0, 2, 0, 2, 1, "torchrun"), Reports())
+        loop.train(run, RankInfo(0, 2, 0, 2, 1, "torchrun"), Reports())
 
 
 class Reports:

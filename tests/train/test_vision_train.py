@@ -21,7 +21,7 @@ from weft.commands import app as cli
 from weft.data.order import batch_indices
 from weft.data.slides import make_slide, write_slide
 from weft.errors import ConfigError, DataError, PlanError, WeftError
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import build, initialise
@@ -221,7 +221,7 @@ def test_a_small_network_learns_what_needs_the_whole_slide(tmp_path: Path) -> No
     path = tmp_path / "learns.toml"
     path.write_text(RUN_FILE.format(folder=tmp_path))
     run = make_run(path, "learns", *overrides)
-    loop.train(run, Place(), Silent())
+    loop.train(run, RankInfo(), Silent())
     loss, accuracy = measured(run.folder)[-1]
     assert accuracy > 0.9
     assert loss < 0.3
@@ -328,9 +328,9 @@ class Told(Silent):
 def test_a_truncated_image_is_named_skipped_and_counted_or_fatal(folder_run: Path) -> None:
     run = make_run(folder_run, "stops", "train.steps=2")
     with pytest.raises(DataError, match=r"5\.npy cannot be used: .*set data\.on_bad = 'skip'"):
-        loop.train(run, Place(), Silent())
+        loop.train(run, RankInfo(), Silent())
     run, told = make_run(folder_run, "skips", "train.steps=2", "data.on_bad=skip"), Told()
-    loop.train(run, Place(), told)
+    loop.train(run, RankInfo(), told)
     assert told.lines[0].startswith("1 of the images of ")
     assert "are left out, 5.npy first: " in told.lines[0]
     (event,) = events(run.folder, "data")

@@ -16,7 +16,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class HostBuffer:
-    """A reusable host copy of a list of tensors."""
+    """Host memory for a copy of a checkpoint's tensors. It is allocated once and overwritten by each `copy`."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)

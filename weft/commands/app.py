@@ -54,10 +54,10 @@ def train_command(
     as_json: Json = False,
 ) -> None:
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
-    place = detect(os.environ)
-    if place is not None:
-        with run_of_job(run_file, overrides or [], os.environ, place) as run:
-            train_under_launcher(run, place, fresh, as_json)
+    rank_info = detect(os.environ)
+    if rank_info is not None:
+        with run_of_job(run_file, overrides or [], os.environ, rank_info) as run:
+            train_under_launcher(run, rank_info, fresh, as_json)
         return
     with command_fork_server(_run_as_rank) as fork_server:
         train_here(fork_server, run_file, overrides or [], verify, fresh, as_json)

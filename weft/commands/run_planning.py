@@ -15,7 +15,7 @@ from weft.cluster.cpu_rates import is_cpu, with_assumed_rates
 from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.data.config import Data, DataConfig, ImagesConfig
 from weft.errors import ConfigError, PlanError
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.models import GPT2Config, LanguageConfig, ModelConfig
 from weft.models.catalog import load_model
 from weft.parallel.apply import cost
@@ -78,18 +78,18 @@ def _catalog_run(name: str, config: ModelConfig, data: Data, batch: int, cluster
     )  # fmt: skip
 
 
-def planning_cluster(run: Run, place: Place | None = None) -> Cluster:
+def planning_cluster(run: Run, rank_info: RankInfo | None = None) -> Cluster:
     """Returns the devices to plan for: those of the run's cluster, of this machine, or of a launcher's ranks."""
     if run.cluster != "local":
         cluster = load(run.cluster)
-        if place is not None and cluster.num_devices != place.num_ranks:
+        if rank_info is not None and cluster.num_devices != rank_info.num_ranks:
             raise ConfigError(
-                f"the launcher started {place.num_ranks} ranks, but cluster {run.cluster} has {cluster.num_devices} "
-                f"devices; name the cluster that you run on, or write a [plan]"
+                f"the launcher started {rank_info.num_ranks} ranks, but cluster {run.cluster} has "
+                f"{cluster.num_devices} devices; name the cluster that you run on, or write a [plan]"
             )
         return with_assumed_rates(cluster)
-    hosts = 1 if place is None else place.num_hosts
-    ranks = None if place is None else place.num_ranks // hosts
+    hosts = 1 if rank_info is None else rank_info.num_hosts
+    ranks = None if rank_info is None else rank_info.num_ranks // hosts
     return with_assumed_rates(replace(local_cluster(ranks, on_cpu=device_type(run) == "cpu"), num_nodes=hosts))
 
 
@@ -117,20 +117,20 @@ def ask_for(
     return ask(run.name, run.model, cluster, question, objective, say, mtbf_seconds)
 
 
-def fit_to_ranks(run: Run, place: Place) -> Run:
+def fit_to_ranks(run: Run, rank_info: RankInfo) -> Run:
     """Returns the run with the plan nearest to its own that uses the ranks of this job.
 
     The batch stays the same, and so does the micro-batch if it divides the batch of a rank. The degree of `data`
     changes first, which leaves a rank's memory unchanged; then that of `shard`; then that of `pipe`.
     """
     old, refusals = run.plan, list[str]()
-    if old.num_ranks == place.num_ranks:
+    if old.num_ranks == rank_info.num_ranks:
         return run
-    for plan in _nearest(old, place.num_ranks):
+    for plan in _nearest(old, rank_info.num_ranks):
         per_rank = run.split.batch // plan.num_batch_ranks
         near = replace(run, plan=replace(plan, micro_batch=math.gcd(per_rank, run.split.micro_batch) or None))
         try:
-            prediction = predict(near, run_cluster(near, place.num_hosts))
+            prediction = predict(near, run_cluster(near, rank_info.num_hosts))
         except ConfigError as error:
             refusals.append(f"{plan.describe_axes()}: {error}")
             continue
@@ -138,9 +138,9 @@ def fit_to_ranks(run: Run, place: Place) -> Run:
             return near
         refusals.append(f"{plan.describe_axes()}: it needs {prediction.cost.memory_bytes:,} bytes a device")
     raise PlanError(
-        f"the plan needs {old.num_ranks} ranks ({old.describe_axes()}), {place.num_ranks} are there, and no plan near "
-        f"it suits them ({refusals[0] if refusals else 'the degrees of the model do not divide them'}); start a number "
-        f"of ranks that divides the batch, or change the plan"
+        f"the plan needs {old.num_ranks} ranks ({old.describe_axes()}), {rank_info.num_ranks} are there, and no plan "
+        f"near it suits them ({refusals[0] if refusals else 'the degrees of the model do not divide them'}); start a "
+        f"number of ranks that divides the batch, or change the plan"
     )
 
 

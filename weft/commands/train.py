@@ -27,7 +27,7 @@ from weft.commands.jobs import prove
 from weft.commands.out_of_memory import out_of_memory
 from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
 from weft.errors import ConfigError, LocalError
-from weft.launch.environment import Place, is_elastic, take_device
+from weft.launch.environment import RankInfo, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
 from weft.launch.fork_server import ForkServer
 from weft.models import LanguageConfig, VisionConfig
@@ -47,27 +47,27 @@ SAMPLE_SECONDS = 5.0  # at most, once the model is loaded
 UNFINISHED = 75  # the exit status for "try again later" (EX_TEMPFAIL)
 
 
-def train_under_launcher(run: Run, place: Place, fresh: bool, as_json: bool) -> None:
+def train_under_launcher(run: Run, rank_info: RankInfo, fresh: bool, as_json: bool) -> None:
     """Train as one rank that a launcher (torchrun, srun, mpirun) or weft itself started."""
-    take_device(place, device_type(run), run.train.share_gpus)  # first: predicting initialises CUDA
+    take_device(rank_info, device_type(run), run.train.share_gpus)  # first: predicting initialises CUDA
     if fresh:
         raise ConfigError("--fresh moves files that other ranks may use; move the run's folder before the launcher")
     if not has_layout(run):
-        run = _plan_first(run, place, make_console(as_json))
-    elif is_elastic(os.environ, place):
-        run = _fit(run, place, as_json)
+        run = _plan_first(run, rank_info, make_console(as_json))
+    elif is_elastic(os.environ, rank_info):
+        run = _fit(run, rank_info, as_json)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
-    _train_rank(run, place, as_json)
+    _train_rank(run, rank_info, as_json)
 
 
-def _fit(run: Run, place: Place, as_json: bool) -> Run:
+def _fit(run: Run, rank_info: RankInfo, as_json: bool) -> Run:
     """Returns the run for the number of ranks that the launcher started, which may change at a restart."""
-    fitted = fit_to_ranks(run, place)
-    if fitted is not run and place.rank == 0:
+    fitted = fit_to_ranks(run, rank_info)
+    if fitted is not run and rank_info.rank == 0:
         make_console(as_json).print(
-            f"the plan needs {run.plan.num_ranks} ranks ({run.plan.describe_axes()}) and {place.num_ranks} are there: "
-            f"it goes on as {fitted.plan.describe_axes()}, {fitted.split.identity(fitted.plan)}",
+            f"the plan needs {run.plan.num_ranks} ranks ({run.plan.describe_axes()}) and {rank_info.num_ranks} are "
+            f"there: it goes on as {fitted.plan.describe_axes()}, {fitted.split.identity(fitted.plan)}",
             highlight=False,
             soft_wrap=True,
         )
@@ -112,24 +112,24 @@ def train_here(
             _show_accuracy(run, run_file, console)
 
 
-def _plan_first(run: Run, place: Place | None, console: Console) -> Run:
+def _plan_first(run: Run, rank_info: RankInfo | None, console: Console) -> Run:
     """Returns the run with the best plan for the available devices."""
-    prints = place is None or place.rank == 0
+    prints = rank_info is None or rank_info.rank == 0
     with console.status("planning") if prints else nullcontext():
-        answer = ask_for(run, planning_cluster(run, place))
+        answer = ask_for(run, planning_cluster(run, rank_info))
         planned = with_plan(run, answer)
     if prints:
         console.print(f"[bold]planned[/]  no \\[plan] is given. {answer.why}", highlight=False, soft_wrap=True)
     return planned
 
 
-def _train_rank(run: Run, place: Place, as_json: bool) -> None:
+def _train_rank(run: Run, rank_info: RankInfo, as_json: bool) -> None:
     """Train as one rank under a launcher; rank 0 prints."""
     console = make_console(as_json)
-    prints = place.rank == 0 and not as_json
+    prints = rank_info.rank == 0 and not as_json
     step_seconds: float | None = None
-    if place.launcher not in ("none", "weft"):  # under those two, it was printed before
-        cluster = run_cluster(run, place.num_hosts)
+    if rank_info.launcher not in ("none", "weft"):  # under those two, it was printed before
+        cluster = run_cluster(run, rank_info.num_hosts)
         prediction = predict(run, cluster)
         step_seconds = prediction.step_seconds
         if prints:
@@ -137,16 +137,16 @@ def _train_rank(run: Run, place: Place, as_json: bool) -> None:
             console.print("Prove this plan with: weft verify (not done under a launcher)")
     reporter = LiveReporter(console, run.train.steps) if prints else QuietReporter()
     try:
-        outcome = train(run, place, reporter, step_seconds)
+        outcome = train(run, rank_info, reporter, step_seconds)
     except OutOfMemoryError as error:
-        raise out_of_memory(run, run_cluster(run, place.num_hosts), error) from error
+        raise out_of_memory(run, run_cluster(run, rank_info.num_hosts), error) from error
     finally:
         reporter.close()
-    if place.rank == 0 and not outcome.finished:
+    if rank_info.rank == 0 and not outcome.finished:
         make_console(True).print(
             f"stopped at step {outcome.step} and saved; run the same command to go on", highlight=False
         )
-    if not outcome.finished and is_elastic(os.environ, place):
+    if not outcome.finished and is_elastic(os.environ, rank_info):
         raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts join; status 0 would mean that all is done
 
 

@@ -180,9 +180,9 @@ def _storage(node: fx.Node) -> int | None:
 
 
 def _extract_piece(unit: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[fx.Node], list[fx.Node]]:
-    """Returns a unit as a graph, its input nodes and its output nodes.
+    """Returns some nodes of a block's graph as a graph of their own, the nodes that they read, and those read of them.
 
-    Names in the graph do not depend on where the unit was, so equal units have equal code.
+    Names in the new graph do not depend on where in the block the nodes were, so equal pieces have equal code.
     """
     inside = set(unit)
     given = list(dict.fromkeys(one for node in unit for one in node.all_input_nodes if one not in inside))

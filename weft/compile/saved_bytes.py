@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.compile.torch_partition import Partition, partition
 from weft.inspection.blocks import find_blocks
 from weft.plan import Plan
-from weft.profile import Block, Profile, ProfileSource, TensorForm
+from weft.profile import Block, Profile, ProfileSource, TensorMetadata
 from weft.profile import profile as profile_of
 from weft.profile.saved_in_pieces import as_in_pieces
 
@@ -116,7 +116,7 @@ def _with_partition(
     if found is None:
         return block
     saved_by_layer = {f"{block.name}.{layer}" if layer else "": size for layer, size in found.saved_by_layer.items()}
-    tensors = [leaf for leaf in tree_leaves(source.given[block.name]) if isinstance(leaf, TensorForm)]
+    tensors = [leaf for leaf in tree_leaves(source.given[block.name]) if isinstance(leaf, TensorMetadata)]
     for one in (tensors[index] for index in found.saved_inputs):
         if one.storage not in seen:
             seen.add(one.storage)
@@ -137,7 +137,7 @@ def _with_partition(
 
 
 def _sendable(
-    block: Block, found: Partition, tensors: Sequence[TensorForm], last: Sequence[int]
+    block: Block, found: Partition, tensors: Sequence[TensorMetadata], last: Sequence[int]
 ) -> dict[str, Mapping[Any, int]]:
     """Returns the storages that a compiled block can send to the host, with their bytes, for each recompute policy.
 
@@ -180,7 +180,7 @@ def _key(block: Block, source: ProfileSource, module: torch.nn.Module) -> Any:
     held = module.state_dict(keep_vars=True).items()
     state = tuple((name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in held)
     forms = tree_map(
-        lambda leaf: replace(leaf, storage=0) if isinstance(leaf, TensorForm) else leaf, source.given[block.name]
+        lambda leaf: replace(leaf, storage=0) if isinstance(leaf, TensorMetadata) else leaf, source.given[block.name]
     )
     counted = block.flops, str(block.saved_bytes), str({**block.saved_by_layer}.get("none", {}).values())
     return str(module), module.training, state, str(source.dtype), str(forms), counted

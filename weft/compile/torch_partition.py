@@ -23,7 +23,7 @@ from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import FusedTraffic
 from weft.parallel.fp8 import traced_as_on_a_gpu
 from weft.profile import cast, fake
-from weft.profile.parts import TensorForm
+from weft.profile.parts import TensorMetadata
 
 NO_TRAFFIC = FusedTraffic()
 EXTERNAL = ("attention", "convolution")  # in names of operations with a library's kernel; names in -mm are others
@@ -55,7 +55,7 @@ class _Graphs(NamedTuple):
 def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: str = "compute") -> Partition:
     """Returns the partition of a block that computes in `dtype` with the plan's `matmul`.
 
-    `args` are its arguments (args, kwargs), with `TensorForm` for tensors.
+    `args` are its arguments (args, kwargs), with `TensorMetadata` for tensors.
     """
     multiplying = traced_as_on_a_gpu(block) if matmul == "fp8" else nullcontext()
     with FakeTensorMode(allow_non_fake_inputs=True), multiplying:
@@ -76,7 +76,7 @@ def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: st
 
 def _fake_tensor(leaf: Any) -> Any:
     """Returns a fake tensor of the given shape, stride and dtype; any other value unchanged."""
-    if not isinstance(leaf, TensorForm):
+    if not isinstance(leaf, TensorMetadata):
         return leaf
     made = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="cpu")
     return made.requires_grad_(leaf.requires_grad)

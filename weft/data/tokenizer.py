@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
         """The ids of a text, without ids that mark its beginning or end."""
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """The text of ids. Invalid parts become U+FFFD; ids that end a document are left out."""
+        """Returns the text of token ids. Invalid bytes become U+FFFD; the id that ends a document is left out."""
 
 
 class ByteTokenizer:

@@ -52,7 +52,7 @@ class Tokens:
 def token_cache(
     source: DocumentSource, tokenizer: Tokenizer, held_out: float, folder: Path, progress: Progress | None = None
 ) -> Tokens:
-    """The tokens of a source, from the cache in `folder`, which is built if it is not there.
+    """Returns the tokens of a source from the cache in `folder`, which is built first if it does not exist.
 
     `progress(done_bytes, total_bytes)` is called only while the cache is built.
     """

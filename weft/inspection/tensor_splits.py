@@ -12,11 +12,13 @@ from typing import Literal
 
 from torch import nn
 
+from weft.inspection.annotations import Annotation
 from weft.inspection.chain_ends import ChainEnds, find_chain_ends
 from weft.inspection.parameter_cut import Interval, share_units, stack_intervals
 
 Kind = Literal["column", "row", "gathered", "head"]
-WHOLE_ATTRIBUTE = "_weft_whole"  # set on a pipeline stage's model if the model's residual stream is not split over y
+# On a pipeline stage's model: does every rank of y hold the whole model's residual stream, instead of a part of it?
+IS_WHOLE = Annotation[bool]("is_whole")
 
 
 @dataclass(frozen=True)
@@ -117,8 +119,8 @@ class Pairing:
         linear would each need to know which dim is split. True also for a pipeline stage of such a model, even if the
         stage has no convolutions.
         """
-        is_of_one = self.model is not None and self.model.__dict__.get(WHOLE_ATTRIBUTE, False)
-        return is_of_one or any(split.num_spatial for split in self.splits.values())
+        is_of_one = self.model is not None and IS_WHOLE.get(self.model)
+        return bool(is_of_one) or any(split.num_spatial for split in self.splits.values())
 
     def block_of(self, name: str) -> str | None:
         """Returns the block that is, or contains, a module or parameter; None if there is none."""

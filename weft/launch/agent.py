@@ -81,7 +81,7 @@ def start_local(
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     threads = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_ranks))}
     ended_at: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="weft-") as name, _Stop.watching() as stop:
+    with tempfile.TemporaryDirectory(prefix="weft-") as name, _StopSignal.watching() as stop:
         own = {"TORCHELASTIC_RUN_ID": run_id, FOLDER_VARIABLE: name}
         while True:
             clear(Path(name))
@@ -106,7 +106,7 @@ def start_local(
 
 
 def _watch(
-    fork_server: ForkServer, pids: Sequence[int], stop: _Stop, watchdog: Watchdog, lost_ranks: LostRankTracker
+    fork_server: ForkServer, pids: Sequence[int], stop: _StopSignal, watchdog: Watchdog, lost_ranks: LostRankTracker
 ) -> tuple[dict[int, int], str | None]:
     """Wait until all ranks have exited, one has failed, or they hang. Kills all ranks that are left.
 
@@ -159,7 +159,7 @@ def _collect(fork_server: ForkServer, codes: dict[int, int]) -> None:
 
 @dataclass(frozen=True)
 class _FailedAttempt:
-    """An attempt that failed: the exit codes of its ranks, the error that one of them recorded, the steps they did."""
+    """A start of the ranks that failed: their exit codes, the error that one of them recorded, the steps they did."""
 
     codes: Mapping[int, int]
     culprit: int | None
@@ -239,7 +239,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class _Stop:
+class _StopSignal:
     """The stop signal that was sent to the ranks: none, then SIGTERM, then SIGKILL."""
 
     def __init__(self) -> None:
@@ -249,9 +249,9 @@ class _Stop:
 
     @staticmethod
     @contextmanager
-    def watching() -> Iterator[_Stop]:
+    def watching() -> Iterator[_StopSignal]:
         """Forward stop signals of this process to the ranks, which have their own sessions and do not receive them."""
-        stop = _Stop()
+        stop = _StopSignal()
         before = {}
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some signals

@@ -4,9 +4,9 @@ The same command runs under torchrun, SLURM's srun and MPI's mpirun, which are r
 that each of them sets. Without a launcher, `weft` starts the ranks of one machine itself (agent.py). This is the only
 file that depends on the launcher.
 
-    detect(environ)               -> Place, or None when no launcher started this process
-    rendezvous(environ, place)    -> the address and port of rank 0's store
-    init_process_group(place, ..) -> joins the world group and returns this rank's device
+    detect(environ)                   -> RankInfo, or None when no launcher started this process
+    rendezvous(environ, rank_info)    -> the address and port of rank 0's store
+    init_process_group(rank_info, ..) -> joins the world group and returns this rank's device
 
 The store of a job on one host listens on loopback only, because a store obeys every process that can connect.
 """
@@ -48,7 +48,7 @@ _SLURM_MAX_STEP_ID = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """The rank of this process in its job and on its host. The defaults describe a process without a launcher."""
 
     rank: int = 0
@@ -77,8 +77,8 @@ class Place:
 # --- the launcher of this process ---------------------------------------------------------------------------------
 
 
-def detect(environ: Mapping[str, str]) -> Place | None:
-    """Read this process's `Place` from the launcher's variables; None if no launcher started it.
+def detect(environ: Mapping[str, str]) -> RankInfo | None:
+    """Read this process's `RankInfo` from the launcher's variables; None if no launcher started it.
 
     The innermost launcher wins: torchrun may run under srun, and mpirun's and hydra's daemons are often started by
     srun, so SLURM's variables come last. `srun --mpi=pmi2` sets PMI_RANK, but only hydra sets MPI_LOCALRANKID.
@@ -94,7 +94,7 @@ def detect(environ: Mapping[str, str]) -> Place | None:
     return _from_slurm(environ) if in_step else None
 
 
-def _from_torchrun(environ: Mapping[str, str]) -> Place:
+def _from_torchrun(environ: Mapping[str, str]) -> RankInfo:
     rank, num_ranks = _integers(environ, ["RANK", "WORLD_SIZE"], "torchrun")
     _require(environ, ["MASTER_ADDR", "MASTER_PORT"], "torchrun")
     run_id = environ.get("TORCHELASTIC_RUN_ID")
@@ -102,7 +102,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
     if run_id is None and not any(name in environ for name in local_names):
         # Set by hand. A rank's device depends on which ranks share its host, which only a loopback address tells.
         if environ["MASTER_ADDR"] in ("localhost", LOOPBACK, "::1"):
-            return Place(rank, num_ranks, rank, num_ranks, 1, "torchrun")
+            return RankInfo(rank, num_ranks, rank, num_ranks, 1, "torchrun")
         raise LaunchError(
             "RANK and WORLD_SIZE are set but LOCAL_RANK is not; "
             "export LOCAL_RANK and LOCAL_WORLD_SIZE too, or start the ranks with torchrun"
@@ -113,14 +113,14 @@ def _from_torchrun(environ: Mapping[str, str]) -> Place:
     else:
         num_hosts = math.ceil(num_ranks / max(1, num_local_ranks))
     launcher: Launcher = "weft" if (run_id or "").startswith(LOCAL_RUN_ID_PREFIX) else "torchrun"
-    return Place(rank, num_ranks, local_rank, num_local_ranks, num_hosts, launcher)
+    return RankInfo(rank, num_ranks, local_rank, num_local_ranks, num_hosts, launcher)
 
 
-def _from_mpi(environ: Mapping[str, str], names: list[str]) -> Place:
+def _from_mpi(environ: Mapping[str, str], names: list[str]) -> RankInfo:
     rank, num_ranks, local_rank, num_local_ranks = _integers(environ, names, "mpirun")
     # MPI does not give the number of hosts. This is exact if every host runs the same number of ranks.
     num_hosts = math.ceil(num_ranks / max(1, num_local_ranks))
-    return Place(rank, num_ranks, local_rank, num_local_ranks, num_hosts, "mpi")
+    return RankInfo(rank, num_ranks, local_rank, num_local_ranks, num_hosts, "mpi")
 
 
 def _in_slurm_step(environ: Mapping[str, str]) -> bool:
@@ -139,7 +139,7 @@ def _slurm_num_tasks(environ: Mapping[str, str]) -> int:
     return _integers(environ, [_step_or_job(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")], "srun")[0]
 
 
-def _from_slurm(environ: Mapping[str, str]) -> Place:
+def _from_slurm(environ: Mapping[str, str]) -> RankInfo:
     rank, local_rank, host_index = _integers(environ, ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"], "srun")
     hosts_name = _step_or_job(environ, "SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES")
     (num_hosts,) = _integers(environ, [hosts_name], "srun")
@@ -149,7 +149,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Place:
     tasks = _tasks_per_host(tasks_name, environ[tasks_name])
     if not 0 <= host_index < len(tasks):
         raise LaunchError(f"SLURM_NODEID = {host_index} is outside {tasks_name} = {environ[tasks_name]!r}")
-    return Place(rank, _slurm_num_tasks(environ), local_rank, tasks[host_index], num_hosts, "slurm")
+    return RankInfo(rank, _slurm_num_tasks(environ), local_rank, tasks[host_index], num_hosts, "slurm")
 
 
 def _step_or_job(environ: Mapping[str, str], step_name: str, job_name: str) -> str:
@@ -185,19 +185,19 @@ def _integers(environ: Mapping[str, str], names: Sequence[str], command: str) ->
     return [int(environ[name]) for name in names]
 
 
-def is_elastic(environ: Mapping[str, str], place: Place) -> bool:
+def is_elastic(environ: Mapping[str, str], rank_info: RankInfo) -> bool:
     """Whether torchrun may restart the ranks, possibly with another number of them: --max-restarts is above 0."""
-    return place.launcher == "torchrun" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return rank_info.launcher == "torchrun" and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
-def check_world(place: Place, num_ranks: int, degrees: Mapping[str, int]) -> None:
+def check_world(rank_info: RankInfo, num_ranks: int, degrees: Mapping[str, int]) -> None:
     """Raise LaunchError if the launcher started another number of processes than the plan's degrees need."""
-    if place.num_ranks == num_ranks:
+    if rank_info.num_ranks == num_ranks:
         return
     product = " × ".join(f"{axis} = {degree}" for axis, degree in degrees.items() if degree > 1)
     needs = f"{num_ranks} process{'es' if num_ranks > 1 else ''}" + (f" ({product})" if product else "")
     raise LaunchError(
-        f"the plan needs {needs} but {_COMMANDS[place.launcher]} started {place.num_ranks}; "
+        f"the plan needs {needs} but {_COMMANDS[rank_info.launcher]} started {rank_info.num_ranks}; "
         f"start {num_ranks} or change the plan"
     )
 
@@ -205,28 +205,28 @@ def check_world(place: Place, num_ranks: int, degrees: Mapping[str, int]) -> Non
 # --- where the ranks meet -----------------------------------------------------------------------------------------
 
 
-def rendezvous(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
+def rendezvous(environ: Mapping[str, str], rank_info: RankInfo) -> tuple[str, int]:
     """Returns the address and port of rank 0's store. Every rank computes the same result without communication."""
     if "MASTER_ADDR" in environ or "MASTER_PORT" in environ:
-        _require(environ, ["MASTER_ADDR", "MASTER_PORT"], _COMMANDS[place.launcher])
-        (port,) = _integers(environ, ["MASTER_PORT"], _COMMANDS[place.launcher])
+        _require(environ, ["MASTER_ADDR", "MASTER_PORT"], _COMMANDS[rank_info.launcher])
+        (port,) = _integers(environ, ["MASTER_PORT"], _COMMANDS[rank_info.launcher])
         if not 1 <= port <= 65535:
             raise LaunchError(f"MASTER_PORT = {port} is not a port; use 1 to 65535")
         return environ["MASTER_ADDR"], port
-    if place.num_ranks == 1:
+    if rank_info.num_ranks == 1:
         return LOOPBACK, 0  # no other rank connects, so any free port will do
-    if place.launcher == "slurm":
+    if rank_info.launcher == "slurm":
         _require(environ, ["SLURM_JOB_ID", "SLURM_STEP_ID"], "srun")
         port = _port(f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}")
-        if place.num_hosts == 1:
+        if rank_info.num_hosts == 1:
             return LOOPBACK, port
         # Task 0 runs on the first host of the step in every distribution but `arbitrary`.
         name = _step_or_job(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
         _require(environ, [name], "srun")
         return expand_hosts(environ[name])[0], port
-    if place.num_hosts > 1:
+    if rank_info.num_hosts > 1:
         raise LaunchError(
-            f"{_COMMANDS[place.launcher]} runs {place.num_ranks} ranks on {place.num_hosts} hosts "
+            f"{_COMMANDS[rank_info.launcher]} runs {rank_info.num_ranks} ranks on {rank_info.num_hosts} hosts "
             "but does not tell where rank 0 is; export MASTER_ADDR and MASTER_PORT, "
             "e.g. mpirun -x MASTER_ADDR=<rank 0's host> -x MASTER_PORT=29500"
         )
@@ -264,38 +264,40 @@ def _numbers(ranges: str, nodelist: str) -> list[str]:
     return numbers
 
 
-def take_device(place: Place, device: DeviceType, share_gpus: bool = False) -> torch.device:
+def take_device(rank_info: RankInfo, device: DeviceType, share_gpus: bool = False) -> torch.device:
     """Returns this rank's device and makes it torch's current device. Call it before anything initialises CUDA:
     otherwise every rank of a host would hold memory on the host's first GPU.
     """
     if device == "cpu":
         return torch.device("cpu")
-    prepare_cuda(_num_sharing(place))
-    own = torch.device("cuda", _cuda_index(place, share_gpus))
+    prepare_cuda(_num_sharing(rank_info))
+    own = torch.device("cuda", _cuda_index(rank_info, share_gpus))
     torch.cuda.set_device(own)
     return own
 
 
-def init_process_group(place: Place, device: DeviceType, timeout: timedelta, share_gpus: bool = False) -> torch.device:
+def init_process_group(
+    rank_info: RankInfo, device: DeviceType, timeout: timedelta, share_gpus: bool = False
+) -> torch.device:
     """Join the world group and return this rank's device. `timeout` limits the rendezvous and every collective."""
-    rank_device = take_device(place, device, share_gpus)
-    if place.num_hosts == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
+    rank_device = take_device(rank_info, device, share_gpus)
+    if rank_info.num_hosts == 1 and any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    address, port = rendezvous(os.environ, place)
+    address, port = rendezvous(os.environ, rank_info)
     try:
-        store = _open_store(address, port, place, timeout)
-        start_id = _agree_on_start_id(store, place, timeout)
+        store = _open_store(address, port, rank_info, timeout)
+        start_id = _agree_on_start_id(store, rank_info, timeout)
     except (OSError, dist.DistError) as error:
         raise LaunchError(
-            f"rank {place.rank} of {place.num_ranks} did not meet the others at {address}:{port} ({error}); "
+            f"rank {rank_info.rank} of {rank_info.num_ranks} did not meet the others at {address}:{port} ({error}); "
             "start every rank, or export another MASTER_ADDR and MASTER_PORT"
         ) from error
-    backend = choose_backend(device, _num_sharing(place) if device == "cuda" else 1)
+    backend = choose_backend(device, _num_sharing(rank_info) if device == "cuda" else 1)
     dist.init_process_group(
         backend,
         store=PrefixStore(f"weft/{start_id}", store),
-        rank=place.rank,
-        world_size=place.num_ranks,
+        rank=rank_info.rank,
+        world_size=rank_info.num_ranks,
         timeout=timeout,
         device_id=rank_device if "nccl" in backend else None,
     )
@@ -308,7 +310,7 @@ def world_store() -> Store:
     return PrefixStore("weft/lookout", store.clone())  # type: ignore[attr-defined]
 
 
-def _agree_on_start_id(store: Store, place: Place, timeout: timedelta) -> str:
+def _agree_on_start_id(store: Store, rank_info: RankInfo, timeout: timedelta) -> str:
     """Agree on a random id of this start of the ranks, which prefixes their keys in the store.
 
     After a restart torchrun's store still holds the addresses of dead ranks, which must not be read. torchrun's count
@@ -316,13 +318,13 @@ def _agree_on_start_id(store: Store, place: Place, timeout: timedelta) -> str:
     word and waits for rank 0's answer to that word. Rank 0 keeps answering until all other ranks have confirmed.
     """
     own = os.urandom(8).hex()
-    if place.rank > 0:
-        store.set(f"weft/word/{place.rank}", own)
+    if rank_info.rank > 0:
+        store.set(f"weft/word/{rank_info.rank}", own)
         store.wait([f"weft/answer/{own}"], timeout)
         start_id = store.get(f"weft/answer/{own}").decode()
         store.add(f"weft/{start_id}/heard", 1)
         return start_id
-    answered = dict.fromkeys(range(1, place.num_ranks), "")
+    answered = dict.fromkeys(range(1, rank_info.num_ranks), "")
     deadline = time.monotonic() + timeout.total_seconds()
     while store.add(f"weft/{own}/heard", 0) < len(answered):
         if time.monotonic() > deadline:
@@ -358,34 +360,34 @@ def shutdown() -> None:
         dist.destroy_process_group()
 
 
-def _num_sharing(place: Place) -> int:
+def _num_sharing(rank_info: RankInfo) -> int:
     """The number of ranks on this host that use the GPUs which this rank sees."""
-    return 1 if _sees_own_gpu_only(place) else place.num_local_ranks
+    return 1 if _sees_own_gpu_only(rank_info) else rank_info.num_local_ranks
 
 
-def _sees_own_gpu_only(place: Place) -> bool:
+def _sees_own_gpu_only(rank_info: RankInfo) -> bool:
     """Whether each rank sees only its own GPU, as with srun --gpus-per-task=1."""
-    return place.launcher in ("slurm", "mpi") and torch.cuda.device_count() == 1
+    return rank_info.launcher in ("slurm", "mpi") and torch.cuda.device_count() == 1
 
 
-def _cuda_index(place: Place, share_gpus: bool = False) -> int:
+def _cuda_index(rank_info: RankInfo, share_gpus: bool = False) -> int:
     num_devices = torch.cuda.device_count()
-    if _sees_own_gpu_only(place):
+    if _sees_own_gpu_only(rank_info):
         return 0
-    if place.local_rank >= num_devices and not share_gpus:
+    if rank_info.local_rank >= num_devices and not share_gpus:
         raise LaunchError(
-            f"local rank {place.local_rank} has no GPU: this host shows {num_devices}; start no more ranks per host "
-            f"than it has, train on the CPU, or let ranks share GPUs, for tests only (train.share_gpus=true)"
+            f"local rank {rank_info.local_rank} has no GPU: this host shows {num_devices}; start no more ranks per "
+            f"host than it has, train on the CPU, or let ranks share GPUs, for tests only (train.share_gpus=true)"
         )
-    return place.local_rank % num_devices
+    return rank_info.local_rank % num_devices
 
 
-def _open_store(address: str, port: int, place: Place, timeout: timedelta) -> Store:
+def _open_store(address: str, port: int, rank_info: RankInfo, timeout: timedelta) -> Store:
     """Connect to the elastic agent's store, or, if there is none, to the store that rank 0 serves."""
-    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = rank_info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if serves and address == LOOPBACK:
-        return _serve_loopback(port, place.num_ranks, timeout)
-    return TCPStore(address, port, place.num_ranks, serves, timeout)
+        return _serve_loopback(port, rank_info.num_ranks, timeout)
+    return TCPStore(address, port, rank_info.num_ranks, serves, timeout)
 
 
 def _serve_loopback(port: int, num_ranks: int | None, timeout: timedelta) -> TCPStore:

@@ -39,12 +39,12 @@ __all__ = ["LocalError", "run_local", "run_spawned"]
 
 _STACK_SECONDS = 10.0  # the longest time to wait for the stacks of ranks that hang
 Start = Callable[
-    ["_RankPlace", int], int
+    ["_LocalRank", int], int
 ]  # starts a rank that writes its answer to the file descriptor; returns its pid
 
 
 @dataclass(frozen=True)
-class _RankPlace:
+class _LocalRank:
     """The rank of a local process, the number of ranks, the folder of their store, and the device they compute on."""
 
     rank: int
@@ -77,10 +77,10 @@ def run_local(
 
 
 def _forked(function: Callable[[int], Any]) -> Start:
-    def start(place: _RankPlace, write: int) -> int:
+    def start(local_rank: _LocalRank, write: int) -> int:
         pid = fork()
         if not pid:
-            _serve(place, write, lambda: function(place.rank))
+            _serve(local_rank, write, lambda: function(local_rank.rank))
         return pid
 
     return start
@@ -96,11 +96,11 @@ def run_spawned(
     """
     order = {"entry": entry, "arguments": dict(arguments)}
 
-    def start(place: _RankPlace, write: int) -> int:
-        path = place.folder / f"order-{place.rank}.json"
-        where = {"rank": place.rank, "num_ranks": place.num_ranks, "folder": str(place.folder)}
-        where |= {"timeout_seconds": place.timeout_seconds, "device": place.device}
-        path.write_text(json.dumps({**order, "place": where, "write": write}))
+    def start(local_rank: _LocalRank, write: int) -> int:
+        path = local_rank.folder / f"order-{local_rank.rank}.json"
+        where = {"rank": local_rank.rank, "num_ranks": local_rank.num_ranks, "folder": str(local_rank.folder)}
+        where |= {"timeout_seconds": local_rank.timeout_seconds, "device": local_rank.device}
+        path.write_text(json.dumps({**order, "local_rank": where, "write": write}))
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         os.set_inheritable(write, True)
         return os.posix_spawn(sys.executable, [sys.executable, "-m", "weft.launch.local_ranks", str(path)], environ)
@@ -111,7 +111,7 @@ def run_spawned(
 def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="weft-local-") as name:
         children = [
-            _start(start, _RankPlace(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
+            _start(start, _LocalRank(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
         ]
         try:
             _collect(children, time.monotonic() + timeout_seconds)
@@ -126,21 +126,21 @@ def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceTyp
                 os.close(child.pipe)
 
 
-def _start(start: Start, place: _RankPlace) -> _Child:
+def _start(start: Start, local_rank: _LocalRank) -> _Child:
     read, write = os.pipe()
-    pid = start(place, write)
+    pid = start(local_rank, write)
     os.close(write)
-    return _Child(place.rank, pid, read)
+    return _Child(local_rank.rank, pid, read)
 
 
 # --- in a rank
 
 
-def _serve(place: _RankPlace, write: int, function: Callable[[], Any]) -> None:
+def _serve(local_rank: _LocalRank, write: int, function: Callable[[], Any]) -> None:
     """Run a rank: write its answer to the file descriptor `write` and exit."""
     status = 1
     try:
-        answer = _answer(place, function)
+        answer = _answer(local_rank, function)
         with os.fdopen(write, "wb") as pipe:
             pipe.write(answer)
         status = 0 if answer.startswith(b'{"result"') else 1
@@ -149,30 +149,30 @@ def _serve(place: _RankPlace, write: int, function: Callable[[], Any]) -> None:
         os._exit(status)
 
 
-def _answer(place: _RankPlace, function: Callable[[], Any]) -> bytes:
+def _answer(local_rank: _LocalRank, function: Callable[[], Any]) -> bytes:
     """Join the other ranks and call the function. Returns JSON: its result, or its error and the error's time."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with open(place.folder / f"stack-{place.rank}", "w") as stack:
+    with open(local_rank.folder / f"stack-{local_rank.rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
             torch.set_num_threads(1)
             if torch.backends.mkldnn.is_acl_available():  # on ARM it would wait for threads that the fork did not copy
                 torch.backends.mkldnn.set_flags(_enabled=False)
-            _join(place, _take_device(place))
+            _join(local_rank, _take_device(local_rank))
             return json.dumps({"result": function()}).encode()
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             return json.dumps({"error": text, "trace": traceback.format_exc(), "at": time.monotonic()}).encode()
 
 
-def _take_device(place: _RankPlace) -> torch.device | None:
+def _take_device(local_rank: _LocalRank) -> torch.device | None:
     """Set and return this rank's GPU. For CPU ranks return None and hide all GPUs, because libraries query them and
     each rank would initialise CUDA.
     """
-    if place.device == "cuda":
-        prepare_cuda(place.num_ranks)
-        device = torch.device("cuda", place.rank % torch.cuda.device_count())
+    if local_rank.device == "cuda":
+        prepare_cuda(local_rank.num_ranks)
+        device = torch.device("cuda", local_rank.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     if torch.cuda._is_in_bad_fork():
@@ -190,16 +190,16 @@ def _hide_accelerators() -> None:
     torch.accelerator.current_accelerator = lambda check_available=False: None
 
 
-def _join(place: _RankPlace, device: torch.device | None) -> None:
-    if place.num_ranks == 1:
+def _join(local_rank: _LocalRank, device: torch.device | None) -> None:
+    if local_rank.num_ranks == 1:
         return
-    backend = choose_backend(place.device, place.num_ranks)
+    backend = choose_backend(local_rank.device, local_rank.num_ranks)
     dist.init_process_group(
         backend,
-        store=FileStore(str(place.folder / "store"), place.num_ranks),
-        rank=place.rank,
-        world_size=place.num_ranks,
-        timeout=timedelta(seconds=place.timeout_seconds + 30),
+        store=FileStore(str(local_rank.folder / "store"), local_rank.num_ranks),
+        rank=local_rank.rank,
+        world_size=local_rank.num_ranks,
+        timeout=timedelta(seconds=local_rank.timeout_seconds + 30),
         device_id=device if "nccl" in backend else None,
     )
     barrier()  # without it, a rank that exits at once would break connections that other ranks still open to it
@@ -262,9 +262,9 @@ def _describe_hang(children: list[_Child], folder: Path, timeout_seconds: float)
 def _main() -> None:
     """Run a rank of `run_spawned`: `python -m weft.launch.local_ranks ORDER.json`."""
     order = json.loads(Path(sys.argv[1]).read_text())
-    where = order["place"]
-    place = _RankPlace(**{**where, "folder": Path(where["folder"])})
-    _serve(place, order["write"], lambda: import_by_name(order["entry"])(place.rank, **order["arguments"]))
+    where = order["local_rank"]
+    local_rank = _LocalRank(**{**where, "folder": Path(where["folder"])})
+    _serve(local_rank, order["write"], lambda: import_by_name(order["entry"])(local_rank.rank, **order["arguments"]))
 
 
 if __name__ == "__main__":

@@ -26,12 +26,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from weft.errors import PlanError
+from weft.inspection.annotations import Annotation
 from weft.inspection.memory_traffic import tensors_of
 from weft.memory.activation_choice import min_offload_bytes
 from weft.sharding.copy_lane import CopyStream
 from weft.sharding.host_memory import KEPT_FREE_BYTES, available_host_bytes, host_zeros
-
-_ATTRIBUTE = "_weft_sender"
 
 
 class HostBufferPool:
@@ -162,7 +161,7 @@ class ActivationOffloader:
         last.register_forward_pre_hook(self._release_all)
         last.register_forward_hook(self._expect)
         model.register_forward_hook(self._release_all)
-        model.__dict__[_ATTRIBUTE] = self
+        _OFFLOADER.set(model, self)
 
     # --- forward
 
@@ -261,6 +260,9 @@ def _key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+_OFFLOADER = Annotation[ActivationOffloader]("activation_offloader")
+
+
 def offloader_of(model: nn.Module) -> ActivationOffloader | None:
     """Return the object that offloads a model's activations; None if nothing does."""
-    return model.__dict__.get(_ATTRIBUTE)
+    return _OFFLOADER.get(model)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-_ATTRIBUTE = "_weft_carried"
+from weft.inspection.annotations import Annotation
 
 
 class ForwardState(Protocol):
@@ -25,6 +25,9 @@ class ForwardState(Protocol):
         """Set the value."""
 
 
+_FORWARD_STATES = Annotation[list[ForwardState]]("forward_states")
+
+
 def register_state(block: nn.Module, state: ForwardState) -> None:
     """Make each recompute of a block's forward begin with the state that the forward began with."""
     registered_states(block).append(state)
@@ -32,8 +35,7 @@ def register_state(block: nn.Module, state: ForwardState) -> None:
 
 def registered_states(block: nn.Module) -> list[ForwardState]:
     """Return the states of a block. It is always the same list, which may grow later."""
-    states: list[ForwardState] = block.__dict__.setdefault(_ATTRIBUTE, [])
-    return states
+    return _FORWARD_STATES.setdefault(block, [])
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # states are not part of a compiled graph

@@ -110,7 +110,7 @@ RowsLoss = Callable[[Tensor, Tensor, float | None, bool], Tensor]
 
 
 def rows_kernel(device: torch.device) -> RowsLoss | None:
-    """`rows_loss` as one kernel; None if there is none for the device."""
+    """Return the Triton kernel that computes what `rows_loss` does; None on a device without Triton."""
     if device.type != "cuda" or not has_triton():
         return None
     from weft.models.loss_kernel import rows_loss_by_kernel

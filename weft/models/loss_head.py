@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft.errors import PlanError
+from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks
 from weft.inspection.chain_ends import HARMLESS, NUM_TOKENS
 from weft.inspection.functional_call import call_with
@@ -26,8 +27,6 @@ from weft.models.decoder import Decoder
 from weft.models.gpt2 import GPT2
 from weft.models.loss import RowsLoss, head_loss, rows_loss
 from weft.plan import Plan
-
-_ATTRIBUTE = "_weft_loss_head"
 
 
 class LossHead:
@@ -62,9 +61,12 @@ class LossHead:
             self.labels, self.z_loss = None, 0.0
 
 
+_LOSS_HEAD = Annotation[LossHead]("loss_head")
+
+
 def loss_head_of(model: nn.Module) -> LossHead | None:
     """The loss head of a model; None if its loss is computed from logits."""
-    return model.__dict__.get(_ATTRIBUTE)
+    return _LOSS_HEAD.get(model)
 
 
 def is_loss_in_head(plan: Plan) -> bool:
@@ -78,7 +80,8 @@ def install_loss_head(model: nn.Module) -> None:
     """Let a model's head compute the loss, if the model returns the head's result unchanged."""
     module = _find_head(model) if loss_head_of(model) is None else None
     if module is not None:
-        head = model.__dict__[_ATTRIBUTE] = LossHead(module)
+        head = LossHead(module)
+        _LOSS_HEAD.set(model, head)
         setattr(module, "forward", head.forward)  # noqa: B010 (a method to mypy)
 
 

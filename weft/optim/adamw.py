@@ -81,7 +81,7 @@ class AdamW(Optimizer):
             )
         self._numbers: dict[tuple[bool, int, int], Tensor] = {}
         self.held = [BufferState(flat, number, group_of) for number, flat in enumerate(flats)]
-        away = [held.flat for held in self.held if held.flat.on_host]
+        away = [held.flat for held in self.held if held.flat.options.on_host]
         self._streams = _streams(away) if away else None
         self._no_seed = torch.zeros((), dtype=torch.int64, device=flats[0].device if flats else None)
         self._has_begun = False
@@ -108,7 +108,7 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         ready = [held for held in self.held if held.flat.has_gradient]
-        if any(held.flat.delays for held in ready):
+        if any(held.flat.options.delays for held in ready):
             self.begin()
             self._put_off(ready, scale)
             return loss
@@ -161,10 +161,10 @@ class AdamW(Optimizer):
         if self._streams is not None:
             self._streams.begin()
         for held, gradient, scale, written in work:
-            if held.flat.on_host:
+            if held.flat.options.on_host:
                 self._update(held, gradient, scale, written, self._streams)
         for held, gradient, scale, written in work:
-            if not held.flat.on_host:
+            if not held.flat.options.on_host:
                 self._update(held, gradient, scale, written, None)
 
     def _send(self, scale: Tensor | None) -> None:
@@ -259,7 +259,7 @@ class AdamW(Optimizer):
 
     def _known(self, group: int, step: int, flat: Flat) -> Tensor:
         """The constants of a group's update in one step, copied to the device once per stream that uses them."""
-        key = (flat.on_host, group, step)
+        key = (flat.options.on_host, group, step)
         if key not in self._numbers:
             found = torch.tensor(update_constants(self.param_groups[group], step), dtype=torch.float64)
             self._numbers[key] = _on(found, flat.device)
@@ -298,7 +298,7 @@ class AdamW(Optimizer):
             raise CheckpointError(
                 f"the delayed update of '{name}' {reason}; remove {', '.join(PENDING_KINDS)} from its state"
             )
-        if not held.flat.delays:
+        if not held.flat.options.delays:
             refuse_undelayed(name)
         pending, device = state["pending"].view(-1), held.flat.device
         if held.pending is None or held.pending.dtype != pending.dtype:
@@ -338,10 +338,12 @@ class AdamW(Optimizer):
 def _streams(flats: Sequence[Flat]) -> HostStreams:
     """Return streams for buffers whose state is on the host. All have the same dtypes."""
     flat, largest = flats[0], max(one.layout.slice_numel for one in flats)
-    weight = flat.slice_dtype if any(one.is_apart for one in flats) else None
-    shapes, extra = slot_shapes(largest, weight, moment_dtype(flat.state, flat.master_dtype)), []
+    weight = flat.options.slice_dtype if any(one.is_apart for one in flats) else None
+    shapes, extra = slot_shapes(largest, weight, moment_dtype(flat.options.state, flat.options.master_dtype)), []
     if any(one.is_streamed for one in flats):
-        extra = streamed_slot_shapes(largest, flat.slice_dtype, flat.compute_dtype, flat.master_dtype)
+        extra = streamed_slot_shapes(
+            largest, flat.options.slice_dtype, flat.options.compute_dtype, flat.options.master_dtype
+        )
     return HostStreams(shapes, flat.device, extra)
 
 

@@ -59,7 +59,7 @@ class BufferState:
         """
         steps, found = self.store.steps.tolist(), list[ElementRange]()
         for index, ((part, piece), group) in enumerate(zip(self.parts, self.group_of, strict=True)):
-            shows = not (self.flat.hides_gradient or self.flat.delays)
+            shows = not (self.flat.hides_gradient or self.flat.options.delays)
             if group is None or (shows and piece.grad is None):
                 continue
             stop, last = part.offset + part.stop - part.start, found[-1] if found else None

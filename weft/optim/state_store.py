@@ -17,7 +17,7 @@ class MomentStore:
     """Both moments of a slice, with padding, and the step count of each part."""
 
     def __init__(self, flat: Flat) -> None:
-        moment = moment_dtype(flat.state, flat.master_dtype)
+        moment = moment_dtype(flat.options.state, flat.options.master_dtype)
         self.has_scales = moment is None
         parts = [part for part in flat.parts if part.stop > part.start]
         numel = flat.layout.slice_numel if parts else 0
@@ -32,7 +32,7 @@ class MomentStore:
         else:
             self.tensors = (flat.state_zeros(numel, moment), flat.state_zeros(numel, moment))
         # Whether torch's fused kernel can update it: all tensors have one dtype, and it is not rounded.
-        self.is_plain = moment == flat.slice_dtype != torch.bfloat16
+        self.is_plain = moment == flat.options.slice_dtype != torch.bfloat16
 
     def at(self, index: int, part: ParameterPart, start: int, stop: int) -> tuple[Tensor, ...]:
         """Return the state of the elements [start, stop) of the slice.

@@ -28,7 +28,7 @@ from weft.pipeline.build import Staging, build, stage
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.pipeline.cost import pipeline_cost
 from weft.plan import BatchSplit, Plan
-from weft.profile import CUTS_ATTRIBUTE, Profile, profile
+from weft.profile import PARAMETER_CUTS, Profile, profile
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.spatial.tiling import localise_tile, mark, tiling_for
 from weft.strategy import Cost, Strategy, Values
@@ -107,7 +107,7 @@ def _apply_strategies(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) 
 
 def _local_value(model: nn.Module, values: Values, name: str) -> Tensor:
     """Returns this rank's part of a parameter's value. The tensor axes must be applied first: they set the cuts."""
-    cut = model.__dict__.get(CUTS_ATTRIBUTE, {}).get(name)
+    cut = (PARAMETER_CUTS.get(model) or {}).get(name)
     return values(name) if cut is None else cut.take(values(name))
 
 

@@ -60,8 +60,9 @@ def _squared_norm(flats: Iterable[Flat], device: torch.device) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float | None) -> Tensor | None:
-    """What gradients are scaled by so that their norm is at most `max_norm` []; NaN where the norm is not finite, for
-    which weft's AdamW makes no update.
+    """Returns the factor [] that scales gradients to a norm of at most `max_norm`; None without `max_norm`.
+
+    It is NaN if the norm is not finite: a NaN scale makes weft's AdamW skip the update.
     """
     factor = _factor(norm, max_norm)
     return None if factor is None else torch.where(norm.isfinite(), factor, torch.nan)

@@ -74,7 +74,7 @@ def _buffers_of(models: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def parameter_names(model: nn.Module) -> set[str]:
-    """The names of all parameters of the whole model."""
+    """Returns the names of all parameters of the whole model, also of those that only other pipeline stages hold."""
     return rank_model(model).parameter_names
 
 
@@ -85,14 +85,14 @@ def refresh(model: nn.Module) -> None:
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """What lives on this rank's device from step to step, by kind; all of it between backward and step."""
+    """Returns the tensors that stay on this rank's device from step to step, by kind. All exist after backward."""
     pieces, flats = [piece for _, piece in named_pieces(model)], all_flats(model)
-    away = {id(piece) for flat in flats if flat.on_host for piece in flat.pieces}
+    away = {id(piece) for flat in flats if flat.options.on_host for piece in flat.pieces}
     gradients = [buffer for flat in flats for buffer in flat.device_gradients]
     there = {id(piece) for flat in flats if flat.is_streamed for piece in flat.pieces}
     gradients += [piece.grad for piece in pieces if id(piece) not in there]
     values = [value for piece, state in optimizer.state.items() if id(piece) not in away for value in state.values()]
-    slices = [flat.slice for flat in flats if not (flat.on_host and flat.is_apart)]
+    slices = [flat.slice for flat in flats if not (flat.options.on_host and flat.is_apart)]
     found = {
         "parameters": [*(pieces if not flats else ()), *(flat.whole for flat in flats), *slices],
         "gradients": [gradient for gradient in gradients if gradient is not None],
@@ -104,8 +104,8 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tens
 
 
 def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tensor]]:
-    """What of a device's state, and of its activations, lives in host memory, by kind."""
-    flats = [flat for flat in all_flats(model) if flat.on_host]
+    """Returns this rank's tensors of state, and its offloaded activations, in host memory, by kind."""
+    flats = [flat for flat in all_flats(model) if flat.options.on_host]
     sender = offloader_of(model)
     slices = [flat.slice for flat in flats if flat.is_apart]
     streamed = [flat for flat in flats if isinstance(flat, StreamedFlat)]
@@ -120,12 +120,12 @@ def host_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, list[Tenso
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """What this rank's state really occupies, by kind; call it between backward and step. Held to `cost`."""
+    """Returns the bytes of `state_tensors`, by kind. They equal what `cost` predicts."""
     return {kind: _storage_bytes(tensors) for kind, tensors in state_tensors(model, optimizer).items()}
 
 
 def host_bytes(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
-    """The same of host memory."""
+    """Returns the bytes of `host_tensors`, by kind. They equal what `cost` predicts."""
     return {kind: _storage_bytes(tensors) for kind, tensors in host_tensors(model, optimizer).items()}
 
 

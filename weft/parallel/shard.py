@@ -31,7 +31,7 @@ from weft.comm.ledger import Key
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Block, ParameterUses, Profile, profile
-from weft.sharding.flat_buffer import Flat
+from weft.sharding.flat_buffer import Flat, FlatOptions
 from weft.sharding.host_memory import check_memory_fits
 from weft.sharding.layout import (
     COMPUTE_DTYPE,
@@ -247,7 +247,19 @@ def _make_flats(
     def kind(number: int) -> Callable[..., Flat]:
         if block.name in streamed:
             return partial(StreamedFlat, device_buffers[number, streamed[block.name] % NUM_DEVICE_BUFFERS])
-        return partial(Flat, on_host=(block.name, number) in away)
+        return Flat
+
+    def options(number: int) -> FlatOptions:
+        return FlatOptions(
+            plan.shard.stage,
+            COMPUTE_DTYPE[plan.precision],
+            MASTER_DTYPE[plan.precision],
+            slice_dtype(plan),
+            plan.memory.state,
+            is_alone=plan.num_ranks == 1,
+            on_host=(block.name, number) in away,
+            delays=plan.memory.delay,
+        )
 
     flats = [
         kind(number)(
@@ -255,14 +267,8 @@ def _make_flats(
             [places[parameter.name] for parameter in layout.parameters],
             values,
             mesh["shard"],
-            plan.shard.stage,
-            COMPUTE_DTYPE[plan.precision],
-            MASTER_DTYPE[plan.precision],
             mesh.device,
-            slice_dtype(plan),
-            plan.memory.state,
-            is_alone=plan.num_ranks == 1,
-            delays=plan.memory.delay,
+            options=options(number),
         )
         for number, layout in enumerate(flat_layouts(block.parameters, plan.shard.degree))
     ]

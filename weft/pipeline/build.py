@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
-from weft.inspection.tensor_splits import WHOLE_ATTRIBUTE
+from weft.inspection.tensor_splits import IS_WHOLE
 from weft.mesh import Mesh
 from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
 from weft.pipeline.partition import Route, cut, partition, refuse_evaluation
@@ -25,7 +25,7 @@ from weft.pipeline.stage import StageRunner
 from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.tracer import FIRST, TilePosition, Tracer, tile_at
 from weft.plan import Plan
-from weft.profile import STAGES_ATTRIBUTE, Profile, stage_profile
+from weft.profile import SHARED_BY_STAGES, Profile, stage_profile
 from weft.schedule.actions import Schedule, with_messages
 from weft.schedule.check import check
 from weft.schedule.schedules import make_schedule
@@ -85,8 +85,8 @@ class Staging:
         """Return a new model of a stage, without values, and the names of its parameters in the whole model."""
         model, names = self._models[stage]
         model = skeleton(model)
-        model.__dict__[STAGES_ATTRIBUTE] = {own: self.tied[name] for own, name in names.items() if name in self.tied}
-        model.__dict__[WHOLE_ATTRIBUTE] = self.tracer.over_y < self.plan.tensor.y
+        SHARED_BY_STAGES.set(model, {own: self.tied[name] for own, name in names.items() if name in self.tied})
+        IS_WHOLE.set(model, self.tracer.over_y < self.plan.tensor.y)
         if self.tracer.tiling is not None:
             mark(model, self.tracer.tiling)
         return model, names

@@ -30,7 +30,7 @@ from weft.inspection.absent_module import AbsentModule
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.partition import Route
 from weft.pipeline.stage_rng import StageRng, is_random
-from weft.pipeline.stand_in import ABSENT
+from weft.pipeline.stand_in import ABSENT_PARAMETERS
 from weft.pipeline.trace import END, TraceEvent
 from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
 from weft.spatial.tile_layout import set_layout
@@ -71,6 +71,8 @@ class StageRunner(OperationWatch):
         self._take: Take | None = None
         self._found: Route | None = None  # the result of `trace_route`
         self._place, self._has_begun = 0, False
+        # The unit of this stage that the model's own code has called, and its name.
+        self.running_unit: tuple[nn.Module, str] | None = None
         self._rng = StageRng(stage, device)
         self._tiled, self._view = tiled_of(model), ExitStack()
         # registered last: it sees the same inputs as the model
@@ -137,7 +139,7 @@ class StageRunner(OperationWatch):
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if name in route.parameters[self.stage]:
                 self.numbers[parameter] = route.trace.parameters[name]
-        for name, fake in self.model.__dict__.get(ABSENT, {}).items():
+        for name, fake in (ABSENT_PARAMETERS.get(self.model) or {}).items():
             self.numbers[fake] = route.trace.parameters[name]
 
     def _end_model(self, _: nn.Module, __: Any, output: Any) -> Any:
@@ -198,7 +200,7 @@ class StageRunner(OperationWatch):
     # --- a unit of this stage
 
     def enter(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Called before a unit of this stage: return its arguments with real tensors, and stop watching operations."""
+        """Called before a unit of this stage: replace fake tensors in its arguments by real ones, and stop watching."""
         self.switch(False)
         expected = self._expected()
         if expected is None or expected.name != name:
@@ -284,7 +286,7 @@ class _EnterUnit:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not self.walk.is_walking:  # called by itself, or inside another unit
             return None
-        module.__dict__["_weft_walking"] = self.name
+        self.walk.running_unit = module, self.name
         return self.walk.enter(self.name, args, kwargs)
 
 
@@ -293,6 +295,7 @@ class _LeaveUnit:
         self.walk = walk
 
     def __call__(self, module: nn.Module, _: Any, result: Any) -> None:
-        name = module.__dict__.pop("_weft_walking", None)
-        if name is not None:
-            self.walk.leave(name, result)
+        running = self.walk.running_unit
+        if running is not None and running[0] is module:
+            self.walk.running_unit = None
+            self.walk.leave(running[1], result)

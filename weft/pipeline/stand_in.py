@@ -7,13 +7,15 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
+from weft.inspection.annotations import Annotation
 from weft.pipeline.partition import Route
 
-ABSENT = "_weft_absent"  # attribute of a stage's model: parameters that only other stages use, as fake tensors
+# On a stage's model: parameters that only other stages use, as fake tensors, by their names in the whole model.
+ABSENT_PARAMETERS = Annotation[dict[str, Tensor]]("absent_parameters")
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -31,7 +33,7 @@ def _empty(parameters: Iterable[nn.Parameter]) -> dict[int, nn.Parameter]:
 
 def _kept(model: nn.Module) -> dict[int, Any]:
     """Return the objects that copies of a model share with it, by id: fake parameters, modules behind stand-ins."""
-    kept = {id(fake): fake for fake in model.__dict__.get(ABSENT, {}).values()}
+    kept = {id(fake): fake for fake in (ABSENT_PARAMETERS.get(model) or {}).values()}
     others = (module.__dict__["stands_for"] for module in model.modules() if isinstance(module, AbsentModule))
     return kept | {id(module): module for module in others}
 
@@ -62,12 +64,13 @@ def stage_model(
     }
     model = copy.deepcopy(whole, {**_kept(whole), **empty, **elsewhere})
     own = {id(inner) for name, at in stage_of.items() if at == stage for inner in model.get_submodule(name).modules()}
+    absent = ABSENT_PARAMETERS.setdefault(model, {})
     for module in list(model.modules()):
         if id(module) not in own and not isinstance(module, AbsentModule):
             for leaf, parameter in list(module._parameters.items()):
                 if parameter is not None and (name := names[id(parameter)]) not in used:
                     del module._parameters[leaf]  # it is seen as a fake tensor
-                    module.__dict__[leaf] = model.__dict__.setdefault(ABSENT, {})[name] = route.trace.fakes[name]
+                    module.__dict__[leaf] = absent[name] = route.trace.fakes[name]
     return model, {name: names[id(parameter)] for name, parameter in model.named_parameters()}
 
 

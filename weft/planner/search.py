@@ -89,7 +89,7 @@ class Model:
         return self.steps.cluster
 
     def on(self, cluster: Cluster) -> Self:
-        """Returns the model on another cluster."""
+        """Returns the same model with the step times of another cluster."""
         return replace(self, steps=replace(self.steps, cluster=cluster))
 
     @cached_property
@@ -339,5 +339,5 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, str]:
-    """A sort key: faster plans first, then those that need less memory, then by name."""
+    """Returns a sort key: the step time, then the memory, then the name of the plan."""
     return candidate.seconds, candidate.memory.total_bytes, candidate.plan.describe_axes()

@@ -36,7 +36,11 @@ HOST_LINK_SHARE = 0.86  # share of the printed bandwidth: 55 of 64 GB/s in each 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step, and its parts."""
+    """The predicted seconds of a training step, and how they divide into computing, collectives, idling and the update.
+
+    `exposed_seconds` are those of collectives that computing does not hide. `bubble_share` is the share of the schedule
+    in which pipeline ranks are idle.
+    """
 
     seconds: float
     compute_seconds: float  # of the busiest rank

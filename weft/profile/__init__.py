@@ -31,11 +31,11 @@ from weft.profile.parts import (
     Parameter,
     Profile,
     ProfileSource,
-    TensorForm,
+    TensorMetadata,
 )
 from weft.profile.structure import (
-    CUTS_ATTRIBUTE,
-    STAGES_ATTRIBUTE,
+    PARAMETER_CUTS,
+    SHARED_BY_STAGES,
     ParameterUses,
     find_parameters,
     stage_profile,
@@ -71,10 +71,10 @@ def profile(
 
 
 __all__ = [
-    "CUTS_ATTRIBUTE",
     "FULL_SHARES",
     "KEPT_OPERATIONS",
-    "STAGES_ATTRIBUTE",
+    "PARAMETER_CUTS",
+    "SHARED_BY_STAGES",
     "BackwardShares",
     "Block",
     "Convolution",
@@ -88,7 +88,7 @@ __all__ = [
     "Profile",
     "ProfileSource",
     "Tally",
-    "TensorForm",
+    "TensorMetadata",
     "cast",
     "count",
     "fake",

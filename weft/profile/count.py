@@ -31,7 +31,7 @@ from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, returns_loss
 from weft.profile.branches import DataFlow
 from weft.profile.flops import GROUPED, KEPT_OPERATIONS, count_product, fake_grouped
-from weft.profile.parts import Block, Convolution, Flops, Heads, LayerShape, Matmul, Profile, TensorForm
+from weft.profile.parts import Block, Convolution, Flops, Heads, LayerShape, Matmul, Profile, TensorMetadata
 from weft.profile.saved_bytes import POLICIES, SavedTally
 
 NO_FLOPS = Flops()
@@ -105,7 +105,7 @@ class Tally(TorchDispatchMode):
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
         self.layers: dict[str, LayerShape] = {}
         self.attentions: dict[str, Heads] = {}
-        self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorForm` for tensors
+        self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorMetadata` for tensors
         self.stream_shape: tuple[int, ...] = ()
         self.saved, self.traffic, self.flow = SavedTally(), TrafficCounter(), DataFlow()
         self._last_layer = ""  # the linear or convolution that ran last
@@ -271,7 +271,7 @@ def _form(value: Any) -> Any:
         return value
     storage = value.untyped_storage()
     form = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
-    return TensorForm(*form, storage._cdata, storage.nbytes())
+    return TensorMetadata(*form, storage._cdata, storage.nbytes())
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -187,7 +187,7 @@ FULL_SHARES = BackwardShares()
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class TensorMetadata:
     """Shape, stride and dtype of a tensor argument of a block. Tensors with equal `storage` share a storage."""
 
     shape: tuple[int, ...]
@@ -202,7 +202,7 @@ class TensorForm:
 class ProfileSource:
     """The model and the example that a profile was taken of. Profiles of its pipeline stages share it.
 
-    `given` are the arguments (args, kwargs) of each block, with `TensorForm` for tensors. If `blocks` are compiled
+    `given` are the arguments (args, kwargs) of each block, with `TensorMetadata` for tensors. If `blocks` are compiled
     ones, `eager` is the source with the uncompiled ones. `cache` keeps later measurements.
     """
 

@@ -8,11 +8,15 @@ from dataclasses import replace
 from torch import nn
 
 from weft.errors import PlanError
+from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks
+from weft.inspection.parameter_cut import Cut
 from weft.profile.parts import Block, Experts, Parameter, Profile
 
-CUTS_ATTRIBUTE = "_weft_cuts"
-STAGES_ATTRIBUTE = "_weft_stages"  # attribute of a stage's model: the stages of parameters that several stages hold
+# On a model that the tensor axes split: this rank's part of each parameter, by name.
+PARAMETER_CUTS = Annotation[Mapping[str, Cut]]("parameter_cuts")
+# On a stage's model: the stages of each parameter that several stages hold, by name.
+SHARED_BY_STAGES = Annotation[Mapping[str, tuple[int, ...]]]("shared_by_stages")
 # Attribute names of configs and routers for the number of experts that each token is sent to.
 PER_TOKEN_NAMES = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "top_k", "moe_top_k")
 
@@ -65,8 +69,8 @@ def structure(model: nn.Module) -> Profile:
             raise PlanError(f"'{name}' is made when the model first runs; run a batch through the model before this")
     trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    cuts = model.__dict__.get(CUTS_ATTRIBUTE, {})
-    stages = model.__dict__.get(STAGES_ATTRIBUTE, {})
+    cuts = PARAMETER_CUTS.get(model) or {}
+    stages = SHARED_BY_STAGES.get(model) or {}
 
     def described(name: str) -> Parameter:
         return Parameter(name, shapes[name], trainable[name], cuts.get(name), stages.get(name, ()))

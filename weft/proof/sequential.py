@@ -116,7 +116,7 @@ class _Statistics:
 
 
 def make_model(model_fn: ModelFn) -> nn.Module:
-    """Returns the model in float64, the same on every call."""
+    """Returns a new model in float64. Its parameters have the same values on every call."""
     torch.manual_seed(0)
     return model_fn().double()
 

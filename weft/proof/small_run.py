@@ -52,7 +52,7 @@ class SmallRun:
         return self.task.objective
 
     def model(self) -> nn.Module:
-        """Returns the model, the same on every call."""
+        """Returns a new model. Its parameters have the same values on every call."""
         model = build(self.config)
         initialise(model, self.seed)
         return model

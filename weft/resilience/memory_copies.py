@@ -27,7 +27,7 @@ from weft.checkpoint.manifest import Manifest
 from weft.checkpoint.save import Piece, Saver
 from weft.comm import Axis, Ledger, all_gather, all_reduce, broadcast, shift
 from weft.errors import CheckpointError, DamagedError
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.mesh import Mesh
 from weft.resilience.shared_memory import (
     CopyKey,
@@ -51,13 +51,15 @@ class MemoryCopies(Saver):
     the same steps.
     """
 
-    def __init__(self, folder: Path, mesh: Mesh, place: Place, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, mesh: Mesh, rank_info: RankInfo, say: Callable[[str], None]) -> None:
         self._claim = claim(folder)
         super().__init__(folder, mesh.rank, mesh.plan.num_ranks, "memory")
-        self._world, self._place, self._say = mesh["world"], place, say
-        self._hop = place.num_local_ranks  # the distance to the rank with the same local index on the next host
+        self._world, self._rank_info, self._say = mesh["world"], rank_info, say
+        self._hop = rank_info.num_local_ranks  # the distance to the rank with the same local index on the next host
         # It has its own ledger because it waits in another thread and its messages are not part of a step.
-        self._ring = replace(mesh.with_own_group("world", "memory"), ledger=Ledger()) if place.num_hosts > 1 else None
+        self._ring = (
+            replace(mesh.with_own_group("world", "memory"), ledger=Ledger()) if rank_info.num_hosts > 1 else None
+        )
         self._is_enabled: bool | None = None  # not known before the first save
         self._last: CopyKey | None = None
         self._listings: list[PartListing] = []
@@ -79,7 +81,7 @@ class MemoryCopies(Saver):
         if not self._is_enabled:
             self._say(f"no copies are kept in memory from here on: {problem or 'another rank cannot'}")
             return
-        if self._last is not None and self._place.local_rank == 0:
+        if self._last is not None and self._rank_info.local_rank == 0:
             for key in list_parts(self.folder):
                 if key < self._last:
                     shutil.rmtree(self.folder / parts_name(key), ignore_errors=True)
@@ -90,7 +92,7 @@ class MemoryCopies(Saver):
         """Delete the copies, after the run has ended normally."""
         problem = self._problem([]) if self._is_enabled else None
         all_agree(problem is None, self._world)
-        if self._place.local_rank == 0:
+        if self._rank_info.local_rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._claim.close()
 
@@ -102,7 +104,7 @@ class MemoryCopies(Saver):
             return str(error)
         if self._is_enabled is not None:
             return None
-        if self._ring is not None and self._place.num_ranks != self._hop * self._place.num_hosts:
+        if self._ring is not None and self._rank_info.num_ranks != self._hop * self._rank_info.num_hosts:
             return "the hosts run different numbers of ranks"
         num_copies = 2 if self._ring is None else 4  # the previous and the new copy; with a ring, the neighbour's too
         need_bytes = sum(piece.tensor.nbytes for piece in pieces) * self._hop * num_copies
@@ -151,7 +153,7 @@ class MemoryCopies(Saver):
         problem: str | None = None
         try:
             self._fetch(key, parts)
-            if self._place.local_rank == 0:
+            if self._rank_info.local_rank == 0:
                 assemble(parts, whole, key[1])
         except (CheckpointError, OSError) as error:
             problem = str(error)
@@ -161,7 +163,7 @@ class MemoryCopies(Saver):
 
     def forget_after(self, step: int) -> None:
         """Delete the assembled checkpoint and the copies of later steps, after the run has resumed from `step`."""
-        if self._place.local_rank == 0:
+        if self._rank_info.local_rank == 0:
             shutil.rmtree(self.folder / "whole", ignore_errors=True)
             for key in list_parts(self.folder):
                 if key[0] > step:
@@ -192,7 +194,7 @@ class MemoryCopies(Saver):
                         problem = error
                     broadcast(data, self._world, holder).wait()
                     try:
-                        if self._place.local_rank == 0 and not has:
+                        if self._rank_info.local_rank == 0 and not has:
                             parts.mkdir(exist_ok=True)
                             path.write_bytes(data.numpy().data)
                     except OSError as error:

@@ -30,7 +30,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # as document
 from weft.errors import CheckpointError, LaunchError
 from weft.health.rank_status import FILE_PHASES, Status, StatusPage, page_path, read_page
 from weft.health.watchdog import Deadline, describe_hang, overdue_seconds
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.resilience.shared_memory import claim, job_folder
 
 HUNG = 124  # the exit status of a hang, as timeout(1) uses it
@@ -48,15 +48,15 @@ class Lookout:
     be due to ranks that hang.
     """
 
-    def __init__(self, status: Status, place: Place, store: Store, deadline: Deadline, folder: Path) -> None:
-        self._status, self._place, self._deadline, self._folder = status, place, deadline, folder
+    def __init__(self, status: Status, rank_info: RankInfo, store: Store, deadline: Deadline, folder: Path) -> None:
+        self._status, self._rank_info, self._deadline, self._folder = status, rank_info, deadline, folder
         self._client = _StoreClient(store)
-        self._host_folder, self._claim = _open_host_folder(store, place)
+        self._host_folder, self._claim = _open_host_folder(store, rank_info)
         if self._host_folder is not None:
             with suppress(LaunchError):  # no memory for the file: other ranks cannot see this rank's page
                 status.publish_in(self._host_folder)
-        store.set(f"place/{place.rank}", status.place)
-        self._store_place = store.get("place/0").decode() if place.rank else status.place
+        store.set(f"place/{rank_info.rank}", status.place)
+        self._store_place = store.get("place/0").decode() if rank_info.rank else status.place
         self._alarm, self._quiet_until = 0, 0.0
         self._overdue: StatusPage | None = None  # the page at the last poll, if it was overdue
         self._closed, self._is_settled = threading.Event(), threading.Event()
@@ -73,12 +73,12 @@ class Lookout:
         self._thread.join(2 * _STORE_SECONDS)
         if self._host_folder is not None:
             with suppress(OSError):
-                page_path(self._host_folder, self._place.rank).unlink(missing_ok=True)
+                page_path(self._host_folder, self._rank_info.rank).unlink(missing_ok=True)
                 if not list(self._host_folder.glob("rank-*")):
                     shutil.rmtree(self._host_folder)
 
     def _watch(self) -> None:
-        poll_seconds = max(_POLL_SECONDS, self._place.num_ranks / _RANKS_A_SECOND)
+        poll_seconds = max(_POLL_SECONDS, self._rank_info.num_ranks / _RANKS_A_SECOND)
         while not self._closed.wait(poll_seconds):
             page = self._status.page()
             if page is None:
@@ -100,9 +100,9 @@ class Lookout:
         stamp = self._client.set_once(f"call/{self._alarm}", time.strftime("%Y%m%d-%H%M%S"))
         stacks = self._dump_stacks(stamp or time.strftime("%Y%m%d-%H%M%S"))
         pages_here = _host_pages(self._host_folder, self._status)
-        is_overdue = self._is_overdue(pages_here[self._place.rank])
+        is_overdue = self._is_overdue(pages_here[self._rank_info.rank])
         report = _encode(pages_here, is_overdue)
-        if stamp is not None and self._client.set(f"said/{self._alarm}/{self._place.rank}", report):
+        if stamp is not None and self._client.set(f"said/{self._alarm}/{self._rank_info.rank}", report):
             is_hang = self._await_verdict(stacks)
         else:
             is_hang = is_overdue and self._decide_locally(pages_here, stacks)
@@ -115,12 +115,12 @@ class Lookout:
         """Wait until the lowest rank that reported, possibly this one, has decided. Returns whether it is a hang."""
         report, verdict = f"said/{self._alarm}", f"verdict/{self._alarm}"
         deadline = time.monotonic() + _ANSWER_SECONDS
-        others = [f"{report}/{rank}" for rank in range(self._place.num_ranks)]
+        others = [f"{report}/{rank}" for rank in range(self._rank_info.num_ranks)]
         while time.monotonic() < deadline and not self._client.has(verdict):
-            if self._place.rank == 0 and self._client.has(*others):
+            if self._rank_info.rank == 0 and self._client.has(*others):
                 break
             time.sleep(_HEAR_SECONDS)
-        if not self._client.has(verdict) and not any(self._client.has(one) for one in others[: self._place.rank]):
+        if not self._client.has(verdict) and not any(self._client.has(one) for one in others[: self._rank_info.rank]):
             found = self._decide(stacks)
             if self._client.set(verdict, "hang" if found else "") and found:
                 time.sleep(1.0)  # leave others time to read the verdict: the store may be in this process
@@ -134,7 +134,7 @@ class Lookout:
         """Combine the reports of all ranks. If it is a hang, print a description and return True."""
         known: dict[int, StatusPage] = {}
         is_overdue = False
-        for rank, text in self._client.get_all(f"said/{self._alarm}", range(self._place.num_ranks)).items():
+        for rank, text in self._client.get_all(f"said/{self._alarm}", range(self._rank_info.num_ranks)).items():
             pages, finds_it_overdue = _decode(text)
             is_overdue = is_overdue or finds_it_overdue
             for number, page in pages.items():
@@ -142,7 +142,7 @@ class Lookout:
                     known[number] = page
         if not is_overdue or any(page.doing in FILE_PHASES for page in known.values()):
             return False
-        silent = [rank for rank in range(self._place.num_ranks) if rank not in known]
+        silent = [rank for rank in range(self._rank_info.num_ranks) if rank not in known]
         places = self._client.get_all("place", silent)
         self._print_report(describe_hang(known, places, overdue_seconds(known.values())), stacks)
         return True
@@ -154,14 +154,14 @@ class Lookout:
         if any(page.doing in FILE_PHASES for page in pages_here.values()):
             return False
         if self._host_folder is not None:
-            own = self._host_folder / f"called-{self._place.rank:05d}"
+            own = self._host_folder / f"called-{self._rank_info.rank:05d}"
             with suppress(FileNotFoundError):  # another rank has printed the description and removed the folder
                 own.touch()
                 time.sleep(_ANSWER_SECONDS)
             if own != min(self._host_folder.glob("called-*"), default=None):
                 return True
         whose = f"rank 0 ({self._store_place})" if self._store_place else "rank 0"
-        here = pages_here[self._place.rank].place
+        here = pages_here[self._rank_info.rank].place
         self._print_report(
             f"{here + ': ' if here else ''}the store of {whose} does not answer, so that host or the link to it may be "
             f"down; what is known here: {describe_hang(pages_here, {}, overdue_seconds(pages_here.values()))}",
@@ -173,7 +173,7 @@ class Lookout:
         text = f"weft: {words}; stacks are in {stacks}. All ranks end with status {HUNG}, for the launcher to restart."
         print(text, file=sys.stderr, flush=True)
         with suppress(OSError):
-            (stacks / f"what-{self._place.rank:05d}.txt").write_text(text + "\n")
+            (stacks / f"what-{self._rank_info.rank:05d}.txt").write_text(text + "\n")
         if self._host_folder is not None:  # no other rank needs it after this
             shutil.rmtree(self._host_folder, ignore_errors=True)
 
@@ -182,19 +182,19 @@ class Lookout:
         folder = self._folder / f"hang-{stamp}"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / f"rank-{self._place.rank:05d}.txt", "w") as file:
+            with open(folder / f"rank-{self._rank_info.rank:05d}.txt", "w") as file:
                 page = self._status.page()
-                file.write(f"rank {self._place.rank}: {page}\n")
+                file.write(f"rank {self._rank_info.rank}: {page}\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
         return folder
 
 
-def _open_host_folder(store: Store, place: Place) -> tuple[Path | None, Any]:
+def _open_host_folder(store: Store, rank_info: RankInfo) -> tuple[Path | None, Any]:
     """Open a folder for the pages of this host's ranks. Returns the folder and the lock that keeps it; (None, None)
     without shared memory.
     """
-    if place.rank == 0:
+    if rank_info.rank == 0:
         store.set("lookout", os.urandom(8).hex())
     try:
         folder = job_folder(f"lookout {store.get('lookout').decode()}")

@@ -24,7 +24,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # as document
 from weft.checkpoint import Saver
 from weft.errors import LostRankError, PlanError
 from weft.health.rank_status import FOLDER_VARIABLE, LostRank, StageTakeover, read_lost_rank, write_takeover
-from weft.launch.environment import Place, current_store, rejoin_world, shutdown
+from weft.launch.environment import RankInfo, current_store, rejoin_world, shutdown
 from weft.mesh import Mesh
 from weft.pipeline.rank_model import pipeline_of
 from weft.pipeline.runtime import Pipeline
@@ -110,16 +110,18 @@ class LostRankRecovery:
 
 
 def take_over_losses(
-    model: nn.Module, mesh: Mesh, saver: Saver, place: Place, step: Callable[[], int], timeout: timedelta
+    model: nn.Module, mesh: Mesh, saver: Saver, rank_info: RankInfo, step: Callable[[], int], timeout: timedelta
 ) -> Sections | None:
-    """Prepare a run with shadows for the loss of a rank; None without shadows or without weft's agent, which reports
-    the loss. `step` returns the number of steps that are done; `timeout` limits every collective.
+    """Make a run with shadows (`pipe.shadow`) go on when a rank is lost, and return the sections that its steps run in.
+
+    None if the plan has no shadows, or if the ranks were not started by weft's agent, which reports lost ranks. `step`
+    returns the number of finished steps; `timeout` limits every collective.
     """
     folder, pipeline = os.environ.get(FOLDER_VARIABLE), pipeline_of(model)
     if pipeline is None or not mesh.plan.pipe.shadow:
         return None
     if mesh.device.type != "cpu":
         raise PlanError("plan.pipe.shadow = true works on CPUs, with Gloo; use train.device = 'cpu', or leave it out")
-    if folder is None or place.launcher != "weft":
+    if folder is None or rank_info.launcher != "weft":
         return None
     return LostRankRecovery(pipeline, mesh, saver, Path(folder), step, timeout).sections

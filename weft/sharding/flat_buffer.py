@@ -16,20 +16,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._triton import has_triton
 
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
+from weft.profile import Parameter
 from weft.sharding.host_memory import host_zeros
 from weft.sharding.layout import FlatLayout, ParameterPart
+from weft.sharding.whole_gradient import WholeGradient
 
 Owners = Sequence[tuple[nn.Module, str]]
 GRADIENT_BATCH_BYTES = 1 << 24  # small gradients are copied in batches of this size, one launch per batch
-KERNEL_NUMEL = 1 << 20  # a gradient of at least this many elements is copied by a kernel launch of its own
+
+
+@dataclass(frozen=True)
+class FlatOptions:
+    """What a plan says about a flat buffer: the ZeRO stage, dtypes, and where and when its state is updated."""
+
+    stage: int
+    compute_dtype: torch.dtype
+    master_dtype: torch.dtype
+    slice_dtype: torch.dtype
+    state: str  # the plan's `memory.state`
+    is_alone: bool  # there is one rank, so gradients are never reduced
+    on_host: bool  # the slice and the optimizer state are in host memory
+    delays: bool  # the optimizer applies each update one step late
 
 
 class Flat:
@@ -43,50 +58,36 @@ class Flat:
         owners: Sequence[Owners],
         values: Callable[[str], Tensor],
         shard: Axis,
-        stage: int,
-        compute_dtype: torch.dtype,
-        master_dtype: torch.dtype,
         device: torch.device,
-        slice_dtype: torch.dtype | None = None,
-        state: str = "master",
-        is_alone: bool = False,
-        on_host: bool = False,
-        delays: bool = False,
+        *,
+        options: FlatOptions,
     ) -> None:
-        """`values` returns a parameter's value by name. `slice_dtype`: the master dtype if None. `state`: the plan's.
-
-        `is_alone`: there is one rank, so gradients are never reduced. `on_host`: the slice and the optimizer state are
-        in host memory. `delays`: the optimizer applies each update one step late.
-        """
-        self.layout, self.owners, self.shard, self.stage = layout, owners, shard, stage
-        self.compute_dtype, self.master_dtype, self.device = compute_dtype, master_dtype, device
-        self.slice_dtype, self.state = slice_dtype or master_dtype, state
+        """`owners`: for each parameter, the modules and attributes that use it. `values` returns its value by name."""
+        self.layout, self.owners, self.shard = layout, owners, shard
+        self.device, self.options = device, options
         self.sum_over: list[Axis] = []  # axes over which gradients are partial sums
         self.mean_over: list[Axis] = []  # axes whose ranks have different samples: gradients are means over them
         self.copies = 1  # ranks along `pipe` that hold the same parameters
         self.trainable = layout.parameters[0].trainable
         self.is_read_flat = False  # True if weft's optimizer reads `slice_gradient` itself; it takes any dtype
-        self._is_alone, self.on_host, self.delays = is_alone, on_host, delays
         self.update_done: torch.cuda.Event | None = None  # end of an update on another stream
-        self._starts, self.parts = layout.starts, tuple(layout.parts(shard.index))
-        self.frees_whole = self.is_streamed or (stage == 3 and shard.degree > 1)
-        self.is_apart = self.frees_whole or compute_dtype != self.slice_dtype  # False: the slice is a view of `whole`
-        self.keeps_whole_gradient = stage == 1 or shard.degree == 1
+        self.parts = tuple(layout.parts(shard.index))
+        self.frees_whole = self.is_streamed or (options.stage == 3 and shard.degree > 1)
+        # False: the slice is a view of `whole`
+        self.is_apart = self.frees_whole or options.compute_dtype != options.slice_dtype
+        self.keeps_whole_gradient = options.stage == 1 or shard.degree == 1
         self.whole = self._make_whole()
         self.slice = self._make_slice(values)
-        self.whole_gradient: Tensor | None = None
+        self.whole_gradient = WholeGradient(layout, options.is_alone, sums_squares=not self.is_streamed)
         self.slice_gradient: Tensor | None = None
-        self._carried: Tensor | None = None
-        self._targets: list[Tensor] = []  # view of each parameter in `whole_gradient`
-        self._filled: set[int] = set()
-        self._taken: dict[int, Tensor] = {}  # gradients not yet copied into `whole_gradient`
-        self._squares: dict[int, Tensor] = {}  # their sums of squares, where the copy computed them
+        self._carried: Tensor | None = None  # a gradient of an earlier backward, which is added at the end
         self.hides_gradient = False  # True if `slice_gradient` cannot be `.grad` of the pieces (other dtype or device)
         self.gradient_norm: Tensor | None = None  # [], if it was computed before the copy to the host
         self._written_version = -1
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
-        self.whole_parameters = [self._whole_parameter(i) for i in range(len(layout.parameters))]
+        starts = zip(layout.parameters, layout.starts, strict=True)
+        self.whole_parameters = [self._whole_parameter(parameter, start) for parameter, start in starts]
         self.pieces = [self._piece(part) for part in self.parts]
         self.is_whole = False
         self.refresh()
@@ -104,7 +105,7 @@ class Flat:
         part = self.slice
         if self.shard.degree > 1 or self._written_version != self.slice._version:
             self.await_update()  # otherwise `finish_gather` waits
-        if self.is_apart and (self.on_host or self.compute_dtype != self.slice_dtype):
+        if self.is_apart and (self.options.on_host or self.options.compute_dtype != self.options.slice_dtype):
             part = self.own_whole
             self.write()
         self._gathering = all_gather(self.whole, part, self.shard)
@@ -187,78 +188,51 @@ class Flat:
         parameter = self.whole_parameters[index]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        if not self._filled and not self._taken:
+        if self.whole_gradient.is_empty:
             self._begin_gradient()
-        if index in self._taken:
+        if index in self.whole_gradient.held:
             self.place_gradients()
+        held = self.whole_gradient.held
         # with create_graph=True the gradient requires grad; the copy into the buffer is not differentiable
-        self._taken[index] = gradient.detach() if gradient.requires_grad else gradient
-        taken_bytes = sum(one.numel() for one in self._taken.values()) * gradient.element_size()
-        if self.device.type == "cpu" or taken_bytes > GRADIENT_BATCH_BYTES:
+        held[index] = gradient.detach() if gradient.requires_grad else gradient
+        held_bytes = sum(one.numel() for one in held.values()) * gradient.element_size()
+        if self.device.type == "cpu" or held_bytes > GRADIENT_BATCH_BYTES:
             self.place_gradients()
 
     def place_gradients(self) -> None:
-        """Copy all gradients taken so far into the flat gradient. Plain copies share one kernel launch."""
-        taken, self._taken = self._taken, {}
-        added = {index: gradient for index, gradient in taken.items() if index in self._filled}
-        new = {index: gradient for index, gradient in taken.items() if index not in self._filled}
-        if added:
+        """Copy all gradients taken so far into the flat gradient."""
+        if self.whole_gradient.adds_held:
             self._widen()
-            self._squares.clear()
-        for index, gradient in added.items():
-            self._targets[index].addcmul_(gradient, self._mean)
-        if self._num_means > 1:
-            for index, gradient in new.items():
-                torch.mul(gradient, self._mean, out=self._targets[index])
-        else:
-            small = {index: gradient for index, gradient in new.items() if not self._take(index, gradient)}
-            if small:
-                targets = [self._targets[index] for index in small]
-                copied = [gradient.view(one.shape) for gradient, one in zip(small.values(), targets, strict=True)]
-                torch._foreach_copy_(targets, copied)
-        self._filled.update(new)
-
-    def _take(self, index: int, gradient: Tensor) -> bool:
-        """Copy a large gradient and sum its squares in one pass, if nothing is added to it; return whether it did."""
-        if not (self._is_alone and gradient.is_cuda and gradient.numel() >= KERNEL_NUMEL and gradient.is_contiguous()):
-            return False
-        if gradient.dtype == torch.float64 or not has_triton():
-            return False
-        from weft.sharding.gradient_kernel import copy_with_squares
-
-        self._squares[index] = copy_with_squares(gradient, self._targets[index])
-        return True
+        self.whole_gradient.copy_held(self._mean, self._num_means > 1)
 
     @property
     def norms(self) -> tuple[list[Tensor], list[Tensor]]:
         """Inputs of the gradient norm: sums of squares, and tensors whose squares are not summed yet."""
         if self.slice_gradient is None:
             return [], []
-        if not self._squares:
-            return [], [self.slice_gradient]
-        return list(self._squares.values()), [one for i, one in enumerate(self._targets) if i not in self._squares]
+        return self.whole_gradient.norms if self.whole_gradient.square_sums else ([], [self.slice_gradient])
 
     def start_reduce(self) -> None:
         """Start the reduce-scatter of the flat gradient over `shard`. A parameter without a gradient counts as zero."""
         self.place_gradients()
-        if not self._filled:
+        if not self.whole_gradient.filled:
             self._begin_gradient()
-        for index in range(len(self.whole_parameters)):
-            if index not in self._filled:
-                self._targets[index].zero_()
-        self._filled.clear()
-        assert self.whole_gradient is not None
+        self.whole_gradient.finish()
+        whole = self.whole_gradient.tensor
+        assert whole is not None
         if self.keeps_whole_gradient:
-            self.slice_gradient = self._own(self.whole_gradient)
+            self.slice_gradient = self._own(whole)
         elif self.slice_gradient is None:
-            self.slice_gradient = torch.empty(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
-        self._reducing = reduce_scatter(self.slice_gradient, self.whole_gradient, self.shard)
+            self.slice_gradient = torch.empty(
+                self.layout.slice_numel, dtype=self.options.master_dtype, device=self.device
+            )
+        self._reducing = reduce_scatter(self.slice_gradient, whole, self.shard)
 
     def continue_reduce(self) -> None:
         """Wait for the reduction over `shard`, free the whole gradient, and start to reduce over the other axes."""
         self._wait_reduce()
         if not self.keeps_whole_gradient:
-            self.whole_gradient, self._targets = None, []
+            self.whole_gradient.free()
         assert self.slice_gradient is not None
         for axis in (*self.sum_over, *self.mean_over):
             self._wait_reduce()
@@ -271,19 +245,19 @@ class Flat:
         if self._carried is not None:
             self.slice_gradient.add_(self._carried)
             self._carried = None
-            self._squares.clear()
+            self.whole_gradient.square_sums.clear()
         self.show_gradient()
 
     def room_for_gradient(self) -> Tensor:
         """Return a buffer for a gradient that another rank has reduced; call `show_gradient` once it is filled."""
         self._begin_gradient()
-        assert self.whole_gradient is not None
-        self.slice_gradient = self._own(self.whole_gradient)
+        assert self.whole_gradient.tensor is not None
+        self.slice_gradient = self._own(self.whole_gradient.tensor)
         return self.slice_gradient
 
     def forget_norm(self, factor: Tensor) -> None:
         """Update or drop the stored norms after a caller has multiplied the gradient by `factor`."""
-        self._squares.clear()
+        self.whole_gradient.square_sums.clear()
         if self.gradient_norm is not None:
             self.gradient_norm = self.gradient_norm * factor.to(self.gradient_norm.dtype)
 
@@ -301,7 +275,7 @@ class Flat:
     @property
     def device_gradients(self) -> list[Tensor | None]:
         """The gradient buffers in device memory."""
-        return [self.whole_gradient, self.slice_gradient]
+        return [self.whole_gradient.tensor, self.slice_gradient]
 
     def show_gradient(self) -> None:
         """Make the gradient visible to the optimizer: as `.grad` of the pieces, or through `slice_gradient`."""
@@ -326,14 +300,12 @@ class Flat:
         if self._carried is not None and self.slice_gradient is not None:
             self.slice_gradient.copy_(self._carried)
         self._reducing = self._carried = None
-        self._filled.clear()
-        self._taken.clear()
-        self._squares.clear()
+        self.whole_gradient.discard()
 
     # --- internal
 
     def _make_whole(self) -> Tensor:
-        return torch.empty(self.layout.numel, dtype=self.compute_dtype, device=self.device)
+        return torch.empty(self.layout.numel, dtype=self.options.compute_dtype, device=self.device)
 
     def _make_slice(self, values: Callable[[str], Tensor]) -> Tensor:
         """Fill this rank's slice, one parameter at a time, so that no rank ever needs the whole model in memory."""
@@ -341,7 +313,7 @@ class Flat:
             piece = self.own_whole
             self.whole.zero_()
         else:
-            piece = self.state_zeros(self.layout.slice_numel, self.slice_dtype)
+            piece = self.state_zeros(self.layout.slice_numel, self.options.slice_dtype)
         for part in self.parts:
             if part.stop > part.start:
                 value = values(part.parameter.name).detach().reshape(-1)[part.start : part.stop]
@@ -350,18 +322,17 @@ class Flat:
 
     def _fill_whole(self, values: Callable[[str], Tensor]) -> None:
         """Fill `whole` from `values`, without communication: frozen parameters that stay whole never change."""
-        for index, parameter in enumerate(self.layout.parameters):
-            self._view(self.whole, index).copy_(values(parameter.name).detach())
+        for parameter, view in zip(self.layout.parameters, self.layout.views(self.whole), strict=True):
+            view.copy_(values(parameter.name).detach())
         self._install(self.whole_parameters)
         self.is_whole = True
 
-    def _whole_parameter(self, index: int) -> nn.Parameter:
+    def _whole_parameter(self, parameter: Parameter, start: int) -> nn.Parameter:
         # Made from the storage, not as a view of `whole`: the parameter's version counter, which autograd checks, must
         # not change when the buffer is gathered again for backward.
-        shape, start = self.layout.parameters[index].shape, self._starts[index]
-        tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-        stride = torch.empty(shape, device="meta").stride()
-        tensor.set_(self.whole.untyped_storage(), start, shape, stride)
+        tensor = torch.empty(0, dtype=self.options.compute_dtype, device=self.device)
+        stride = torch.empty(parameter.shape, device="meta").stride()
+        tensor.set_(self.whole.untyped_storage(), start, parameter.shape, stride)
         return nn.Parameter(tensor, requires_grad=self.trainable)
 
     def _piece(self, part: ParameterPart) -> nn.Parameter:
@@ -374,16 +345,12 @@ class Flat:
 
     def state_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros for a tensor that lives from step to step, on the host or the device as the plan says."""
-        if self.on_host:
+        if self.options.on_host:
             return host_zeros(numel, dtype, self.device)
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def _own(self, buffer: Tensor) -> Tensor:
         return buffer.narrow(0, self.shard.index * self.layout.slice_numel, self.layout.slice_numel)
-
-    def _view(self, buffer: Tensor, index: int) -> Tensor:
-        parameter, start = self.layout.parameters[index], self._starts[index]
-        return buffer[start : start + parameter.numel].view(parameter.shape or 1)  # not 0-d, as a product with `_mean`
 
     @cached_property
     def _num_means(self) -> int:
@@ -392,11 +359,11 @@ class Flat:
     @cached_property
     def _mean(self) -> Tensor:
         # A tensor of one element, not a number: its product with a narrower gradient is computed in the master dtype.
-        return torch.full((1,), 1 / self._num_means, dtype=self.master_dtype, device=self.device)
+        return torch.full((1,), 1 / self._num_means, dtype=self.options.master_dtype, device=self.device)
 
     def _begin_gradient(self) -> None:
         self.await_update()  # the update reads the last gradient
-        self._squares.clear()
+        self.whole_gradient.square_sums.clear()
         # A gradient that an earlier backward left on the pieces, and that nobody cleared, is added at the end.
         if self.hides_gradient:
             self._widen()
@@ -405,30 +372,25 @@ class Flat:
         for piece, part in zip(self.pieces, self.parts, strict=True):
             if piece.grad is not None:
                 if self._carried is None:
-                    self._carried = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
+                    self._carried = torch.zeros(
+                        self.layout.slice_numel, dtype=self.options.master_dtype, device=self.device
+                    )
                 self._carried[part.offset : part.offset + part.stop - part.start].copy_(piece.grad)
-        if self.whole_gradient is None:
-            is_narrow = self._is_alone and self.is_read_flat
-            dtype = self.compute_dtype if is_narrow else self.master_dtype
-            self.whole_gradient = torch.empty(self.layout.numel, dtype=dtype, device=self.device)
-            self._zero_padding(self.whole_gradient)  # it is part of the norm; all else is written before it is read
-        if not self._targets:
-            self._targets = [self._view(self.whole_gradient, i) for i in range(len(self.whole_parameters))]
+        if self.whole_gradient.tensor is None:
+            is_narrow = self.whole_gradient.is_unsummed and self.is_read_flat
+            dtype = self.options.compute_dtype if is_narrow else self.options.master_dtype
+            self.whole_gradient.set_tensor(torch.empty(self.layout.numel, dtype=dtype, device=self.device))
+            self.whole_gradient.zero_padding()
 
     def _widen(self) -> None:
         """Switch the flat gradient to the master dtype, because gradients are now summed."""
-        self._is_alone = False
-        if self.whole_gradient is not None and self.whole_gradient.dtype != self.master_dtype:
-            self.whole_gradient = self.whole_gradient.to(self.master_dtype)
-            self._targets = [self._view(self.whole_gradient, i) for i in range(len(self.whole_parameters))]
+        self.whole_gradient.is_unsummed = False
+        before = self.whole_gradient.tensor
+        if before is not None and before.dtype != self.options.master_dtype:
+            after = before.to(self.options.master_dtype)
+            self.whole_gradient.set_tensor(after)
             if self.slice_gradient is not None:
-                self.slice_gradient = self._own(self.whole_gradient)
-
-    def _zero_padding(self, buffer: Tensor) -> None:
-        ends = (start + parameter.numel for start, parameter in zip(self._starts, self.layout.parameters, strict=True))
-        for end, start in zip(ends, (*self._starts[1:], self.layout.numel), strict=True):
-            if end < start:
-                buffer[end:start].zero_()
+                self.slice_gradient = self._own(after)
 
     def _install(self, parameters: Sequence[nn.Parameter]) -> None:
         for places, parameter in zip(self.owners, parameters, strict=True):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from weft.plan import Plan
 from weft.profile import Block, Parameter, Profile
@@ -69,6 +70,11 @@ class FlatLayout:
             starts.append(position)
             position += _round_up(parameter.numel, ALIGNMENT)
         return tuple(starts)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the view of each parameter in a whole flat buffer. That of a parameter of shape [] has shape [1]."""
+        pairs = zip(self.parameters, self.starts, strict=True)
+        return [buffer[start : start + one.numel].view(one.shape or 1) for one, start in pairs]
 
     @property
     def numel(self) -> int:

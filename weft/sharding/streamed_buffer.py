@@ -16,6 +16,7 @@ gradients. With several micro-batches, the sum of gradients is copied back to th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from weft.errors import PlanError
 from weft.sharding.copy_lane import CopyStream
-from weft.sharding.flat_buffer import Flat
+from weft.sharding.flat_buffer import Flat, FlatOptions
 from weft.sharding.gradient_norm import norms
 from weft.sharding.host_memory import host_zeros
 from weft.sharding.layout import DeviceBufferKey, DeviceBufferSize
@@ -86,18 +87,17 @@ class StreamedFlat(Flat):
 
     is_streamed = True
 
-    def __init__(self, device_buffer: DeviceBuffer, *args: Any, **options: Any) -> None:
-        """`args` and `options` are those of `Flat`."""
+    def __init__(self, device_buffer: DeviceBuffer, *args: Any, options: FlatOptions) -> None:
+        """`args` and `options` are those of `Flat`; `options.on_host` is set here."""
         self.device_buffer, self._link = device_buffer, device_buffer.link
         self._fetched: Any = None  # end of the copy of the weights to the device
         self._sent: Any = None  # end of the copy of the gradient to the host
         # a gradient sum being copied back to the device, and the end of the copy
         self._arriving: tuple[Tensor, Any] | None = None
         self._has_sum = False  # True if the host holds a gradient that further ones are added to
-        options["on_host"] = True
-        super().__init__(*args, **options)
-        is_one = self.slice_dtype == self.compute_dtype
-        self.home = self.slice if is_one else host_zeros(self.layout.numel, self.compute_dtype, self.device)
+        super().__init__(*args, options=replace(options, on_host=True))
+        is_one = options.slice_dtype == options.compute_dtype
+        self.home = self.slice if is_one else host_zeros(self.layout.numel, options.compute_dtype, self.device)
 
     # --- weights
 
@@ -168,7 +168,7 @@ class StreamedFlat(Flat):
 
     def place_gradients(self) -> None:
         """Copy all gradients taken so far into the flat gradient, once the sum that they join is on the device."""
-        if self._taken and self._arriving is not None:
+        if self.whole_gradient.held and self._arriving is not None:
             self._finish_arriving()
         super().place_gradients()
 
@@ -182,11 +182,8 @@ class StreamedFlat(Flat):
         self.place_gradients()
         if self._arriving is not None:
             self._finish_arriving()
-        for index in range(len(self.whole_parameters)):
-            if index not in self._filled:
-                self._targets[index].zero_()
-        self._filled.clear()
-        gradient = self.whole_gradient
+        self.whole_gradient.finish()
+        gradient = self.whole_gradient.tensor
         assert gradient is not None
         (self.gradient_norm,) = norms([gradient])
         if self.slice_gradient is None or self.slice_gradient.dtype != gradient.dtype:
@@ -194,10 +191,8 @@ class StreamedFlat(Flat):
                 torch.cuda.synchronize(self.device)
             self.slice_gradient = host_zeros(self.layout.numel, gradient.dtype, self.device)
         self._sent = self.device_buffer.send(self.slice_gradient, gradient)
-        self._has_sum, self.whole_gradient, self._targets = True, None, []
-
-    def _take(self, index: int, gradient: Tensor) -> bool:
-        return False  # `send_gradient` computes the norm
+        self._has_sum = True
+        self.whole_gradient.free()
 
     def start_reduce(self) -> None:
         """Start the copy of the gradient to the host. There is no reduction, since there is one rank."""
@@ -235,9 +230,9 @@ class StreamedFlat(Flat):
         if self.device_buffer.gradient_holder is self:
             if self._arriving is not None:
                 self._finish_arriving()
-            self.device_buffer.gradient_holder, self.whole_gradient, self._targets = None, None, []
-            self._filled.clear()
-            self._taken.clear()
+            self.device_buffer.gradient_holder = None
+            self.whole_gradient.free()
+            self.whole_gradient.discard()
 
     def discard_gradient(self) -> None:
         """Drop the gradients of an interrupted backward, and the sum that they were added to."""
@@ -258,38 +253,36 @@ class StreamedFlat(Flat):
         self.await_update()  # the update reads the last gradient, and a prefetch that was not used waits for the update
         self._link.up.wait(self._fetched)
         if self._has_sum:
-            self._is_alone = False
-        self._take_device_buffer()
+            self.whole_gradient.is_unsummed = False
+        arriving = self._take_device_buffer()
         if not self._has_sum:
-            assert self.whole_gradient is not None
-            self._zero_padding(self.whole_gradient)
+            self.whole_gradient.zero_padding()
             return
         assert self.slice_gradient is not None
-        assert self.whole_gradient is not None
-        arriving = self.whole_gradient
         if arriving.dtype != self.slice_gradient.dtype:  # the first gradient, still in the compute dtype
             arriving = torch.empty_like(arriving, dtype=self.slice_gradient.dtype)
         self._arriving = arriving, self._link.up.copy(arriving, self.slice_gradient, behind=self._sent)
         self._link.up_bytes += arriving.numel() * arriving.element_size()
-        self._filled.update(range(len(self.whole_parameters)))
+        self.whole_gradient.filled.update(range(len(self.whole_parameters)))
 
     def _finish_arriving(self) -> None:
         assert self._arriving is not None
-        assert self.whole_gradient is not None
+        assert self.whole_gradient.tensor is not None
         arriving, event = self._arriving
         self._arriving = None
         self._link.up.wait(event)
-        if arriving is not self.whole_gradient:
-            self.whole_gradient.copy_(arriving)
+        if arriving is not self.whole_gradient.tensor:
+            self.whole_gradient.tensor.copy_(arriving)
 
     def _widen(self) -> None:
-        self._is_alone = False
-        if self.whole_gradient is not None and self.whole_gradient.dtype != self.master_dtype:
-            before = self.whole_gradient
-            self._take_device_buffer()
-            self.whole_gradient.copy_(before)
+        self.whole_gradient.is_unsummed = False
+        before = self.whole_gradient.tensor
+        if before is not None and before.dtype != self.options.master_dtype:
+            self._take_device_buffer().copy_(before)
 
-    def _take_device_buffer(self) -> None:
-        dtype = self.compute_dtype if self._is_alone else self.master_dtype
-        self.whole_gradient = self.device_buffer.take(self, dtype)
-        self._targets = [self._view(self.whole_gradient, index) for index in range(len(self.whole_parameters))]
+    def _take_device_buffer(self) -> Tensor:
+        options = self.options
+        dtype = options.compute_dtype if self.whole_gradient.is_unsummed else options.master_dtype
+        tensor = self.device_buffer.take(self, dtype)
+        self.whole_gradient.set_tensor(tensor)
+        return tensor

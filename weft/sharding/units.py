@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.health.rank_status import Status
+from weft.inspection.annotations import Annotation
 from weft.profile import Block, ParameterUses, find_parameters, profile
 from weft.sharding.flat_buffer import Flat
 
-_ATTRIBUTE = "_weft_units"
 MakeFlats = Callable[[Block, Mapping[str, ParameterUses]], Sequence[Flat]]
 
 
@@ -404,9 +404,12 @@ def _weakly(method: Callable[..., None], *numbers: int) -> Callable[[Tensor], No
     return call
 
 
+_UNITS = Annotation[Units]("units")
+
+
 def units_of(model: nn.Module) -> Units | None:
     """Return the units that hold a model's state, or None if it has no flat buffers."""
-    return model.__dict__.get(_ATTRIBUTE)
+    return _UNITS.get(model)
 
 
 def make_units(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dtype) -> Units:
@@ -416,7 +419,7 @@ def make_units(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dty
     structure, places = profile(model), find_parameters(model)
     units = [Unit(b.name, model.get_submodule(b.name), make_flats(b, places[b.name])) for b in structure.all]
     all_units = Units(model, units, compute_dtype)
-    model.__dict__[_ATTRIBUTE] = all_units
+    _UNITS.set(model, all_units)
     return all_units
 
 

@@ -101,10 +101,10 @@ _WEIGHTS_FIRST = {
     "instance_norm": (F.instance_norm, "use_input_stats"),
 }
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def normalise(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+def normalise(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
     """Return the arguments of a call in the form that its rule expects. Unknown arguments are refused."""
     plain, named = plain_name(name), dict(kwargs)
     if named.pop("out", None) is not None:
@@ -127,7 +127,7 @@ def normalise(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, 
     }
 
 
-def argument(name: str, call: Call, parameter: str, default: Any = None) -> Any:
+def argument(name: str, call: Arguments, parameter: str, default: Any = None) -> Any:
     """Return one argument of a call that `normalise` returned."""
     args, kwargs = call
     positional = dict(zip(PARAMETERS[plain_name(name)], args, strict=False))
@@ -149,7 +149,7 @@ def is_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
     return bool(kwargs.get("inplace", False)) or name.endswith("_")
 
 
-def _with_first(plain: str, args: tuple[Any, ...], named: dict[str, Any]) -> Call:
+def _with_first(plain: str, args: tuple[Any, ...], named: dict[str, Any]) -> Arguments:
     if not args and plain != "where":
         found = next((key for key in _INPUTS if key in named), None)
         if found is not None:

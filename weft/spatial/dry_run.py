@@ -33,7 +33,7 @@ from weft.spatial.tiled_model import TiledModel, install, prepare
 from weft.spatial.view import Position, View
 from weft.spatial.windows import Extra
 
-Sizes = tuple[int, int]
+ImageSizes = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class DryRun:
     """
 
     calls: tuple[RecordedCall, ...]
-    sizes: Sizes
+    sizes: ImageSizes
     output: str
     extras: Mapping[Position, Extra]
     profile: Profile
@@ -54,7 +54,7 @@ class DryRun:
     taken: Mapping[str, tuple[int, ...]]
 
 
-class _Tally(Tally):
+class _TileTally(Tally):
     def __init__(self, recorder: CallRecorder) -> None:
         super().__init__()
         self.recorder = recorder
@@ -77,7 +77,7 @@ class _Tally(Tally):
         self.recorder.block = self.running
 
 
-def image_sizes(example: Any) -> Sizes:
+def image_sizes(example: Any) -> ImageSizes:
     """Return rows and columns of the images among a model's arguments.
 
     They are those of the first floating-point tensor with 3 or more dims.
@@ -116,7 +116,7 @@ def _run(
     whole: Profile,
     plan: Plan,
     coordinates: Mapping[str, int],
-    sizes: Sizes,
+    sizes: ImageSizes,
     extras: Mapping[Position, Extra],
     layers: list[NeighbourLayer] | None = None,
 ) -> DryRun:
@@ -133,7 +133,7 @@ def _run(
     with _restored(whole.model), _compared(whole.model, view, _outline(whole)):
         tiled = install(whole.model, view, sizes)
         example = partial(cut_images, whole.example, plan, (coordinates["rows"], coordinates["columns"]), sizes)
-        tally = _Tally(recorder)
+        tally = _TileTally(recorder)
         counted = count(whole.model, example, None, whole.dtype, whole, tally)
     kept = {name: getattr(counted, name) for name in ("root", "blocks", "units", "stream_numel")}
     return DryRun(tuple(recorder.calls), sizes, tiled.output, extras, replace(whole, **kept), view.point, tally.taken)
@@ -162,7 +162,7 @@ def _dry_grid(
 
 @contextmanager
 def dry_stages(
-    model: nn.Module, plan: Plan, at: tuple[int, int], sizes: Sizes, extras: Mapping[Position, Extra]
+    model: nn.Module, plan: Plan, at: tuple[int, int], sizes: ImageSizes, extras: Mapping[Position, Extra]
 ) -> Iterator[tuple[TiledModel, CallRecorder]]:
     """Prepare a model so that a pipeline can trace it on fake tensors as the stages of the rank at this row and column.
 
@@ -174,7 +174,7 @@ def dry_stages(
         yield prepare(model, view, sizes), recorder
 
 
-def check_sizes(sizes: Sizes, plan: Plan) -> None:
+def check_sizes(sizes: ImageSizes, plan: Plan) -> None:
     """Refuse images that have fewer pixels than tiles along a dim."""
     for name, size, degree in zip(("rows", "columns"), sizes, (plan.tile.rows, plan.tile.columns), strict=True):
         if size < degree:
@@ -183,7 +183,7 @@ def check_sizes(sizes: Sizes, plan: Plan) -> None:
             )
 
 
-def cut_images(example: Callable[[], Any], plan: Plan, at: tuple[int, int], sizes: Sizes) -> Any:
+def cut_images(example: Callable[[], Any], plan: Plan, at: tuple[int, int], sizes: ImageSizes) -> Any:
     """Return the arguments of the forward on the rank at a row and column: its tiles of the example's whole images."""
     if plan.tile.degree == 1:
         return example()

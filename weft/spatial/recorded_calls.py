@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.comm import Ledger
-from weft.spatial.tile_layout import Call
+from weft.spatial.tile_layout import CollectiveCall
 
 
 @dataclass
@@ -13,7 +13,7 @@ class RecordedCall:
     """One collective or message, of forward or (`is_backward`) of backward. `recomputed`: recompute repeats it."""
 
     block: str
-    call: Call
+    call: CollectiveCall
     is_backward: bool = False
     recomputed: bool = False
     event: int | None = None  # index of the trace event that makes it; None if every stage makes it
@@ -33,7 +33,7 @@ class CallRecorder(Ledger):
     def record(self, axis: str, operation: str, num_bytes: int) -> None:
         self._take((axis, operation, num_bytes), is_backward=False)
 
-    def note(self, calls: list[Call]) -> None:
+    def note(self, calls: list[CollectiveCall]) -> None:
         """Record calls that backward will make."""
         for call in calls:
             self._take(call, is_backward=True)
@@ -45,7 +45,7 @@ class CallRecorder(Ledger):
                 break
             one.recomputed = not one.is_backward
 
-    def _take(self, call: Call, is_backward: bool) -> None:
+    def _take(self, call: CollectiveCall, is_backward: bool) -> None:
         self.calls.append(
             RecordedCall(self.block, call, is_backward, event=self.event, events_before=self.events_before)
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.spatial import resize
-from weft.spatial.arguments import PARAMETERS, Call, argument, is_in_place, number
+from weft.spatial.arguments import PARAMETERS, Arguments, argument, is_in_place, number
 from weft.spatial.hand_over import own_part, sum_over
 from weft.spatial.names import plain_name
 from weft.spatial.operands import Rule, RuleContext, bring, common_layout, pointwise, set_layouts
@@ -71,7 +71,7 @@ def reduced_dims(name: str, args: Any, kwargs: Any) -> list[int]:
     return list(range(args[0].dim())) if is_all else dims_of(given, args[0].dim())
 
 
-def refuse_along_samples(name: str, call: Call, num_samples: int) -> None:
+def refuse_along_samples(name: str, call: Arguments, num_samples: int) -> None:
     """Refuse an operation on a share of the batch that combines samples, or selects some of them."""
     args, kwargs = call
     if name not in PARAMETERS or not args:
@@ -116,7 +116,7 @@ def reduction(context: RuleContext, func: Rule, name: str, args: Any, kwargs: An
 
 
 def joined(context: RuleContext, func: Rule, name: str, args: Any, kwargs: Any) -> Any:
-    """Rule for torch.cat and torch.stack, along dims that are not rows or columns."""
+    """Rule for torch.cat and torch.stack. Joining images along rows or columns is refused."""
     tensors, given = args[0], argument(name, (args, kwargs), "dim", 0)
     layout, is_stack = common_layout([widest(tensor) for tensor in tensors], name), plain_name(name) == "stack"
     num_dims = next(tensor.dim() for tensor in tensors if layout_of(tensor) is not None)

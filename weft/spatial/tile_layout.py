@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weft.comm import Axis
+from weft.inspection.annotations import Annotation
 from weft.inspection.parameter_cut import Interval
 from weft.inspection.rng import TileRng
 from weft.spatial.ownership import Line
 
-_ATTRIBUTE = "_weft_place"
 Shape = tuple[int, ...]
-Call = tuple[str, str, int]  # axis, operation, bytes
+CollectiveCall = tuple[str, str, int]  # axis, operation, bytes
 Needs = Callable[[Interval], Interval]
 
 
@@ -39,7 +39,7 @@ class Grid:
     columns: Axis
     tile: Axis
     rng: TileRng | None = None
-    note: Callable[[list[Call]], None] | None = None
+    note: Callable[[list[CollectiveCall]], None] | None = None
     layer: Callable[[TileLayout, TileLayout, tuple[Needs, Needs]], None] | None = None
     samples: Axis | None = None
     batch: Axis | None = None
@@ -98,14 +98,17 @@ class BatchShare:
         return (self.num_samples, *shape[1:])
 
 
+_LAYOUT = Annotation[TileLayout | BatchShare | None]("layout")
+
+
 def layout_of(tensor: Tensor) -> TileLayout | BatchShare | None:
     """Return the layout of a tensor; None if every rank holds the same whole tensor."""
-    return tensor.__dict__.get(_ATTRIBUTE)
+    return _LAYOUT.get(tensor)
 
 
 def set_layout(tensor: Tensor, layout: TileLayout | BatchShare | None) -> Tensor:
     """Set the layout of a tensor and return the tensor."""
-    tensor.__dict__[_ATTRIBUTE] = layout
+    _LAYOUT.set(tensor, layout)
     return tensor
 
 

@@ -13,14 +13,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
+from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks, find_units
 from weft.spatial.hand_over import own_part
 from weft.spatial.operands import map_tensors
 from weft.spatial.tile_layout import BatchShare, TileLayout, layout_of, set_layout, tensors_in
 from weft.spatial.view import View, forget_handed_over, hand_over
 from weft.spatial.wide_tiles import forget
-
-_ATTRIBUTE = "_weft_tiled"
 
 
 class TiledModel:
@@ -87,6 +86,9 @@ class TiledModel:
         return map_tensors(finish, output)
 
 
+_TILED_MODEL = Annotation[TiledModel]("tiled_model")  # on a pipeline stage's model
+
+
 def run_unit(view: View, name: str, unit: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a unit's forward. Recompute may call that of a block again in backward, outside of the view."""
     try:
@@ -134,11 +136,11 @@ def install(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
 
 def install_stage(model: nn.Module, view: View, sizes: tuple[int, int]) -> None:
     """Prepare a pipeline stage to run on tiles. The pipeline runs its forward (`tiled_of`)."""
-    model.__dict__[_ATTRIBUTE] = prepare(model, view, sizes)
+    _TILED_MODEL.set(model, prepare(model, view, sizes))
 
 
 def prepare(model: nn.Module, view: View, sizes: tuple[int, int]) -> TiledModel:
-    """Return the object that runs a model on tiles. The model's own forward is not replaced."""
+    """Let a model's units run on tiles, and return the object that runs the model. The model's own forward stays."""
     find = find_units if view.is_staged else find_blocks
     for name, unit in find(model).items():
         setattr(unit, "forward", partial(run_unit, view, name, unit, unit.forward))  # noqa: B010
@@ -160,4 +162,4 @@ def _watch_point(model: nn.Module, view: View) -> None:
 
 def tiled_of(model: nn.Module) -> TiledModel | None:
     """Return the object that runs a stage on tiles; None if it does not run on tiles."""
-    return model.__dict__.get(_ATTRIBUTE)
+    return _TILED_MODEL.get(model)

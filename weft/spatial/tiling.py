@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from weft.inspection.annotations import Annotation
 from weft.plan import Plan
 from weft.profile import Profile
 from weft.spatial.dry_run import dry_run
 from weft.spatial.view import Position
 from weft.spatial.windows import Extra
-
-_ATTRIBUTE = "_weft_tiling"
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,12 @@ class Tiling:
     point: int | None = None
 
 
+_TILING = Annotation[Tiling]("tiling")
+
+
 def tiling_of(model: nn.Module) -> Tiling | None:
     """Return how a model is tiled; None if it is not."""
-    return model.__dict__.get(_ATTRIBUTE)
+    return _TILING.get(model)
 
 
 def tiling_for(whole: Profile, plan: Plan) -> Tiling | None:
@@ -46,7 +48,7 @@ def tiling_for(whole: Profile, plan: Plan) -> Tiling | None:
 
 def mark(model: nn.Module, tiling: Tiling) -> None:
     """Store with a model how it is tiled."""
-    model.__dict__[_ATTRIBUTE] = tiling
+    _TILING.set(model, tiling)
 
 
 def localise_tile(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:

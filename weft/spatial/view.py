@@ -24,6 +24,7 @@ from torch.overrides import (
 )
 
 from weft.errors import PlanError
+from weft.inspection.annotations import Annotation
 from weft.models.vision.pools import avg_pool2d
 from weft.plan import Tile
 from weft.spatial import norms
@@ -37,7 +38,7 @@ from weft.spatial.tile_layout import BatchShare, Grid, LayoutNotes, TileLayout, 
 from weft.spatial.wide_tiles import forget
 from weft.spatial.windows import NO_EXTRA, Extra, NeedsWhole, Unsupported
 
-_HANDED = "_weft_handed"
+_HANDED_OVER = Annotation[Tensor]("handed_over")  # on a tile: what it was handed over as
 Position = tuple[str, int]  # a unit ("" for the root), and the number of a layer in it
 
 
@@ -53,14 +54,14 @@ def hand_over(tensor: Tensor) -> Tensor:
 
 def handed_over(tensor: Tensor) -> Tensor:
     """Return what a tile was handed over as, kept for as long as the tile lives; the tensor itself if it was not."""
-    found: Tensor = tensor.__dict__.get(_HANDED, tensor)
-    return found
+    found = _HANDED_OVER.get(tensor)
+    return tensor if found is None else found
 
 
 def forget_handed_over(tensors: Iterable[Tensor]) -> None:
     """Drop what tensors that outlive the forward were handed over as."""
     for tensor in tensors:
-        tensor.__dict__.pop(_HANDED, None)
+        _HANDED_OVER.pop(tensor)
 
 
 class View(TorchFunctionMode):
@@ -188,8 +189,8 @@ class View(TorchFunctionMode):
         """
         if self.is_staged or self.position[0] or not isinstance(layout_of(tensor), TileLayout):
             return self._hand_over(tensor)
-        if _HANDED not in tensor.__dict__:
-            tensor.__dict__[_HANDED] = self._hand_over(tensor)
+        if _HANDED_OVER.get(tensor) is None:
+            _HANDED_OVER.set(tensor, self._hand_over(tensor))
         return handed_over(tensor)
 
     def _hand_over(self, tensor: Tensor) -> Tensor:

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from weft.inspection.annotations import Annotation
 from weft.inspection.parameter_cut import Interval
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.ownership import Line, meet
 from weft.spatial.tile_layout import Grid, TileLayout, layout_of, set_layout
 
-_ATTRIBUTE = "_weft_wide"
+# On a tile: its widened version, and the version counter of the tile at the time.
+_WIDENED = Annotation[tuple[Tensor, int]]("widened")
 
 
 def widen(
@@ -25,14 +27,14 @@ def widen(
     if found == layout:
         return value, layout
     wide = set_layout(fetch(value, Halo.of(grid, layout, found.rows.held, found.columns.held)), found)
-    value.__dict__[_ATTRIBUTE] = wide, value._version
+    _WIDENED.set(value, (wide, value._version))
     return wide, found
 
 
 def widest(tensor: Tensor) -> Tensor:
     """Return the widened version of a tile if there is one and the tile has not changed since."""
     while True:
-        wide, version = tensor.__dict__.get(_ATTRIBUTE, (tensor, -1))
+        wide, version = _WIDENED.get(tensor) or (tensor, -1)
         if version != tensor._version or layout_of(tensor) is None:
             return tensor
         tensor = wide
@@ -41,7 +43,7 @@ def widest(tensor: Tensor) -> Tensor:
 def forget(tensors: Iterable[Tensor]) -> None:
     """Drop the widened versions of tiles after the block that they were given to: recompute fetches them again."""
     for tensor in tensors:
-        tensor.__dict__.pop(_ATTRIBUTE, None)
+        _WIDENED.pop(tensor)
 
 
 def _hull(line: Line, needs: Sequence[Interval]) -> Line:

@@ -7,24 +7,24 @@ from typing import Any
 from weft.checkpoint import Saver
 from weft.checkpoint.model_state import pieces_to_save
 from weft.health.rank_status import GOING_BACK, RESERVING, SAVING
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.resilience.bad_numbers import Bad, Guard, Policy
 from weft.schema import to_table
-from weft.train.parts import Part, is_due
+from weft.train.parts import TrainingPart, is_due
 from weft.train.resume import go_back, resume
 from weft.train.saving import save_or_tell
 from weft.train.setup import make_saver, memory_copies
 from weft.train.state import TrainState
 
 
-class Checkpoints(Part):
+class Checkpoints(TrainingPart):
     """Saves when a save is due, when the run stops and at its end. Copies in memory are saved as well."""
 
-    def __init__(self, state: TrainState, place: Place, guard: Guard, policy: Policy) -> None:
+    def __init__(self, state: TrainState, rank_info: RankInfo, guard: Guard, policy: Policy) -> None:
         run = state.run
         self.saver: Saver = make_saver(run, state.mesh)
         self._state, self._guard, self._policy = state, guard, policy
-        self._memory = memory_copies(run, state.run_id, state.mesh, place, state.say)
+        self._memory = memory_copies(run, state.run_id, state.mesh, rank_info, state.say)
         # State in host memory is not copied there a second time: it is written while training waits.
         self._is_asynchronous = run.checkpoint.asynchronous and not run.plan.memory.keeps_state_on_host
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from weft.errors import CheckpointError
 from weft.launch.agent import Restarts, ResumePoint, start_local
-from weft.launch.environment import LOCAL_RUN_ID_PREFIX, Place, is_elastic
+from weft.launch.environment import LOCAL_RUN_ID_PREFIX, RankInfo, is_elastic
 from weft.launch.fork_server import ForkServer
 from weft.planner.predict import predict, run_cluster
 from weft.resilience.shared_memory import claim, complete_steps, copies_folder, job_folder
@@ -67,7 +67,9 @@ def _freeze(run: Run, path: Path) -> None:
 
 
 @contextmanager
-def run_of_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], place: Place) -> Iterator[Run]:
+def run_of_job(
+    run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], rank_info: RankInfo
+) -> Iterator[Run]:
     """A context with the run that a rank of a launcher trains.
 
     If torchrun may restart ranks, it is the run that the first ranks of this host's agent have read, even if the user
@@ -75,11 +77,11 @@ def run_of_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, s
     """
     with ExitStack() as held:
         frozen = None
-        if is_elastic(environ, place):
+        if is_elastic(environ, rank_info):
             with suppress(CheckpointError, OSError):  # without space in shared memory, each start reads the run file
                 frozen = _freeze_for_job(run_file, overrides, environ, held)
         yield load_run(run_file, overrides) if frozen is None else load_run(frozen)
-        if frozen is not None and place.local_rank == 0:  # the run has ended without an error
+        if frozen is not None and rank_info.local_rank == 0:  # the run has ended without an error
             shutil.rmtree(frozen.parent, ignore_errors=True)
 
 

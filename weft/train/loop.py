@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 
 from weft.health.rank_status import Status
-from weft.launch.environment import Place
+from weft.launch.environment import RankInfo
 from weft.launch.folder_lock import locked
 from weft.resilience.bad_numbers import Guard, Policy
 from weft.resilience.corruption import checks_of
@@ -42,24 +42,29 @@ class Outcome:
     evaluation_loss: float | None = None
 
 
-def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None = None) -> Outcome:
+def train(run: Run, rank_info: RankInfo, reporter: Reporter, step_seconds: float | None = None) -> Outcome:
     """Trains a run to its end, or until it is asked to stop. Every rank calls it.
 
     `step_seconds` is the predicted time of a step.
     """
-    refuse_start(run, place)
+    refuse_start(run, rank_info)
     data = prepare_data(run)  # bad data is reported before ranks wait for each other
-    status = Status(os.environ, place.rank)
-    lock = locked(run.folder) if place.rank == 0 else nullcontext()
-    with lock, world(run, place) as mesh, attention(run, mesh) as kernel, own_stream(run, mesh.device) as is_recorded:
+    status = Status(os.environ, rank_info.rank)
+    lock = locked(run.folder) if rank_info.rank == 0 else nullcontext()
+    with (
+        lock,
+        world(run, rank_info) as mesh,
+        attention(run, mesh) as kernel,
+        own_stream(run, mesh.device) as is_recorded,
+    ):
         run_id = agree_on_run(run, data, mesh)
         say = reporter.say if mesh.is_first else _say_nothing
         state = build_state(run, run_id, data, mesh, status, say, kernel)
         state.graph = Graph(state.model, say) if is_recorded else None
-        show_status(status, state.model, mesh, place)
+        show_status(status, state.model, mesh, rank_info)
         guard, policy = Guard(run.numbers, mesh), Policy(run.numbers)
-        checkpoints = Checkpoints(state, place, guard, policy)
-        with watched(state, place, checkpoints.saver, step_seconds):
+        checkpoints = Checkpoints(state, rank_info, guard, policy)
+        with watched(state, rank_info, checkpoints.saver, step_seconds):
             checkpoints.resume()
             results = StepResults(state, policy, reporter)  # on a GPU, losses and norms are read one step late
             evaluation = Evaluation(state, results.log)
@@ -67,7 +72,7 @@ def train(run: Run, place: Place, reporter: Reporter, step_seconds: float | None
             batches = make_batches(state, policy)
             timeout = timedelta(seconds=run.train.timeout_seconds)
             stop = Stop(
-                mesh, take_over_losses(state.model, mesh, checkpoints.saver, place, lambda: state.step, timeout)
+                mesh, take_over_losses(state.model, mesh, checkpoints.saver, rank_info, lambda: state.step, timeout)
             )
             objective, model, optimizer = task_of(run).objective, state.model, state.optimizer
             while state.step < run.train.steps and not stop.agreed:

@@ -26,7 +26,7 @@ def is_due(step: int, every: int | None, last: int) -> bool:
     return step == last or (every is not None and step % every == 0)
 
 
-class Part:
+class TrainingPart:
     """The base class of parts, which does nothing.
 
     `step` counts finished steps, so `before_step` gets the number of the step from 0.
@@ -53,10 +53,10 @@ class Part:
         """Runs after the last step."""
 
 
-class Parts(Part):
+class TrainingParts(TrainingPart):
     """All parts of a run, called in order."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[TrainingPart]) -> None:
         self._parts = tuple(parts)
 
     def before_step(self, step: int) -> None:
@@ -79,7 +79,7 @@ class Parts(Part):
             part.end()
 
 
-class InjectedFaults(Part):
+class InjectedFaults(TrainingPart):
     """Injects the faults that `weft chaos` asks for on this rank: a NaN in a gradient, a flipped bit of a parameter."""
 
     def __init__(self, state: TrainState) -> None:
@@ -90,7 +90,7 @@ class InjectedFaults(Part):
             self._faults.strike(self._model)
 
 
-class LearningRate(Part):
+class LearningRate(TrainingPart):
     """Sets the learning rate of each step."""
 
     def __init__(self, state: TrainState) -> None:
@@ -111,7 +111,7 @@ class LearningRate(Part):
             group["lr"] = rate
 
 
-class RandomStates(Part):
+class RandomStates(TrainingPart):
     """Seeds the random number generators by (seed, step, micro-batch, batch rank).
 
     So a resumed run repeats its dropout and its skipped layers. If ranks of one batch hold different elements,
@@ -128,7 +128,7 @@ class RandomStates(Part):
         seed_rng(derive_seed(state.run.train.seed, step, index, state.mesh["batch"].index), state.mesh.device)
 
 
-class StepTimeline(Part):
+class StepTimeline(TrainingPart):
     """Times every action of the last step and draws them beside the simulated schedule (`train.timeline`)."""
 
     def __init__(self, state: TrainState) -> None:
@@ -151,7 +151,7 @@ class StepTimeline(Part):
             state.say(f"drew the last step to {self._path}")
 
 
-class Evaluation(Part):
+class Evaluation(TrainingPart):
     """Evaluates on the held-out data every so many steps, and at the end."""
 
     def __init__(self, state: TrainState, log: MetricsLog | None) -> None:
@@ -178,9 +178,9 @@ class Evaluation(Part):
         return True
 
 
-def make_parts(state: TrainState, evaluation: Evaluation, checkpoints: Part) -> Parts:
+def make_parts(state: TrainState, evaluation: Evaluation, checkpoints: TrainingPart) -> TrainingParts:
     """Returns all parts of a run, in the order in which they run."""
-    return Parts(
+    return TrainingParts(
         (
             InjectedFaults(state),
             LearningRate(state),

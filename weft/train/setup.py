@@ -23,7 +23,7 @@ from weft.compile.blocks import Say, compile_blocks, wants_compile
 from weft.errors import CheckpointError, ConfigError
 from weft.health.rank_status import Status
 from weft.health.watchdog import Deadline
-from weft.launch.environment import Place, check_world, init_process_group, shutdown, world_store
+from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown, world_store
 from weft.mesh import Mesh
 from weft.models import LanguageConfig, build, initial_value, weight_reader
 from weft.models.hf import parameter_shapes
@@ -50,30 +50,30 @@ from weft.train.timeline import refuse_timeline
 
 
 @contextmanager
-def world(run: Run, place: Place) -> Iterator[Mesh]:
+def world(run: Run, rank_info: RankInfo) -> Iterator[Mesh]:
     """A context with this rank's mesh, inside its process group."""
     kind = device_type(run)
-    if place.num_ranks == 1:
+    if rank_info.num_ranks == 1:
         yield Mesh(run.plan, torch.device(kind, 0) if kind == "cuda" else torch.device("cpu"))
         return
     timeout = timedelta(seconds=run.train.timeout_seconds)
-    device = init_process_group(place, kind, timeout, run.train.share_gpus)
+    device = init_process_group(rank_info, kind, timeout, run.train.share_gpus)
     try:
         # Before groups are made: ranks with different plans would make different groups and wait for each other.
-        agree(run_beliefs(run), Axis("world", place.num_ranks, place.rank, None, Ledger()))
-        yield Mesh(run.plan, device, place.num_local_ranks)
+        agree(run_beliefs(run), Axis("world", rank_info.num_ranks, rank_info.rank, None, Ledger()))
+        yield Mesh(run.plan, device, rank_info.num_local_ranks)
     finally:
         shutdown()
 
 
-def refuse_start(run: Run, place: Place) -> None:
+def refuse_start(run: Run, rank_info: RankInfo) -> None:
     """Raises if the run cannot start: wrong number of ranks, a timeline that cannot be drawn, too little memory."""
-    check_world(place, run.plan.num_ranks, run.plan.degrees)
+    check_world(rank_info, run.plan.num_ranks, run.plan.degrees)
     if run.train.timeline is not None:
         refuse_timeline(run.plan, Path(run.train.timeline))
     if run.plan.memory.activations or run.plan.memory.weights:  # other host memory needs no prediction
-        hosted = predict(run, run_cluster(run, place.num_hosts)).cost.host_bytes
-        check_memory_fits(sum(hosted.values()), 0, torch.device("cpu"), place.num_local_ranks)
+        hosted = predict(run, run_cluster(run, rank_info.num_hosts)).cost.host_bytes
+        check_memory_fits(sum(hosted.values()), 0, torch.device("cpu"), rank_info.num_local_ranks)
 
 
 def build_state(
@@ -101,16 +101,16 @@ def build_state(
 
 
 @contextmanager
-def watched(state: TrainState, place: Place, saver: Saver, step_seconds: float | None) -> Iterator[None]:
+def watched(state: TrainState, rank_info: RankInfo, saver: Saver, step_seconds: float | None) -> Iterator[None]:
     """A context in which hangs are detected, and a rank that fails finishes the save in flight before it exits."""
-    with lookout(state.run, place, state.status, step_seconds), ExitStack() as inside:
+    with lookout(state.run, rank_info, state.status, step_seconds), ExitStack() as inside:
         inside.push(finish_on_error(saver, state.status))
         yield
 
 
-def show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> None:
+def show_status(status: Status, model: nn.Module, mesh: Mesh, rank_info: RankInfo) -> None:
     """From here on the rank publishes its progress in `status`, whether or not another process reads it."""
-    where = [f"host {socket.gethostname()}"] if place.num_hosts > 1 else []
+    where = [f"host {socket.gethostname()}"] if rank_info.num_hosts > 1 else []
     where.append(rank_model(model).description)
     status.place = ", ".join(filter(None, where))
     mesh.ledger.status = status
@@ -119,12 +119,12 @@ def show_status(status: Status, model: nn.Module, mesh: Mesh, place: Place) -> N
 
 
 def lookout(
-    run: Run, place: Place, status: Status, step_seconds: float | None
+    run: Run, rank_info: RankInfo, status: Status, step_seconds: float | None
 ) -> AbstractContextManager[Lookout | None]:
     """Returns a context in which ranks that weft's own agent did not start watch each other for hangs and failures."""
-    if place.num_ranks == 1 or place.launcher in ("none", "weft"):
+    if rank_info.num_ranks == 1 or rank_info.launcher in ("none", "weft"):
         return nullcontext()
-    return Lookout(status, place, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
+    return Lookout(status, rank_info, world_store(), Deadline(run.restart.hang_seconds, step_seconds), run.folder)
 
 
 def attention(run: Run, mesh: Mesh) -> AbstractContextManager[str | None]:
@@ -187,12 +187,14 @@ def make_saver(run: Run, mesh: Mesh) -> Saver:
     )
 
 
-def memory_copies(run: Run, run_id: str, mesh: Mesh, place: Place, say: Callable[[str], None]) -> MemoryCopies | None:
+def memory_copies(
+    run: Run, run_id: str, mesh: Mesh, rank_info: RankInfo, say: Callable[[str], None]
+) -> MemoryCopies | None:
     """Returns the copies in memory, if the run asks for them and a launcher would restart its ranks; else None.
 
     If one rank cannot use the folder, no rank keeps copies.
     """
-    if run.checkpoint.memory_every is None or place.num_ranks == 1:
+    if run.checkpoint.memory_every is None or rank_info.num_ranks == 1:
         return None
     folder = folder_of(os.environ, run.folder, run_id)
     if folder is None:
@@ -210,7 +212,7 @@ def memory_copies(run: Run, run_id: str, mesh: Mesh, place: Place, say: Callable
         return None
     assert held is not None
     with held:
-        return MemoryCopies(folder, mesh, place, say)
+        return MemoryCopies(folder, mesh, rank_info, say)
 
 
 def make_clock(run: Run, mesh: Mesh, step: int) -> Clock:

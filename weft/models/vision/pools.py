@@ -28,7 +28,7 @@ COMPILED_PIXELS = 25  # the largest window for which torch's compiler generates 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX: Any = F.max_pool2d
 _AVERAGE: Any = F.avg_pool2d
-Sizes = int | tuple[int, ...] | list[int]  # a size of rows and columns
+Size2d = int | tuple[int, ...] | list[int]  # a size of rows and columns
 
 
 class PoolWindow(NamedTuple):
@@ -39,7 +39,7 @@ class PoolWindow(NamedTuple):
     padding: tuple[int, int]
 
     @classmethod
-    def of(cls, size: Sizes, stride: Sizes | None, padding: Sizes) -> PoolWindow:
+    def of(cls, size: Size2d, stride: Size2d | None, padding: Size2d) -> PoolWindow:
         return cls(_pair(size), _pair(stride or size), _pair(padding))
 
     def fits(self, images: Tensor) -> bool:
@@ -78,10 +78,10 @@ def pool_replacements(pool: Pool, fits: Callable[[Tensor, PoolWindow], bool]) ->
 
     def maxima(
         input: Tensor,
-        kernel_size: Sizes,
-        stride: Sizes | None = None,
-        padding: Sizes = 0,
-        dilation: Sizes = 1,
+        kernel_size: Size2d,
+        stride: Size2d | None = None,
+        padding: Size2d = 0,
+        dilation: Size2d = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
@@ -92,9 +92,9 @@ def pool_replacements(pool: Pool, fits: Callable[[Tensor, PoolWindow], bool]) ->
 
     def averages(
         input: Tensor,
-        kernel_size: Sizes,
-        stride: Sizes | None = None,
-        padding: Sizes = 0,
+        kernel_size: Size2d,
+        stride: Size2d | None = None,
+        padding: Size2d = 0,
         ceil_mode: bool = False,
         count_include_pad: bool = True,
         divisor_override: int | None = None,
@@ -130,7 +130,7 @@ class _FixedAveragePool(nn.AvgPool2d):
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]
-def _uncompiled(images: Tensor, kernel_size: Sizes, stride: Sizes, padding: Sizes, *settings: Any) -> Any:
+def _uncompiled(images: Tensor, kernel_size: Size2d, stride: Size2d, padding: Size2d, *settings: Any) -> Any:
     """Uses weft's kernel if torch's gradient would be wrong and Triton is available."""
     pool = avg_pool2d
     if has_wrong_gradient(images, padding) and has_triton():
@@ -141,7 +141,7 @@ def _uncompiled(images: Tensor, kernel_size: Sizes, stride: Sizes, padding: Size
 
 
 def avg_pool2d(
-    input: Tensor, kernel_size: Sizes, stride: Sizes | None = None, padding: Sizes = 0, *more: Any, **named: Any
+    input: Tensor, kernel_size: Size2d, stride: Size2d | None = None, padding: Size2d = 0, *more: Any, **named: Any
 ) -> Any:
     """F.avg_pool2d with a correct gradient: pools a channels-first copy if torch's gradient would be wrong."""
     if not has_wrong_gradient(input, padding):
@@ -150,7 +150,7 @@ def avg_pool2d(
     return _AVERAGE(first, kernel_size, stride, padding, *more, **named).contiguous(memory_format=torch.channels_last)
 
 
-def has_wrong_gradient(images: Tensor, padding: Sizes) -> bool:
+def has_wrong_gradient(images: Tensor, padding: Size2d) -> bool:
     """Whether the gradient of torch's average pool is wrong for these images."""
     return images.is_cuda and images.dim() == 4 and images.stride(1) == 1 and any(_pair(padding))
 
@@ -196,7 +196,7 @@ class _MemoryOnlyPool(torch.autograd.Function):
         return gradients.new_empty(ctx.shape), None, None, None
 
 
-def _pair(sizes: Sizes) -> tuple[int, int]:
+def _pair(sizes: Size2d) -> tuple[int, int]:
     if isinstance(sizes, int):
         return sizes, sizes
     return sizes[0], sizes[-1]

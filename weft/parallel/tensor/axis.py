@@ -52,7 +52,7 @@ from weft.parallel.tensor.sequence_stream import SequenceSplitter
 from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
-from weft.profile import CUTS_ATTRIBUTE, Profile
+from weft.profile import PARAMETER_CUTS, Profile
 from weft.strategy import Cost, Strategy, Transient, Values, tally
 
 __all__ = ["TensorAxes", "localise"]
@@ -89,7 +89,7 @@ class TensorAxes(Strategy):
         )
         _Applier(model, pairing, plan, mesh).apply()
         _shrink(model, cuts)
-        model.__dict__[CUTS_ATTRIBUTE] = cuts
+        PARAMETER_CUTS.set(model, cuts)
         return model
 
 

@@ -17,9 +17,8 @@ from torch.autograd import Function
 
 from weft.comm import Axis, all_reduce
 from weft.errors import PlanError
+from weft.inspection.annotations import Annotation
 from weft.models.loss import IGNORE, is_unknown, token_loss
-
-_ATTRIBUTE = "_weft_vocabulary"
 
 
 @dataclass(frozen=True)
@@ -32,14 +31,17 @@ class Vocabulary:
     axis: Axis
 
 
+_VOCABULARY = Annotation[Vocabulary]("vocabulary")
+
+
 def vocabulary_of(model: nn.Module) -> Vocabulary | None:
     """Returns which classes this rank's logits have, if they are split over x; None if each rank has all classes."""
-    return model.__dict__.get(_ATTRIBUTE)
+    return _VOCABULARY.get(model)
 
 
 def set_vocabulary(model: nn.Module, vocabulary: Vocabulary) -> None:
     """Store on a model that its logits are split."""
-    model.__dict__[_ATTRIBUTE] = vocabulary
+    _VOCABULARY.set(model, vocabulary)
 
 
 def cross_entropy(

@@ -1,6 +1,6 @@
 """The pictures of a plan's page, as SVG to stand inside HTML: parts of a step, memory, traffic and scaling.
 
-Every bar is a row of `rect`s, whose classes name the parts (`page_style`), with the numbers as a title to hover over.
+Every bar is a row of `rect`s, whose classes name the parts (`style.py`), with the numbers as a title to hover over.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def stacked(
 
 
 def small_step_bar(where: Mapping[str, float], longest_seconds: float) -> str:
-    """Where the step goes, for a row of a table."""
+    """Returns a bar of the seconds of a step by part, small enough for a row of a table."""
     label = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in where.items())
     return svg(180, 16, label, stacked(where, 180 / longest_seconds, 0, 0, 16, "s"))
 
@@ -113,7 +113,7 @@ def _memory_row(
 
 
 def traffic_bars(traffic: Sequence[Mapping[str, Any]], cluster: Mapping[str, Any]) -> str:
-    """What one rank says in a step, by link, axis and operation; one mark of the scale is ten times the one before."""
+    """Returns bars of the bytes that one rank sends in a step, by link, axis and operation, on a logarithmic scale."""
     sizes = [float(entry["bytes"]) for entry in traffic]
     low, high = math.floor(math.log10(min(sizes)) - 0.3), math.ceil(math.log10(max(sizes)))
     scale = (WIDTH - _LEFT - 190) / (high - low)
@@ -200,7 +200,7 @@ def _scaling_point(point: Mapping[str, Any], fits: bool, is_this: bool, unit: st
 
 
 def ideal_rates(fitting: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """What each count of devices would reach if it kept the rate per device of the smallest that fits."""
+    """Returns the rate of each number of devices if each device were as fast as in the smallest number that fits."""
     return [point["devices"] * fitting[0][key] / fitting[0]["devices"] for point in fitting]
 
 
