@@ -20,7 +20,7 @@ from weft.planner.image_chain import ImageSection
 from weft.planner.image_sections import ImageSections
 from weft.planner.micro_batch import Seconds
 from weft.planner.step import FIXED_SECONDS, PlannedStage, StepModel, on_rank
-from weft.planner.workload import BlockWork
+from weft.profile.workload import BlockWork
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE

@@ -18,8 +18,9 @@ from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
 from weft.inspection.memory_traffic import MemoryTraffic
 from weft.parallel.fp8 import MULTIPLE
 from weft.plan import Plan
-from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels, Software
-from weft.planner.workload import BlockWork, Call, Product, Workload
+from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
+from weft.profile.software import Software
+from weft.profile.workload import BlockWork, Call, Product, Workload
 
 # The share of a link's printed bandwidth that collectives reach: about 235 of 300 GB/s inside a DGX A100, 360 of 450
 # inside a DGX H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
