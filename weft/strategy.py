@@ -1,13 +1,14 @@
 """The interface of every axis and every memory policy. A new one is a file with a `Strategy` and a line in the table.
 
 `refuse` states in words why a plan does not fit a model, `cost` predicts communication and memory, and `apply` changes
-the model. They are methods of one class so that they stay consistent. A test compares the traffic that `cost` predicts
-with the ledger, to the byte.
+the model. `block_calls` and `buffer_calls` are the collectives of an axis, which the planner times. They are methods of
+one class so that they stay consistent. A test compares the traffic that `cost` predicts with the ledger, to the byte,
+and others compare the planner's calls with `cost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from weft.comm.ledger import Key
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
+from weft.profile.software import BlockPass
+from weft.profile.workload import Call
 
 Values = Callable[[str], Tensor]
 
@@ -97,6 +100,10 @@ class Strategy:
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         """What the rank at `coordinates` of the mesh pays for a step. The profile is of one micro-batch."""
         return Cost()
+
+    def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
+        """The collectives of one micro-batch in one block. `cost` counts them layer by layer."""
+        return ()
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         """Do it, in place; state_dict keys stay. `values` gives a parameter's initial value by name."""

@@ -17,7 +17,7 @@ dry run of the rank's forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
@@ -28,6 +28,8 @@ from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
+from weft.profile.software import BlockPass
+from weft.profile.workload import Call
 from weft.sharding.layout import master_bytes, trained_layouts
 from weft.sharding.units import units_of
 from weft.spatial.dry_run import dry_run
@@ -84,6 +86,16 @@ class TileAxis(Strategy):
             times = 1 + (is_again and recorded.recomputed and recorded.block in in_backward)
             pairs += [((axis, operation), num_bytes)] * (times * split.accumulation)
         return Cost(tally(pairs))
+
+    def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
+        """The collectives between tiles: halos for each image, statistics once for a micro-batch."""
+        is_recomputed = plan.memory.recompute != "none" and block.is_block
+        for call in block.work.tile_calls:
+            num_bytes = call.num_bytes * (block.micro_batch if call.operation == "send" else 1)
+            phase = "forward" if call.phase == "again" else call.phase
+            yield call._replace(num_bytes=num_bytes, phase=phase)
+            if call.phase == "again" and is_recomputed:
+                yield call._replace(num_bytes=num_bytes, phase="backward")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         tiling = tiling_of(model)

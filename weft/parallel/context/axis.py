@@ -9,7 +9,7 @@ tokens. Gradients are summed over the axis: one all-reduce of each trained slice
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from weft.errors import PlanError
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.decoder import CausalAttention
+from weft.parallel.context import closed_form
 from weft.parallel.context.attention import (
     all_to_all_attention,
     all_to_all_traffic,
@@ -32,6 +33,8 @@ from weft.parallel.context.attention import (
 )
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
+from weft.profile.software import BlockPass
+from weft.profile.workload import Call
 from weft.sharding.layout import COMPUTE_DTYPE, master_bytes, trained_layouts
 from weft.sharding.units import units_of
 from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
@@ -91,6 +94,10 @@ class ContextAxis(Strategy):
             calls = [*(forward * times), *(backward * has_backward)] * split.accumulation
             pairs += [(("context", operation), num_bytes) for operation, num_bytes in calls]
         return Cost(tally(pairs))
+
+    def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
+        is_split = plan.context.degree > 1 and block.work.attention_flops
+        return closed_form.block_calls(block, plan) if is_split else ()
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         axis = mesh["context"]
