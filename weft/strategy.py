@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from weft.comm.ledger import Key
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
-from weft.profile.software import BlockPass
+from weft.profile.software import BlockPass, Software
 from weft.profile.workload import Call
 
 Values = Callable[[str], Tensor]
@@ -83,6 +84,14 @@ class Cost:
         return self.memory_bytes - sum(self.state_bytes.values()) - self.saved_bytes
 
 
+class Buffer(NamedTuple):
+    """A flat buffer of `numel` parameters, with the bytes of an element that is gathered and of a reduced gradient."""
+
+    numel: float
+    compute_bytes: int
+    gradient_bytes: int
+
+
 def _add(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
 
@@ -105,13 +114,17 @@ class Strategy:
         """The collectives of one micro-batch in one block. `cost` counts them layer by layer."""
         return ()
 
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        """The collectives over the parameters and the gradients of one flat buffer. `cost` counts them for each."""
+        return ()
+
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         """Do it, in place; state_dict keys stay. `values` gives a parameter's initial value by name."""
         return model
 
 
-def tally(pairs: list[tuple[Key, int]]) -> dict[Key, Traffic]:
-    """Sums a list of calls, ((axis, operation), bytes of one call), to the traffic of each axis and operation."""
+def tally(pairs: Iterable[tuple[Key, int]]) -> dict[Key, Traffic]:
+    """Sums calls, ((axis, operation), bytes of one call), to the traffic of each axis and operation."""
     return add_traffic(*({key: Traffic(1, num_bytes)} for key, num_bytes in pairs))
 
 

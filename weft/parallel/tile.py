@@ -26,18 +26,18 @@ from weft.errors import PlanError
 from weft.inspection.parameter_cut import share
 from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
+from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
-from weft.profile.software import BlockPass
+from weft.profile.software import BlockPass, Software
 from weft.profile.workload import Call
-from weft.sharding.layout import master_bytes, trained_layouts
 from weft.sharding.units import units_of
 from weft.spatial.dry_run import dry_run
 from weft.spatial.tile_layout import Grid
 from weft.spatial.tiled_model import install, install_stage
 from weft.spatial.tiling import tiling_of
 from weft.spatial.view import View
-from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
+from weft.strategy import Buffer, Cost, Strategy, Values, tally
 
 
 class TileAxis(Strategy):
@@ -74,10 +74,6 @@ class TileAxis(Strategy):
         if not plan.is_viewed:
             return Cost()
         pairs: list[tuple[Key, int]] = []
-        if plan.tile.degree > 1:
-            for layout in trained_layouts(profile, plan):
-                one = (("tile", "all_reduce"), layout.slice_numel * master_bytes(plan))
-                pairs += [one] * reductions_per_step(plan, split)
         in_backward = {block.name for block in profile.blocks if block.in_backward}
         is_again = plan.memory.recompute != "none"
         calls = profile.cache["calls"] if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).calls
@@ -116,9 +112,17 @@ class TileAxis(Strategy):
 
 
 class TileGradients(Strategy):
-    """Sums gradients over the tiles, after `ShardAxis` has made the flat buffers. `TileAxis` states the cost."""
+    """Sums gradients over the tiles, after `ShardAxis` has made the flat buffers."""
 
     name = "tile gradients"
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        return Cost(tally(buffer_traffic(self, profile, plan, split)))
+
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        if plan.tile.degree > 1:
+            own = buffer.numel / plan.shard.degree
+            yield Call("tile", "all_reduce", own * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         units = units_of(model)

@@ -330,6 +330,8 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     inner = plan.tensor.x * plan.tensor.y
     if axis == "context":
         return inner, plan.context.degree
+    if axis == "replicas":  # data directly outside context, where optimizer state is sharded over both
+        return inner, plan.data * plan.context.degree
     inner *= plan.context.degree
     if axis == "columns":
         return inner, plan.tile.columns

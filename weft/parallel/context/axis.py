@@ -23,6 +23,7 @@ from weft.errors import PlanError
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.decoder import CausalAttention
+from weft.parallel.buffer_traffic import buffer_traffic
 from weft.parallel.context import closed_form
 from weft.parallel.context.attention import (
     all_to_all_attention,
@@ -33,11 +34,11 @@ from weft.parallel.context.attention import (
 )
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
-from weft.profile.software import BlockPass
+from weft.profile.software import BlockPass, Software
 from weft.profile.workload import Call
-from weft.sharding.layout import COMPUTE_DTYPE, master_bytes, trained_layouts
+from weft.sharding.layout import COMPUTE_DTYPE
 from weft.sharding.units import units_of
-from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
+from weft.strategy import Buffer, Cost, Strategy, Values, tally
 
 SEQUENCE_DIM = 1  # of all tensors of a batch (tokens, labels, ...): [batch, sequence, ...]
 
@@ -76,10 +77,7 @@ class ContextAxis(Strategy):
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.context.degree == 1:
             return Cost()
-        pairs: list[tuple[Key, int]] = []
-        for layout in trained_layouts(profile, plan):
-            one = (("context", "all_reduce"), layout.slice_numel * master_bytes(plan))
-            pairs += [one] * reductions_per_step(plan, split)
+        pairs: list[tuple[Key, int]] = [*buffer_traffic(self, profile, plan, split)]
         size = COMPUTE_DTYPE[plan.precision].itemsize
         for name, heads in profile.attentions.items():
             local, keys = heads.num_heads // plan.tensor.x, max(1, heads.num_key_heads // plan.tensor.x)
@@ -98,6 +96,11 @@ class ContextAxis(Strategy):
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
         is_split = plan.context.degree > 1 and block.work.attention_flops
         return closed_form.block_calls(block, plan) if is_split else ()
+
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        if plan.context.degree > 1 and not software.shards_optimizer:  # else `DataAxis` reduces over both
+            own = buffer.numel / plan.shard.degree
+            yield Call("context", "all_reduce", own * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         axis = mesh["context"]
