@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -84,6 +85,15 @@ class Cost:
         return self.memory_bytes - sum(self.state_bytes.values()) - self.saved_bytes
 
 
+class SearchSpace(NamedTuple):
+    """What a search for plans divides: the devices that are left, and samples. `asked` are fields that it must keep."""
+
+    num_devices: int
+    samples: Literal["sequences", "images"]
+    sequence: int = 1
+    asked: frozenset[str] = frozenset()
+
+
 class Buffer(NamedTuple):
     """A flat buffer of `numel` parameters, with the bytes of an element that is gathered and of a reduced gradient."""
 
@@ -101,6 +111,7 @@ class Strategy:
 
     name: str
     exact = True
+    axes: tuple[str, ...] = ()  # of the mesh, over which this strategy alone decides
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         """Why this plan does not fit this model, with the values and what to change; None where it does."""
@@ -109,6 +120,10 @@ class Strategy:
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         """What the rank at `coordinates` of the mesh pays for a step. The profile is of one micro-batch."""
         return Cost()
+
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        """The fields of a plan that a search tries for this axis; nothing but {} leaves the axis out."""
+        return ({},)
 
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
         """The collectives of one micro-batch in one block. `cost` counts them layer by layer."""
@@ -140,6 +155,13 @@ def refuse_batch_mixers(profile: Profile, plan: Plan, axis: str, degree: int) ->
             f"rank, or use GroupNorm or LayerNorm"
         )
     return None
+
+
+@lru_cache(maxsize=1 << 12)
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def reductions_per_step(plan: Plan, split: BatchSplit) -> int:

@@ -18,6 +18,7 @@ dry run of the rank's forward.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from weft.inspection.parameter_cut import share
 from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
-from weft.plan import BatchSplit, Plan
+from weft.plan import BatchSplit, Plan, Tile
 from weft.profile import Profile
 from weft.profile.software import BlockPass, Software
 from weft.profile.workload import Call
@@ -37,13 +38,16 @@ from weft.spatial.tile_layout import Grid
 from weft.spatial.tiled_model import install, install_stage
 from weft.spatial.tiling import tiling_of
 from weft.spatial.view import View
-from weft.strategy import Buffer, Cost, Strategy, Values, tally
+from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally
+
+MAX_TILES = 64  # largest number of tiles of an image that a search tries
 
 
 class TileAxis(Strategy):
     """Splits images over `rows` and `columns`."""
 
     name = "tile"
+    axes = ("rows", "columns")
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         if not plan.is_viewed:
@@ -82,6 +86,13 @@ class TileAxis(Strategy):
             times = 1 + (is_again and recorded.recomputed and recorded.block in in_backward)
             pairs += [((axis, operation), num_bytes)] * (times * split.accumulation)
         return Cost(tally(pairs))
+
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        """The grids; the planner tries where tiles end and how they are handed over."""
+        if space.samples != "images":
+            return [{}]
+        degrees = [degree for degree in divisors(space.num_devices) if degree <= MAX_TILES]
+        return [{"tile": Tile(rows, degree // rows)} for degree in degrees for rows in divisors(degree)]
 
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
         """The collectives between tiles: halos for each image, statistics once for a micro-batch."""

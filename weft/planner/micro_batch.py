@@ -22,6 +22,7 @@ from weft.parallel.fp8 import MULTIPLE
 from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
+from weft.planner.question import inner_settings
 from weft.profile.software import BlockPass, Software
 from weft.profile.workload import Beside, BlockWork, Call, Product, Workload
 
@@ -110,7 +111,7 @@ class MicroBatchModel:
 
     def _kernels_of(self, part: BlockWork, plan: Plan, micro_batch: float) -> tuple[Seconds, Seconds]:
         """Returns the seconds of (all kernels, attention kernels), with recompute."""
-        key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision, plan.matmul)
+        key = (id(part), inner_settings(plan), micro_batch, plan.matmul)
         if key not in self._runs:
             self._runs[key] = part, self._run_once(part, plan, micro_batch)  # holds the part: its id stays unique
         once = self._runs[key][1]
@@ -131,7 +132,7 @@ class MicroBatchModel:
     def _run_once(self, part: BlockWork, plan: Plan, micro_batch: float) -> _KernelSeconds:
         kernels = self._kernels[plan.precision]
         x, y = plan.tensor.x, plan.tensor.y
-        scale = micro_batch / plan.context.degree
+        scale = micro_batch / plan.num_parts("tokens")
         forward = backward = last = heads = 0.0
         for product in part.products:
             rows, inputs, outputs = product.local(x, y)
@@ -292,7 +293,7 @@ class MicroBatchModel:
     # --- all blocks
 
     def chain(self, plan: Plan) -> Seconds:
-        """Seconds of one micro-batch in the whole model, split only over x, y and context."""
+        """Seconds of one micro-batch in the whole model, split only by the settings that shape a rank's own work."""
         first, blocks, last = self._chain(plan)
         return blocks.plus(first).plus(last)
 
@@ -302,7 +303,7 @@ class MicroBatchModel:
 
     def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of one micro-batch in (the first end, all blocks, the last end)."""
-        inner = (plan.tensor, plan.context, plan.micro_batch, plan.precision, plan.matmul)
+        inner = (inner_settings(plan), plan.matmul)
         found = self._chains.get((inner, plan.memory.recompute))
         if found is None:
             assert plan.micro_batch is not None
@@ -321,30 +322,18 @@ class MicroBatchModel:
 def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     """Returns (the distance in ranks between neighbours on an axis, the axis' degree).
 
-    These are `Plan.inner` and `Plan.degree` without their tables, fast enough for the search.
+    "tile" and "replicas" are joint axes. Replicas are the ranks over which software may shard the optimizer state: data
+    directly outside context.
     """
-    if axis == "y":
-        return 1, plan.tensor.y
-    if axis == "x":
-        return plan.tensor.y, plan.tensor.x
-    inner = plan.tensor.x * plan.tensor.y
-    if axis == "context":
-        return inner, plan.context.degree
-    if axis == "replicas":  # data directly outside context, where optimizer state is sharded over both
-        return inner, plan.data * plan.context.degree
-    inner *= plan.context.degree
-    if axis == "columns":
-        return inner, plan.tile.columns
-    if axis == "rows":
-        return inner * plan.tile.columns, plan.tile.rows
+    places = plan.places
     if axis == "tile":
-        return inner, plan.tile.degree
-    inner *= plan.tile.degree
-    if axis == "shard":
-        return inner, plan.shard.degree
-    inner *= plan.shard.degree
-    mine, other = (plan.pipe.degree, plan.data) if axis == "pipe" else (plan.data, plan.pipe.degree)
-    return (inner * other if pipe_outside == (axis == "pipe") else inner), mine
+        return places["columns"][0], plan.tile.degree
+    if axis == "replicas":
+        return places["context"][0], plan.data * plan.context.degree
+    if pipe_outside and axis in ("data", "pipe"):
+        inner, pipe = places["pipe"]
+        return (inner, plan.data) if axis == "data" else (inner * plan.data, pipe)
+    return places[axis]
 
 
 def beside(compute: float, communication: float, floor: float = 0.0) -> float:

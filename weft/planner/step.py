@@ -117,7 +117,7 @@ class StepModel(MicroBatchModel):
     def _message_bytes(self, plan: Plan) -> float:
         """Bytes of one micro-batch's message between two stages."""
         assert plan.micro_batch is not None
-        message = 2 * self.workload.stream_numel * plan.micro_batch / plan.context.degree / plan.tensor.y
+        message = 2 * self.workload.stream_numel * plan.micro_batch / plan.num_parts("tokens") / plan.tensor.y
         return message / plan.tensor.x if self.software.splits_messages else message
 
     def stages(self, plan: Plan) -> list[PlannedStage]:

@@ -32,14 +32,15 @@ from weft.parallel.context.attention import (
     ring_traffic,
     zigzag,
 )
-from weft.plan import BatchSplit, Plan
+from weft.plan import BatchSplit, Context, Plan
 from weft.profile import Profile
 from weft.profile.software import BlockPass, Software
 from weft.profile.workload import Call
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.sharding.units import units_of
-from weft.strategy import Buffer, Cost, Strategy, Values, tally
+from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally
 
+LONG_SEQUENCE = 16384  # tokens from which on a search tries `context`
 SEQUENCE_DIM = 1  # of all tensors of a batch (tokens, labels, ...): [batch, sequence, ...]
 
 
@@ -47,6 +48,7 @@ class ContextAxis(Strategy):
     """Splits sequences over `context`."""
 
     name = "context"
+    axes = ("context",)
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         degree = plan.context.degree
@@ -92,6 +94,11 @@ class ContextAxis(Strategy):
             calls = [*(forward * times), *(backward * has_backward)] * split.accumulation
             pairs += [(("context", operation), num_bytes) for operation, num_bytes in calls]
         return Cost(tally(pairs))
+
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        is_long = space.samples == "sequences" and space.sequence >= LONG_SEQUENCE
+        degrees = divisors(space.num_devices)[1:] if is_long else ()
+        return [{}, *({"context": Context(one)} for one in degrees if space.sequence % (2 * one) == 0)]
 
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
         is_split = plan.context.degree > 1 and block.work.attention_flops

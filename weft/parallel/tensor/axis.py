@@ -52,10 +52,11 @@ from weft.parallel.tensor.sequence_stream import SequenceSplitter
 from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
+from weft.plan import Tensor as TensorSetting
 from weft.profile import CUTS_ATTRIBUTE, Profile
 from weft.profile.software import BlockPass
 from weft.profile.workload import Call
-from weft.strategy import Cost, Strategy, Transient, Values, tally
+from weft.strategy import Cost, SearchSpace, Strategy, Transient, Values, divisors, tally
 
 __all__ = ["TensorAxes", "localise"]
 
@@ -64,6 +65,7 @@ class TensorAxes(Strategy):
     """Splits matmuls and convolutions over `x` and `y`."""
 
     name = "tensor"
+    axes = ("x", "y")
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         if plan.tensor.x == plan.tensor.y == 1:
@@ -81,6 +83,17 @@ class TensorAxes(Strategy):
         temporary_bytes = transient_bytes(profile, plan)
         communication = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
         return Cost(communication, transient=Transient(0, temporary_bytes, temporary_bytes))
+
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        if space.samples != "sequences":
+            yield {}
+            return
+        for x in divisors(space.num_devices):
+            streams = [(False, False)] if x == 1 else [(False, False), (True, False)]
+            if x > 1 and "tensor.regather" in space.asked:  # otherwise the search tries it only with plans too large
+                streams.append((True, True))
+            for y in divisors(space.num_devices // x):
+                yield from ({"tensor": TensorSetting(x, y, *stream)} for stream in streams)
 
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
         return closed_form.block_calls(block, plan) if plan.tensor.x * plan.tensor.y > 1 else ()

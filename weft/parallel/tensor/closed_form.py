@@ -23,7 +23,9 @@ def block_calls(block: BlockPass, plan: Plan) -> Iterator[Call]:
     outputs.
     """
     x, y, software = plan.tensor.x, plan.tensor.y, block.software
-    scale = ELEMENT_BYTES * block.micro_batch / plan.context.degree  # bytes of an element of all of the rank's tokens
+    scale = (
+        ELEMENT_BYTES * block.micro_batch / plan.num_parts("tokens")
+    )  # bytes of an element of all of the rank's tokens
     is_recomputed = plan.memory.recompute == "full" and block.is_block
     for product in block.work.products:
         over_out, over_in = (y, x) if product.kind == "row" else (x, y)
