@@ -7,9 +7,8 @@ that they lie inside a node. A new axis adds a field to `Plan` and a line to `AX
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -26,7 +25,7 @@ class AxisField(NamedTuple):
     splits: tuple[Literal["samples", "pixels", "tokens", "stages", "weights"], ...]
 
 
-AXES: Mapping[str, AxisField] = {
+AXES: dict[str, AxisField] = {
     "data": AxisField("data", ("samples",)),
     "pipe": AxisField("pipe.degree", ("stages",)),
     "shard": AxisField("shard.degree", ("samples", "weights")),
@@ -36,6 +35,7 @@ AXES: Mapping[str, AxisField] = {
     "x": AxisField("tensor.x", ("weights",)),
     "y": AxisField("tensor.y", ("weights",)),
 }
+_INDICES = {axis: index for index, axis in enumerate(AXES)}
 _degrees = attrgetter(*(axis.degree for axis in AXES.values()))
 MAX_RANKS = 1 << 20
 HOST_SHARES = ("offload", "activations", "weights")  # fields of `Memory`: shares that are kept in host memory
@@ -313,7 +313,7 @@ class Plan:
 
     def degree(self, axis: str) -> int:
         """The degree of an axis of `AXES`."""
-        return self.degrees[axis]
+        return self.place(axis)[1]
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -327,8 +327,8 @@ class Plan:
 
     def num_parts(self, *what: str) -> int:
         """The number of ranks with different parts of any of `what` (see `AxisField.splits`)."""
-        degrees = self.degrees
-        return math.prod([degrees[axis] for axis in axes_that_split(*what)])
+        degrees = _degrees(self)
+        return math.prod([degrees[_INDICES[axis]] for axis in axes_that_split(*what)])
 
     @property
     def num_batch_ranks(self) -> int:
@@ -347,16 +347,12 @@ class Plan:
 
     def inner(self, axis: str) -> int:
         """Returns the product of the degrees of the axes after `axis`: the distance of neighbours on it, in ranks."""
-        return self.places[axis][0]
+        return self.place(axis)[0]
 
-    @cached_property
-    def places(self) -> Mapping[str, tuple[int, int]]:
-        """For each axis, the distance of neighbours on it in ranks, and its degree."""
-        found, inner = {}, 1
-        for axis, degree in reversed(self.degrees.items()):
-            found[axis] = (inner, degree)
-            inner *= degree
-        return found
+    def place(self, axis: str) -> tuple[int, int]:
+        """Returns (the distance in ranks between neighbours on an axis, its degree)."""
+        degrees, index = _degrees(self), _INDICES[axis]
+        return math.prod(degrees[index + 1 :]), degrees[index]
 
     def describe_axes(self) -> str:
         """Returns the axes as text, such as `data 2 × shard 4 (stage 3)`, or `1 process`."""

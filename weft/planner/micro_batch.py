@@ -25,7 +25,10 @@ from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
 from weft.planner.question import inner_settings
 from weft.profile.software import BlockPass, Software
 from weft.profile.workload import Beside, BlockWork, Call, Product, Workload
+from weft.strategy import Strategy
 
+BLOCK_AXES = [one for one in STRATEGIES if type(one).block_calls is not Strategy.block_calls]
+BESIDE = get_args(Beside)
 # The share of a link's printed bandwidth that collectives reach: about 235 of 300 GB/s inside a DGX A100, 360 of 450
 # inside a DGX H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
@@ -227,7 +230,7 @@ class MicroBatchModel:
     def calls(self, part: BlockWork, plan: Plan, micro_batch: float) -> Iterator[Call]:
         """Yields the collectives of a block for one micro-batch, as the strategies of the axes state them."""
         block = BlockPass(part, micro_batch, self.software, self._is_block(part))
-        for strategy in STRATEGIES:
+        for strategy in BLOCK_AXES:
             yield from strategy.block_calls(block, plan)
 
     def inside(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
@@ -250,7 +253,7 @@ class MicroBatchModel:
         own, attention = self._kernels_of(part, plan, micro_batch)
         if not calls:
             return own
-        piles = {work: [0.0, 0.0] for work in get_args(Beside)}
+        piles = {work: [0.0, 0.0] for work in BESIDE}
         copied, ring = 0.0, 1
         for call in calls:
             seconds = call.times * self.seconds(call.axis, call.operation, call.num_bytes, plan)
@@ -325,15 +328,14 @@ def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     "tile" and "replicas" are joint axes. Replicas are the ranks over which software may shard the optimizer state: data
     directly outside context.
     """
-    places = plan.places
     if axis == "tile":
-        return places["columns"][0], plan.tile.degree
+        return plan.inner("columns"), plan.tile.degree
     if axis == "replicas":
-        return places["context"][0], plan.data * plan.context.degree
+        return plan.inner("context"), plan.data * plan.context.degree
     if pipe_outside and axis in ("data", "pipe"):
-        inner, pipe = places["pipe"]
+        inner, pipe = plan.place("pipe")
         return (inner, plan.data) if axis == "data" else (inner * plan.data, pipe)
-    return places[axis]
+    return plan.place(axis)
 
 
 def beside(compute: float, communication: float, floor: float = 0.0) -> float:
