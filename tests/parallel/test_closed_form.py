@@ -1,4 +1,4 @@
-"""The calls that the planner times against the cost of a run: the bytes that one more block of a language model adds."""
+"""The calls that the planner times against the cost of a run: the bytes that one more block of a decoder adds."""
 
 from __future__ import annotations
 
