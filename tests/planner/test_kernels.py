@@ -444,7 +444,7 @@ def test_context_moves_what_its_strategy_states(kind: Literal["ring", "all-to-al
 
 def test_recompute_asks_for_keys_again() -> None:
     none, full = context_calls(Context(4)), context_calls(Context(4), "full")
-    forward = Call("context", "send", 2 * 2 * 8 * 4096 * 128, "forward")
+    forward = Call("context", "send", 2 * 2 * 8 * 4096 * 128, "forward", beside="attention")
     assert none[forward] == 3
     assert full - none == Counter({forward._replace(phase="backward"): 3})
     assert context_calls(Context(4), "selective") == full  # weft's does not see inside a ring
