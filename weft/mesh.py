@@ -30,18 +30,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.comm import Axis, Ledger, all_reduce
 from weft.errors import LaunchError
-from weft.plan import AXES, Plan
+from weft.plan import AXES, Plan, axes_that_split
 
 logger = logging.getLogger("weft")
 
 JOINT_AXES = {
-    "batch": ("data", "shard"),
-    "tile": ("rows", "columns"),
-    "samples": ("data", "shard", "rows", "columns"),
-    "tokens": ("data", "shard", "rows", "columns", "context"),
-    "losses": ("data", "pipe", "shard", "rows", "columns", "context"),
-    "state": ("pipe", "shard", "x", "y"),
-    "world": AXES,
+    "batch": axes_that_split("samples"),
+    "tile": axes_that_split("pixels"),
+    "samples": axes_that_split("samples", "pixels"),
+    "tokens": axes_that_split("samples", "pixels", "tokens"),
+    "losses": axes_that_split("samples", "pixels", "tokens", "stages"),
+    "state": axes_that_split("stages", "weights"),
+    "world": tuple(AXES),
 }
 
 
@@ -159,7 +159,7 @@ class Mesh:
         return tuple(axis for axis in members if self.plan.degree(axis) > 1)
 
     def _make_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
-        split = self._split(AXES)
+        split = self._split(tuple(AXES))
         shape = tuple(self.plan.degree(axis) for axis in split)
         device_mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=split)
         groups: dict[tuple[str, ...], dist.ProcessGroup] = {(axis,): device_mesh.get_group(axis) for axis in split}
@@ -234,9 +234,10 @@ class Mesh:
 
 def ranks_of(plan: Plan, name: str) -> Tensor:
     """Returns the global ranks of all groups of an axis, or joint axis: [groups, degree], in the order of the axis."""
-    members = [AXES.index(axis) for axis in JOINT_AXES.get(name, (name,))]
-    others = [dim for dim in range(len(AXES)) if dim not in members]
-    degree = math.prod(plan.degree(AXES[dim]) for dim in members)
+    names = list(AXES)
+    members = [names.index(axis) for axis in JOINT_AXES.get(name, (name,))]
+    others = [dim for dim in range(len(names)) if dim not in members]
+    degree = math.prod(plan.degree(names[dim]) for dim in members)
     world = torch.arange(plan.num_ranks).view(*plan.degrees.values())
     return world.permute(*others, *members).reshape(-1, degree).contiguous()
 

@@ -1,21 +1,42 @@
 """The plan: a frozen value with a degree for each axis, the memory policy and the precision of a run.
 
 It is read and written as TOML. `AXES` is the mesh order, outermost first: the axes that communicate most come last, so
-that they lie inside a node. A new axis adds a field to `Plan` and its name to `AXES`.
+that they lie inside a node. A new axis adds a field to `Plan` and a line to `AXES`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 from weft.errors import ConfigError, PlanError
 from weft.schedule.schedules import make_schedule
 from weft.schema import convert, dump_toml, read_toml, to_table
 
-AXES = ("data", "pipe", "shard", "rows", "columns", "context", "x", "y")
+
+class AxisField(NamedTuple):
+    """The field of `Plan` that holds an axis' degree, and what the ranks of the axis hold different parts of."""
+
+    degree: str
+    splits: tuple[Literal["samples", "pixels", "tokens", "stages", "weights"], ...]
+
+
+AXES: dict[str, AxisField] = {
+    "data": AxisField("data", ("samples",)),
+    "pipe": AxisField("pipe.degree", ("stages",)),
+    "shard": AxisField("shard.degree", ("samples", "weights")),
+    "rows": AxisField("tile.rows", ("pixels",)),
+    "columns": AxisField("tile.columns", ("pixels",)),
+    "context": AxisField("context.degree", ("tokens",)),
+    "x": AxisField("tensor.x", ("weights",)),
+    "y": AxisField("tensor.y", ("weights",)),
+}
+_INDICES = {axis: index for index, axis in enumerate(AXES)}
+_degrees = attrgetter(*(axis.degree for axis in AXES.values()))
 MAX_RANKS = 1 << 20
 HOST_SHARES = ("offload", "activations", "weights")  # fields of `Memory`: shares that are kept in host memory
 
@@ -23,15 +44,27 @@ Precision = Literal["fp64", "fp32", "bf16"]
 Recompute = Literal["none", "selective", "full"]
 
 
-def _number(value: Any, path: str, keys: str) -> int:
-    """Returns a degree that is given in place of a table; raises ConfigError if it is not an integer."""
-    if type(value) is not int:
-        raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ {keys} }}")
-    return value
+@lru_cache
+def axes_that_split(*what: str) -> tuple[str, ...]:
+    """Returns the axes whose ranks hold different parts of any of `what`, in the mesh order."""
+    return tuple(name for name, axis in AXES.items() if set(axis.splits) & set(what))
 
 
 @dataclass(frozen=True)
-class Pipe:
+class AxisTable:
+    """The settings of an axis. A number in place of the table sets the first: `pipe = 4` is `pipe = { degree = 4 }`."""
+
+    @classmethod
+    def from_shorthand(cls, value: Any, path: str) -> Self:
+        names = [one.name for one in fields(cls)]
+        if type(value) is not int:
+            keys = ", ".join([*names[:5], *["..."] * (len(names) > 5)])
+            raise ConfigError(f"'{path}' = {value!r} but it expects an integer or a table {{ {keys} }}")
+        return cls(**{names[0]: value})
+
+
+@dataclass(frozen=True)
+class Pipe(AxisTable):
     """The `pipe` axis: splits the model's chain of blocks into stages over ranks.
 
     `schedule` is the order of forwards and backwards. `chunks` is the number of stages of each rank (interleaved),
@@ -49,11 +82,6 @@ class Pipe:
     balance: Literal["time", "memory"] = "time"
     split: tuple[str, ...] = ()
     shadow: bool = False
-
-    @classmethod
-    def from_shorthand(cls, value: Any, path: str) -> Pipe:
-        """`pipe = 4` is `pipe = { degree = 4 }`."""
-        return cls(degree=_number(value, path, "degree, schedule, ..."))
 
     @property
     def num_stages(self) -> int:
@@ -74,20 +102,15 @@ class Pipe:
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(AxisTable):
     """The `shard` axis. `stage` is that of ZeRO: 1 shards the optimizer state, 2 also gradients, 3 also parameters."""
 
     degree: int = 1
     stage: Literal[1, 2, 3] = 3
 
-    @classmethod
-    def from_shorthand(cls, value: Any, path: str) -> Shard:
-        """`shard = 4` is `shard = { degree = 4 }`."""
-        return cls(degree=_number(value, path, "degree, stage"))
-
 
 @dataclass(frozen=True)
-class Tensor:
+class Tensor(AxisTable):
     """The `x` and `y` axes: split the outputs and the inputs of every matmul, swapped in alternate layers.
 
     `sequence` also splits the activations outside of attention and MLPs along the sequence over x. `regather` then
@@ -102,23 +125,13 @@ class Tensor:
     regather: bool = False
     chunks: int = 1
 
-    @classmethod
-    def from_shorthand(cls, value: Any, path: str) -> Tensor:
-        """`tensor = 2` is `tensor = { x = 2 }`."""
-        return cls(x=_number(value, path, "x, y, sequence, regather, chunks"))
-
 
 @dataclass(frozen=True)
-class Context:
+class Context(AxisTable):
     """The `context` axis: splits sequences over ranks. `kind` is how attention gets the keys of other ranks."""
 
     degree: int = 1
     kind: Literal["ring", "all-to-all"] = "ring"
-
-    @classmethod
-    def from_shorthand(cls, value: Any, path: str) -> Context:
-        """`context = 4` is `context = { degree = 4 }`."""
-        return cls(degree=_number(value, path, "degree, kind"))
 
 
 @dataclass(frozen=True)
@@ -300,31 +313,27 @@ class Plan:
 
     def degree(self, axis: str) -> int:
         """The degree of an axis of `AXES`."""
-        return self.degrees[axis]
+        return self.place(axis)[1]
 
     @property
     def degrees(self) -> dict[str, int]:
         """The degree of each axis, in the mesh order (`AXES`)."""
-        return {
-            "data": self.data,
-            "pipe": self.pipe.degree,
-            "shard": self.shard.degree,
-            "rows": self.tile.rows,
-            "columns": self.tile.columns,
-            "context": self.context.degree,
-            "x": self.tensor.x,
-            "y": self.tensor.y,
-        }
+        return dict(zip(AXES, _degrees(self), strict=True))
 
     @property
     def num_ranks(self) -> int:
         """The number of processes that the plan needs."""
-        return math.prod(self.degrees.values())
+        return math.prod(_degrees(self))
+
+    def num_parts(self, *what: str) -> int:
+        """The number of ranks with different parts of any of `what` (see `AxisField.splits`)."""
+        degrees = _degrees(self)
+        return math.prod([degrees[_INDICES[axis]] for axis in axes_that_split(*what)])
 
     @property
     def num_batch_ranks(self) -> int:
         """The number of ranks with different samples: the product of the axes that split the batch."""
-        return self.data * self.shard.degree
+        return self.num_parts("samples")
 
     @property
     def has_batch_statistics(self) -> bool:
@@ -338,16 +347,17 @@ class Plan:
 
     def inner(self, axis: str) -> int:
         """Returns the product of the degrees of the axes after `axis`: the distance of neighbours on it, in ranks."""
-        degrees = self.degrees
-        return math.prod(degrees[other] for other in AXES[AXES.index(axis) + 1 :])
+        return self.place(axis)[0]
+
+    def place(self, axis: str) -> tuple[int, int]:
+        """Returns (the distance in ranks between neighbours on an axis, its degree)."""
+        degrees, index = _degrees(self), _INDICES[axis]
+        return math.prod(degrees[index + 1 :]), degrees[index]
 
     def describe_axes(self) -> str:
         """Returns the axes as text, such as `data 2 × shard 4 (stage 3)`, or `1 process`."""
-        notes = {
-            "pipe": f" ({self.pipe.schedule}{', shadow' if self.pipe.shadow else ''})",
-            "shard": f" (stage {self.shard.stage})",
-        }
-        notes["context"] = f" ({self.context.kind})"
+        notes = {"shard": f" (stage {self.shard.stage})", "context": f" ({self.context.kind})"}
+        notes["pipe"] = f" ({self.pipe.schedule}{', shadow' if self.pipe.shadow else ''})"
         if words := [
             *([f"until {self.tile.until}"] * bool(self.tile.until)),
             *([self.tile.hand_over] * (self.tile.hand_over != "gather")),

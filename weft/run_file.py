@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from weft.cluster.hardware import usual_precision
 from weft.data import slides
@@ -106,7 +106,11 @@ FROZEN_SUFFIX = ".frozen"  # suffix of a file with the text of `Run.to_json`
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
 _VALUES = ("name", "folder", "cluster")
 # Tables that can be given as a number, and the key that the number sets.
-_SHORT_TABLES = {"plan.shard": "degree", "plan.pipe": "degree", "plan.context": "degree", "plan.tensor": "x"}
+_SHORT_TABLES = {
+    f"plan.{name}": fields(hint)[0].name
+    for name, hint in get_type_hints(Plan).items()
+    if hasattr(hint, "from_shorthand")
+}
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:

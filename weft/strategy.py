@@ -1,14 +1,17 @@
 """The interface of every axis and every memory policy. A new one is a file with a `Strategy` and a line in the table.
 
 `refuse` states in words why a plan does not fit a model, `cost` predicts communication and memory, and `apply` changes
-the model. They are methods of one class so that they stay consistent. A test compares the traffic that `cost` predicts
-with the ledger, to the byte.
+the model. `block_calls` and `buffer_calls` are the collectives of an axis, which the planner times. They are methods of
+one class so that they stay consistent. A test compares the traffic that `cost` predicts with the ledger, to the byte,
+and others compare the planner's calls with `cost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,6 +20,8 @@ from weft.comm.ledger import Key
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
+from weft.profile.software import BlockPass, Software
+from weft.profile.workload import Call
 
 Values = Callable[[str], Tensor]
 
@@ -80,6 +85,23 @@ class Cost:
         return self.memory_bytes - sum(self.state_bytes.values()) - self.saved_bytes
 
 
+class SearchSpace(NamedTuple):
+    """What a search for plans divides: the devices that are left, and samples. `asked` are fields that it must keep."""
+
+    num_devices: int
+    samples: Literal["sequences", "images"]
+    sequence: int = 1
+    asked: frozenset[str] = frozenset()
+
+
+class Buffer(NamedTuple):
+    """A flat buffer of `numel` parameters, with the bytes of an element that is gathered and of a reduced gradient."""
+
+    numel: float
+    compute_bytes: int
+    gradient_bytes: int
+
+
 def _add(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     return {kind: one.get(kind, 0) + other.get(kind, 0) for kind in {**one, **other}}
 
@@ -89,6 +111,7 @@ class Strategy:
 
     name: str
     exact = True
+    axes: tuple[str, ...] = ()  # of the mesh, over which this strategy alone decides
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         """Why this plan does not fit this model, with the values and what to change; None where it does."""
@@ -98,13 +121,25 @@ class Strategy:
         """What the rank at `coordinates` of the mesh pays for a step. The profile is of one micro-batch."""
         return Cost()
 
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        """The fields of a plan that a search tries for this axis; nothing but {} leaves the axis out."""
+        return ({},)
+
+    def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
+        """The collectives of one micro-batch in one block. `cost` counts them layer by layer."""
+        return ()
+
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        """The collectives over the parameters and the gradients of one flat buffer. `cost` counts them for each."""
+        return ()
+
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         """Do it, in place; state_dict keys stay. `values` gives a parameter's initial value by name."""
         return model
 
 
-def tally(pairs: list[tuple[Key, int]]) -> dict[Key, Traffic]:
-    """Sums a list of calls, ((axis, operation), bytes of one call), to the traffic of each axis and operation."""
+def tally(pairs: Iterable[tuple[Key, int]]) -> dict[Key, Traffic]:
+    """Sums calls, ((axis, operation), bytes of one call), to the traffic of each axis and operation."""
     return add_traffic(*({key: Traffic(1, num_bytes)} for key, num_bytes in pairs))
 
 
@@ -120,6 +155,13 @@ def refuse_batch_mixers(profile: Profile, plan: Plan, axis: str, degree: int) ->
             f"rank, or use GroupNorm or LayerNorm"
         )
     return None
+
+
+@lru_cache(maxsize=1 << 12)
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, in order."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def reductions_per_step(plan: Plan, split: BatchSplit) -> int:

@@ -24,12 +24,13 @@ from weft.plan import Memory, Pipe, Plan, Tile, split_batch
 from weft.planner.image_chain import chain
 from weft.planner.image_model import ImageModel, planned_images
 from weft.planner.image_step import balanced
-from weft.planner.kernels import LAUNCH_SECONDS, MEMORY_SHARE, Kernels, Software
+from weft.planner.kernels import LAUNCH_SECONDS, MEMORY_SHARE, Kernels
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import search
 from weft.planner.step import on_rank
-from weft.planner.workload import Filter
 from weft.profile import Profile, profile
+from weft.profile.software import Software
+from weft.profile.workload import Filter
 from weft.spatial.dry_run import dry_run
 
 SIZE = 512

@@ -21,7 +21,6 @@ from weft.plan import AXES, Context, Memory, Pipe, Plan, Precision, Shard, Tenso
 from weft.planner.closed_form_memory import spared_bytes
 from weft.planner.kernels import (
     CAST_BYTES,
-    EAGER_LOSS_BYTES,
     FILL_DEPTH,
     FLASH,
     FP8_PRODUCT,
@@ -29,14 +28,13 @@ from weft.planner.kernels import (
     MEMORY_SHARE,
     TURN_BYTES,
     Kernels,
-    Software,
-    software_for_text,
     tile_share,
 )
 from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, OVERLAP_LOSS, beside, place
 from weft.planner.schedule_time import run
 from weft.planner.step import FIXED_SECONDS, StepModel
-from weft.planner.workload import BlockWork, Call, Product, Workload
+from weft.profile.software import EAGER_LOSS_BYTES, Software, software_for_text
+from weft.profile.workload import BlockWork, Call, Product, Workload
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 
@@ -446,7 +444,7 @@ def test_context_moves_what_its_strategy_states(kind: Literal["ring", "all-to-al
 
 def test_recompute_asks_for_keys_again() -> None:
     none, full = context_calls(Context(4)), context_calls(Context(4), "full")
-    forward = Call("context", "send", 2 * 2 * 8 * 4096 * 128, "forward")
+    forward = Call("context", "send", 2 * 2 * 8 * 4096 * 128, "forward", beside="attention")
     assert none[forward] == 3
     assert full - none == Counter({forward._replace(phase="backward"): 3})
     assert context_calls(Context(4), "selective") == full  # weft's does not see inside a ring

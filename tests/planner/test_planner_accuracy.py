@@ -23,7 +23,7 @@ from published_tables import Case, read
 from weft.cluster.hardware import AxisLink, Cluster, ring_seconds
 from weft.plan import Memory, Plan, Shard, Tensor
 from weft.planner import micro_batch
-from weft.planner.workload import Workload
+from weft.profile.workload import Workload
 
 VTRAIN = "vtrain_a100_measured_single_node"
 CONTROL = 0.03  # by which a broken model must be worse

@@ -19,12 +19,12 @@ from weft.parallel.apply import cost
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard, Tensor, split_batch
 from weft.planner.closed_form_memory import alive_at_once, memory, sizes, working
-from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Candidate, Model, search
 from weft.planner.step import HOST_LINK_SHARE
 from weft.profile import profile
+from weft.profile.software import software_for_text
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 

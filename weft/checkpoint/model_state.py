@@ -21,6 +21,7 @@ from weft.optim.delayed_update import KINDS as PENDING_KINDS
 from weft.optim.delayed_update import is_pending, stale_reason
 from weft.optim.stepper import stepper
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
+from weft.plan import AXES, axes_that_split
 from weft.run_tables import TrainConfig
 from weft.sharding.layout import ParameterPart
 
@@ -46,12 +47,14 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
     """The pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work."""
     data = mesh["data"]
+    copies = set(AXES) - {"data", *axes_that_split("stages", "weights")}  # their other ranks hold the same state
+    is_writer = not any(mesh.coordinates[axis] for axis in copies)
     steps = stepper(optimizer)
     steps.synchronize()
     for number, (part, piece) in enumerate(named_pieces(model)):
         cut = part.parameter.cut
         is_first = not part.parameter.copy and (cut is None or cut.is_first)
-        if number % data.degree != data.index or mesh["tile"].index or mesh["context"].index or not is_first:
+        if number % data.degree != data.index or not is_writer or not is_first:
             continue
         name, region = part.parameter.name, _region(part)
         yield Piece(name, "parameter", region, piece.detach())

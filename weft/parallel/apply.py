@@ -1,6 +1,6 @@
 """Applies a plan to a model. `STRATEGIES` is the table of axes and memory policies, in the order of application.
 
-To add an axis: write a file with its `Strategy`, add a line to the table and a field to `Plan`, a test and a docs page.
+docs/design.md has the steps to add an axis.
 """
 
 from __future__ import annotations

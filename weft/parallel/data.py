@@ -3,22 +3,24 @@
 After its reduction over `shard`, each rank's slice of every block's gradient is all-reduced over `data`. This happens
 once a step, and overlaps with the backward of earlier blocks. With `shard` > 1 that is hybrid sharding (HSDP). A
 trained flat buffer of N elements in slices of N/shard needs one all-reduce of N/shard · m bytes, where m is the bytes
-of an element of master state.
+of an element of master state. Software that shards the optimizer state over the replicas, the ranks of `data` and
+`context`, reduce-scatters gradients and all-gathers parameters over them instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from weft.comm.ledger import Key
 from weft.mesh import Mesh
+from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
 from weft.profile import Profile
-from weft.sharding.layout import master_bytes, trained_layouts
+from weft.profile.software import Software
+from weft.profile.workload import Call
 from weft.sharding.units import units_of
-from weft.strategy import Cost, Strategy, Values, reductions_per_step, refuse_batch_mixers, tally
+from weft.strategy import Buffer, Cost, Strategy, Values, refuse_batch_mixers, tally
 
 
 class DataAxis(Strategy):
@@ -30,12 +32,16 @@ class DataAxis(Strategy):
         return refuse_batch_mixers(profile, plan, "data", plan.data)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
-        pairs: list[tuple[Key, int]] = []
-        if plan.data > 1:
-            for layout in trained_layouts(profile, plan):
-                one = (("data", "all_reduce"), layout.slice_numel * master_bytes(plan))
-                pairs += [one] * reductions_per_step(plan, split)
-        return Cost(tally(pairs))
+        return Cost(tally(buffer_traffic(self, profile, plan, split)))
+
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        own = buffer.numel / plan.shard.degree
+        if software.shards_optimizer:
+            if plan.data * plan.context.degree > 1:
+                yield Call("replicas", "reduce_scatter", own * buffer.gradient_bytes, "reduce")
+                yield Call("replicas", "all_gather", own * buffer.compute_bytes, "reduce")
+        elif plan.data > 1:
+            yield Call("data", "all_reduce", own * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         units = units_of(model)

@@ -21,7 +21,7 @@ gathers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,8 +29,11 @@ from torch import nn
 
 from weft.comm.ledger import Key
 from weft.mesh import Mesh
+from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
 from weft.profile import Block, ParameterUses, Profile, profile
+from weft.profile.software import Software
+from weft.profile.workload import Call
 from weft.sharding.flat_buffer import Flat, FlatOptions
 from weft.sharding.host_memory import check_memory_fits
 from weft.sharding.layout import (
@@ -59,7 +62,7 @@ from weft.sharding.layout import (
 )
 from weft.sharding.streamed_buffer import DeviceBuffer, StreamedFlat, make_device_buffers
 from weft.sharding.units import make_units
-from weft.strategy import Cost, Strategy, Transient, Values, reductions_per_step, refuse_batch_mixers, tally
+from weft.strategy import Buffer, Cost, Strategy, Transient, Values, reductions_per_step, refuse_batch_mixers, tally
 
 _ONE = BatchSplit(1, 1, 1, 1, 1)  # one micro-batch
 
@@ -78,10 +81,22 @@ class ShardAxis(Strategy):
         if not needs_units(plan):
             return _unsplit_cost(profile, plan)
         pairs: list[tuple[Key, int]] = [*_sums(profile, plan, split)]
-        if plan.shard.degree > 1:
-            pairs += [*_gathers(profile, plan, split), *_reductions(profile, plan, split)]
+        pairs += buffer_traffic(self, profile, plan, split)
         state, hosted = _state_bytes(profile, plan, split, coordinates["shard"])
         return Cost(tally(pairs), state, _transient(profile, plan, split), host_bytes=hosted)
+
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        if plan.shard.degree == 1:
+            return
+        yield Call("shard", "reduce_scatter", buffer.numel * buffer.gradient_bytes, "reduce")
+        gather = Call("shard", "all_gather", buffer.numel * buffer.compute_bytes, "reduce")
+        if plan.shard.stage < 3:
+            yield gather
+            return
+        yield gather._replace(phase="forward")
+        yield gather._replace(phase="backward")
+        if software.gathers_again and plan.memory.recompute == "full":
+            yield gather._replace(phase="recompute")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         master = MASTER_DTYPE[plan.precision]
@@ -109,25 +124,6 @@ class ShardAxis(Strategy):
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(mesh.device)
         return model
-
-
-def _gathers(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:
-    compute = COMPUTE_DTYPE[plan.precision].itemsize
-    for block in profile.all:
-        for layout in flat_layouts(block.parameters, plan.shard.degree):
-            if plan.shard.stage < 3:
-                times = reductions_per_step(plan, split) if layout.parameters[0].trainable else 0
-            elif block is profile.root:
-                times = split.accumulation if plan.pipe.degree == 1 else 1
-            else:
-                times = split.accumulation * (block.calls + block.in_backward)
-            yield from [(("shard", "all_gather"), layout.numel * compute)] * times
-
-
-def _reductions(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:
-    for layout in trained_layouts(profile, plan):
-        one = (("shard", "reduce_scatter"), layout.numel * master_bytes(plan))
-        yield from [one] * reductions_per_step(plan, split)
 
 
 def _sums(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:

@@ -17,7 +17,8 @@ dry run of the rank's forward.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -26,22 +27,27 @@ from weft.errors import PlanError
 from weft.inspection.parameter_cut import share
 from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
-from weft.plan import BatchSplit, Plan
+from weft.parallel.buffer_traffic import buffer_traffic
+from weft.plan import BatchSplit, Plan, Tile
 from weft.profile import Profile
-from weft.sharding.layout import master_bytes, trained_layouts
+from weft.profile.software import BlockPass, Software
+from weft.profile.workload import Call
 from weft.sharding.units import units_of
 from weft.spatial.dry_run import dry_run
 from weft.spatial.tile_layout import Grid
 from weft.spatial.tiled_model import install, install_stage
 from weft.spatial.tiling import tiling_of
 from weft.spatial.view import View
-from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
+from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally
+
+MAX_TILES = 64  # largest number of tiles of an image that a search tries
 
 
 class TileAxis(Strategy):
     """Splits images over `rows` and `columns`."""
 
     name = "tile"
+    axes = ("rows", "columns")
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         if not plan.is_viewed:
@@ -72,10 +78,6 @@ class TileAxis(Strategy):
         if not plan.is_viewed:
             return Cost()
         pairs: list[tuple[Key, int]] = []
-        if plan.tile.degree > 1:
-            for layout in trained_layouts(profile, plan):
-                one = (("tile", "all_reduce"), layout.slice_numel * master_bytes(plan))
-                pairs += [one] * reductions_per_step(plan, split)
         in_backward = {block.name for block in profile.blocks if block.in_backward}
         is_again = plan.memory.recompute != "none"
         calls = profile.cache["calls"] if plan.pipe.degree > 1 else dry_run(profile, plan, coordinates).calls
@@ -84,6 +86,23 @@ class TileAxis(Strategy):
             times = 1 + (is_again and recorded.recomputed and recorded.block in in_backward)
             pairs += [((axis, operation), num_bytes)] * (times * split.accumulation)
         return Cost(tally(pairs))
+
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        """The grids; the planner tries where tiles end and how they are handed over."""
+        if space.samples != "images":
+            return [{}]
+        degrees = [degree for degree in divisors(space.num_devices) if degree <= MAX_TILES]
+        return [{"tile": Tile(rows, degree // rows)} for degree in degrees for rows in divisors(degree)]
+
+    def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
+        """The collectives between tiles: halos for each image, statistics once for a micro-batch."""
+        is_recomputed = plan.memory.recompute != "none" and block.is_block
+        for call in block.work.tile_calls:
+            num_bytes = call.num_bytes * (block.micro_batch if call.operation == "send" else 1)
+            phase = "forward" if call.phase == "again" else call.phase
+            yield call._replace(num_bytes=num_bytes, phase=phase)
+            if call.phase == "again" and is_recomputed:
+                yield call._replace(num_bytes=num_bytes, phase="backward")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         tiling = tiling_of(model)
@@ -104,9 +123,17 @@ class TileAxis(Strategy):
 
 
 class TileGradients(Strategy):
-    """Sums gradients over the tiles, after `ShardAxis` has made the flat buffers. `TileAxis` states the cost."""
+    """Sums gradients over the tiles, after `ShardAxis` has made the flat buffers."""
 
     name = "tile gradients"
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        return Cost(tally(buffer_traffic(self, profile, plan, split)))
+
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        if plan.tile.degree > 1:
+            own = buffer.numel / plan.shard.degree
+            yield Call("tile", "all_reduce", own * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         units = units_of(model)

@@ -217,8 +217,7 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
     if pipe.degree == 1:
         return refuse_shadows(plan) if pipe.shadow else None
     make_schedule(pipe.schedule, pipe.degree, pipe.batches or 2, **pipe.options)
-    axes = ("shard", "rows", "columns", "context", "x", "y")
-    inside = {axis: plan.degree(axis) for axis in axes if plan.degree(axis) > 1}
+    inside = {axis: degree for axis, degree in plan.degrees.items() if degree > 1 and axis not in ("data", "pipe")}
     given = ", ".join(f"{axis} = {degree}" for axis, degree in inside.items())
     if pipe.schedule == "message" and inside:
         return (

@@ -19,11 +19,11 @@ from weft.models import LanguageConfig, ModelConfig
 from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
 from weft.planner.image_model import planned_images, software_for_images
-from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.predict import link_of
 from weft.planner.question import Objective, Question
 from weft.planner.search import Candidate, Model, SearchResult, search
+from weft.profile.software import software_for_text
 from weft.schema import to_table
 
 MAX_SPANS = 20_000  # a longer timeline is left out of the answer

@@ -147,7 +147,8 @@ def working(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) -
 
 
 def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int, chunks: int) -> WorkingMemory:
-    per_micro_batch, compute = (plan.micro_batch or 1) / plan.context.degree, COMPUTE_DTYPE[plan.precision].itemsize
+    per_micro_batch = (plan.micro_batch or 1) / plan.num_parts("tokens")
+    compute = COMPUTE_DTYPE[plan.precision].itemsize
     blocks = num_blocks / plan.pipe.degree
     is_first, is_last = rank == 0, rank == plan.pipe.degree - 1
     ends = sizes.root_numel if is_first and is_last else is_first * sizes.first_numel + is_last * sizes.last_numel

@@ -19,11 +19,11 @@ from weft.planner.closed_form_memory import RankMemory
 from weft.planner.image_search import ImageSearch
 from weft.planner.image_sections import ImageSections
 from weft.planner.image_step import ImageSteps
-from weft.planner.kernels import Software
 from weft.planner.question import Question
 from weft.planner.search import Model, Search
-from weft.planner.workload import Workload
 from weft.profile import profile
+from weft.profile.software import Software
+from weft.profile.workload import Workload
 from weft.sharding.layout import COMPUTE_DTYPE
 
 COMPILED = Software(fused=True, compiled=True)  # tiles run uncompiled

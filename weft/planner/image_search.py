@@ -6,17 +6,17 @@ It tries grids of tiles (with where tiles end, how they are handed over, and how
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from weft.errors import PlanError
-from weft.plan import Memory, Pipe, Plan, Tile
+from weft.plan import Pipe, Plan, Tile
 from weft.planner.image_step import ImageSteps
-from weft.planner.search import MAX_MICRO_BATCH, Candidate, Search, divisors
+from weft.planner.search import Candidate, Search
+from weft.strategy import Strategy
 
-MAX_TILES = 64  # largest number of tiles of an image
 FUSED = (1, 2, 4)  # layers that share one halo exchange
 MIRRORED: tuple[Any, ...] = ("bidirectional", "gems")
 
@@ -26,11 +26,14 @@ class ImageSearch(Search):
 
     steps: ImageSteps
 
-    def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
-        for degree in divisors(self.num_devices):
-            for rows in divisors(degree) if degree <= MAX_TILES else ():
-                for tile in self._tiles(rows, degree // rows):
-                    yield from self._policies(tile)
+    @property
+    def _base(self) -> Plan:
+        return Plan(precision=self.question.precision, exact=self.question.exact)
+
+    def _allowed(self, strategy: Strategy, fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        if "tile" not in fields:
+            return super()._allowed(strategy, fields)
+        return ({"tile": tile} for tile in self._tiles(fields["tile"].rows, fields["tile"].columns))
 
     def _tiles(self, rows: int, columns: int) -> Iterator[Tile]:
         """Yields the tilings to try on a grid: layers per exchange, where tiles end, and how they are handed over."""
@@ -56,26 +59,6 @@ class ImageSearch(Search):
                         self._refused.setdefault(str(error), name)
                         return
                     yield tile
-
-    def _policies(self, tile: Tile) -> Iterator[tuple[float, Plan]]:
-        """Yields (lower bound of the step's seconds, plan) for each micro-batch and recompute policy of a tiling."""
-        batch = self.question.batch
-        for micro_batch in divisors(batch):
-            if micro_batch > MAX_MICRO_BATCH:
-                break
-            if tile.hand_over == "batch" and micro_batch % tile.degree:
-                continue
-            for recompute in ("none", "selective", "full"):
-                plan = Plan(
-                    tile=tile,
-                    micro_batch=micro_batch,
-                    memory=Memory(recompute),  # type: ignore[arg-type]
-                    precision=self.question.precision,
-                    exact=self.question.exact,
-                )
-                if all(one.holds(plan) for one in self._inner):
-                    seconds = sum(self.steps.chain(plan))
-                    yield batch / micro_batch * seconds * tile.degree / self.num_devices, plan
 
     def _is_asked(self, plan: Plan, fields: str) -> bool:
         """Does the plan satisfy the constraints whose field starts with `fields`?"""

@@ -35,8 +35,8 @@ from weft.planner.image_chain import (
     section_of,
     smallest_images,
 )
-from weft.planner.workload import BlockWork, Call, Filter, Product
 from weft.profile import Block, Profile, profile
+from weft.profile.workload import BlockWork, Call, Filter, Phase, Product
 from weft.spatial.dry_run import DryRun, dry_run, image_sizes
 from weft.spatial.recorded_calls import RecordedCall
 
@@ -300,13 +300,13 @@ def _calls_by_section(said: Iterable[RecordedCall], count: int, index_of: Mappin
     Equal collectives of a section become one with their mean bytes. The phase is "again" for collectives of forward
     that recompute repeats.
     """
-    numbers: list[Counter[tuple[str, str, str]]] = [Counter() for _ in range(count)]
-    sizes: list[Counter[tuple[str, str, str]]] = [Counter() for _ in range(count)]
+    numbers: list[Counter[tuple[str, str, Phase]]] = [Counter() for _ in range(count)]
+    sizes: list[Counter[tuple[str, str, Phase]]] = [Counter() for _ in range(count)]
     index = 0
     for one in said:
         index = index_of.get(one.block, 0 if index == 0 else count - 1)
         axis, operation, num_bytes = one.call
-        phase = "backward" if one.is_backward else "again" if one.recomputed else "forward"
+        phase: Phase = "backward" if one.is_backward else "again" if one.recomputed else "forward"
         numbers[index][axis, operation, phase] += 1
         sizes[index][axis, operation, phase] += num_bytes
     return [
@@ -324,7 +324,7 @@ def _hand_over(num_bytes: float, tile: Tile) -> list[Call]:
         sent = [("tile", own / tile.degree, tile.degree - 1)]
     else:
         sent = [("columns", own, tile.columns - 1), ("rows", own * tile.columns, tile.rows - 1)]
-    phases = ("forward", "backward")
+    phases: tuple[Phase, ...] = ("forward", "backward")
     return [Call(axis, "send", size, phase, times) for axis, size, times in sent if times for phase in phases]
 
 

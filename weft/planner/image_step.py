@@ -19,8 +19,9 @@ from weft.planner.closed_form_memory import NUM_MESSAGES, RankMemory, alive_at_o
 from weft.planner.image_chain import ImageSection
 from weft.planner.image_sections import ImageSections
 from weft.planner.micro_batch import Seconds
+from weft.planner.question import inner_settings
 from weft.planner.step import FIXED_SECONDS, PlannedStage, StepModel, on_rank
-from weft.planner.workload import BlockWork
+from weft.profile.workload import BlockWork
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
@@ -63,7 +64,7 @@ class ImageSteps(StepModel):
     def section_seconds(self, plan: Plan) -> list[Seconds]:
         """Seconds of one micro-batch in each section."""
         assert plan.micro_batch is not None
-        key = (plan.tile, plan.micro_batch, plan.memory.recompute, plan.precision)
+        key = (inner_settings(plan), plan.memory.recompute)
         if key not in self._seconds_of:
             sections = self.sections.under(plan.tile)
             self._seconds_of[key] = [self.inside(one.part, plan, plan.micro_batch * one.images) for one in sections]

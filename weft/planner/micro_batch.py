@@ -1,8 +1,8 @@
 """The time of one micro-batch in one block on one rank: kernels, and the collectives that are not hidden.
 
-The tensor axes sum the partial results of matmuls (in AxoNN's terms). `context` either sends keys and values round a
-ring while attention uses the keys at hand, or exchanges heads for tokens in an all-to-all. Tiles exchange halos and
-statistics. A block takes at least the host's time to issue its operations.
+The collectives are those that the strategies of the axes state (`Strategy.block_calls`). Each says which work may run
+at the same time: matmuls, attention or the gradients of inputs. A block takes at least the host's time to issue its
+operations.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
 from weft.inspection.memory_traffic import MemoryTraffic
+from weft.parallel.apply import STRATEGIES
+from weft.parallel.context.closed_form import attends_again, key_numel
 from weft.parallel.fp8 import MULTIPLE
+from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
-from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels, Software
-from weft.planner.workload import BlockWork, Call, Product, Workload
+from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
+from weft.planner.question import inner_settings
+from weft.profile.software import BlockPass, Software
+from weft.profile.workload import Beside, BlockWork, Call, Product, Workload
+from weft.strategy import Strategy
 
+BLOCK_AXES = [one for one in STRATEGIES if type(one).block_calls is not Strategy.block_calls]
+BESIDE = get_args(Beside)
 # The share of a link's printed bandwidth that collectives reach: about 235 of 300 GB/s inside a DGX A100, 360 of 450
 # inside a DGX H100, and 85 to 95 % of the NICs between nodes, as nccl-tests are commonly reported (not re-checked).
 LINK_SHARE = {"intra": 0.78, "inter": 0.85}
@@ -106,7 +114,7 @@ class MicroBatchModel:
 
     def _kernels_of(self, part: BlockWork, plan: Plan, micro_batch: float) -> tuple[Seconds, Seconds]:
         """Returns the seconds of (all kernels, attention kernels), with recompute."""
-        key = (id(part), plan.tensor, plan.context, micro_batch, plan.precision, plan.matmul)
+        key = (id(part), inner_settings(plan), micro_batch, plan.matmul)
         if key not in self._runs:
             self._runs[key] = part, self._run_once(part, plan, micro_batch)  # holds the part: its id stays unique
         once = self._runs[key][1]
@@ -117,30 +125,24 @@ class MicroBatchModel:
         if recompute == "full":
             again, attends = once.whole.forward - self.software.stops_early * once.last, True
         else:
-            kind, attends = self.software.selective, self._attends_again(plan)
+            kind, attends = self.software.selective, attends_again(plan, self.software)
             again = {"attention": 0.0, "cheap": once.again, "other": once.moved + once.products / 2}[kind]
             again += attends * attention.forward
         forward, backward = once.whole
         attention = Seconds(attention.forward, attention.backward + attends * attention.forward)
         return Seconds(forward, backward + again), attention
 
-    def _attends_again(self, plan: Plan) -> bool:
-        """Does backward compute attention again? weft's selective recompute keeps no results of ring attention."""
-        kind = self.software.selective
-        is_selective = kind == "attention" or (kind == "cheap" and plan.context.degree > 1)
-        return {"none": False, "selective": is_selective, "full": True}[plan.memory.recompute]
-
     def _run_once(self, part: BlockWork, plan: Plan, micro_batch: float) -> _KernelSeconds:
         kernels = self._kernels[plan.precision]
         x, y = plan.tensor.x, plan.tensor.y
-        scale = micro_batch / plan.context.degree
+        scale = micro_batch / plan.num_parts("tokens")
         forward = backward = last = heads = 0.0
         for product in part.products:
             rows, inputs, outputs = product.local(x, y)
             heads += inputs * outputs if product.kind == "head" else 0
             if product.kind == "head" and self.software.pads_head and x * y == 1:
                 outputs = -(-outputs // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
-            gathered = x if self._gathers_fp8(plan) and product.kind != "row" else 1
+            gathered = x if gathers_fp8(plan, self.software) and product.kind != "row" else 1
             own = self._head_kernels[plan.precision] if product.kind == "head" else kernels
             own = self._fp8_kernels if self._is_fp8(part, product, plan) else own
             times = own.linear(math.ceil(rows * scale), inputs, outputs, 1 / gathered)
@@ -190,37 +192,20 @@ class MicroBatchModel:
         flops, scores = part.attention_flops * share, part.score_numel * share
         forward, backward = kernels.attention(flops, scores, sequence, is_grouped=is_grouped)
         if is_ring:
-            queries, keys = part.query_numel * share, self._key_numel(part, plan) * scale
+            queries, keys = part.query_numel * share, key_numel(part, plan, self.software) * scale
             moved = RING_BYTES[self.software.fuses_ring]
             adding = [degree * num_bytes / kernels.bytes_per_second for num_bytes in moved]
             forward, backward = forward + adding[0] * queries, backward + adding[1] * queries + adding[2] * keys
         elif degree > 1:
-            copied = EXCHANGE_COPIES * 4 * (2 * part.query_numel * share + self._key_numel(part, plan) * scale)
+            copied = EXCHANGE_COPIES * 4 * (2 * part.query_numel * share + key_numel(part, plan, self.software) * scale)
             forward += copied / kernels.bytes_per_second
             backward += copied / kernels.bytes_per_second
         return Seconds(forward, backward)
-
-    def _key_numel(self, part: BlockWork, plan: Plan) -> float:
-        """K and V on one rank, for all tokens of a sequence. An all-to-all repeats key heads if ranks are more."""
-        x, degree = plan.tensor.x, plan.context.degree
-        if self.software.repeats_keys:
-            return 2 * part.query_numel / x
-        heads = max(1, part.num_key_heads // x)
-        repeats = degree // math.gcd(heads, degree) if plan.context.kind == "all-to-all" else 1
-        return 2 * part.key_numel / part.num_key_heads * heads * repeats
-
-    def _gathers_fp8(self, plan: Plan) -> bool:
-        """Are tensors cast to fp8 before they are gathered along the sequence?"""
-        return self.software.fp8 == "tensor" and plan.tensor.sequence
 
     def _is_fp8(self, part: BlockWork, product: Product, plan: Plan) -> bool:
         """Does the plan run this linear layer in fp8, and has the device an fp8 rate?"""
         takes_part = self._is_block(part) and product.inputs % MULTIPLE == product.outputs % MULTIPLE == 0
         return plan.matmul == "fp8" and takes_part and "fp8" in self.cluster.node.device.peak_flops
-
-    def _gathers_again(self, plan: Plan) -> bool:
-        """Does selective recompute of matmuls gather the regions' inputs again?"""
-        return plan.memory.recompute == "selective" and self.software.selective == "other" and plan.tensor.sequence
 
     def _is_block(self, part: BlockWork) -> bool:
         return part is not self.workload.first and part is not self.workload.last
@@ -243,64 +228,10 @@ class MicroBatchModel:
     # --- collectives
 
     def calls(self, part: BlockWork, plan: Plan, micro_batch: float) -> Iterator[Call]:
-        """Yields the collectives of a block for one micro-batch.
-
-        Around matmuls, in AxoNN's terms: outputs are summed over the axis that splits the inputs, and the gradient of
-        the input over the axis that splits the outputs. Then come the collectives of `context` and of tiles.
-        """
-        x, y = plan.tensor.x, plan.tensor.y
-        if x * y > 1:
-            yield from self._tensor_calls(part, plan, 2 * micro_batch / plan.context.degree)
-        if plan.context.degree > 1 and part.attention_flops:
-            yield from self._context_calls(part, plan, micro_batch / plan.context.degree)
-        yield from self._tile_calls(part, plan, micro_batch)
-
-    def _tensor_calls(self, part: BlockWork, plan: Plan, scale: float) -> Iterator[Call]:
-        """Collectives over x and y. `scale` is the bytes per element of all sequences of the rank."""
-        x, y = plan.tensor.x, plan.tensor.y
-        is_recomputed = plan.memory.recompute == "full" and self._is_block(part)
-        for product in part.products:
-            over_out, over_in = (y, x) if product.kind == "row" else (x, y)
-            out_axis, in_axis = ("y", "x") if product.kind == "row" else ("x", "y")
-            if product.kind == "whole":
-                continue
-            if over_in > 1:
-                num_bytes = scale * product.rows * product.outputs / over_out
-                is_again = is_recomputed and not (product.is_last and self.software.stops_early)
-                for phase in ("forward", "backward") if is_again else ("forward",):
-                    if self._gathers_fp8(plan) and in_axis == "x":
-                        yield Call(in_axis, "reduce_scatter", num_bytes, phase)
-                        yield Call(in_axis, "all_gather", num_bytes / 2, phase)
-                    else:
-                        yield Call(in_axis, "all_reduce", num_bytes, phase)
-            if over_out > 1 and product.enters:
-                num_bytes = scale * product.rows * product.inputs / over_in
-                yield Call(out_axis, "all_reduce", num_bytes, "backward")
-                if self._gathers_again(plan) or (plan.tensor.regather and out_axis == "x"):
-                    yield Call(out_axis, "all_gather", num_bytes, "backward")
-
-    def _context_calls(self, part: BlockWork, plan: Plan, scale: float) -> Iterator[Call]:
-        """As in `parallel/context/attention.py`: elements of 16 bits; sums of gradients have 32 bits."""
-        degree, keys = plan.context.degree, self._key_numel(part, plan) * scale
-        queries = part.query_numel * scale / plan.tensor.x
-        forward = [Call("context", "send", 2 * keys, "forward")] * (degree - 1)
-        backward = [Call("context", "send", size * keys, "backward") for size in (2, 4)] * (degree - 1)
-        if plan.context.kind == "all-to-all":
-            traded = (2 * (queries + keys), 2 * queries)
-            forward = [Call("context", "all_to_all", num_bytes, "forward") for num_bytes in traded]
-            backward = [call._replace(phase="backward") for call in forward]
-        yield from forward
-        yield from backward
-        if self._attends_again(plan):
-            yield from (call._replace(phase="backward") for call in forward)
-
-    def _tile_calls(self, part: BlockWork, plan: Plan, micro_batch: float) -> Iterator[Call]:
-        """Collectives between tiles: halos for each image, statistics once for a micro-batch."""
-        is_recomputed = plan.memory.recompute != "none" and self._is_block(part)
-        for call in part.tile_calls:
-            num_bytes = call.num_bytes * (micro_batch if call.operation == "send" else 1)
-            for phase in ("forward", "backward") if is_recomputed and call.phase == "again" else (call.phase,):
-                yield call._replace(num_bytes=num_bytes, phase="forward" if phase == "again" else phase)
+        """Yields the collectives of a block for one micro-batch, as the strategies of the axes state them."""
+        block = BlockPass(part, micro_batch, self.software, self._is_block(part))
+        for strategy in BLOCK_AXES:
+            yield from strategy.block_calls(block, plan)
 
     def inside(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
         """Seconds of a block's kernels and of the collectives not hidden; at least the host's time to issue them."""
@@ -322,44 +253,27 @@ class MicroBatchModel:
         own, attention = self._kernels_of(part, plan, micro_batch)
         if not calls:
             return own
-        tensor, context, again, copied = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0
+        piles = {work: [0.0, 0.0] for work in BESIDE}
+        copied, ring = 0.0, 1
         for call in calls:
-            phase = call.phase == "backward"
             seconds = call.times * self.seconds(call.axis, call.operation, call.num_bytes, plan)
-            if call.axis == "context":
-                context[phase] += seconds
-                continue
-            if plan.tensor.regather and phase and call.operation == "all_gather":
-                again += seconds
-                continue
-            tensor[phase] += seconds
-            if self.software.copies_sequence and plan.tensor.sequence:  # copies of gathered and scattered tensors
-                times = 2 if call.operation == "all_reduce" else 1
-                copied += times * call.num_bytes / self._kernels[plan.precision].bytes_per_second
-        own = own.plus(Seconds(copied, copied)).plus(self._exposed_context(attention, context, plan))
+            piles[call.beside][call.phase == "backward"] += seconds
+            copied += call.copies * call.num_bytes / self._kernels[plan.precision].bytes_per_second
+            if call.beside == "attention":
+                ring = max(ring, plan.degree(call.axis))
+        own = own.plus(Seconds(copied, copied)).plus(Seconds(*piles["nothing"]))
+        own = own.plus(_beside_attention(attention, piles["attention"], ring))
+        communication, again = piles["matmuls"], piles["input gradients"][True]
         if self.software.hides_tensor:
             first = 1 / plan.tensor.x  # share of the first piece, which nothing hides
             return Seconds(
-                *(
-                    beside(mine, communication, first * communication)
-                    for mine, communication in zip(own, tensor, strict=True)
-                )
+                *(beside(mine, other, first * other) for mine, other in zip(own, communication, strict=True))
             )
         if self.software.hides_input:
             # dW is half of backward and hides the sums of dI. dI hides the repeated gathers for dW.
-            hidden_backward = beside(own.backward / 2, tensor[1]) + beside(own.backward / 2, again)
-            return Seconds(own.forward + tensor[0], hidden_backward)
-        return own.plus(Seconds(tensor[0], tensor[1] + again))
-
-    def _exposed_context(self, attention: Seconds, communication: list[float], plan: Plan) -> Seconds:
-        """Seconds that collectives over `context` add to attention.
-
-        In a ring, the next keys are sent during all blocks of attention but the last. An all-to-all is not hidden.
-        """
-        if plan.context.kind == "all-to-all" or not any(communication):
-            return Seconds(*communication)
-        shares = [seconds * (1 - 1 / plan.context.degree) for seconds in attention]
-        return Seconds(*(beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
+            hidden_backward = beside(own.backward / 2, communication[1]) + beside(own.backward / 2, again)
+            return Seconds(own.forward + communication[0], hidden_backward)
+        return own.plus(Seconds(communication[0], communication[1] + again))
 
     def seconds(self, axis: str, operation: str, num_bytes: float, plan: Plan) -> float:
         """Seconds of one collective over an axis of the plan."""
@@ -382,7 +296,7 @@ class MicroBatchModel:
     # --- all blocks
 
     def chain(self, plan: Plan) -> Seconds:
-        """Seconds of one micro-batch in the whole model, split only over x, y and context."""
+        """Seconds of one micro-batch in the whole model, split only by the settings that shape a rank's own work."""
         first, blocks, last = self._chain(plan)
         return blocks.plus(first).plus(last)
 
@@ -392,14 +306,14 @@ class MicroBatchModel:
 
     def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of one micro-batch in (the first end, all blocks, the last end)."""
-        inner = (plan.tensor, plan.context, plan.micro_batch, plan.precision, plan.matmul)
+        inner = (inner_settings(plan), plan.matmul)
         found = self._chains.get((inner, plan.memory.recompute))
         if found is None:
             assert plan.micro_batch is not None
             blocks = Seconds()
             for part, count in self._kinds.items():
                 blocks = blocks.plus(self.inside(part, plan, plan.micro_batch), count)
-            of_ends = (inner, self._gathers_again(plan))  # recompute does not apply to the ends
+            of_ends = (inner, gathers_again(plan, self.software))  # recompute does not apply to the ends
             if of_ends not in self._ends:
                 ends = (self.workload.first, self.workload.last)
                 self._ends[of_ends] = [self.inside(end, plan, plan.micro_batch) for end in ends]
@@ -411,28 +325,17 @@ class MicroBatchModel:
 def place(plan: Plan, axis: str, pipe_outside: bool = False) -> tuple[int, int]:
     """Returns (the distance in ranks between neighbours on an axis, the axis' degree).
 
-    These are `Plan.inner` and `Plan.degree` without their tables, fast enough for the search.
+    "tile" and "replicas" are joint axes. Replicas are the ranks over which software may shard the optimizer state: data
+    directly outside context.
     """
-    if axis == "y":
-        return 1, plan.tensor.y
-    if axis == "x":
-        return plan.tensor.y, plan.tensor.x
-    inner = plan.tensor.x * plan.tensor.y
-    if axis == "context":
-        return inner, plan.context.degree
-    inner *= plan.context.degree
-    if axis == "columns":
-        return inner, plan.tile.columns
-    if axis == "rows":
-        return inner * plan.tile.columns, plan.tile.rows
     if axis == "tile":
-        return inner, plan.tile.degree
-    inner *= plan.tile.degree
-    if axis == "shard":
-        return inner, plan.shard.degree
-    inner *= plan.shard.degree
-    mine, other = (plan.pipe.degree, plan.data) if axis == "pipe" else (plan.data, plan.pipe.degree)
-    return (inner * other if pipe_outside == (axis == "pipe") else inner), mine
+        return plan.inner("columns"), plan.tile.degree
+    if axis == "replicas":
+        return plan.inner("context"), plan.data * plan.context.degree
+    if pipe_outside and axis in ("data", "pipe"):
+        inner, pipe = plan.place("pipe")
+        return (inner, plan.data) if axis == "data" else (inner * plan.data, pipe)
+    return plan.place(axis)
 
 
 def beside(compute: float, communication: float, floor: float = 0.0) -> float:
@@ -440,6 +343,14 @@ def beside(compute: float, communication: float, floor: float = 0.0) -> float:
     exposed.
     """
     return compute + OVERLAP_LOSS * min(compute, communication) + max(floor, communication - compute)
+
+
+def _beside_attention(attention: Seconds, communication: list[float], degree: int) -> Seconds:
+    """Seconds that collectives add which run during all of the `degree` blocks of attention but the last."""
+    if not any(communication):
+        return Seconds()
+    shares = [seconds * (1 - 1 / degree) for seconds in attention]
+    return Seconds(*(beside(share, mine) - share for share, mine in zip(shares, communication, strict=True)))
 
 
 def _longer(one: Seconds, other: Seconds) -> Seconds:

@@ -19,11 +19,11 @@ from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head
 from weft.plan import Plan
 from weft.planner.closed_form_memory import IN_HEAD, sizes
-from weft.planner.kernels import Software, software_for_text
 from weft.planner.search import Model
 from weft.planner.step import StepModel
-from weft.planner.workload import workload
 from weft.profile import Profile, profile
+from weft.profile.software import Software, software_for_text
+from weft.profile.workload import workload
 
 NUM_PROFILED = 2
 

@@ -32,10 +32,10 @@ from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan
 from weft.planner.host_link import copied_seconds, update_seconds
 from weft.planner.image_model import planned_images, software_for_images
-from weft.planner.kernels import software_for_text
 from weft.planner.model import planned_model
 from weft.planner.step import StepModel
 from weft.profile import Profile
+from weft.profile.software import software_for_text
 from weft.run_file import Run
 from weft.schedule import Timeline, simulate
 from weft.sharding.layout import COMPUTE_DTYPE

@@ -10,12 +10,13 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
 from weft.data.formats import ImageShape
 from weft.errors import ConfigError
-from weft.plan import Context, Memory, Pipe, Plan, Precision, Shard, Tensor, Tile
+from weft.plan import Plan, Precision
 from weft.schema import nearest
 
 Objective = Literal["time", "cost", "devices"]
@@ -29,7 +30,7 @@ COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-_TABLES = {"pipe": Pipe, "shard": Shard, "tensor": Tensor, "context": Context, "memory": Memory, "tile": Tile}
+_TABLES = {name: hint for name, hint in get_type_hints(Plan).items() if is_dataclass(hint)}
 _SHORT = {
     "x": "tensor.x",
     "y": "tensor.y",
@@ -40,12 +41,12 @@ _SHORT = {
     "recompute": "memory.recompute",
     "offload": "memory.offload",
     **{name: f"tile.{name}" for name in ("rows", "columns", "until", "hand_over", "fused")},
-    "tile": "tile.degree",
     "tensor": "tensor.x",
-    **{table: f"{table}.degree" for table in ("pipe", "shard", "context")},
+    **{name: f"{name}.degree" for name, table in _TABLES.items() if hasattr(table, "degree")},
 }
-# Fields that shape a rank's own work. The search chooses them first, then pipe, shard and data.
-INNER = ("tensor.", "context.", "tile.", "micro_batch", "memory.recompute", "precision")
+# Fields that do not shape a rank's own work. The search chooses all others first, with `memory.recompute`.
+OUTER = ("data", "pipe", "shard", "memory", "matmul", "exact", "hierarchical", "statistics")
+inner_settings = attrgetter(*(field.name for field in fields(Plan) if field.name not in OUTER))
 _PATTERN = re.compile(r"\s*([a-z_][a-z_.]*)\s*(<=|>=|!=|==|=|<|>)\s*([\w.\-]+)\s*")
 
 
@@ -72,7 +73,7 @@ class Constraint:
     @property
     def is_inner(self) -> bool:
         """Does it concern settings that are chosen before pipe, shard and data?"""
-        return self.name.startswith(INNER)
+        return self.name == "memory.recompute" or self.name.partition(".")[0] not in OUTER
 
 
 @dataclass(frozen=True)

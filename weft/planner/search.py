@@ -1,35 +1,35 @@
 """The search for the fastest plans that fit into memory.
 
-Settings that shape a rank's own work (x, y, sequence, context, micro-batch, recompute) are tried in the order of a
-lower bound: a step takes at least its compute divided over all devices, without waits or communication. For each of
-them, all layouts of the other axes (pipe with its schedules, shard with its stages, data) are checked for memory and
-timed in closed form. A plan that does not fit is tried with the smallest share of its state in host memory with which
-it fits. The search ends when no remaining bound is lower than the times of the plans found, so it misses no plan that
-is among the fastest. The best plans are then timed by simulating their schedules. The search is deterministic: the same
-question has the same answer.
+Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute) are tried in
+the order of a lower bound: a step takes at least its compute divided over all devices, without waits or communication.
+For each of them, all layouts of the other axes (pipe with its schedules, shard with its stages, data) are checked for
+memory and timed in closed form. A plan that does not fit is tried with the smallest share of its state in host memory
+with which it fits. The search ends when no remaining bound is lower than the times of the plans found, so it misses no
+plan that is among the fastest. The best plans are then timed by simulating their schedules. The search is
+deterministic: the same question has the same answer.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, Literal, Self
 
 from weft.cluster.hardware import Cluster
 from weft.parallel.apply import STRATEGIES
-from weft.plan import Context, Pipe, Plan, Shard, Tensor
 from weft.plan import Memory as MemoryPolicy
+from weft.plan import Pipe, Plan, Shard
 from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
-from weft.planner.question import Question
+from weft.planner.question import Question, inner_settings
 from weft.planner.step import StepModel, StepTime
 from weft.profile import Profile
 from weft.sharding.host_memory import KEPT_FREE_BYTES
+from weft.strategy import SearchSpace, Strategy, divisors
 
 MAX_MICRO_BATCH = 64
-LONG_SEQUENCE = 16384  # tokens from which on `context` is tried
 NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
 REGATHER = "tensor.regather"
@@ -105,7 +105,7 @@ class Model:
         inside = (plan.tensor, plan.memory.recompute, plan.precision, plan.matmul)
         if inside not in self._sizes:
             self._sizes[inside] = sizes(self.profile, plan)
-        key = (*inside, plan.context, plan.micro_batch, plan.memory.activations, plan.pipe, num_micro_batches)
+        key = (*inside, inner_settings(plan), plan.memory.activations, plan.pipe, num_micro_batches)
         if key not in self._working:
             self._working[key] = working(self._sizes[inside], plan, self.num_blocks, num_micro_batches)
         return memory(self._working[key], self._sizes[inside], plan, num_micro_batches)
@@ -131,6 +131,7 @@ class Search(ABC):
         self.num_considered, self._room = 0, max(keep, NUM_TIMED)
         self._best: list[tuple[float, int, Candidate]] = []  # a heap with the slowest plan on top
         self._large: dict[tuple[int, ...], Candidate] = {}  # by layout, the plan that is nearest to fit
+        self._reasons: dict[tuple[tuple[str, Any], ...], str | None] = {}  # by fields of a plan, why they are refused
         self._refused: dict[str, str] = {}  # by reason, the first plan that was refused for it
         self._inner = [one for one in question.constraints if one.is_inner]
         self._outer = [one for one in question.constraints if not one.is_inner and one.name != OFFLOAD]
@@ -153,12 +154,57 @@ class Search(ABC):
         refused = tuple((what, reason) for reason, what in self._refused.items())
         return SearchResult(tuple(timed), tuple(large), refused, self.num_considered)
 
-    @abstractmethod
-    def _inner_plans(self) -> Iterable[tuple[float, Plan]]:
+    @property
+    def _base(self) -> Plan:
+        """The plan that the search varies."""
+        return Plan(precision=self.question.precision)
+
+    def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
         """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work.
 
         The other axes have degree 1.
         """
+        for plan in self._settings(self._base, STRATEGIES):
+            yield from self._policies(plan)
+
+    def _settings(self, plan: Plan, strategies: Sequence[Strategy]) -> Iterator[Plan]:
+        """Yields the plan under all settings of these strategies' axes."""
+        if not strategies:
+            yield plan
+            return
+        question, asked = self.question, frozenset(one.name for one in self.question.constraints)
+        samples: Literal["sequences", "images"] = "sequences" if question.shape is None else "images"
+        space = SearchSpace(self.num_devices // plan.num_ranks, samples, question.sequence, asked)
+        for fields in strategies[0].settings(space):
+            for allowed in self._allowed(strategies[0], fields):
+                yield from self._settings(replace(plan, **allowed) if allowed else plan, strategies[1:])
+
+    def _allowed(self, strategy: Strategy, fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Yields the fields if the model allows a plan with them alone. Otherwise, remembers the reason."""
+        key = tuple(fields.items())
+        if fields and key not in self._reasons:
+            self._reasons[key] = self._reason(Plan(**fields))
+        reason = self._reasons.get(key)
+        if reason is None:
+            yield fields
+            return
+        degrees = Plan(**fields).degrees
+        self._refused.setdefault(reason, " × ".join(f"{axis} {degrees[axis]}" for axis in strategy.axes))
+
+    def _policies(self, inner: Plan) -> Iterator[tuple[float, Plan]]:
+        """Yields (lower bound of the step's seconds, plan) for each micro-batch and recompute policy."""
+        batch = self.question.batch
+        for micro_batch in divisors(batch):
+            if micro_batch > MAX_MICRO_BATCH:
+                break
+            if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
+                continue
+            recomputes: list[Any] = ["none"] if inner.tensor.regather else ["none", "selective", "full"]
+            for recompute in recomputes:
+                plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
+                if all(one.holds(plan) for one in self._inner):
+                    seconds = sum(self.steps.chain(plan))
+                    yield batch / micro_batch * seconds * inner.num_ranks / self.num_devices, plan
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
@@ -184,9 +230,10 @@ class Search(ABC):
             ranks = room // degree
             if degree > self.model.num_blocks:
                 break
-            if batch % (ranks * inner.micro_batch):
+            num_samples = ranks * inner.num_batch_ranks * inner.micro_batch  # of one micro-batch on all ranks
+            if batch % num_samples:
                 continue
-            num_micro_batches = batch // (ranks * inner.micro_batch)
+            num_micro_batches = batch // num_samples
             for pipe in self._pipes(degree, inner):
                 if self._is_slow(self.steps.bound(inner, pipe, num_micro_batches)):
                     continue
@@ -267,59 +314,7 @@ class Search(ABC):
 
 
 class TextSearch(Search):
-    """Searches over x, y, sequence and context, and over pipeline schedules with equal blocks."""
-
-    def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
-        """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work.
-
-        The other axes have degree 1.
-        """
-        for x in divisors(self.num_devices):
-            for y in divisors(self.num_devices // x):
-                for sequence, regather in self._sequences(x):
-                    tensor = Tensor(x, y, sequence, regather)
-                    reason = self._reason(Plan(tensor=tensor))
-                    if reason is not None:
-                        self._refused.setdefault(reason, f"x {x} × y {y}")
-                        continue
-                    for context in self._contexts(self.num_devices // (x * y)):
-                        yield from self._policies(tensor, context)
-
-    def _sequences(self, x: int) -> list[tuple[bool, bool]]:
-        """(sequence, regather) to try: the residual stream replicated or split over x.
-
-        `regather` is tried here only if the question names it.
-        """
-        if x == 1:
-            return [(False, False)]
-        return [(False, False), (True, False), *([] if self._regathers else [(True, True)])]
-
-    def _policies(self, tensor: Tensor, context: int) -> Iterator[tuple[float, Plan]]:
-        batch = self.question.batch
-        for micro_batch in divisors(batch):
-            if micro_batch > MAX_MICRO_BATCH:
-                break
-            for recompute in ("none",) if tensor.regather else ("none", "selective", "full"):
-                plan = Plan(
-                    tensor=tensor,
-                    context=Context(context),
-                    micro_batch=micro_batch,
-                    memory=MemoryPolicy(recompute),  # type: ignore[arg-type]
-                    precision=self.question.precision,  # type: ignore[arg-type]
-                )
-                if not all(one.holds(plan) for one in self._inner):
-                    continue
-                one = self.steps.chain(plan)
-                group = tensor.x * tensor.y * context
-                yield batch / micro_batch * sum(one) * group / self.num_devices, plan
-
-    def _contexts(self, room: int) -> list[int]:
-        if self.question.sequence < LONG_SEQUENCE:
-            return [1]
-        return [c for c in divisors(room) if self.question.sequence % (2 * c) == 0 and not self._refuses_context(c)]
-
-    def _refuses_context(self, degree: int) -> bool:
-        return degree > 1 and self._reason(Plan(context=Context(degree))) is not None
+    """Searches over pipeline schedules with equal blocks."""
 
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
         if degree == 1:
@@ -329,13 +324,6 @@ class TextSearch(Search):
         if inner.tensor.x * inner.tensor.y == 1:
             found.append(Pipe(degree, "zero-bubble"))
         return found
-
-
-@lru_cache(maxsize=1 << 12)
-def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of a number, in order."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, str]:

@@ -1,31 +1,36 @@
 """The time of one step under a plan: kernels, exposed collectives, and the pipeline's schedule.
 
 The plan's stages are timed for one micro-batch (`micro_batch.py`), and the schedule is run with these times. The
-reduction of gradients (without the part that backward hides) and the optimizer are added. Gathers of `shard` overlap
-with a micro-batch's compute, block by block. Their cost is the first block's gather, the part that is longer than the
-compute, and the slow-down of the compute during the overlap.
+reduction of gradients (without the part that backward hides) and the optimizer are added. The collectives over flat
+buffers are those that the strategies of the axes state (`Strategy.buffer_calls`). Gathers of parameters overlap with a
+micro-batch's compute, block by block. Their cost is the first block's gather, the part that is longer than the compute,
+and the slow-down of the compute during the overlap.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
 from weft.cluster.hardware import ring_seconds
+from weft.parallel.apply import STRATEGIES
 from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.schedule_time import ScheduleTime, run
-from weft.planner.workload import BlockWork
+from weft.profile.workload import BlockWork, Call
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 from weft.schedule.simulate import Timeline, simulate
 from weft.sharding.layout import evenly_spaced
+from weft.strategy import Buffer, Strategy
 
+BUFFER_AXES = [one for one in STRATEGIES if type(one).buffer_calls is not Strategy.buffer_calls]
+ELEMENT_BYTES = 2  # of parameters that are gathered
 FIXED_SECONDS = 3e-3  # per step: the norm, the loss's copy to the host, the loop
 # Parameters in a bucket of gradients where buckets grow: the minimum, and the number for each rank of data. This is
 # Megatron-Core's rule (megatron/core/distributed/distributed_data_parallel.py). It keeps collectives of many ranks from
@@ -87,7 +92,7 @@ class StepModel(MicroBatchModel):
         largest = held + max(self.numel[0], self.numel[2]) / split
         ignored: dict[str, float] = {}
         count = max(1, len(work.blocks) // degree)
-        alone, share = share, self._beside_shards(share, held, count, plan, ignored)
+        alone, share = share, self._beside_buffers(share, held, count, plan, ignored)
         makespan = _makespan(first, share, last, plan.pipe, num_micro_batches)
         makespan += 2 * (degree - 1) * self.seconds("pipe", "send", self._message_bytes(plan), plan)
         reduction = self._reduction(largest, plan, [alone], count, ignored)
@@ -116,7 +121,7 @@ class StepModel(MicroBatchModel):
     def _message_bytes(self, plan: Plan) -> float:
         """Bytes of one micro-batch's message between two stages."""
         assert plan.micro_batch is not None
-        message = 2 * self.workload.stream_numel * plan.micro_batch / plan.context.degree / plan.tensor.y
+        message = 2 * self.workload.stream_numel * plan.micro_batch / plan.num_parts("tokens") / plan.tensor.y
         return message / plan.tensor.x if self.software.splits_messages else message
 
     def stages(self, plan: Plan) -> list[PlannedStage]:
@@ -147,14 +152,14 @@ class StepModel(MicroBatchModel):
         """Times a step under a plan, with the schedule simulated."""
         stages, exposed = self.stages(plan), dict[str, float]()
         alone = [stage.seconds for stage in stages]
-        both = [self._beside_shards(one.seconds, one.numel, one.num_blocks, plan, exposed) for one in stages]
+        both = [self._beside_buffers(one.seconds, one.numel, one.num_blocks, plan, exposed) for one in stages]
         messages = [self.seconds("pipe", "send", stage.message_bytes, plan) for stage in stages[:-1]]
         makespan, bubble = self._run(plan, both, messages, num_micro_batches)
         timeline = partial(self._timeline, plan, both, messages, num_micro_batches)
         largest = max(sum(stages[stage].numel for stage, _ in on_rank(plan.pipe, r)) for r in range(plan.pipe.degree))
+        own = self._where(plan, num_micro_batches, stages, both, exposed)
         reduction = self._reduction(largest, plan, alone, max(stage.num_blocks for stage in stages), exposed)
         optimizer = self._optimizer_seconds(largest, plan, num_micro_batches)
-        own = self._where(plan, num_micro_batches, stages, both)
         compute = max(self._load(plan.pipe, rank, alone) for rank in range(plan.pipe.degree)) * num_micro_batches
         where = {**own, "bubble": makespan - sum(own.values()), "data": reduction, "optimizer": optimizer}
         return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, where, timeline)
@@ -164,9 +169,17 @@ class StepModel(MicroBatchModel):
         return sum(share * sum(stages[stage]) for stage, share in on_rank(pipe, rank))
 
     def _where(
-        self, plan: Plan, num_micro_batches: int, stages: list[PlannedStage], both: list[Seconds]
+        self,
+        plan: Plan,
+        num_micro_batches: int,
+        stages: list[PlannedStage],
+        both: list[Seconds],
+        exposed: Mapping[str, float],
     ) -> dict[str, float]:
-        """Seconds of the busiest pipeline rank in a step: its kernels, and the time that each axis adds to them."""
+        """Seconds of the busiest pipeline rank in a step: its kernels, and the time that each axis adds to them.
+
+        `exposed` is the time that each axis adds to all stages by collectives over flat buffers.
+        """
         rank = max(range(plan.pipe.degree), key=lambda rank: self._load(plan.pipe, rank, both))
         parts: Counter[tuple[BlockWork, float]] = Counter()
         for stage, share in on_rank(plan.pipe, rank):
@@ -178,27 +191,39 @@ class StepModel(MicroBatchModel):
                 found[axis] += count * num_micro_batches * seconds
         alone = [stage.seconds for stage in stages]
         all_of_it = [num_micro_batches * self._load(plan.pipe, rank, each) for each in (alone, both)]
-        return {"compute": all_of_it[0] - sum(found.values()), **found, "shard": all_of_it[1] - all_of_it[0]}
+        added = {"shard": 0.0, **_divide(all_of_it[1] - all_of_it[0], exposed)}
+        return {"compute": all_of_it[0] - sum(found.values()), **found, **added}
 
-    def _beside_shards(self, stage: Seconds, size: float, count: int, plan: Plan, exposed: dict[str, float]) -> Seconds:
-        """Seconds of a stage with the collectives of `shard` that overlap with it.
+    def _buffer_calls(self, numel: float, plan: Plan) -> list[Call]:
+        """The collectives of all axes over a flat buffer of `numel` parameters."""
+        buffer = Buffer(numel, ELEMENT_BYTES, self.software.gradient_bytes)
+        return [call for strategy in BUFFER_AXES for call in strategy.buffer_calls(buffer, plan, self.software)]
 
-        Stage 3 gathers parameters before forward and backward, one block ahead. With `accumulate = "slice"` every
-        backward also reduce-scatters gradients. Adds the exposed seconds to `exposed`.
+    def _beside_buffers(
+        self, stage: Seconds, size: float, count: int, plan: Plan, exposed: dict[str, float]
+    ) -> Seconds:
+        """Seconds of a stage with the collectives over its `count` flat buffers that overlap with each micro-batch.
+
+        Parameters are gathered one block ahead. With `accumulate = "slice"` every backward also reduces gradients. Adds
+        the exposed seconds to `exposed`.
         """
-        if plan.shard.degree == 1:
+        ahead = behind = 0.0
+        by_axis: dict[str, float] = {}
+        for call in self._buffer_calls(size / count, plan):
+            if call.phase == "reduce" and plan.memory.accumulate == "whole":
+                continue
+            seconds = count * self.seconds(call.axis, call.operation, call.num_bytes, plan)
+            by_axis[call.axis] = by_axis.get(call.axis, 0.0) + seconds
+            if call.phase == "forward":
+                ahead += seconds
+            else:
+                behind += seconds
+        if not by_axis:
             return stage
-        gather = scatter = 0.0
-        if plan.shard.stage == 3:
-            gather = count * self.seconds("shard", "all_gather", 2 * size / count, plan)
-        if plan.memory.accumulate == "slice":
-            gradients = self.software.gradient_bytes * size / count
-            scatter = count * self.seconds("shard", "reduce_scatter", gradients, plan)
-        forward = beside(stage.forward, gather, gather / count)
-        behind = scatter + gather * (2 if self.software.gathers_again and plan.memory.recompute == "full" else 1)
-        backward = beside(stage.backward, behind, behind / count)
-        exposed["shard"] = exposed.get("shard", 0.0) + forward + backward - sum(stage)
-        return Seconds(forward, backward)
+        both = Seconds(beside(stage.forward, ahead, ahead / count), beside(stage.backward, behind, behind / count))
+        for axis, seconds in _divide(both.forward + both.backward - sum(stage), by_axis).items():
+            exposed[axis] = exposed.get(axis, 0.0) + seconds
+        return both
 
     def _run(self, plan: Plan, stages: list[Seconds], messages: list[float], num_micro_batches: int) -> ScheduleTime:
         if plan.pipe.degree == 1:
@@ -216,22 +241,10 @@ class StepModel(MicroBatchModel):
         halves = [stage.backward / 2 for stage in stages]
         return simulate(schedule, [stage.forward for stage in stages], halves, halves, messages)
 
-    def _over_data_and_context(self, operation: str, num_bytes: float, plan: Plan) -> float:
-        """Seconds of a collective over the ranks of data and context together, with data directly outside context.
-
-        It is used where optimizer state is sharded over both.
-        """
-        degree = plan.data * plan.context.degree
-        if degree == 1:
-            return 0.0
-        bandwidth, latency, start = self._link(place(plan, "context")[0], degree)
-        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start
-
     def _reduction(
         self, largest: float, plan: Plan, stages: list[Seconds], count: int, exposed: dict[str, float]
     ) -> float:
-        """Seconds that a step takes longer for reducing gradients over shard, tiles, data and context, and between
-        mirrored replicas.
+        """Seconds that a step takes longer for reducing gradients over all axes, and between mirrored replicas.
 
         The last backward hides as much of it as it can. `largest` is the number of parameters of the largest rank,
         `count` the number of buckets.
@@ -239,28 +252,16 @@ class StepModel(MicroBatchModel):
         if self.software.grows_buckets:
             bucket = max(BUCKET_NUMEL, BUCKET_NUMEL_OF_RANK * plan.data * plan.context.degree)
             count = min(count, math.ceil(largest / bucket))
-        size, width = largest / count, self.software.gradient_bytes  # parameters of a bucket; bytes of a gradient
-        own = size / plan.shard.degree
         reduce_seconds = before = 0.0
-        if plan.shard.degree > 1:
-            gather = self.seconds("shard", "all_gather", 2 * size, plan)
-            if plan.memory.accumulate == "whole":
-                reduce_seconds += self.seconds("shard", "reduce_scatter", size * width, plan)
-            if plan.shard.stage == 3:
-                before = count * gather
-            else:
-                reduce_seconds += gather
-        if self.software.shards_optimizer:
-            reduce_seconds += self._over_data_and_context("reduce_scatter", own * width, plan)
-            reduce_seconds += self._over_data_and_context("all_gather", 2 * own, plan)
-        else:
-            reduce_seconds += self.seconds("data", "all_reduce", own * width, plan)
-            reduce_seconds += self.seconds("context", "all_reduce", own * width, plan)
-        if plan.tile.degree > 1:
-            reduce_seconds += self.seconds("tile", "all_reduce", own * width, plan)
+        for call in self._buffer_calls(largest / count, plan):
+            if call.phase == "backward":
+                before += count * self.seconds(call.axis, call.operation, call.num_bytes, plan)
+            elif call.phase == "reduce" and plan.memory.accumulate == "whole":
+                reduce_seconds += self.seconds(call.axis, call.operation, call.num_bytes, plan)
         if plan.pipe.is_mirrored:  # replicas are as far apart as the ends of the axis
             bandwidth, latency, start = self._link(*place(plan, "pipe"))
-            reduce_seconds += ring_seconds("all_reduce", own * width, 2, bandwidth, latency) + start
+            num_bytes = largest / count / plan.shard.degree * self.software.gradient_bytes
+            reduce_seconds += ring_seconds("all_reduce", num_bytes, 2, bandwidth, latency) + start
         reduce_seconds *= count
         if self.software.hides_gradients:
             # The first stage finishes last. Parameters gathered for backward use the same link.
@@ -269,6 +270,14 @@ class StepModel(MicroBatchModel):
             reduce_seconds = beside(longest, before + reduce_seconds, (before + reduce_seconds) / count) - without
         exposed["data"] = exposed.get("data", 0.0) + reduce_seconds
         return reduce_seconds
+
+
+def _divide(added: float, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Divides the seconds that several axes add together in proportion to those of their collectives."""
+    if len(seconds) == 1:
+        return dict.fromkeys(seconds, added)
+    total = sum(seconds.values())
+    return {axis: added * own / total for axis, own in seconds.items() if own}
 
 
 def on_rank(pipe: Pipe, rank: int) -> list[tuple[int, float]]:

@@ -146,7 +146,7 @@ def _compare(answers: list[dict[str, Any]], tolerances: Mapping[str, float | Non
 def _check_coverage(answers: list[dict[str, Any]], plan: Plan) -> Check:
     """Checks that every element of the parameters is held once in every replica. No other check finds missing ones."""
     compared = sum(answer["num_compared"] for answer in answers)
-    expected = answers[0]["num_expected"] * plan.data * plan.tile.degree * plan.context.degree
+    expected = answers[0]["num_expected"] * (plan.num_ranks // plan.num_parts("stages", "weights"))
     return Check("parameters held", f"{expected:,}", f"{compared:,}", "all ranks", compared == expected)
 
 

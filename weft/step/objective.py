@@ -76,12 +76,11 @@ def with_z_loss(z_loss: float) -> Objective:
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:
     """Traffic of a step outside of the strategies: the number of targets, the loss, and the gradient norm."""
     traffic: dict[Key, Traffic] = {}
-    num_token_ranks = plan.num_batch_ranks * plan.tile.degree * plan.context.degree
-    if num_token_ranks > 1:
+    if plan.num_parts("samples", "pixels", "tokens") > 1:
         traffic["tokens", "all_reduce"] = Traffic(1, 8)
-    if num_token_ranks * plan.pipe.degree > 1:
+    if plan.num_parts("samples", "pixels", "tokens", "stages") > 1:
         traffic["losses", "all_reduce"] = Traffic(1, 8)
-    if plan.pipe.degree * plan.shard.degree * plan.tensor.x * plan.tensor.y > 1:
+    if plan.num_parts("stages", "weights") > 1:
         # With shadows, one number for each stage: see `grad_norm`.
         traffic["state", "all_reduce"] = Traffic(1, 8 * (plan.pipe.num_stages if plan.pipe.shadow else 1))
     return traffic

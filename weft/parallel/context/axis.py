@@ -9,7 +9,7 @@ tokens. Gradients are summed over the axis: one all-reduce of each trained slice
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,8 @@ from weft.errors import PlanError
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.decoder import CausalAttention
+from weft.parallel.buffer_traffic import buffer_traffic
+from weft.parallel.context import closed_form
 from weft.parallel.context.attention import (
     all_to_all_attention,
     all_to_all_traffic,
@@ -30,12 +32,15 @@ from weft.parallel.context.attention import (
     ring_traffic,
     zigzag,
 )
-from weft.plan import BatchSplit, Plan
+from weft.plan import BatchSplit, Context, Plan
 from weft.profile import Profile
-from weft.sharding.layout import COMPUTE_DTYPE, master_bytes, trained_layouts
+from weft.profile.software import BlockPass, Software
+from weft.profile.workload import Call
+from weft.sharding.layout import COMPUTE_DTYPE
 from weft.sharding.units import units_of
-from weft.strategy import Cost, Strategy, Values, reductions_per_step, tally
+from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally
 
+LONG_SEQUENCE = 16384  # tokens from which on a search tries `context`
 SEQUENCE_DIM = 1  # of all tensors of a batch (tokens, labels, ...): [batch, sequence, ...]
 
 
@@ -43,6 +48,7 @@ class ContextAxis(Strategy):
     """Splits sequences over `context`."""
 
     name = "context"
+    axes = ("context",)
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         degree = plan.context.degree
@@ -73,10 +79,7 @@ class ContextAxis(Strategy):
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.context.degree == 1:
             return Cost()
-        pairs: list[tuple[Key, int]] = []
-        for layout in trained_layouts(profile, plan):
-            one = (("context", "all_reduce"), layout.slice_numel * master_bytes(plan))
-            pairs += [one] * reductions_per_step(plan, split)
+        pairs: list[tuple[Key, int]] = [*buffer_traffic(self, profile, plan, split)]
         size = COMPUTE_DTYPE[plan.precision].itemsize
         for name, heads in profile.attentions.items():
             local, keys = heads.num_heads // plan.tensor.x, max(1, heads.num_key_heads // plan.tensor.x)
@@ -91,6 +94,20 @@ class ContextAxis(Strategy):
             calls = [*(forward * times), *(backward * has_backward)] * split.accumulation
             pairs += [(("context", operation), num_bytes) for operation, num_bytes in calls]
         return Cost(tally(pairs))
+
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        is_long = space.samples == "sequences" and space.sequence >= LONG_SEQUENCE
+        degrees = divisors(space.num_devices)[1:] if is_long else ()
+        return [{}, *({"context": Context(one)} for one in degrees if space.sequence % (2 * one) == 0)]
+
+    def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
+        is_split = plan.context.degree > 1 and block.work.attention_flops
+        return closed_form.block_calls(block, plan) if is_split else ()
+
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        if plan.context.degree > 1 and not software.shards_optimizer:  # else `DataAxis` reduces over both
+            own = buffer.numel / plan.shard.degree
+            yield Call("context", "all_reduce", own * buffer.gradient_bytes, "reduce")
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         axis = mesh["context"]

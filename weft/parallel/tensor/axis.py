@@ -25,7 +25,7 @@ whole values between layers: a column takes its part of them, and the parts of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ from weft.inspection.split_probe import linear_sizes
 from weft.inspection.tensor_splits import Pairing, Split, is_norm
 from weft.memory.recompute_context import register_state
 from weft.mesh import Mesh
-from weft.parallel.tensor import convolution
+from weft.parallel.tensor import closed_form, convolution
 from weft.parallel.tensor.cost import localise, traffic, transient_bytes
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
 from weft.parallel.tensor.norm import split_norm
@@ -52,8 +52,11 @@ from weft.parallel.tensor.sequence_stream import SequenceSplitter
 from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
+from weft.plan import Tensor as TensorSetting
 from weft.profile import PARAMETER_CUTS, Profile
-from weft.strategy import Cost, Strategy, Transient, Values, tally
+from weft.profile.software import BlockPass
+from weft.profile.workload import Call
+from weft.strategy import Cost, SearchSpace, Strategy, Transient, Values, divisors, tally
 
 __all__ = ["TensorAxes", "localise"]
 
@@ -62,6 +65,7 @@ class TensorAxes(Strategy):
     """Splits matmuls and convolutions over `x` and `y`."""
 
     name = "tensor"
+    axes = ("x", "y")
 
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         if plan.tensor.x == plan.tensor.y == 1:
@@ -79,6 +83,20 @@ class TensorAxes(Strategy):
         temporary_bytes = transient_bytes(profile, plan)
         communication = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
         return Cost(communication, transient=Transient(0, temporary_bytes, temporary_bytes))
+
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        if space.samples != "sequences":
+            yield {}
+            return
+        for x in divisors(space.num_devices):
+            streams = [(False, False)] if x == 1 else [(False, False), (True, False)]
+            if x > 1 and "tensor.regather" in space.asked:  # otherwise the search tries it only with plans too large
+                streams.append((True, True))
+            for y in divisors(space.num_devices // x):
+                yield from ({"tensor": TensorSetting(x, y, *stream)} for stream in streams)
+
+    def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
+        return closed_form.block_calls(block, plan) if plan.tensor.x * plan.tensor.y > 1 else ()
 
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if plan.tensor.x == plan.tensor.y == 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from weft.errors import PlanError
 from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
@@ -71,17 +71,26 @@ class Filter(NamedTuple):
         return self._replace(rows=self.rows * share, in_rows=self.in_rows * share)
 
 
-class Call(NamedTuple):
-    """A collective of one micro-batch in one block, repeated `times`.
+Phase = Literal["forward", "backward", "again", "recompute", "reduce"]
+Beside = Literal["matmuls", "attention", "input gradients", "nothing"]
 
-    `phase` is "forward" or "backward"; for tiles also "again": in forward, and with recompute once more in backward.
+
+class Call(NamedTuple):
+    """A collective that an axis makes `times` times.
+
+    `phase`: in a micro-batch's "forward" or "backward"; "again" is in forward, and in backward if the block is
+    recomputed; "recompute" is for a recomputed forward, before backward; "reduce" is whenever gradients are reduced,
+    which is once a step or after each micro-batch. `beside` is the work that a framework may run at the same time.
+    `copies` is how often the device copies the tensor before or after the collective.
     """
 
     axis: str
     operation: str
     num_bytes: float
-    phase: str
+    phase: Phase
     times: float = 1
+    beside: Beside = "matmuls"
+    copies: int = 0
 
 
 @dataclass(frozen=True)
