@@ -13,6 +13,7 @@ largest model is probed in milliseconds on a CPU.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +129,31 @@ def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Is the module exactly an nn.Linear (no subclass), or transformers' Conv1D?"""
-    return type(module) is nn.Linear or has_transposed_weight(module)
+    """Is the module an nn.Linear, or transformers' Conv1D? A subclass must compute what nn.Linear does."""
+    if set(module._parameters) != {"weight", "bias"}:
+        return False  # such as one under weight_norm, whose weight is computed
+    return type(module) is nn.Linear or has_transposed_weight(module) or _computes_linear(module)
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    """Does a subclass of nn.Linear compute a linear? It is tried with a small random weight and bias."""
+    if not isinstance(module, nn.Linear) or module._modules or module._buffers:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    small = copy.copy(module)
+    weight = torch.randn(3, 5, dtype=torch.float64, generator=generator)
+    bias = None if module.bias is None else torch.randn(3, dtype=torch.float64, generator=generator)
+    small._parameters = {
+        "weight": nn.Parameter(weight),
+        "bias": None if bias is None else nn.Parameter(bias),
+    }
+    small._forward_hooks, small._forward_pre_hooks = OrderedDict(), OrderedDict()
+    value = torch.randn(2, 4, 5, dtype=torch.float64, generator=generator)
+    try:
+        with torch.no_grad():
+            return _equal(small(value), torch.nn.functional.linear(value, weight, bias))
+    except Exception:  # anything that the user's code may raise: it is not taken for a linear
+        return False
 
 
 def has_transposed_weight(module: nn.Module) -> bool:

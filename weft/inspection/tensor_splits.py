@@ -13,6 +13,7 @@ from typing import Literal
 from torch import nn
 
 from weft.inspection.chain_ends import ChainEnds, find_chain_ends
+from weft.inspection.embedding_lookup import is_plain_lookup
 from weft.inspection.parameter_cut import Interval, share_units, stack_intervals
 
 Kind = Literal["column", "row", "gathered", "head"]
@@ -91,7 +92,10 @@ class Pairing:
     """Everything in a model that the tensor axes split or change.
 
     `splits` has the split of each linear and convolution by name, `embeddings` the names of embeddings, `scaled` the
-    attributes to divide by module name, and `blocks` the names of the blocks.
+    attributes to divide by module name, and `blocks` the names of the blocks. `kept` has the modules and parameters that
+    every rank of x holds whole, with the reason. `mixers` has modules outside of regions that mix tokens, so that they
+    need whole sequences, with the reason. `tied` has, for a parameter that a layer shares under another name
+    (`head.bias = self.bias`), the name that says how it is split.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
@@ -99,6 +103,9 @@ class Pairing:
     inner: frozenset[str] = frozenset()  # whole parameters that each rank applies to its own features or heads only
     scaled: dict[str, ScaledAttributes] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+    kept: dict[str, str] = field(default_factory=dict)
+    mixers: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
     model: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -107,7 +114,8 @@ class Pairing:
         assert self.model is not None
         norms = [name for name, module in self.model.named_modules() if is_norm(module) and not self.block_of(name)]
         head = next((split.module for split in self.splits.values() if split.kind == "head"), None)
-        return find_chain_ends(self.model, self.blocks, self.embeddings, norms, head)
+        plain = [name for name in self.embeddings if is_plain_lookup(self.model.get_submodule(name))]
+        return find_chain_ends(self.model, self.blocks, plain, norms, head)
 
     @property
     def is_whole(self) -> bool:

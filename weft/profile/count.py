@@ -73,6 +73,7 @@ def count(
         blocks=tuple(blocks),
         counted=True,
         layers=tally.layers,
+        layer_calls={name: tuple(calls) for name, calls in tally.layer_calls.items()},
         attentions=tally.attentions,
         stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
         stream_shape=tally.stream_shape,
@@ -103,13 +104,18 @@ class Tally(TorchDispatchMode):
         self.unit = ""  # the unit that runs, or ran last
         self.units: dict[str, Flops] = {}
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
-        self.layers: dict[str, LayerShape] = {}
+        self.layer_calls: dict[str, list[LayerShape]] = {}
         self.attentions: dict[str, Heads] = {}
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorForm` for tensors
         self.stream_shape: tuple[int, ...] = ()
         self.saved, self.traffic, self.flow = SavedTally(), TrafficCounter(), DataFlow()
         self._last_layer = ""  # the linear or convolution that ran last
-        self._unsaved: list[str] = []  # the layers of this block after which nothing was saved so far
+        self._unsaved: list[tuple[str, int]] = []  # calls of this block's layers after which nothing was saved so far
+
+    @property
+    def layers(self) -> dict[str, LayerShape]:
+        """The last call of each layer."""
+        return {name: calls[-1] for name, calls in self.layer_calls.items()}
 
     def counted(self, block: Block) -> Block:
         """Returns the block with its counts added."""
@@ -144,7 +150,7 @@ class Tally(TorchDispatchMode):
         for name, module in model.named_modules():  # before the hooks of blocks: a block may itself be such a layer
             if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
                 handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
-                handles.append(module.register_forward_hook(partial(self._measure, name)))
+                handles.append(module.register_forward_hook(partial(self._measure, name), with_kwargs=True))
             if isinstance(module, CausalAttention):
                 handles.append(module.register_forward_pre_hook(partial(self._measure_heads, name)))
         for name, module in find_blocks(model).items():
@@ -225,8 +231,8 @@ class Tally(TorchDispatchMode):
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self.running = ""
-        for last in self._unsaved:
-            self.layers[last] = replace(self.layers[last], is_last=True)
+        for last, call in self._unsaved:
+            self.layer_calls[last][call] = replace(self.layer_calls[last][call], is_last=True)
         tensors = tensors_of(output)
         self.blocks[name].in_backward |= any(tensor.requires_grad for tensor in tensors)
         self.blocks[name].boundary_bytes = sum(map(bytes_of, tensors))
@@ -240,18 +246,19 @@ class Tally(TorchDispatchMode):
         if returns_loss(module):
             self._last_layer = name
 
-    def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        value = args[0]
+    def _measure(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        value = tensors_of((args, kwargs))[0]
         dim = -1 - num_spatial_dims(module)
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
         in_rows = value.numel() // width
         weight: Any = module.weight
         out = output.shape[dim] if output.dim() else len(weight)  # a head that returns a loss has no dims
         rows = output.numel() // out if output.dim() else in_rows
-        self.layers[name] = LayerShape(
-            rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module)
+        calls = self.layer_calls.setdefault(name, [])
+        self._unsaved.append((name, len(calls)))
+        calls.append(
+            LayerShape(rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module))
         )
-        self._unsaved.append(name)
         if _is_product(module):
             self._last_layer = name
             self.flow.leave(name, [output])

@@ -34,6 +34,7 @@ class _CutMaker:
         self.ends = ends_of(pairing, plan)
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut:
+        name = self.pairing.tied.get(name, name)
         module, _, leaf = name.rpartition(".")
         if module in self.pairing.embeddings:
             return self._make(shape, {0: (share(shape[0], self.num_x, self.x),), 1: self._over_y(shape[1])}, x=1, y=1)

@@ -17,6 +17,11 @@ from weft.profile import Profile
 def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
     """Returns the first reason why x and y cannot split a pairing's layers, or the values between them; or None."""
     assert profile.model is not None
+    if not pairing.splits and not pairing.embeddings:
+        return (
+            f"tensor.x = {plan.tensor.x} splits linears, convolutions and embeddings, and the model has none that can "
+            f"be split{_whole(pairing)}; use tensor.x = tensor.y = 1 (`shard` splits the state of any layer)"
+        )
     for split in pairing.splits.values():
         in_and_out = linear_sizes(profile.model.get_submodule(split.module))
         reason = _refuse_over_x(split, plan.tensor.x)
@@ -31,6 +36,8 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
 
 def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
     """Checks that all modules on the residual stream can compute parts of the features, which y splits."""
+    if not pairing.is_whole and pairing.kept:
+        return f"tensor.y = {y} splits the features between layers, but not all layers can be{_whole(pairing)}; use y = 1"
     if pairing.is_whole:
         return next((reason for name in pairing.embeddings if (reason := _refuse_embedding(model, name, y))), None)
     for name, parameter in model.named_parameters():
@@ -79,6 +86,12 @@ def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | No
     alone = next((name for name in pairing.blocks if name in pairing.splits), None)
     if alone is not None:
         return f"tensor.sequence = true works inside blocks, but '{alone}' is a block and a single linear; use false"
+    for name, reason in {**pairing.mixers, **pairing.kept}.items():
+        if pairing.block_of(name) is not None:
+            return (
+                f"tensor.sequence = true gives what x does not split a part of each sequence, but '{name}' may need "
+                f"the whole: {reason}; use false"
+            )
     return _refuse_tokens(profile.stream_shape, plan) if profile.counted else None
 
 
@@ -132,6 +145,11 @@ def _refuse_split_over_y(split: Split, in_and_out: tuple[int, int], y: int, is_w
     if over_y % y:
         return f"tensor.y = {y} does not divide the {over_y} {what} of '{split.module}'; use {_divisors(over_y)}"
     return None
+
+
+def _whole(pairing: Pairing) -> str:
+    """Returns the first module that is left whole, in words."""
+    return next((f" ('{name}' is left whole: {reason})" for name, reason in pairing.kept.items()), "")
 
 
 def _features(split: Split, is_output: bool) -> str:
