@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from weft.inspection.blocks import find_blocks
 from weft.inspection.embedding_lookup import reason_lookup_not_split
 from weft.inspection.module_key import module_key
 from weft.inspection.sequential_pairs import CHANNEL_WISE, ELEMENT_WISE, reason_not_splittable, sequential_pairs
+from weft.inspection.split_logits import reason_logits_need_all_classes
 from weft.inspection.split_probe import (
     PairShares,
     SplitProof,
@@ -51,6 +53,7 @@ def pair(model: nn.Module, proofs: dict[Any, SplitProof | str] | None = None) ->
     for name, module in model.named_modules():
         finder.visit(name, module)
     finder.resolve_ties()
+    finder.check_logits()
     finder.list_whole_matrices()
     return finder.result()
 
@@ -111,6 +114,12 @@ class _Finder:
             self._places_of_tied(),
             self.model,
         )
+
+    def check_logits(self) -> None:
+        """Gather the logits if the model does anything with them that needs all classes."""
+        for name, split in self.splits.items():
+            if split.kind == "head" and reason_logits_need_all_classes(self.model, self.model.get_submodule(name)):
+                self.splits[name] = replace(split, kind="gathered")
 
     def list_whole_matrices(self) -> None:
         """List the matrices outside of split layers. Vectors (norms, biases, tokens) are not worth a line."""

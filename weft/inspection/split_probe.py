@@ -17,15 +17,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.inspection.parameter_cut import Interval
 
 RANK = 4  # of the random linears
 TOLERANCE = 1e-4  # some modules compute in float32 for any input; the error of a wrong split is far larger
 Intervals = Sequence[Interval]
+_LINEAR: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # results of `_equals_linear`
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,13 @@ def _computes_linear(module: nn.Module) -> bool:
     """Does a subclass of nn.Linear compute a linear? It is tried with a small random weight and bias."""
     if not isinstance(module, nn.Linear) or module._modules or module._buffers:
         return False
+    if module not in _LINEAR:
+        with _disable_current_modes():  # a profile may be counting, on fake tensors
+            _LINEAR[module] = _equals_linear(module)
+    return _LINEAR[module]
+
+
+def _equals_linear(module: nn.Linear) -> bool:
     generator = torch.Generator().manual_seed(0)
     small = copy.copy(module)
     weight = torch.randn(3, 5, dtype=torch.float64, generator=generator)

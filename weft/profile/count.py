@@ -169,6 +169,8 @@ class Tally(TorchDispatchMode):
         kwargs = kwargs or {}
         is_grouped = func._overloadpacket is GROUPED and args[1].dim() == 3
         result = fake_grouped(*args[:2]) if is_grouped else func(*args, **kwargs)
+        if func._overloadpacket is aten.rand and not result.dim():
+            result = torch.tensor(0.5)  # layer drop compares it with a rate: no block is skipped here
         inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         self.flow.operation(inputs, outputs)
         here, found = self.blocks[self.running], count_product(func, args, kwargs, result)
