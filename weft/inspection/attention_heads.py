@@ -41,18 +41,31 @@ class AttentionHeads:
     is_known: bool
     takes_two_inputs: bool
 
+    def tables(self, module: nn.Module) -> frozenset[str]:
+        """Returns the names of parameters [..., heads], such as relative positions, with a column for each head."""
+        return frozenset(
+            path
+            for path, parameter in module.named_parameters()
+            if path.rpartition(".")[0] not in (*self.columns, self.out)
+            and parameter.dim() > 1
+            and parameter.shape[-1] == self.heads.num_units
+        )
+
     def trust(self, module: nn.Module) -> SplitProof | str:
-        """Returns the proof of a known attention class, or the reason if it has more than norms of each head."""
-        inner = set()
+        """Returns the proof of a known attention class.
+
+        Or the reason, if it has more than norms of each head and tables with a column for each head.
+        """
+        inner, tables = set(), self.tables(module)
         for path, parameter in module.named_parameters():
             owner = path.rpartition(".")[0]
-            if owner in (*self.columns, self.out):
+            if owner in (*self.columns, self.out) or path in tables:
                 continue
             if not is_norm(module.get_submodule(owner)) or tuple(parameter.shape) != (self.heads.unit,):
                 shape = tuple(parameter.shape)
                 return f"its parameter '{path}' {shape} is not in a norm of one head ({self.heads.unit} features)"
             inner.add(path)
-        return SplitProof(frozenset(inner), takes_only_input=not self.takes_two_inputs)
+        return SplitProof(frozenset(inner), not self.takes_two_inputs, tables)
 
 
 def find_attention(module: nn.Module, linears: Mapping[str, nn.Module]) -> AttentionHeads | str | None:

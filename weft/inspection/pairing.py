@@ -64,6 +64,7 @@ class _Finder:
         self.splits: dict[str, Split] = {}
         self.embeddings: list[str] = []
         self.inner: set[str] = set()
+        self.tables: set[str] = set()
         self.scaled: dict[str, ScaledAttributes] = {}
         self.kept: dict[str, str] = {}
         self.mixers: dict[str, str] = {}
@@ -83,7 +84,7 @@ class _Finder:
         if isinstance(module, nn.modules.conv._ConvNd) and not is_convolution(module):
             self.kept[name] = reason_not_splittable(module)
             return
-        if isinstance(module, nn.Embedding):
+        if isinstance(module, nn.Embedding) and f"{name}.weight" not in self.tables:
             self._embedding(name, module)
         children = {child: inner for child, inner in module.named_children() if _join(name, child) not in self.kept}
         convolutions = {child: inner for child, inner in children.items() if is_convolution(inner)}
@@ -112,6 +113,7 @@ class _Finder:
             self.kept,
             self.mixers,
             self._places_of_tied(),
+            frozenset(self.tables),
             self.model,
         )
 
@@ -206,7 +208,11 @@ class _Finder:
     def _prove_heads(self, name: str, module: nn.Module, found: AttentionHeads) -> SplitProof | str:
         if found.is_known:
             return found.trust(module)
-        return self._prove(module, found.columns, found.out, (found.heads,), found.scaled)
+        proof = self._prove(module, found.columns, found.out, (found.heads,), found.scaled)
+        tables = found.tables(module)
+        if isinstance(proof, str) and tables:
+            proof = self._prove(module, found.columns, found.out, (found.heads,), found.scaled, tables)
+        return proof
 
     def _gated(self, name: str, module: nn.Module, linears: dict[str, nn.Module]) -> set[str]:
         gate, up, down = (first_named(linears, names) for names in (GATE, UP, DOWN))
@@ -261,11 +267,12 @@ class _Finder:
         row: str,
         row_parts: tuple[SplitPart, ...],
         scaled: ScaledAttributes,
+        tables: frozenset[str] = frozenset(),
     ) -> SplitProof | str:
         """Probe a pair, or return the cached result of a module with the same key."""
-        key = module_key(module), tuple(columns.items()), row, row_parts, scaled
+        key = module_key(module), tuple(columns.items()), row, row_parts, scaled, tables
         if key not in self.proofs:
-            self.proofs[key] = _prove(module, columns, row, row_parts, scaled)
+            self.proofs[key] = _prove(module, columns, row, row_parts, scaled, tables)
         return self.proofs[key]
 
     def _single(self, name: str, module: nn.Module) -> None:
@@ -290,6 +297,8 @@ class _Finder:
             self._add(_join(name, child), linears[child], "column", parts, name if proof.takes_only_input else None)
         self._add(_join(name, row), linears[row], "row", row_parts)
         self.inner |= {_join(name, path) for path in proof.inner}
+        self.tables |= {_join(name, path) for path in proof.tables}
+        self.done |= self.tables
 
     def _add(
         self, name: str, module: nn.Module, kind: Kind, parts: tuple[SplitPart, ...], parent: str | None = None
@@ -313,6 +322,7 @@ def _prove(
     row: str,
     row_parts: tuple[SplitPart, ...],
     scaled: ScaledAttributes,
+    tables: frozenset[str],
 ) -> SplitProof | str:
     """Probe a pair, split into the smallest number of parts that its units allow."""
     every = [part for parts in (*columns.values(), row_parts) for part in parts]
@@ -326,6 +336,7 @@ def _prove(
         row,
         partial(stacked_intervals, row_parts, degree),
         scaled.apply,
+        tables,
     )
     return prove_pair(module, shares)
 

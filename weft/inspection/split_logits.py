@@ -2,8 +2,8 @@
 
 The model runs once on fake tensors (shapes only) with made-up tokens, and every operation on the head's result is
 watched. Element-wise functions of the logits and numbers (Cohere scales them, Gemma 2 caps them) work on a part of the
-classes as on all. A softmax, or a bias that is added after the head, does not, and the logits are then gathered. A model
-that does not run on tokens alone (of images) is taken to return its head's result.
+classes as on all. A softmax, or a bias that is added after the head, does not, and the logits are then gathered. A
+model that does not run on tokens alone (of images) is taken to return its head's result.
 """
 
 from __future__ import annotations

@@ -36,11 +36,13 @@ class SplitProof:
     """The result of a successful probe.
 
     `inner` are parameters that each part applies to its own features. `takes_only_input`: the columns take the module's
-    input itself, and nothing else uses that input.
+    input itself, and nothing else uses that input. `tables` are parameters with one column for each head, which are
+    split as the heads are.
     """
 
     inner: frozenset[str]
     takes_only_input: bool
+    tables: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class PairShares:
     """How to split a pair into `degree` parts.
 
     `columns` gives the intervals of each column's outputs for the index of a part, and `row_inputs` those of the row's
-    inputs. `scale` divides a module's attributes, such as its number of heads, by the degree.
+    inputs. `scale` divides a module's attributes, such as its number of heads, by the degree. `tables` are parameters
+    whose last dim is split into equal parts.
     """
 
     degree: int
@@ -56,6 +59,7 @@ class PairShares:
     row: str
     row_inputs: Callable[[int], Intervals]
     scale: Callable[[nn.Module, int], None] = lambda module, degree: None
+    tables: frozenset[str] = frozenset()
 
 
 def prove_pair(module: nn.Module, shares: PairShares) -> SplitProof | str:
@@ -231,6 +235,11 @@ class _ModulePart:
         row.keep_inputs(shares.row_inputs(index), with_bias=index == 0)
         row.register_forward_hook(self._after_row)
         shares.scale(self.module, shares.degree)
+        for name in shares.tables:
+            owner, _, leaf = name.rpartition(".")
+            table = self.module.get_parameter(name)
+            part = nn.Parameter(table.detach().chunk(shares.degree, -1)[index])
+            self.module.get_submodule(owner)._parameters[leaf] = part
         inside = (*shares.columns, shares.row)
         self.parameters = {n: p for n, p in self.module.named_parameters() if _owner(n) not in inside}
 
@@ -289,7 +298,9 @@ def _compare_parts(whole: nn.Module, shares: PairShares, value: Tensor, expected
     if both := sorted(inside & (outside | before)):
         return f"its parameter '{both[0]}' is used both inside the split and outside"
     takes_only_input = "" not in outside and all(column_input is value for column_input in first.column_inputs)
-    return SplitProof(frozenset(inside), takes_only_input)
+    if outer := sorted(shares.tables - inside):
+        return f"its parameter '{outer[0]}' does not work between {', '.join(shares.columns)} and {shares.row}"
+    return SplitProof(frozenset(inside) - shares.tables, takes_only_input, shares.tables)
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

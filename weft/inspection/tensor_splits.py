@@ -92,10 +92,11 @@ class Pairing:
     """Everything in a model that the tensor axes split or change.
 
     `splits` has the split of each linear and convolution by name, `embeddings` the names of embeddings, `scaled` the
-    attributes to divide by module name, and `blocks` the names of the blocks. `kept` has the modules and parameters that
-    every rank of x holds whole, with the reason. `mixers` has modules outside of regions that mix tokens, so that they
-    need whole sequences, with the reason. `tied` has, for a parameter that a layer shares under another name
-    (`head.bias = self.bias`), the name that says how it is split.
+    attributes to divide by module name, and `blocks` the names of the blocks. `kept` has the modules and parameters
+    that every rank of x holds whole, with the reason. `mixers` has modules that mix tokens outside of regions, so that
+    they need whole sequences, with the reason. `tied` has, for a parameter that a layer shares under another name
+    (`head.bias = self.bias`), the name that says how it is split. `tables` are parameters inside attention with a
+    column for each head, which are split as the heads are.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
@@ -106,6 +107,7 @@ class Pairing:
     kept: dict[str, str] = field(default_factory=dict)
     mixers: dict[str, str] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    tables: frozenset[str] = frozenset()
     model: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @cached_property

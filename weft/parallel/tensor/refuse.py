@@ -5,6 +5,8 @@ Each reason states the given value, the rule that failed and what to change.
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 
 from weft.inspection.split_probe import is_feature_wise, linear_sizes
@@ -29,20 +31,35 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
             reason = _refuse_split_over_y(split, in_and_out, plan.tensor.y, pairing.is_whole)
         if reason is not None:
             return reason
+    if plan.pipe.degree > 1 and (reason := _refuse_bias_of_heads(profile.model, pairing)):
+        return reason
     if plan.tensor.y > 1 and (reason := _refuse_over_y(profile.model, pairing, plan.tensor.y)):
         return reason
     return _refuse_sequence(profile, pairing, plan) if plan.tensor.sequence else None
 
 
+def _refuse_bias_of_heads(model: nn.Module, pairing: Pairing) -> str | None:
+    """Checks that no bias of a rank's own heads, as T5's layers hand it on, would go from one stage to another."""
+    for name in pairing.scaled:
+        if "position_bias" in inspect.signature(type(model.get_submodule(name)).forward).parameters:
+            return (
+                f"'{name}' hands a bias of each head on to later layers, and x splits the heads: pipe would send parts "
+                f"of it from stage to stage; use pipe.degree = 1, or tensor.x = 1"
+            )
+    return None
+
+
 def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
     """Checks that all modules on the residual stream can compute parts of the features, which y splits."""
     if not pairing.is_whole and pairing.kept:
-        return f"tensor.y = {y} splits the features between layers, but not all layers can be{_whole(pairing)}; use y = 1"
+        return (
+            f"tensor.y = {y} splits the features between layers, but not all layers can be{_whole(pairing)}; use y = 1"
+        )
     if pairing.is_whole:
         return next((reason for name in pairing.embeddings if (reason := _refuse_embedding(model, name, y))), None)
     for name, parameter in model.named_parameters():
         owner, _, _ = name.rpartition(".")
-        if owner in pairing.splits or name in pairing.inner or not parameter.dim():
+        if owner in pairing.splits or name in pairing.inner | pairing.tables or not parameter.dim():
             continue
         if parameter.shape[-1] % y:
             return f"tensor.y = {y} does not divide the {parameter.shape[-1]} features of '{name}'; use a divisor"
