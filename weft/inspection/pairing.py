@@ -23,13 +23,20 @@ from typing import Any
 from torch import nn
 
 from weft.errors import PlanError
-from weft.inspection.attention_heads import AttentionHeads, find_attention, first_named, mixes_tokens
+from weft.inspection.attention_heads import (
+    AttentionHeads,
+    find_attention,
+    first_named,
+    made_up_arguments,
+    mixes_tokens,
+)
 from weft.inspection.blocks import find_blocks
 from weft.inspection.embedding_lookup import reason_lookup_not_split
 from weft.inspection.module_key import module_key
 from weft.inspection.sequential_pairs import CHANNEL_WISE, ELEMENT_WISE, reason_not_splittable, sequential_pairs
 from weft.inspection.split_logits import reason_logits_need_all_classes
 from weft.inspection.split_probe import (
+    NUM_TOKENS,
     PairShares,
     SplitProof,
     has_transposed_weight,
@@ -190,24 +197,26 @@ class _Finder:
         self.done.add(f"{name}.weight")
 
     def _attention(self, name: str, module: nn.Module, linears: dict[str, nn.Module]) -> set[str]:
-        found = find_attention(module, linears)
-        if found is None:
-            if mixes_tokens(linears):
-                self.mixers[name] = "it has projections of attention and no output projection"
+        candidates = find_attention(module, linears)
+        if isinstance(candidates, str):
+            self.mixers[name] = candidates
             return set()
-        proof = self._prove_heads(name, module, found) if isinstance(found, AttentionHeads) else found
-        if isinstance(found, str) or isinstance(proof, str):
-            self.mixers[name] = str(proof)  # its linears are gathered, which is exact for any attention
-            return set()
-        self.scaled[name] = found.scaled
-        if found.takes_two_inputs:
-            self.mixers[name] = "it may attend to a second input"
-        self._add_pair(name, linears, found.columns, found.out, (found.heads,), proof)
-        return {*found.columns, found.out}
+        for found in candidates:
+            proof = found.trust(module) if found.is_known else self._prove_heads(module, found)
+            if isinstance(proof, str):
+                self.mixers.setdefault(name, proof)  # unless another layout fits, its linears are gathered
+                continue
+            self.mixers.pop(name, None)
+            self.scaled[name] = found.scaled
+            if found.takes_two_inputs:
+                self.mixers[name] = "it may attend to a second input"
+            self._add_pair(name, linears, found.columns, found.out, (found.heads,), proof)
+            return {*found.columns, found.out}
+        if not candidates and mixes_tokens(linears):
+            self.mixers[name] = "it has projections of attention and no output projection"
+        return set()
 
-    def _prove_heads(self, name: str, module: nn.Module, found: AttentionHeads) -> SplitProof | str:
-        if found.is_known:
-            return found.trust(module)
+    def _prove_heads(self, module: nn.Module, found: AttentionHeads) -> SplitProof | str:
         proof = self._prove(module, found.columns, found.out, (found.heads,), found.scaled)
         tables = found.tables(module)
         if isinstance(proof, str) and tables:
@@ -251,13 +260,16 @@ class _Finder:
         self, name: str, module: nn.Module, linears: dict[str, nn.Module], columns: tuple[str, ...], row: str
     ) -> set[str]:
         """Add a pair if it can be proved. Returns the names of its linears, or an empty set."""
-        parts = (SplitPart(linear_sizes(linears[row])[0]),)
-        if parts[0].num_units < 2 or any(linear_sizes(linears[column])[1] != parts[0].width for column in columns):
+        part = SplitPart(linear_sizes(linears[row])[0])
+        widths = {column: linear_sizes(linears[column])[1] for column in columns}
+        if part.num_units < 2 or any(width % part.width for width in widths.values()):
             return set()
-        proof = self._prove(module, dict.fromkeys(columns, parts), row, parts, ScaledAttributes((), 0))
+        # A column may have several parts, one after another: gate and up in one linear.
+        parts = {column: (part,) * (width // part.width) for column, width in widths.items()}
+        proof = self._prove(module, parts, row, (part,), ScaledAttributes((), 0))
         if isinstance(proof, str):
             return set()
-        self._add_pair(name, linears, dict.fromkeys(columns, parts), row, parts, proof)
+        self._add_pair(name, linears, parts, row, (part,), proof)
         return {*columns, row}
 
     def _prove(
@@ -337,6 +349,7 @@ def _prove(
         partial(stacked_intervals, row_parts, degree),
         scaled.apply,
         tables,
+        made_up_arguments(module, row_parts[0].unit, NUM_TOKENS),
     )
     return prove_pair(module, shares)
 

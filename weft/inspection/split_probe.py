@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.inspection.parameter_cut import Interval
 
+NUM_TOKENS = 4
 RANK = 4  # of the random linears
 TOLERANCE = 1e-4  # some modules compute in float32 for any input; the error of a wrong split is far larger
 Intervals = Sequence[Interval]
@@ -60,16 +61,17 @@ class PairShares:
     row_inputs: Callable[[int], Intervals]
     scale: Callable[[nn.Module, int], None] = lambda module, degree: None
     tables: frozenset[str] = frozenset()
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the module's forward, beside its input
 
 
 def prove_pair(module: nn.Module, shares: PairShares) -> SplitProof | str:
     """Returns the proof that `module` can be split by `shares`, or the reason why it cannot."""
     generator = torch.Generator().manual_seed(0)
     width = linear_sizes(module.get_submodule(next(iter(shares.columns))))[0]
-    value = torch.randn(2, 4, width, dtype=torch.float64, generator=generator).requires_grad_()
+    value = torch.randn(2, NUM_TOKENS, width, dtype=torch.float64, generator=generator).requires_grad_()
     try:
         whole = random_copy(module, generator)
-        expected = _first_tensor(whole(value))
+        expected = _first_tensor(whole(value, **shares.arguments))
         return _compare_parts(whole, shares, value, expected.detach())
     except Exception as error:  # anything that the user's code may raise
         text = str(error).strip().splitlines()
@@ -221,7 +223,7 @@ class _ModulePart:
     """One part of a module. Autograd's graph is cut before its columns and after its row."""
 
     def __init__(self, whole: nn.Module, shares: PairShares, index: int) -> None:
-        self.module = copy.deepcopy(whole)
+        self.module, self.arguments = copy.deepcopy(whole), shares.arguments
         self.column_inputs: list[Tensor] = []
         self.row_outputs: list[Tensor] = []
         self.others = torch.zeros(())  # the sum of the row's results of the other parts
@@ -273,7 +275,7 @@ class _ModulePart:
 
     def run(self, value: Tensor) -> Tensor:
         self.value = value
-        return _first_tensor(self.module(value))
+        return _first_tensor(self.module(value, **self.arguments))
 
 
 def _compare_parts(whole: nn.Module, shares: PairShares, value: Tensor, expected: Tensor) -> SplitProof | str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,15 +74,24 @@ class Split:
 
 @dataclass(frozen=True)
 class ScaledAttributes:
-    """Names of an attention module's integer attributes that are divided by x: heads, their total width, key heads."""
+    """Names of an attention module's integer attributes that are divided by x: heads, their total width, key heads.
+
+    `of_config` are attributes of its config. The module gets a config of its own, as others use the same one.
+    """
 
     attributes: tuple[str, ...]
     num_key_heads: int
+    of_config: tuple[str, ...] = ()
 
     def apply(self, module: nn.Module, degree: int) -> None:
         """Divide the module's attributes by `degree`."""
         for name in self.attributes:
             setattr(module, name, max(1, getattr(module, name) // degree))
+        if self.of_config:
+            config = copy.copy(module.config)
+            for name in self.of_config:
+                setattr(config, name, max(1, getattr(config, name) // degree))
+            module.config = config
         groups = getattr(module, "num_key_value_groups", None)
         if isinstance(groups, int) and self.num_key_heads < degree:
             setattr(module, "num_key_value_groups", groups * self.num_key_heads // degree)  # noqa: B010 (for mypy)
