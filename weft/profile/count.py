@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,6 +58,7 @@ def count(
         state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
         state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.saved.ignore(state.values())
+        tally.watch_reads(model, state)
         given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
         with tally.watching(model):
             with example_labels(model, finish):
@@ -74,6 +75,7 @@ def count(
         counted=True,
         layers=tally.layers,
         layer_calls={name: tuple(calls) for name, calls in tally.layer_calls.items()},
+        read_outside=frozenset(tally.read_outside),
         attentions=tally.attentions,
         stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
         stream_shape=tally.stream_shape,
@@ -109,6 +111,9 @@ class Tally(TorchDispatchMode):
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorForm` for tensors
         self.stream_shape: tuple[int, ...] = ()
         self.saved, self.traffic, self.flow = SavedTally(), TrafficCounter(), DataFlow()
+        self.read_outside: set[str] = set()  # parameters of layers that an operation outside of the layer uses
+        self._owners: dict[int, tuple[str, set[str]]] = {}  # storage of a parameter -> its name, and its layers
+        self._inside = ""  # the layer that runs
         self._last_layer = ""  # the linear or convolution that ran last
         self._unsaved: list[tuple[str, int]] = []  # calls of this block's layers after which nothing was saved so far
 
@@ -139,6 +144,17 @@ class Tally(TorchDispatchMode):
             branches=self.flow.branches(inside),
             sendable=self.saved.sendable.get(block.name, {}),
         )
+
+    def watch_reads(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Record which of the parameters in `state` are used outside of the linears and embeddings that hold them."""
+        places: dict[str, set[str]] = {}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for path, module in model.named_modules():
+            if _is_product(module) or isinstance(module, nn.Embedding):
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        places.setdefault(names[id(parameter)], set()).add(path)
+        self._owners = {state[name].untyped_storage()._cdata: (name, paths) for name, paths in places.items()}
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -173,6 +189,10 @@ class Tally(TorchDispatchMode):
             result = torch.tensor(0.5)  # layer drop compares it with a rate: no block is skipped here
         inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         self.flow.operation(inputs, outputs)
+        for tensor in inputs:
+            name, owners = self._owners.get(tensor.untyped_storage()._cdata, ("", {self._inside}))
+            if self._inside not in owners:
+                self.read_outside.add(name)
         here, found = self.blocks[self.running], count_product(func, args, kwargs, result)
         if found is not None and is_gradient_work():
             later = Flops(backward=found.flops.all)
@@ -243,12 +263,14 @@ class Tally(TorchDispatchMode):
 
     def _begin(self, name: str, module: nn.Module, args: Any) -> None:
         self.saved.since = 0
+        self._inside = name
         if _is_product(module):
             self.flow.enter(name, tensors_of(args))
         if returns_loss(module):
             self._last_layer = name
 
     def _measure(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        self._inside = ""
         value = tensors_of((args, kwargs))[0]
         dim = -1 - num_spatial_dims(module)
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]

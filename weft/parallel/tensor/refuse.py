@@ -24,6 +24,8 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
             f"tensor.x = {plan.tensor.x} splits linears, convolutions and embeddings, and the model has none that can "
             f"be split{_whole(pairing)}; use tensor.x = tensor.y = 1 (`shard` splits the state of any layer)"
         )
+    if (reason := _refuse_reads(profile, pairing)) is not None:
+        return reason
     for split in pairing.splits.values():
         in_and_out = linear_sizes(profile.model.get_submodule(split.module))
         reason = _refuse_over_x(split, plan.tensor.x)
@@ -36,6 +38,18 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
     if plan.tensor.y > 1 and (reason := _refuse_over_y(profile.model, pairing, plan.tensor.y)):
         return reason
     return _refuse_sequence(profile, pairing, plan) if plan.tensor.sequence else None
+
+
+def _refuse_reads(profile: Profile, pairing: Pairing) -> str | None:
+    """Checks that no split parameter is used outside of its layer, where it would be a rank's part of it."""
+    for name in sorted(profile.read_outside):
+        layer = pairing.tied.get(name, name).rpartition(".")[0]
+        if layer in pairing.splits or layer in pairing.embeddings:
+            return (
+                f"'{name}' is used outside of the forward of '{layer}', where x would give a part of it instead of the "
+                f"whole; use the result of '{layer}' instead, or tensor.x = tensor.y = 1"
+            )
+    return None
 
 
 def _refuse_bias_of_heads(model: nn.Module, pairing: Pairing) -> str | None:
