@@ -53,17 +53,10 @@ def sequential_pairs(
             open_name = None
 
 
-def reason_not_splittable(name: str, module: Any) -> str:
-    """Returns why a convolution's channels cannot be split, and what to change."""
+def reason_not_splittable(module: Any) -> str:
+    """Returns why a convolution's channels are not split."""
     if module.transposed:
-        what = "is transposed, and weft splits the channels of plain ones only"
-    elif module.groups != 1:
-        what = (
-            f"has groups = {module.groups}, so an output does not see every input, and weft splits only where it does"
-        )
-    else:
-        what = "is not an nn.Conv1d, nn.Conv2d or nn.Conv3d itself with a weight of its own"
-    return (
-        f"the convolution '{name}' ({type(module).__name__}) {what}; use a plain convolution with groups = 1, or "
-        f"tensor.x = tensor.y = 1 (`shard` splits the state of any layer)"
-    )
+        return "a transposed convolution"
+    if module.groups != 1:
+        return f"a convolution with groups = {module.groups}, whose outputs do not see every input"
+    return "not an nn.Conv1d, nn.Conv2d or nn.Conv3d itself with a weight of its own"

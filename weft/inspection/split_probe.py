@@ -13,18 +13,23 @@ largest model is probed in milliseconds on a CPU.
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.inspection.parameter_cut import Interval
 
+NUM_TOKENS = 4
 RANK = 4  # of the random linears
 TOLERANCE = 1e-4  # some modules compute in float32 for any input; the error of a wrong split is far larger
 Intervals = Sequence[Interval]
+_LINEAR: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # results of `_equals_linear`
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,13 @@ class SplitProof:
     """The result of a successful probe.
 
     `inner` are parameters that each part applies to its own features. `takes_only_input`: the columns take the module's
-    input itself, and nothing else uses that input.
+    input itself, and nothing else uses that input. `tables` are parameters with one column for each head, which are
+    split as the heads are.
     """
 
     inner: frozenset[str]
     takes_only_input: bool
+    tables: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ class PairShares:
     """How to split a pair into `degree` parts.
 
     `columns` gives the intervals of each column's outputs for the index of a part, and `row_inputs` those of the row's
-    inputs. `scale` divides a module's attributes, such as its number of heads, by the degree.
+    inputs. `scale` divides a module's attributes, such as its number of heads, by the degree. `tables` are parameters
+    whose last dim is split into equal parts.
     """
 
     degree: int
@@ -52,16 +60,18 @@ class PairShares:
     row: str
     row_inputs: Callable[[int], Intervals]
     scale: Callable[[nn.Module, int], None] = lambda module, degree: None
+    tables: frozenset[str] = frozenset()
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the module's forward, beside its input
 
 
 def prove_pair(module: nn.Module, shares: PairShares) -> SplitProof | str:
     """Returns the proof that `module` can be split by `shares`, or the reason why it cannot."""
     generator = torch.Generator().manual_seed(0)
     width = linear_sizes(module.get_submodule(next(iter(shares.columns))))[0]
-    value = torch.randn(2, 4, width, dtype=torch.float64, generator=generator).requires_grad_()
+    value = torch.randn(2, NUM_TOKENS, width, dtype=torch.float64, generator=generator).requires_grad_()
     try:
         whole = random_copy(module, generator)
-        expected = _first_tensor(whole(value))
+        expected = _first_tensor(whole(value, **shares.arguments))
         return _compare_parts(whole, shares, value, expected.detach())
     except Exception as error:  # anything that the user's code may raise
         text = str(error).strip().splitlines()
@@ -128,8 +138,38 @@ def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Is the module exactly an nn.Linear (no subclass), or transformers' Conv1D?"""
-    return type(module) is nn.Linear or has_transposed_weight(module)
+    """Is the module an nn.Linear, or transformers' Conv1D? A subclass must compute what nn.Linear does."""
+    if set(module._parameters) != {"weight", "bias"}:
+        return False  # such as one under weight_norm, whose weight is computed
+    return type(module) is nn.Linear or has_transposed_weight(module) or _computes_linear(module)
+
+
+def _computes_linear(module: nn.Module) -> bool:
+    """Does a subclass of nn.Linear compute a linear? It is tried with a small random weight and bias."""
+    if not isinstance(module, nn.Linear) or module._modules or module._buffers:
+        return False
+    if module not in _LINEAR:
+        with _disable_current_modes():  # a profile may be counting, on fake tensors
+            _LINEAR[module] = _equals_linear(module)
+    return _LINEAR[module]
+
+
+def _equals_linear(module: nn.Linear) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    small = copy.copy(module)
+    weight = torch.randn(3, 5, dtype=torch.float64, generator=generator)
+    bias = None if module.bias is None else torch.randn(3, dtype=torch.float64, generator=generator)
+    small._parameters = {
+        "weight": nn.Parameter(weight),
+        "bias": None if bias is None else nn.Parameter(bias),
+    }
+    small._forward_hooks, small._forward_pre_hooks = OrderedDict(), OrderedDict()
+    value = torch.randn(2, 4, 5, dtype=torch.float64, generator=generator)
+    try:
+        with torch.no_grad():
+            return _equal(small(value), torch.nn.functional.linear(value, weight, bias))
+    except Exception:  # anything that the user's code may raise: it is not taken for a linear
+        return False
 
 
 def has_transposed_weight(module: nn.Module) -> bool:
@@ -183,7 +223,7 @@ class _ModulePart:
     """One part of a module. Autograd's graph is cut before its columns and after its row."""
 
     def __init__(self, whole: nn.Module, shares: PairShares, index: int) -> None:
-        self.module = copy.deepcopy(whole)
+        self.module, self.arguments = copy.deepcopy(whole), shares.arguments
         self.column_inputs: list[Tensor] = []
         self.row_outputs: list[Tensor] = []
         self.others = torch.zeros(())  # the sum of the row's results of the other parts
@@ -197,6 +237,11 @@ class _ModulePart:
         row.keep_inputs(shares.row_inputs(index), with_bias=index == 0)
         row.register_forward_hook(self._after_row)
         shares.scale(self.module, shares.degree)
+        for name in shares.tables:
+            owner, _, leaf = name.rpartition(".")
+            table = self.module.get_parameter(name)
+            part = nn.Parameter(table.detach().chunk(shares.degree, -1)[index])
+            self.module.get_submodule(owner)._parameters[leaf] = part
         inside = (*shares.columns, shares.row)
         self.parameters = {n: p for n, p in self.module.named_parameters() if _owner(n) not in inside}
 
@@ -230,7 +275,7 @@ class _ModulePart:
 
     def run(self, value: Tensor) -> Tensor:
         self.value = value
-        return _first_tensor(self.module(value))
+        return _first_tensor(self.module(value, **self.arguments))
 
 
 def _compare_parts(whole: nn.Module, shares: PairShares, value: Tensor, expected: Tensor) -> SplitProof | str:
@@ -255,7 +300,9 @@ def _compare_parts(whole: nn.Module, shares: PairShares, value: Tensor, expected
     if both := sorted(inside & (outside | before)):
         return f"its parameter '{both[0]}' is used both inside the split and outside"
     takes_only_input = "" not in outside and all(column_input is value for column_input in first.column_inputs)
-    return SplitProof(frozenset(inside), takes_only_input)
+    if outer := sorted(shares.tables - inside):
+        return f"its parameter '{outer[0]}' does not work between {', '.join(shares.columns)} and {shares.row}"
+    return SplitProof(frozenset(inside) - shares.tables, takes_only_input, shares.tables)
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +15,7 @@ from torch import nn
 
 from weft.inspection.annotations import Annotation
 from weft.inspection.chain_ends import ChainEnds, find_chain_ends
+from weft.inspection.embedding_lookup import is_plain_lookup
 from weft.inspection.parameter_cut import Interval, share_units, stack_intervals
 
 Kind = Literal["column", "row", "gathered", "head"]
@@ -74,15 +76,24 @@ class Split:
 
 @dataclass(frozen=True)
 class ScaledAttributes:
-    """Names of an attention module's integer attributes that are divided by x: heads, their total width, key heads."""
+    """Names of an attention module's integer attributes that are divided by x: heads, their total width, key heads.
+
+    `of_config` are attributes of its config. The module gets a config of its own, as others use the same one.
+    """
 
     attributes: tuple[str, ...]
     num_key_heads: int
+    of_config: tuple[str, ...] = ()
 
     def apply(self, module: nn.Module, degree: int) -> None:
         """Divide the module's attributes by `degree`."""
         for name in self.attributes:
             setattr(module, name, max(1, getattr(module, name) // degree))
+        if self.of_config:
+            config = copy.copy(module.config)
+            for name in self.of_config:
+                setattr(config, name, max(1, getattr(config, name) // degree))
+            module.config = config
         groups = getattr(module, "num_key_value_groups", None)
         if isinstance(groups, int) and self.num_key_heads < degree:
             setattr(module, "num_key_value_groups", groups * self.num_key_heads // degree)  # noqa: B010 (for mypy)
@@ -93,7 +104,11 @@ class Pairing:
     """Everything in a model that the tensor axes split or change.
 
     `splits` has the split of each linear and convolution by name, `embeddings` the names of embeddings, `scaled` the
-    attributes to divide by module name, and `blocks` the names of the blocks.
+    attributes to divide by module name, and `blocks` the names of the blocks. `kept` has the modules and parameters
+    that every rank of x holds whole, with the reason. `mixers` has modules that mix tokens outside of regions, so that
+    they need whole sequences, with the reason. `tied` has, for a parameter that a layer shares under another name
+    (`head.bias = self.bias`), the name that says how it is split. `tables` are parameters inside attention with a
+    column for each head, which are split as the heads are.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
@@ -101,6 +116,10 @@ class Pairing:
     inner: frozenset[str] = frozenset()  # whole parameters that each rank applies to its own features or heads only
     scaled: dict[str, ScaledAttributes] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+    kept: dict[str, str] = field(default_factory=dict)
+    mixers: dict[str, str] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    tables: frozenset[str] = frozenset()
     model: nn.Module | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -109,7 +128,8 @@ class Pairing:
         assert self.model is not None
         norms = [name for name, module in self.model.named_modules() if is_norm(module) and not self.block_of(name)]
         head = next((split.module for split in self.splits.values() if split.kind == "head"), None)
-        return find_chain_ends(self.model, self.blocks, self.embeddings, norms, head)
+        plain = [name for name in self.embeddings if is_plain_lookup(self.model.get_submodule(name))]
+        return find_chain_ends(self.model, self.blocks, plain, norms, head)
 
     @property
     def is_whole(self) -> bool:

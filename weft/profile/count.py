@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,6 +58,7 @@ def count(
         state = {name: cast(fake(parameter), dtype) for name, parameter in model.named_parameters()}
         state |= {name: fake(buffer) for name, buffer in model.named_buffers()}
         tally.saved.ignore(state.values())
+        tally.watch_reads(model, state)
         given = tree_map(partial(cast, dtype=dtype), example())  # allocated before the forward
         with tally.watching(model):
             with example_labels(model, finish):
@@ -73,6 +74,8 @@ def count(
         blocks=tuple(blocks),
         counted=True,
         layers=tally.layers,
+        layer_calls={name: tuple(calls) for name, calls in tally.layer_calls.items()},
+        read_outside=frozenset(tally.read_outside),
         attentions=tally.attentions,
         stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
         stream_shape=tally.stream_shape,
@@ -103,13 +106,21 @@ class Tally(TorchDispatchMode):
         self.unit = ""  # the unit that runs, or ran last
         self.units: dict[str, Flops] = {}
         self.blocks: dict[str, _Counts] = {"": _Counts(calls=1, in_backward=True)}
-        self.layers: dict[str, LayerShape] = {}
+        self.layer_calls: dict[str, list[LayerShape]] = {}
         self.attentions: dict[str, Heads] = {}
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorMetadata` for tensors
         self.stream_shape: tuple[int, ...] = ()
         self.saved, self.traffic, self.flow = SavedTally(), TrafficCounter(), DataFlow()
+        self.read_outside: set[str] = set()  # parameters of layers that an operation outside of the layer uses
+        self._owners: dict[int, tuple[str, set[str]]] = {}  # storage of a parameter -> its name, and its layers
+        self._inside = ""  # the layer that runs
         self._last_layer = ""  # the linear or convolution that ran last
-        self._unsaved: list[str] = []  # the layers of this block after which nothing was saved so far
+        self._unsaved: list[tuple[str, int]] = []  # calls of this block's layers after which nothing was saved so far
+
+    @property
+    def layers(self) -> dict[str, LayerShape]:
+        """The last call of each layer."""
+        return {name: calls[-1] for name, calls in self.layer_calls.items()}
 
     def counted(self, block: Block) -> Block:
         """Returns the block with its counts added."""
@@ -134,6 +145,17 @@ class Tally(TorchDispatchMode):
             sendable=self.saved.sendable.get(block.name, {}),
         )
 
+    def watch_reads(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Record which of the parameters in `state` are used outside of the linears and embeddings that hold them."""
+        places: dict[str, set[str]] = {}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for path, module in model.named_modules():
+            if _is_product(module) or isinstance(module, nn.Embedding):
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        places.setdefault(names[id(parameter)], set()).add(path)
+        self._owners = {state[name].untyped_storage()._cdata: (name, paths) for name, paths in places.items()}
+
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Count the operations of the model inside the context."""
@@ -144,7 +166,7 @@ class Tally(TorchDispatchMode):
         for name, module in model.named_modules():  # before the hooks of blocks: a block may itself be such a layer
             if _is_product(module) or isinstance(module, nn.Embedding) or is_norm(module):
                 handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
-                handles.append(module.register_forward_hook(partial(self._measure, name)))
+                handles.append(module.register_forward_hook(partial(self._measure, name), with_kwargs=True))
             if isinstance(module, CausalAttention):
                 handles.append(module.register_forward_pre_hook(partial(self._measure_heads, name)))
         for name, module in find_blocks(model).items():
@@ -163,8 +185,14 @@ class Tally(TorchDispatchMode):
         kwargs = kwargs or {}
         is_grouped = func._overloadpacket is GROUPED and args[1].dim() == 3
         result = fake_grouped(*args[:2]) if is_grouped else func(*args, **kwargs)
+        if func._overloadpacket is aten.rand and not result.dim():
+            result = torch.tensor(0.5)  # layer drop compares it with a rate: no block is skipped here
         inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         self.flow.operation(inputs, outputs)
+        for tensor in inputs:
+            name, owners = self._owners.get(tensor.untyped_storage()._cdata, ("", {self._inside}))
+            if self._inside not in owners:
+                self.read_outside.add(name)
         here, found = self.blocks[self.running], count_product(func, args, kwargs, result)
         if found is not None and is_gradient_work():
             later = Flops(backward=found.flops.all)
@@ -225,8 +253,8 @@ class Tally(TorchDispatchMode):
 
     def _leave(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self.running = ""
-        for last in self._unsaved:
-            self.layers[last] = replace(self.layers[last], is_last=True)
+        for last, call in self._unsaved:
+            self.layer_calls[last][call] = replace(self.layer_calls[last][call], is_last=True)
         tensors = tensors_of(output)
         self.blocks[name].in_backward |= any(tensor.requires_grad for tensor in tensors)
         self.blocks[name].boundary_bytes = sum(map(bytes_of, tensors))
@@ -235,23 +263,26 @@ class Tally(TorchDispatchMode):
 
     def _begin(self, name: str, module: nn.Module, args: Any) -> None:
         self.saved.since = 0
+        self._inside = name
         if _is_product(module):
             self.flow.enter(name, tensors_of(args))
         if returns_loss(module):
             self._last_layer = name
 
-    def _measure(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        value = args[0]
+    def _measure(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        self._inside = ""
+        value = tensors_of((args, kwargs))[0]
         dim = -1 - num_spatial_dims(module)
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
         in_rows = value.numel() // width
         weight: Any = module.weight
         out = output.shape[dim] if output.dim() else len(weight)  # a head that returns a loss has no dims
         rows = output.numel() // out if output.dim() else in_rows
-        self.layers[name] = LayerShape(
-            rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module)
+        calls = self.layer_calls.setdefault(name, [])
+        self._unsaved.append((name, len(calls)))
+        calls.append(
+            LayerShape(rows, in_rows, width, out, value.requires_grad, self.saved.since, is_linear=is_linear(module))
         )
-        self._unsaved.append(name)
         if _is_product(module):
             self._last_layer = name
             self.flow.leave(name, [output])

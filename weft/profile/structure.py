@@ -158,6 +158,7 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         blocks=found,
         counted=whole.counted,
         layers={n: layer for n, layer in whole.layers.items() if is_here(n)},
+        layer_calls={n: calls for n, calls in whole.layer_calls.items() if is_here(n)},
         attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
         stream_numel=whole.stream_numel,
         source=whole.source,

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
+from weft.inspection.embedding_lookup import is_plain_lookup, replaced_lookup
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut, share
 from weft.inspection.rng import INNER, PART, WHOLE, ScopedRng, has_dropout
@@ -146,7 +147,9 @@ class _Applier:
             embedding = self.model.get_submodule(name)
             assert isinstance(embedding, nn.Embedding)
             begin = share(embedding.num_embeddings, self.x.degree, self.x.index)[0]
-            _replace_forward(embedding, partial(self._embedding, name, embedding, begin))
+            lookup = partial(self._embedding, name, embedding, begin)
+            is_plain = is_plain_lookup(embedding)
+            _replace_forward(embedding, lookup if is_plain else replaced_lookup(embedding, lookup))
             if self.pairing.is_whole:
                 embedding.register_forward_hook(lambda _, __, out: gather(out, self.y, -1))
         if self.y.degree > 1 and not self.pairing.is_whole:

@@ -27,7 +27,7 @@ from weft.parallel.tensor.cuts import ends_of, parameter_cuts
 from weft.parallel.tensor.norm import ALONE, split_norm
 from weft.parallel.tensor.vocabulary import loss_bytes
 from weft.plan import Plan
-from weft.profile import BackwardShares, Block, Profile
+from weft.profile import BackwardShares, Block, LayerShape, Profile
 from weft.sharding.layout import COMPUTE_DTYPE
 
 Calls = Iterator[tuple[Key, int]]
@@ -41,20 +41,22 @@ def traffic(profile: Profile, plan: Plan, x_index: int, y_index: int = 0) -> Cal
     layer_traffic = _LayerTraffic(profile, plan, x_index, y_index)
     entered: set[str] = set()
     for split in profile.pairing.splits.values():
-        if split.kind == "row":
-            yield from layer_traffic.row(split)
-            continue
-        if split.parent is None or split.parent not in entered:
-            yield from layer_traffic.enter(split)
-            entered.add(split.parent or split.module)
-        yield from layer_traffic.column(split)
+        is_entered = split.parent is not None and split.parent in entered
+        for layer in profile.layer_calls.get(split.module, ()):  # a layer that is not called communicates nothing
+            if split.kind == "row":
+                yield from layer_traffic.row(split, layer)
+                continue
+            if not is_entered:
+                yield from layer_traffic.enter(split, layer)
+            yield from layer_traffic.column(split, layer)
+        entered.add(split.parent or split.module)
     yield from layer_traffic.embeddings()
     yield from layer_traffic.norms()
     yield from layer_traffic.sequence_ends()
 
 
 class _LayerTraffic:
-    """Bytes of the collectives of each split layer. Forward ones count twice where a block is recomputed."""
+    """Bytes of the collectives of each split layer's calls. Forward ones count twice where a block is recomputed."""
 
     def __init__(self, profile: Profile, plan: Plan, x_index: int, y_index: int) -> None:
         self.profile, self.pairing, self.plan = profile, profile.pairing, plan
@@ -66,83 +68,84 @@ class _LayerTraffic:
         self.blocks = {block.name: block for block in profile.blocks}
         self.frozen = {p.name for block in profile.all for p in block.parameters if not p.trainable}
 
-    def enter(self, split: Split) -> Calls:
+    def enter(self, split: Split, layer: LayerShape) -> Calls:
         """Yields the collectives of a column's input: dI is summed over x.
 
         With `sequence`, I is gathered, and with `regather` once more for dW. If the stream is whole over y, each rank
         takes its part of I, and dI is gathered over y.
         """
-        layer, calls = self.profile.layers[split.module], self._calls(split.module)
         if self.y > 1 and self.pairing.is_whole:
             operation = "all_reduce" if layer.in_features % self.y else "all_gather"
             num_bytes = layer.in_rows * layer.in_features * self.size // self._over_sequence(split.module)
-            yield from [(("y", operation), num_bytes)] * calls * layer.needs_gradient
+            yield from [(("y", operation), num_bytes)] * layer.needs_gradient
         if self.x == 1:
             return
         begin, end = share(layer.in_features, self.y, self.y_index)
         whole = layer.in_rows * (end - begin) * self.size
         if not (self.sequence and (self._in_block(split.module) or split.module == self.ends.head)):
-            yield from [(("x", "all_reduce"), whole)] * calls * layer.needs_gradient
+            yield from [(("x", "all_reduce"), whole)] * layer.needs_gradient
             return
         same = [s for s in self.pairing.splits.values() if s is split or (split.parent and s.parent == split.parent)]
         again = self.plan.tensor.regather and layer.needs_gradient and any(self._trains(s.module) for s in same)
-        yield from self._in_chunks("all_gather", whole, self._forwards(split.module) + calls * again)
-        yield from self._in_chunks("reduce_scatter", whole, calls * layer.needs_gradient)
+        yield from self._in_chunks("all_gather", whole, self._forwards(split.module) + again)
+        yield from self._in_chunks("reduce_scatter", whole, layer.needs_gradient)
 
-    def column(self, split: Split) -> Calls:
+    def column(self, split: Split, layer: LayerShape) -> Calls:
         """Yields the collectives of a column's output: partial sums over y, gathered outputs, and the head's loss."""
-        layer, forwards = self.profile.layers[split.module], self._results(split.module)
+        forwards = self._results(split.module, layer)
         if self.y > 1:
             yield from [(("y", "all_reduce"), layer.rows * self._local_width(split) * self.size)] * forwards
         if self.x > 1 and split.kind == "gathered":
             yield from [(("x", "all_gather"), layer.rows * layer.out_features * self.size)] * forwards
-            if self.sequence and self._in_block(split.module) and self._has_backward(split):
+            if self.sequence and self._in_block(split.module) and self._has_backward(split, layer):
                 yield ("x", "all_gather"), layer.rows * layer.out_features * self.size
         if self.x > 1 and split.kind == "head":
             for num_bytes in loss_bytes(layer.rows, max(4, self.size)):
                 yield ("x", "all_reduce"), num_bytes
 
-    def row(self, split: Split) -> Calls:
+    def row(self, split: Split, layer: LayerShape) -> Calls:
         """Yields the collectives of a row: partial sums over x, and dI summed over y.
 
         If the stream is whole over y, the output is also gathered over y.
         """
-        layer, calls = self.profile.layers[split.module], self._calls(split.module)
-        whole = layer.rows * layer.out_features // self.y * self.size
+        whole, results = layer.rows * layer.out_features // self.y * self.size, self._results(split.module, layer)
         if self.x > 1 and self.sequence and self._in_block(split.module):
-            yield from self._in_chunks("reduce_scatter", whole, self._results(split.module))
-            yield from self._in_chunks("all_gather", whole, calls * self._has_backward(split))
+            yield from self._in_chunks("reduce_scatter", whole, results)
+            yield from self._in_chunks("all_gather", whole, self._has_backward(split, layer))
         elif self.x > 1:
-            yield from [(("x", "all_reduce"), whole)] * self._results(split.module)
+            yield from [(("x", "all_reduce"), whole)] * results
         if self.y > 1 and self.pairing.is_whole:
             num_bytes = layer.rows * layer.out_features * self.size // self._over_sequence(split.module)
-            yield from [(("y", "all_gather"), num_bytes)] * self._results(split.module)
+            yield from [(("y", "all_gather"), num_bytes)] * results
         if self.y > 1 and layer.needs_gradient:
-            yield from [(("y", "all_reduce"), layer.in_rows * self._local_width(split) * self.size)] * calls
+            yield ("y", "all_reduce"), layer.in_rows * self._local_width(split) * self.size
 
     def embeddings(self) -> Calls:
         """Yields the collectives of embeddings: sums over x, and gathers over y if the stream is whole over y."""
         for name in self.pairing.embeddings:
-            layer, forwards = self.profile.layers[name], self._results(name)
-            whole = layer.rows * layer.out_features * self.size
-            operation = "reduce_scatter" if name == self.ends.embedding else "all_reduce"
-            if self.x > 1:
-                yield from [(("x", operation), whole // self.y)] * forwards
-            if self.y > 1 and self.pairing.is_whole:
-                yield from [(("y", "all_gather"), whole)] * forwards
+            for layer in self.profile.layer_calls.get(name, ()):
+                forwards = self._results(name, layer)
+                whole = layer.rows * layer.out_features * self.size
+                operation = "reduce_scatter" if name == self.ends.embedding else "all_reduce"
+                if self.x > 1:
+                    yield from [(("x", operation), whole // self.y)] * forwards
+                if self.y > 1 and self.pairing.is_whole:
+                    yield from [(("y", "all_gather"), whole)] * forwards
 
     def norms(self) -> Calls:
         """Yields the all-reduces of norms' moments over y, forward and backward."""
         assert self.profile.model is not None
-        for name, layer in self.profile.layers.items() if self.y > 1 and not self.pairing.is_whole else ():
-            module, rows = self.profile.model.get_submodule(name), layer.rows
+        if self.y == 1 or self.pairing.is_whole:
+            return
+        for name, calls in self.profile.layer_calls.items():
+            module = self.profile.model.get_submodule(name)
             if not is_norm(module) or f"{name}.weight" in self.pairing.inner:
                 continue
-            if self.sequence and (self._in_block(name) or name == self.ends.norm):
-                rows //= self.x
-            times = self._forwards(name) + self._calls(name) * layer.needs_gradient
-            one = (("y", "all_reduce"), rows * max(4, self.size))
-            yield from [one] * times * (2 if isinstance(module, nn.LayerNorm) else 1)
+            over = self.x if self.sequence and (self._in_block(name) or name == self.ends.norm) else 1
+            for layer in calls:
+                times = self._forwards(name) + layer.needs_gradient
+                one = (("y", "all_reduce"), layer.rows // over * max(4, self.size))
+                yield from [one] * times * (2 if isinstance(module, nn.LayerNorm) else 1)
 
     def sequence_ends(self) -> Calls:
         """Yields the gather after the last block, unless the head does it, and that of gradients before the first."""
@@ -170,27 +173,23 @@ class _LayerTraffic:
     def _trains(self, module: str) -> bool:
         return f"{module}.weight" not in self.frozen
 
-    def _has_backward(self, split: Split) -> bool:
+    def _has_backward(self, split: Split, layer: LayerShape) -> bool:
         """Does the layer's result require a gradient?"""
-        return self.profile.layers[split.module].needs_gradient or self._trains(split.module)
-
-    def _calls(self, name: str) -> int:
-        block = self._block(name)
-        return 1 if block is None else self.blocks[block].calls
+        return layer.needs_gradient or self._trains(split.module)
 
     def _over_sequence(self, name: str) -> int:
         """Returns over how many ranks of x the stream around a layer is split along the sequence."""
         return self.x if self.sequence and self._in_block(name) else 1
 
-    def _results(self, name: str) -> int:
-        """Returns how often a layer's result is communicated. Recompute stops at the last saved tensor of a block."""
-        return self._calls(name) if self.profile.layers[name].is_last else self._forwards(name)
+    def _results(self, name: str, layer: LayerShape) -> int:
+        """Returns how often a call's result is communicated. Recompute stops at the last saved tensor of a block."""
+        return 1 if layer.is_last else self._forwards(name)
 
     def _forwards(self, name: str) -> int:
-        """Returns how often a layer's forward runs in a micro-batch."""
+        """Returns how often the forward of one call runs in a micro-batch."""
         block = self._block(name)
         is_again = block is not None and self.plan.memory.recompute != "none" and self.blocks[block].in_backward
-        return self._calls(name) * (2 if is_again else 1)
+        return 2 if is_again else 1
 
 
 # --- a rank's part of the profile
@@ -199,16 +198,17 @@ class _LayerTraffic:
 def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
     """Returns the profile of the rank at `coordinates`: its parameters, tokens, FLOPs and saved bytes."""
     context = plan.context.degree
-    layers = {
-        name: replace(layer, rows=layer.rows // context, in_rows=layer.in_rows // context)
-        for name, layer in profile.layers.items()
+    layer_calls = {
+        name: tuple(replace(one, rows=one.rows // context, in_rows=one.in_rows // context) for one in calls)
+        for name, calls in profile.layer_calls.items()
     }
     root, *blocks = (_divide(block, context) for block in profile.all)
     profile = replace(
         profile,
         root=root,
         blocks=tuple(blocks),
-        layers=layers,
+        layers={name: calls[-1] for name, calls in layer_calls.items()},
+        layer_calls=layer_calls,
         stream_numel=profile.stream_numel // context,
         shares=BackwardShares(*[1 / context] * 4),
     )
@@ -249,7 +249,11 @@ def transient_bytes(profile: Profile, plan: Plan) -> int:
     if not plan.tensor.sequence or plan.tensor.x == 1:
         return 0
     size, x = COMPUTE_DTYPE[plan.precision].itemsize, plan.tensor.x
-    rows = [profile.layers[split.module] for split in profile.pairing.splits.values() if split.kind == "row"]
+    rows = [
+        profile.layers[split.module]
+        for split in profile.pairing.splits.values()
+        if split.kind == "row" and split.module in profile.layers
+    ]
     inputs = max((layer.in_rows * layer.in_features for layer in rows), default=0) // x
     stream = profile.stream_numel // (1 if profile.pairing.is_whole else plan.tensor.y)
     return (stream + stream // x + inputs) * size
@@ -364,7 +368,9 @@ class _LocalCounts:
         return total
 
     def _splits(self, block: str) -> Iterator[Split]:
-        return (s for s in self.pairing.splits.values() if (self.pairing.block_of(s.module) or "") == block)
+        """Yields the splits of layers of a block ("" for the root) that its forward calls."""
+        called = (split for split in self.pairing.splits.values() if split.module in self.profile.layers)
+        return (split for split in called if (self.pairing.block_of(split.module) or "") == block)
 
 
 def _saved_per_row(module: nn.Module, width: int, dtype: torch.dtype, is_split: bool) -> int:

@@ -34,6 +34,7 @@ class _CutMaker:
         self.ends = ends_of(pairing, plan)
 
     def cut(self, name: str, shape: tuple[int, ...]) -> Cut:
+        name = self.pairing.tied.get(name, name)
         module, _, leaf = name.rpartition(".")
         if module in self.pairing.embeddings:
             return self._make(shape, {0: (share(shape[0], self.num_x, self.x),), 1: self._over_y(shape[1])}, x=1, y=1)
@@ -57,6 +58,9 @@ class _CutMaker:
         return (share(size, self.num_y, self.y),)
 
     def _other(self, name: str, shape: tuple[int, ...]) -> Cut:
+        if name in self.pairing.tables:
+            last = len(shape) - 1
+            return self._make(shape, {last: (share(shape[last], self.num_x, self.x),)}, x=1)
         if name in self.pairing.inner:
             return self._make(shape, {}, sums=("x",) if self.num_x > 1 else ())
         sums = self._outside_sums(name)

@@ -5,6 +5,8 @@ Each reason states the given value, the rule that failed and what to change.
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
 
 from weft.inspection.split_probe import is_feature_wise, linear_sizes
@@ -17,6 +19,13 @@ from weft.profile import Profile
 def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
     """Returns the first reason why x and y cannot split a pairing's layers, or the values between them; or None."""
     assert profile.model is not None
+    if not pairing.splits and not pairing.embeddings:
+        return (
+            f"tensor.x = {plan.tensor.x} splits linears, convolutions and embeddings, and the model has none that can "
+            f"be split{_whole(pairing)}; use tensor.x = tensor.y = 1 (`shard` splits the state of any layer)"
+        )
+    if (reason := _refuse_reads(profile, pairing)) is not None:
+        return reason
     for split in pairing.splits.values():
         in_and_out = linear_sizes(profile.model.get_submodule(split.module))
         reason = _refuse_over_x(split, plan.tensor.x)
@@ -24,18 +33,47 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
             reason = _refuse_split_over_y(split, in_and_out, plan.tensor.y, pairing.is_whole)
         if reason is not None:
             return reason
+    if plan.pipe.degree > 1 and (reason := _refuse_bias_of_heads(profile.model, pairing)):
+        return reason
     if plan.tensor.y > 1 and (reason := _refuse_over_y(profile.model, pairing, plan.tensor.y)):
         return reason
     return _refuse_sequence(profile, pairing, plan) if plan.tensor.sequence else None
 
 
+def _refuse_reads(profile: Profile, pairing: Pairing) -> str | None:
+    """Checks that no split parameter is used outside of its layer, where it would be a rank's part of it."""
+    for name in sorted(profile.read_outside):
+        layer = pairing.tied.get(name, name).rpartition(".")[0]
+        if layer in pairing.splits or layer in pairing.embeddings:
+            return (
+                f"'{name}' is used outside of the forward of '{layer}', where x would give a part of it instead of the "
+                f"whole; use the result of '{layer}' instead, or tensor.x = tensor.y = 1"
+            )
+    return None
+
+
+def _refuse_bias_of_heads(model: nn.Module, pairing: Pairing) -> str | None:
+    """Checks that no bias of a rank's own heads, as T5's layers hand it on, would go from one stage to another."""
+    for name in pairing.scaled:
+        if "position_bias" in inspect.signature(type(model.get_submodule(name)).forward).parameters:
+            return (
+                f"'{name}' hands a bias of each head on to later layers, and x splits the heads: pipe would send parts "
+                f"of it from stage to stage; use pipe.degree = 1, or tensor.x = 1"
+            )
+    return None
+
+
 def _refuse_over_y(model: nn.Module, pairing: Pairing, y: int) -> str | None:
     """Checks that all modules on the residual stream can compute parts of the features, which y splits."""
+    if not pairing.is_whole and pairing.kept:
+        return (
+            f"tensor.y = {y} splits the features between layers, but not all layers can be{_whole(pairing)}; use y = 1"
+        )
     if pairing.is_whole:
         return next((reason for name in pairing.embeddings if (reason := _refuse_embedding(model, name, y))), None)
     for name, parameter in model.named_parameters():
         owner, _, _ = name.rpartition(".")
-        if owner in pairing.splits or name in pairing.inner or not parameter.dim():
+        if owner in pairing.splits or name in pairing.inner | pairing.tables or not parameter.dim():
             continue
         if parameter.shape[-1] % y:
             return f"tensor.y = {y} does not divide the {parameter.shape[-1]} features of '{name}'; use a divisor"
@@ -79,6 +117,12 @@ def _refuse_sequence(profile: Profile, pairing: Pairing, plan: Plan) -> str | No
     alone = next((name for name in pairing.blocks if name in pairing.splits), None)
     if alone is not None:
         return f"tensor.sequence = true works inside blocks, but '{alone}' is a block and a single linear; use false"
+    for name, reason in {**pairing.mixers, **pairing.kept}.items():
+        if pairing.block_of(name) is not None:
+            return (
+                f"tensor.sequence = true gives what x does not split a part of each sequence, but '{name}' may need "
+                f"the whole: {reason}; use false"
+            )
     return _refuse_tokens(profile.stream_shape, plan) if profile.counted else None
 
 
@@ -132,6 +176,11 @@ def _refuse_split_over_y(split: Split, in_and_out: tuple[int, int], y: int, is_w
     if over_y % y:
         return f"tensor.y = {y} does not divide the {over_y} {what} of '{split.module}'; use {_divisors(over_y)}"
     return None
+
+
+def _whole(pairing: Pairing) -> str:
+    """Returns the first module that is left whole, in words."""
+    return next((f" ('{name}' is left whole: {reason})" for name, reason in pairing.kept.items()), "")
 
 
 def _features(split: Split, is_output: bool) -> str:

@@ -1,0 +1,84 @@
+"""Can the logits stay split over x? Only if the model does nothing with them that needs all classes.
+
+The model runs once on fake tensors (shapes only) with made-up tokens, and every operation on the head's result is
+watched. Element-wise functions of the logits and numbers (Cohere scales them, Gemma 2 caps them) work on a part of the
+classes as on all. A softmax, or a bias that is added after the head, does not, and the logits are then gathered. A
+model that does not run on tokens alone (of images) is taken to return its head's result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.inspection.chain_ends import NUM_TOKENS
+from weft.inspection.functional_call import call_with
+
+OWN_MODELS = "weft.models."  # these return their head's result
+aten = torch.ops.aten
+OF_EACH_ELEMENT = (
+    *(aten.alias, aten.detach, aten.clone, aten._to_copy, aten.view, aten._unsafe_view, aten.unsqueeze, aten.slice),
+    *(aten.select, aten.mul, aten.div, aten.neg, aten.tanh, aten.sigmoid, aten.add, aten.sub, aten.clamp),
+)
+
+
+def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | None:
+    """Returns what the model does with its head's result that needs all classes; None if there is nothing."""
+    if type(model).__module__.startswith(OWN_MODELS):
+        return None
+    watch = _LogitsWatch()
+    handle = head.register_forward_hook(watch.take, prepend=True)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False  # layer drop, which depends on random numbers, is of training
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            tensors = [*model.named_parameters(), *model.named_buffers()]
+            state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
+            tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
+            with watch:
+                call_with(model, state, (tokens,))
+    except Exception:  # anything that the user's code may raise: not a model of tokens alone
+        return None
+    finally:
+        handle.remove()
+        for module, was_training in modes:
+            module.training = was_training
+    return watch.found
+
+
+class _LogitsWatch(TorchDispatchMode):
+    """Follows what is computed from a module's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+        self.num_classes = 0
+        self._storages: dict[int, Tensor] = {}  # of logits; the tensors keep them alive
+
+    def take(self, _: nn.Module, __: Any, result: Tensor) -> None:
+        """A forward hook of the head."""
+        self.num_classes = result.shape[-1]
+        self._storages[result.untyped_storage()._cdata] = result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(tensor.untyped_storage()._cdata in self._storages for tensor in given):
+            self._follow(func, given, result)
+        return result
+
+    def _follow(self, func: Any, given: list[Tensor], result: Any) -> None:
+        others = [tensor for tensor in given if tensor.untyped_storage()._cdata not in self._storages]
+        keeps_classes = isinstance(result, Tensor) and result.dim() > 0 and result.shape[-1] == self.num_classes
+        if func._overloadpacket not in OF_EACH_ELEMENT or not keeps_classes:
+            self.found = self.found or f"'{func._overloadpacket.__name__}' of its logits needs all classes"
+        elif any(tensor.dim() and tensor.shape[-1] != 1 for tensor in others):
+            self.found = self.found or f"'{func._overloadpacket.__name__}' joins its logits with a value of each class"
+        elif isinstance(result, Tensor):
+            self._storages[result.untyped_storage()._cdata] = result
