@@ -114,8 +114,8 @@ class Float64(TorchFunctionMode):
 
         weft's own casts depend on the type of the data, and are none of the model's.
         """
-        frame = sys._getframe(2)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
             frame = frame.f_back
         file = frame.f_code.co_filename
         if not file.startswith(_WEFT) or what.startswith("dropout"):

@@ -112,8 +112,10 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     run = _sequential(case, trial, device)
     expected = run(False)
     mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
-    model = parallelize(make_model(case.model_fn).to(device), plan, mesh, example=case.counted.example)
+    model = make_model(case.model_fn).to(device)
     arithmetic = Float64(is_wide=plan.precision == "fp64") if not trial.compiles else nullcontext()
+    with arithmetic:
+        model = parallelize(model, plan, mesh, example=case.counted.example)
     found = _train(model, case, trial, mesh, arithmetic)
     errors = {
         "loss": worst_number(found.losses, expected.losses),

@@ -24,6 +24,7 @@ from torch.utils._triton import has_triton
 
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
+from weft.sharding.gradient_rules import refuse_gradient, unused_pieces
 from weft.sharding.host_memory import host_zeros
 from weft.sharding.layout import FlatLayout, ParameterPart
 
@@ -79,6 +80,8 @@ class Flat:
         self._carried: Tensor | None = None
         self._targets: list[Tensor] = []  # view of each parameter in `whole_gradient`
         self._filled: set[int] = set()
+        self._received: set[int] = set()  # parameters that this rank has a gradient of, in the sum under way
+        self.unused: frozenset[int] = frozenset()  # ids of pieces whose parameters have no gradient on any rank
         self._taken: dict[int, Tensor] = {}  # gradients not yet copied into `whole_gradient`
         self._squares: dict[int, Tensor] = {}  # their sums of squares, where the copy computed them
         self.hides_gradient = False  # True if `slice_gradient` cannot be `.grad` of the pieces (other dtype or device)
@@ -189,6 +192,7 @@ class Flat:
         assert gradient is not None
         if not self._filled and not self._taken:
             self._begin_gradient()
+        self._received.add(index)
         if index in self._taken:
             self.place_gradients()
         # with create_graph=True the gradient requires grad; the copy into the buffer is not differentiable
@@ -239,13 +243,13 @@ class Flat:
         return list(self._squares.values()), [one for i, one in enumerate(self._targets) if i not in self._squares]
 
     def start_reduce(self) -> None:
-        """Start the reduce-scatter of the flat gradient over `shard`. A parameter without a gradient counts as zero."""
+        """Start the reduce-scatter of the flat gradient over `shard`. See `gradient_rules.py` for -0.0."""
         self.place_gradients()
         if not self._filled:
             self._begin_gradient()
         for index in range(len(self.whole_parameters)):
             if index not in self._filled:
-                self._targets[index].zero_()
+                self._targets[index].fill_(-0.0)
         self._filled.clear()
         assert self.whole_gradient is not None
         if self.keeps_whole_gradient:
@@ -306,6 +310,7 @@ class Flat:
     def show_gradient(self) -> None:
         """Make the gradient visible to the optimizer: as `.grad` of the pieces, or through `slice_gradient`."""
         assert self.slice_gradient is not None
+        self.unused = unused_pieces(self.slice_gradient, self.parts, self.pieces, self._received, self.unused)
         if (self.slice_gradient.dtype, self.slice_gradient.device) != (self.slice.dtype, self.slice.device):
             if not self.is_read_flat:
                 raise PlanError(
@@ -316,7 +321,7 @@ class Flat:
             self.hides_gradient = True
             return
         for piece, part in zip(self.pieces, self.parts, strict=True):
-            if part.stop > part.start:
+            if part.stop > part.start and id(piece) not in self.unused:
                 piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
 
     def discard_gradient(self) -> None:
@@ -369,7 +374,7 @@ class Flat:
             self.slice[part.offset : part.offset + part.stop - part.start], requires_grad=self.trainable
         )
         if self.trainable:  # autograd must reach whole parameters only; a gradient of a piece is never reduced
-            piece.register_post_accumulate_grad_hook(partial(_refuse_gradient, part.parameter.name))
+            piece.register_post_accumulate_grad_hook(partial(refuse_gradient, part.parameter.name))
         return piece
 
     def state_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -397,6 +402,7 @@ class Flat:
     def _begin_gradient(self) -> None:
         self.await_update()  # the update reads the last gradient
         self._squares.clear()
+        self._received.clear()
         # A gradient that an earlier backward left on the pieces, and that nobody cleared, is added at the end.
         if self.hides_gradient:
             self._widen()
@@ -406,6 +412,7 @@ class Flat:
             if piece.grad is not None:
                 if self._carried is None:
                     self._carried = torch.zeros(self.layout.slice_numel, dtype=self.master_dtype, device=self.device)
+                    self._carried.neg_()
                 self._carried[part.offset : part.offset + part.stop - part.start].copy_(piece.grad)
         if self.whole_gradient is None:
             is_narrow = self._is_alone and self.is_read_flat
@@ -441,10 +448,3 @@ class Flat:
     def _wait_reduce(self) -> None:
         assert self._reducing is not None
         self._reducing.wait()
-
-
-def _refuse_gradient(name: str, _: Tensor) -> None:
-    raise PlanError(
-        f"parameter '{name}' got a gradient outside the forward of its block; call the block (not its .forward, nor "
-        f"its parameters), and add penalties on parameters through the optimizer (weight_decay)"
-    )

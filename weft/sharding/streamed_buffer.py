@@ -178,13 +178,13 @@ class StreamedFlat(Flat):
             self.send_gradient()
 
     def send_gradient(self) -> None:
-        """Start the copy of the gradient to the host. A parameter without a gradient counts as zero."""
+        """Start the copy of the gradient to the host."""
         self.place_gradients()
         if self._arriving is not None:
             self._finish_arriving()
         for index in range(len(self.whole_parameters)):
             if index not in self._filled:
-                self._targets[index].zero_()
+                self._targets[index].fill_(-0.0)
         self._filled.clear()
         gradient = self.whole_gradient
         assert gradient is not None
@@ -221,6 +221,7 @@ class StreamedFlat(Flat):
                 f"only weft.AdamW(model, ...) takes; use it, or weights = 0"
             )
         assert self.slice_gradient is not None
+        self.unused = frozenset(id(piece) for i, piece in enumerate(self.pieces) if i not in self._received)
         if self.device.type == "cpu" and self.slice_gradient.dtype == self.slice.dtype:
             super().show_gradient()
         self.hides_gradient = True
@@ -259,6 +260,8 @@ class StreamedFlat(Flat):
         self._link.up.wait(self._fetched)
         if self._has_sum:
             self._is_alone = False
+        else:
+            self._received.clear()
         self._take_device_buffer()
         if not self._has_sum:
             assert self.whole_gradient is not None
