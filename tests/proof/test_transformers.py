@@ -79,7 +79,9 @@ def test_the_targets_that_a_models_loss_is_a_mean_over_are_found(make: Any, coun
 
 
 def test_a_loss_of_one_label_per_sample_counts_samples() -> None:
-    model = BertForSequenceClassification(BertConfig(**SIZES, **{"num_labels": 3})).double()
+    config = BertConfig(**SIZES)
+    config.num_labels = 3
+    model = BertForSequenceClassification(config).double()
     given = {**batch(0), "labels": torch.arange(8) % 3}
     assert model_loss(model, given).count(given) == 8
 

@@ -147,13 +147,13 @@ def _objective(names: Mapping[str, Any]) -> Objective:
 def _case(model_fn: ModelFn, batch_fn: BatchFn, objective: Objective | None, plan: Plan) -> Case:
     """Returns the model, batches and objective of a proof. Raises a WeftError if the plan does not fit them."""
     batch = plain_batch(batch_fn(0))
+    if isinstance(batch, dict):
+        _refuse_parts(plan)
     split = split_batch(plan, num_samples(batch), _sequence(batch) if plan.context.degree > 1 else 1)
     model, wide = make_model(model_fn), to_double(batch)
-    if objective is None:
-        objective = _default_objective(model, wide, plan)
-    elif isinstance(batch, dict):
-        _refuse_parts(plan, "a batch that is a dict")
     with Float64():
+        if objective is None:
+            objective = model_loss(model, wide) if isinstance(batch, dict) else CROSS_ENTROPY
         args, kwargs = arguments_of(model, objective, take_samples(wide, slice(0, split.micro_batch)))
     given = _by_name(model, args, kwargs) if kwargs else args
     counted = profile(model, partial(_example, given), dtype=COMPUTE_DTYPE[plan.precision])
@@ -161,21 +161,13 @@ def _case(model_fn: ModelFn, batch_fn: BatchFn, objective: Objective | None, pla
     return Case(model_fn, batch_fn, objective, split, counted)
 
 
-def _default_objective(model: nn.Module, batch: Batch, plan: Plan) -> Objective:
-    if not isinstance(batch, dict):
-        return CROSS_ENTROPY
-    _refuse_parts(plan, "the model's own loss")
-    with Float64():
-        return model_loss(model, batch)
-
-
-def _refuse_parts(plan: Plan, what: str) -> None:
-    """Refuses plans under which a rank is given parts of samples, which only (inputs, labels) say how to cut."""
+def _refuse_parts(plan: Plan) -> None:
+    """Refuse plans under which a rank is given parts of samples, for a batch that is a dict."""
     for axis, degree in (("context", plan.context.degree), ("tile", plan.tile.degree)):
         if degree > 1:
             raise PlanError(
-                f"{axis} = {degree} cuts samples into parts, and {what} does not say how its labels are cut; return "
-                f"(inputs, labels) from batch_fn, with a label for each position or pixel, or use {axis} = 1"
+                f"{axis} = {degree} cuts samples into parts, and a batch that is a dict does not say how its tensors "
+                f"are cut; return (inputs, labels) from batch_fn, a label for each position or pixel, or use {axis} = 1"
             )
 
 
