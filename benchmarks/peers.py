@@ -52,7 +52,7 @@ from weft.plan import Plan
 from weft.plan import Shard as ShardAxis
 from weft.plan import Tensor as TensorAxes
 from weft.schema import to_table
-from weft.step.objective import Batch
+from weft.step.batch import Batch
 from weft.step.train_step import train_step
 
 CONFIG = DecoderConfig(

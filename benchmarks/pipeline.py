@@ -53,7 +53,7 @@ from weft.parallel.apply import parallelize
 from weft.parallel.model_state import named_pieces
 from weft.plan import Pipe, Plan
 from weft.schema import to_table
-from weft.step.objective import Batch
+from weft.step.batch import Batch
 from weft.step.train_step import train_step
 
 CONFIG = DecoderConfig(

@@ -20,10 +20,12 @@ from torch_layouts import Totals
 
 from weft.launch.local_ranks import run_local
 from weft.models import Decoder, DecoderConfig, initialise
-from weft.step.objective import Batch
+from weft.step.batch import Batch
 
 CLIP, LEARNING_RATE = 1.0, 1e-3
-TOLERANCE = 1e-4
+# Largest relative differences. On a CPU torch sums the squares of a gradient one after another in float32, which is off
+# by 2e-4 at four million elements (an embedding, or a flat buffer); weft sums in float64. Losses differ less.
+TOLERANCES = {"loss": 1e-4, "gradient norm": 1e-3}
 CHECKED_STEPS, WARM_STEPS = 3, 4
 AIMS = {"step_ratio": 1.05, "bytes_ratio": 1.0}
 CONVENTIONS = {
@@ -111,9 +113,9 @@ def _compare(sides: Mapping[str, Side], batches: Sequence[Batch]) -> float:
     worst = 0.0
     for step, batch in enumerate(batches):
         found = {name: side.step(batch) for name, side in sides.items()}
-        for what, weft, peer in zip(("loss", "gradient norm"), found["weft"], found["peer"], strict=True):
+        for what, weft, peer in zip(TOLERANCES, found["weft"], found["peer"], strict=True):
             difference = abs(weft - peer) / abs(peer)
-            assert difference <= TOLERANCE, f"step {step}: {what} is {weft} with weft, {peer} with its peer"
+            assert difference <= TOLERANCES[what], f"step {step}: {what} is {weft} with weft, {peer} with its peer"
             worst = max(worst, difference)
     return worst
 

@@ -15,7 +15,7 @@ from torch_layouts import CountCalls, Totals
 
 from weft.models import Decoder, token_loss
 from weft.models.decoder import rotary_tables
-from weft.step.objective import Batch
+from weft.step.batch import Batch
 
 MakeSchedule = Callable[..., _PipelineSchedule]
 

@@ -48,9 +48,9 @@ from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
 from weft.run_tables import LayerDrop
 from weft.sharding.copy_lane import CopyStream
+from weft.step.batch import Batch
 from weft.step.examples import example_inputs
 from weft.step.layer_drop import drop_layers
-from weft.step.objective import Batch
 from weft.step.train_step import train_step
 
 pytestmark = pytest.mark.processes

@@ -32,8 +32,8 @@ from weft.run_file import Run, load_run
 from weft.schedule.actions import Message, with_messages
 from weft.schedule.activation_lifetimes import confirmed_sends
 from weft.schedule.schedules import make_schedule
+from weft.step.batch import Batch
 from weft.step.examples import example_inputs
-from weft.step.objective import Batch
 from weft.step.train_step import train_step
 from weft.strategy import Transient
 

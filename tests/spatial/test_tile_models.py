@@ -11,7 +11,6 @@ change in the last bit. So differences are held to a small multiple of what such
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from sampled_for_tests import some_soak
 from tiles_for_tests import images
 from torch import Tensor, nn
 
+import weft.proof.rank
 import weft.proof.sequential
 from weft.launch.local_ranks import run_local
 from weft.models import build, initialise
@@ -107,7 +107,7 @@ def _worst(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
 
 def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weft.proof.sequential, "make_optimizer", momentum)
-    monkeypatch.setattr(sys.modules[verify.__module__], "_optimizer", momentum)
+    monkeypatch.setattr(weft.proof.rank, "_optimizer", momentum)
     config, batch_fn, objective = case
     (sizes,) = run_local(lambda _: noise(case), 1, 200)  # in a process of its own: no fork survives a backward
     allowed = {what: max(LEAST, MULTIPLE * size) for what, size in sizes.items()}

@@ -17,7 +17,8 @@ from weft.models import DecoderConfig, build, initialise
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.proof.prove import Trial, plan_to_prove, prove_plan
-from weft.step.objective import CROSS_ENTROPY, Batch
+from weft.step.batch import Batch
+from weft.step.objective import CROSS_ENTROPY
 
 NUM_RANKS = 2
 SEQUENCE, NUM_SAMPLES = 16, 4

@@ -60,7 +60,7 @@ class BufferState:
         steps, found = self.store.steps.tolist(), list[ElementRange]()
         for index, ((part, piece), group) in enumerate(zip(self.parts, self.group_of, strict=True)):
             shows = not (self.flat.hides_gradient or self.flat.options.delays)
-            if group is None or (shows and piece.grad is None):
+            if group is None or id(piece) in self.flat.unused or (shows and piece.grad is None):
                 continue
             stop, last = part.offset + part.stop - part.start, found[-1] if found else None
             if joined and last and last.last == index and last.group == group and steps[last.first] == steps[index]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from weft.comm import uses_nccl
 from weft.errors import LostRankError, PlanError
+from weft.inspection.nested_tensors import tensors_in
 from weft.mesh import Mesh
 from weft.pipeline.nccl_queues import check_queues
 from weft.pipeline.partition import Route
@@ -210,7 +211,7 @@ class Pipeline(nn.Module):
         """Return the route of each batch. Receives are posted before a forward could tell the shapes."""
         routes = []
         for batch in work.batches:
-            key = (self.training, *((tensor.shape, tensor.dtype) for tensor in batch))
+            key = (self.training, *((tensor.shape, tensor.dtype) for tensor in tensors_in(batch)))
             if key not in self._routes:
                 stage = next(iter(self.parts.values()))
                 self._routes[key] = stage.walk.trace_route(partial(work.total, stage.model, batch))

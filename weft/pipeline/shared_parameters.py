@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Axis, all_reduce
+from weft.comm import Axis, Pending, all_reduce
 from weft.sharding.flat_buffer import Flat
 
 
@@ -38,16 +38,18 @@ class SharedParameters:
     def combine(self) -> None:
         """Set every copy's gradient to the sum over all copies, and average the running statistics."""
         for sharing in self.sharings:
-            under_way = []
+            under_way: list[tuple[Pending, Sequence[Flat], list[Tensor]]] = []
             for own in sharing.flats:
                 gradients = [flat.slice_gradient for flat in own if flat.slice_gradient is not None]
                 for other in gradients[1:]:
                     gradients[0].add_(other)
-                under_way.append((all_reduce(gradients[0], sharing.axis), gradients))
-            for pending, gradients in under_way:
+                under_way.append((all_reduce(gradients[0], sharing.axis), own, gradients))
+            for pending, flats, gradients in under_way:
                 pending.wait()
                 for other in gradients[1:]:
                     other.copy_(gradients[0])
+                for flat in flats:
+                    flat.show_gradient()  # another copy may have a gradient where this one has none
             for buffer in sharing.buffers:
                 all_reduce(buffer, sharing.axis).wait()
                 buffer.div_(sharing.axis.degree, rounding_mode=None if buffer.is_floating_point() else "floor")

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,6 @@ from weft.profile import Parameter
 from weft.schedule.actions import SHADOW, Action, Message, Schedule
 from weft.schedule.simulate import Span
 from weft.sharding.units import Units
-
-Batch = tuple[Tensor, ...]
 
 
 @dataclass(eq=False)
@@ -60,8 +59,8 @@ class Work:
     index of each batch before its forward.
     """
 
-    batches: Sequence[Batch]
-    total: Callable[[nn.Module, Batch], Tensor]
+    batches: Sequence[Any]  # nested values of tensors
+    total: Callable[[nn.Module, Any], Tensor]
     scale: Tensor | None = None
     before: Callable[[int], None] = lambda index: None
     shape: tuple[int, ...] = ()

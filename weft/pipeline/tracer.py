@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from weft.inspection.functional_call import arguments
 from weft.inspection.nested_tensors import map_tensors
 from weft.pipeline.trace import Trace, trace
 from weft.plan import Plan
@@ -42,10 +43,10 @@ class Tracer:
     def example(self, example: Callable[[], Any], device: torch.device, at: TilePosition = FIRST) -> Trace:
         """Trace the forward of an example of whole images, at a tile."""
         if self.tiling is None:
-            return self.own(map_tensors(lambda tensor: tensor.to(device), example()), {}, device)
+            return self.own(*arguments(map_tensors(lambda tensor: tensor.to(device), example())), device)
         with FakeTensorMode(allow_non_fake_inputs=True):  # a whole image may not fit
             own = cut_images(example, self.plan, at, self.tiling.sizes)
-        return self.own(map_tensors(partial(_zeros, device=device), own), {}, device, at)
+        return self.own(*arguments(map_tensors(partial(_zeros, device=device), own)), device, at)
 
     def own(self, args: Any, kwargs: Mapping[str, Any], device: torch.device, at: TilePosition = FIRST) -> Trace:
         """Trace the forward of the inputs that the rank at a tile is given."""

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from weft.inspection.blocks import find_blocks, find_units
-from weft.inspection.functional_call import call_with
+from weft.inspection.functional_call import arguments, call_with
 from weft.inspection.live_bytes import LiveTensors
 from weft.models.loss import fused_rows_loss, rows_loss
 from weft.models.loss_head import example_labels, loss_head_of
@@ -154,11 +154,11 @@ class _Step(nn.Module):
         self.model, self.source = source.model, source
 
     def forward(self) -> None:
-        args = tree_map(partial(cast, dtype=self.source.dtype), self.source.example())
+        args, kwargs = arguments(tree_map(partial(cast, dtype=self.source.dtype), self.source.example()))
         with example_labels(self.model, self.source.finish):
-            output = self.model(*(args if isinstance(args, tuple) else (args,)))
+            output = self.model(*args, **kwargs)
         total = next(leaf for leaf in tree_leaves(self.source.finish(output)) if leaf.requires_grad)
-        del output, args
+        del output, args, kwargs
         total.backward()
 
 

@@ -10,79 +10,44 @@ bytes that it sent and the bytes of its state with the predicted ones. Then both
 
 from __future__ import annotations
 
-import logging
+import inspect
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-import weft.optim
 from weft.cluster.hardware import load
-from weft.comm import Traffic, add_traffic, expand
 from weft.comm.backends import DeviceType
-from weft.comm.ledger import Key
-from weft.compile.blocks import compile_blocks, wants_compile
-from weft.data.order import local_indices
+from weft.compile.blocks import wants_compile
 from weft.errors import PlanError, WeftError, error_class
+from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.launch.fork import fork_obstacle
 from weft.launch.function_names import import_by_name, importable_name
 from weft.launch.local_ranks import run_local, run_spawned
-from weft.memory.activation_choice import offload_from
-from weft.mesh import Mesh, level_degrees
-from weft.parallel.apply import cost, parallelize, refuse
-from weft.parallel.model_state import all_units, host_bytes, named_buffers, named_pieces, state_bytes
-from weft.parallel.tile import own_tiles
-from weft.plan import BatchSplit, Memory, Plan, split_batch
+from weft.parallel.apply import refuse
+from weft.plan import Memory, Plan, split_batch
 from weft.planner.predict import refuse_run
-from weft.profile import Profile, profile
-from weft.proof.report import TOLERANCE, Check, ProofReport, nan_as_inf, report_of
-from weft.proof.sequential import (
-    EPSILON,
-    LEARNING_RATE,
-    BatchFn,
-    ModelFn,
-    double_of,
-    make_model,
-    make_optimizer,
-    run_sequential,
-    to_double,
-)
+from weft.profile import profile
+from weft.proof.float64 import Float64
+from weft.proof.rank import STEPS, Case, Trial, answer_of_rank, refused
+from weft.proof.report import TOLERANCE, Check, ProofReport, report_of
+from weft.proof.result import arguments_of
+from weft.proof.sequential import BatchFn, ModelFn, double_of, make_model, to_double
 from weft.proof.small_run import small_runs_of
 from weft.run_file import Run
-from weft.schedule.schedules import make_schedule
 from weft.schema import build_dataclass, to_table
-from weft.sharding.layout import COMPUTE_DTYPE, ParameterPart
-from weft.step.cuda_graph import WARM_STEPS, Graph, recording_stream, wants_graph
-from weft.step.objective import CROSS_ENTROPY, Batch, Objective, step_traffic
-from weft.step.train_step import evaluate, train_step
+from weft.sharding.layout import COMPUTE_DTYPE
+from weft.step.batch import Batch, num_samples, plain_batch, take_samples
+from weft.step.cuda_graph import WARM_STEPS, wants_graph
+from weft.step.model_loss import model_loss
+from weft.step.objective import CROSS_ENTROPY, Objective
 
-__all__ = ["TOLERANCE", "Check", "ProofReport", "verify", "verify_run"]
+__all__ = ["TOLERANCE", "Check", "ProofReport", "Trial", "verify", "verify_run"]
 
-logger = logging.getLogger("weft")
-
-STEPS = 3
 SECONDS, SLOW_SECONDS = 120.0, 400.0  # time limits for all ranks, without and with compiling
-# Errors of tensors much smaller than the largest one are relative to this fraction of the largest. For example, the
-# gradient of an attention key's bias is zero in theory and rounding noise in floating point.
-FLOOR = 1e-6
-
-
-@dataclass(frozen=True)
-class Trial:
-    """How a plan is run for a proof: its device, number of steps, and whether it compiles or records."""
-
-    plan: Plan
-    steps: int = STEPS
-    clip: float | None = 1.0
-    ranks_per_node: int | None = None
-    device: DeviceType = "cpu"
-    compiles: bool = False
-    records: bool = False  # records a CUDA graph
-    not_proved: tuple[str, ...] = ()  # parts of the run that are not proved, in words
 
 
 def verify(
@@ -90,7 +55,7 @@ def verify(
     batch_fn: BatchFn,
     plan: Plan,
     *,
-    objective: Objective = CROSS_ENTROPY,
+    objective: Objective | None = None,
     steps: int = STEPS,
     clip: float | None = 1.0,
     tolerance: float | None = None,
@@ -102,10 +67,14 @@ def verify(
 ) -> ProofReport:
     """Check that `plan` computes what the unsplit model does, and return a report of all comparisons.
 
-    `model_fn()` returns the model, the same on every call after torch.manual_seed(0). `batch_fn(step)` returns the
-    tensors of a whole global batch, with samples in the first dim. The model's state, the plan's precision and its
-    matmuls become float64, and no update is delayed. `ranks_per_node` arranges the ranks as if that many shared a node,
-    for a hierarchical plan.
+    `model_fn()` returns the model, the same on every call after torch.manual_seed(0). `batch_fn(step)` returns a whole
+    global batch: any nested value of tensors with samples in the first dim. Without an `objective`, a dict is the
+    model's keyword arguments with `labels`, and the loss is the model's own (`weft.step.model_loss`); anything else is
+    (inputs, labels) for cross-entropy.
+
+    The model's state, the plan's precision, its matmuls and casts inside of the model become float64, and no update is
+    delayed. An error above 1e-9 is compared with the model's own noise (`weft.proof.report`). `ranks_per_node` arranges
+    the ranks as if that many shared a node, for a hierarchical plan.
 
     With `device="cuda"` ranks share this machine's GPUs, in new processes that import the functions, so define these at
     the top level of a file. `precision="bf16"` computes as a bf16 run does and compares with float64, within
@@ -118,7 +87,7 @@ def verify(
     arguments = {
         "model": importable_name(model_fn, "model_fn"),
         "batch": importable_name(batch_fn, "batch_fn"),
-        "objective": _objective_names(objective),
+        "objective": None if objective is None else _objective_names(objective),
         "trial": {**asdict(trial), "plan": to_table(trial.plan)},
     }
     answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device)
@@ -133,7 +102,7 @@ def plan_to_prove(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:
 def prove_plan(
     model_fn: ModelFn,
     batch_fn: BatchFn,
-    objective: Objective,
+    objective: Objective | None,
     trial: Trial,
     tolerance: float | None,
     timeout_seconds: float,
@@ -141,26 +110,26 @@ def prove_plan(
     """Prove a plan on forked ranks. Nothing here runs a backward, because after one torch cannot fork on machines with
     GPUs. Computing a plan's cost runs one, so each rank computes the cost itself.
     """
-    split, counted = _split_and_profile(model_fn, batch_fn, trial.plan)
+    case = _case(model_fn, batch_fn, objective, trial.plan)
 
     def rank(index: int) -> dict[str, Any]:
-        return _answer_of_rank(counted, model_fn, batch_fn, objective, trial, split)
+        return answer_of_rank(case, trial)
 
     answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
     return _report(answers, trial, tolerance)
 
 
 def spawned_rank(
-    rank: int, model: str, batch: str, objective: Mapping[str, Any], trial: Mapping[str, Any]
+    rank: int, model: str, batch: str, objective: Mapping[str, Any] | None, trial: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Run a rank in a new process, which imports the functions by name."""
     values = {**trial, "plan": build_dataclass(Plan, trial["plan"], "plan"), "not_proved": tuple(trial["not_proved"])}
-    own, model_fn, batch_fn = Trial(**values), import_by_name(model), import_by_name(batch)
+    own, named = Trial(**values), None if objective is None else _objective(objective)
     try:
-        split, counted = _split_and_profile(model_fn, batch_fn, own.plan)
+        case = _case(import_by_name(model), import_by_name(batch), named, own.plan)
     except WeftError as error:
-        return _refused(error)
-    return _answer_of_rank(counted, model_fn, batch_fn, _objective(objective), own, split)
+        return refused(error)
+    return answer_of_rank(case, own)
 
 
 def _objective_names(objective: Objective) -> dict[str, Any]:
@@ -175,13 +144,47 @@ def _objective(names: Mapping[str, Any]) -> Objective:
     return Objective(import_by_name(names["count"]), import_by_name(names["total"]), tuple(names["measures"]), measure)
 
 
-def _split_and_profile(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSplit, Profile]:
-    """Returns how the batch is split, and the profile of the model. Raises a WeftError if the plan does not fit."""
-    example = batch_fn(0)
-    split = split_batch(plan, len(example[0]), example[0].shape[1] if plan.context.degree > 1 else 1)
-    counted = _profile(model_fn, example, split, plan)
+def _case(model_fn: ModelFn, batch_fn: BatchFn, objective: Objective | None, plan: Plan) -> Case:
+    """Returns the model, batches and objective of a proof. Raises a WeftError if the plan does not fit them."""
+    batch = plain_batch(batch_fn(0))
+    if isinstance(batch, dict):
+        _refuse_parts(plan)
+    split = split_batch(plan, num_samples(batch), _sequence(batch) if plan.context.degree > 1 else 1)
+    model, wide = make_model(model_fn), to_double(batch)
+    with Float64():
+        if objective is None:
+            objective = model_loss(model, wide) if isinstance(batch, dict) else CROSS_ENTROPY
+        args, kwargs = arguments_of(model, objective, take_samples(wide, slice(0, split.micro_batch)))
+    given = _by_name(model, args, kwargs) if kwargs else args
+    counted = profile(model, partial(_example, given), dtype=COMPUTE_DTYPE[plan.precision])
     refuse(counted, plan)
-    return split, counted
+    return Case(model_fn, batch_fn, objective, split, counted)
+
+
+def _refuse_parts(plan: Plan) -> None:
+    """Refuse plans under which a rank is given parts of samples, for a batch that is a dict."""
+    for axis, degree in (("context", plan.context.degree), ("tile", plan.tile.degree)):
+        if degree > 1:
+            raise PlanError(
+                f"{axis} = {degree} cuts samples into parts, and a batch that is a dict does not say how its tensors "
+                f"are cut; return (inputs, labels) from batch_fn, a label for each position or pixel, or use {axis} = 1"
+            )
+
+
+def _sequence(batch: Batch) -> int:
+    """Returns the length of the sequences [samples, sequence, ...] of a batch."""
+    return next((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() > 1), 1)
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of a model by their names."""
+    names = list(inspect.signature(model.forward).parameters)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _example(given: Any) -> Any:
+    """Returns a copy of the arguments of one forward."""
+    return map_tensors(lambda tensor: tensor.detach().to("cpu", double_of(tensor.dtype), copy=True), given)
 
 
 def _report(answers: list[dict[str, Any]], trial: Trial, tolerance: float | None) -> ProofReport:
@@ -244,206 +247,3 @@ def prove_run(
         except PlanError as error:  # the run itself was not refused
             refused = refused or error
     return ProofReport(run.plan, (), (f"the plan fits the run and no small copy of its model: {refused}",))
-
-
-# --- on each rank
-
-
-def _answer_of_rank(
-    counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
-) -> dict[str, Any]:
-    """Returns a rank's answer, or why the plan is refused. All ranks refuse alike, before any communication."""
-    try:
-        cost(counted, trial.plan, split)
-    except WeftError as error:
-        return _refused(error)
-    with ExitStack() as inside:
-        inside.enter_context(offload_from(1))  # tensors of any size, for memory.activations
-        if trial.records:
-            inside.enter_context(recording_stream(_device(trial)))
-        return _run_rank(counted, model_fn, batch_fn, objective, trial, split)
-
-
-def _refused(error: WeftError) -> dict[str, Any]:
-    """Returns a rank's answer if the plan does not fit the model."""
-    return {"refused": [type(error).__name__, str(error)]}
-
-
-def _device(trial: Trial) -> torch.device:
-    """Returns this rank's device: the CPU, or the current GPU, which was set when the rank started."""
-    return torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
-
-
-def _run_rank(
-    counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
-) -> dict[str, Any]:
-    plan, steps, device = trial.plan, trial.steps, _device(trial)
-    part = split.batch
-    if counted.batch_mixers:
-        part = split.micro_batch * (split.num_batch_ranks if plan.statistics == "batch" else 1)
-    replicas = _replicas(plan, split) if _has_equal_buffers(plan) else []
-    whole = make_model(model_fn).to(device)
-    expected = run_sequential(whole, _on(device, batch_fn), objective, steps, trial.clip, part, replicas)
-    mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
-    model = parallelize(make_model(model_fn).to(device), plan, mesh, example=counted.example)
-    if trial.compiles:
-        compile_blocks(model, logger.warning)
-    graph = Graph(model, logger.warning) if trial.records else None
-    optimizer = _optimizer(model)
-    recorder = _StateRecorder(model, optimizer)
-    mesh.ledger.clear()
-    losses, norms = [], []
-    for step in range(steps):
-        batches = _own_batches(_on(device, batch_fn)(step), split, mesh["batch"].index)
-        batches = [own_tiles(batch, model, mesh) for batch in batches]
-        result = train_step(model, optimizer, batches, mesh, objective, trial.clip, graph=graph)
-        losses.append(result.loss.item())
-        norms.append(result.grad_norm.item())
-    pieces, sent = _pieces(model), _plain(mesh.ledger.entries())
-    measured = None
-    if _can_evaluate(counted, plan):
-        batches = _own_batches(_on(device, batch_fn)(0), split, mesh["batch"].index)
-        batches = [own_tiles(batch, model, mesh) for batch in batches]
-        measured = evaluate(model, batches, mesh, objective).flatten().tolist()
-    predicted = cost(counted, plan, split, mesh.coordinates)
-    flat = add_traffic(predicted.traffic, step_traffic(plan))
-    traffic = expand(flat, level_degrees(plan, trial.ranks_per_node))
-    return {
-        "loss": _worst_number(losses, expected.losses),
-        "grad_norm": _worst_number(norms, expected.norms),
-        "gradient": _worst_tensor(recorder.gradients, expected.gradients),
-        "parameter": _worst_tensor(pieces, expected.parameters),
-        "buffer": _worst_buffer(model, expected.buffers) if _has_equal_buffers(plan) else None,
-        "evaluation": None if measured is None else _worst_measure(measured, expected.measured, objective),
-        "num_compared": sum(tensor.numel() for part, tensor in pieces if _is_first(part)),
-        "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
-        "predicted": _plain({key: value * steps for key, value in traffic.items()}),
-        "counted": sent,
-        "predicted_state": dict(predicted.state_bytes),
-        "counted_state": recorder.state,
-        "predicted_host": dict(predicted.host_bytes),
-        "counted_host": recorder.host,
-    }
-
-
-def _on(device: torch.device, batch_fn: BatchFn) -> BatchFn:
-    """Returns a function with the same batches on a device."""
-    return lambda step: tuple(tensor.to(device) for tensor in batch_fn(step))
-
-
-def _replicas(plan: Plan, split: BatchSplit) -> list[int]:
-    """Returns the replica of each micro-batch if the pipeline has mirrored replicas; else an empty list."""
-    pipe = plan.pipe
-    if pipe.degree == 1:
-        return []
-    schedule = make_schedule(pipe.schedule, pipe.degree, split.accumulation, **pipe.options)
-    steps = [step for rank in range(pipe.degree) for step in schedule.compute(rank)]
-    found = {step.micro_batch: step.replica for step in steps}
-    return [found[number] for number in sorted(found)] if len(schedule.placement) > 1 else []
-
-
-def _has_equal_buffers(plan: Plan) -> bool:
-    """Should running statistics equal the sequential model's? They should if norms see the samples of all ranks."""
-    return plan.is_viewed and (plan.num_batch_ranks == 1 or plan.statistics == "batch")
-
-
-def _can_evaluate(counted: Profile, plan: Plan) -> bool:
-    """Should the evaluation equal the sequential model's? It should if their running statistics are equal."""
-    return not counted.batch_mixers or _has_equal_buffers(plan)
-
-
-class _StateRecorder:
-    """Records the gradients of the first update, and the bytes of the state at the last one."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self.model = model
-        self.gradients: list[tuple[ParameterPart, Tensor]] = []
-        self.state: dict[str, int] = {}
-        self.host: dict[str, int] = {}
-        optimizer.register_step_pre_hook(self._before_step)
-
-    def _before_step(self, optimizer: Optimizer, _: Any, options: dict[str, Any]) -> None:
-        if not self.gradients:
-            scale = options.get("scale")  # the factor of clipping, if the optimizer applies it
-            self.gradients = [
-                (part, piece.grad.flatten() * (1.0 if scale is None else scale))
-                for part, piece in named_pieces(self.model)
-                if piece.grad is not None
-            ]
-        self.state = state_bytes(self.model, optimizer)
-        self.host = host_bytes(self.model, optimizer)
-
-
-def _optimizer(model: nn.Module) -> Optimizer:
-    return weft.optim.AdamW(model, lr=LEARNING_RATE, eps=EPSILON) if all_units(model) else make_optimizer(model)
-
-
-def _profile(model_fn: ModelFn, batch: Batch, split: BatchSplit, plan: Plan) -> Profile:
-    inputs = batch[0][: split.micro_batch]
-
-    def example() -> tuple[Tensor]:
-        return (inputs.to("cpu", double_of(inputs.dtype), copy=True),)
-
-    return profile(make_model(model_fn), example, dtype=COMPUTE_DTYPE[plan.precision])
-
-
-def _own_batches(batch: Batch, split: BatchSplit, index: int) -> list[Batch]:
-    rows = local_indices(torch.arange(split.batch).numpy(), split.micro_batch, split.num_batch_ranks, index)
-    chosen = [torch.from_numpy(row).to(batch[0].device) for row in rows]
-    return [tuple(tensor[row] for tensor in to_double(batch)) for row in chosen]
-
-
-def _pieces(model: nn.Module) -> list[tuple[ParameterPart, Tensor]]:
-    return [(part, piece.detach().flatten()) for part, piece in named_pieces(model)]
-
-
-def _worst_number(found: list[float], expected: list[float]) -> tuple[float, str]:
-    errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(found, expected, strict=True)]
-    worst = max(range(len(errors)), key=lambda step: nan_as_inf(errors[step]))
-    return errors[worst], f"step {worst + 1}"
-
-
-def _worst_measure(found: list[float], expected: list[float], objective: Objective) -> tuple[float, str]:
-    errors = []
-    for one, reference in zip(found, expected, strict=True):
-        is_equal = one == reference or (one != one and reference != reference)  # both are NaN if no label counts
-        errors.append(0.0 if is_equal else abs(one - reference) / max(abs(reference), 1e-300))
-    worst = max(range(len(errors)), key=lambda index: nan_as_inf(errors[index]))
-    return errors[worst], objective.measures[worst]
-
-
-def _worst_tensor(found: list[tuple[ParameterPart, Tensor]], expected: dict[str, Tensor]) -> tuple[float, str]:
-    largest = max((float(tensor.abs().max()) for tensor in expected.values() if tensor.numel()), default=1.0)
-    worst = (0.0, "-")
-    for part, tensor in found:
-        reference = expected.get(part.parameter.name)
-        if reference is None:  # no gradient in the sequential run, so it must be zero here
-            difference, scale = float(tensor.abs().max()), 0.0
-        else:
-            cut = part.parameter.cut
-            local = (reference if cut is None else cut.take(reference)).flatten()[part.start : part.stop]
-            difference, scale = float((tensor - local).abs().max()), float(reference.abs().max())
-        error = difference / max(scale, FLOOR * largest)
-        if nan_as_inf(error) > nan_as_inf(worst[0]):
-            worst = (error, part.parameter.name)
-    return worst
-
-
-def _worst_buffer(model: nn.Module, expected: dict[str, Tensor]) -> tuple[float, str]:
-    """Returns the largest error among buffers (running statistics of norms), and its name."""
-    worst = (0.0, "-")
-    for name, buffer in named_buffers(model):
-        if buffer.numel():
-            found, reference = buffer.double(), expected[name].double()
-            error = float((found - reference).abs().max() / reference.abs().max().clamp(min=1e-300))
-            worst = max(worst, (error, name), key=lambda pair: nan_as_inf(pair[0]))
-    return worst
-
-
-def _is_first(part: ParameterPart) -> bool:
-    """Is this the first of the ranks of x × y, or of pipe, that hold the same part?"""
-    return not part.parameter.copy and (part.parameter.cut is None or part.parameter.cut.is_first)
-
-
-def _plain(traffic: dict[Key, Traffic]) -> dict[str, list[int]]:
-    return {f"{axis} {operation}": [value.calls, value.num_bytes] for (axis, operation), value in traffic.items()}

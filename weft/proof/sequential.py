@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from weft.step.objective import Batch, Objective
+from weft.inspection.blocks import find_blocks
+from weft.inspection.nested_tensors import map_tensors, tensors_in
+from weft.proof.float64 import Float64
+from weft.step.batch import Batch, num_samples, take_samples
+from weft.step.objective import Objective
 
 LEARNING_RATE = 1e-2
 # AdamW's epsilon. With the usual 1e-8, rounding noise of 1e-17 in a gradient of zero moves a parameter by a billionth
 # of a step.
 EPSILON = 1e-6
+ULP = 2.0**-52  # relative distance of neighbouring float64 numbers
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Batch]
@@ -25,15 +33,22 @@ BatchFn = Callable[[int], Batch]
 class SequentialResult:
     """Losses and gradient norms of all steps, gradients of the first step, and parameters and buffers after the last.
 
-    `measured` are the means of the objective's measures on the first batch, evaluated after the steps.
+    `changed` names the buffers that forwards changed. `measured` are the means of the objective's measures on the first
+    batch, evaluated after the steps, and `outputs` the tensors with dims that it returned, part by part. `calls`
+    counts the calls of each block ("" is the model) for the first part of the first batch, in forward and in backward.
+    `notes` are those of `Float64`.
     """
 
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    measured: list[float]
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    changed: frozenset[str] = frozenset()
+    measured: list[float] = field(default_factory=list)
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    notes: tuple[str, ...] = ()
 
 
 def run_sequential(
@@ -44,45 +59,101 @@ def run_sequential(
     clip: float | None,
     part: int,
     replicas: Sequence[int],
+    reordered: bool = False,
 ) -> SequentialResult:
     """Trains the model for some steps, with `part` samples of a batch at a time, and returns the results.
 
     `part` is the whole batch, unless batch norms should see micro-batches. Part i of a batch then updates the running
-    statistics of `replicas[i]`, if replicas are given.
+    statistics of `replicas[i]`, if replicas are given. `reordered` changes only how results are rounded: samples are in
+    another order within each part, and each parameter begins one unit in its last place away.
     """
-    optimizer, statistics = make_optimizer(model), _Statistics(model, replicas)
-    losses, norms, gradients = [], [], {}
+    optimizer, statistics, found = make_optimizer(model), _Statistics(model, replicas), SequentialResult()
+    wide = Float64()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    generator = torch.Generator().manual_seed(1)
+    if reordered:
+        _move_by_one_ulp(model, generator)
     for step in range(steps):
         batch = to_double(batch_fn(step))
+        parts = _parts(batch, part, generator if reordered else None)
         count = objective.count(batch).clamp(min=1)
         loss = torch.zeros((), dtype=torch.float64, device=count.device)
-        for number, start in enumerate(range(0, len(batch[0]), part)):
-            with statistics.of(number):
-                mean = objective.total(model, tuple(tensor[start : start + part] for tensor in batch)) / count
-            mean.backward()
+        for number, own in enumerate(parts):
+            calls = found.calls if step == number == 0 else None
+            with statistics.of(number), _counting(model, calls), wide:
+                mean = objective.total(model, own) / count
+                mean.backward()
             loss += mean.detach()
         statistics.average()
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip if clip is not None else float("inf"))
         if step == 0:
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        norms.append(norm.item())
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    measured = _evaluate(model, to_double(batch_fn(0)), objective, part)
-    return SequentialResult(losses, norms, gradients, parameters, buffers, measured)
+        found.losses.append(loss.item())
+        found.norms.append(norm.item())
+    found.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    found.changed = frozenset(name for name, old in before.items() if not _is_equal(old, found.buffers[name]))
+    batch = to_double(batch_fn(0))
+    with wide:
+        _evaluate(model, batch, objective, part, found)
+    found.notes = wide.notes
+    return found
 
 
-def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int) -> list[float]:
+def _parts(batch: Batch, part: int, generator: torch.Generator | None) -> list[Batch]:
+    """Returns a batch in parts of so many samples; with a generator, the samples of each part in a random order."""
+    starts = range(0, num_samples(batch), part)
+    if generator is None:
+        return [take_samples(batch, slice(start, start + part)) for start in starts]
+    return [take_samples(batch, start + torch.randperm(part, generator=generator)) for start in starts]
+
+
+def _move_by_one_ulp(model: nn.Module, generator: torch.Generator) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+            parameter.mul_(1 + ULP * signs)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+@contextmanager
+def _counting(model: nn.Module, calls: Counter[tuple[str, str]] | None) -> Iterator[None]:
+    """Count the calls of the model and its blocks inside the context, unless `calls` is None."""
+    if calls is None:
+        yield
+        return
+
+    def count(name: str, *_: object) -> None:
+        calls[name, "forward" if torch._C._current_graph_task_id() == -1 else "backward"] += 1
+
+    handles = [module.register_forward_pre_hook(partial(count, name)) for name, module in find_blocks(model).items()]
+    handles.append(model.register_forward_pre_hook(partial(count, "")))
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int, found: SequentialResult) -> None:
     measure, was_training = objective.measure or objective.total, model.training
     model.eval()
+
+    def keep(_: nn.Module, __: Any, output: Any) -> None:
+        if len(found.outputs) < len(totals) + 1:  # the first call of each part
+            found.outputs.append([tensor.clone() for tensor in tensors_in(output) if tensor.dim()])
+
+    totals: list[Tensor] = []
+    handle = model.register_forward_hook(keep)
     with torch.no_grad():
-        parts = [tuple(tensor[start : start + part] for tensor in batch) for start in range(0, len(batch[0]), part)]
-        total = torch.stack([measure(model, one).double() for one in parts]).sum(0)
+        for own in _parts(batch, part, None):
+            totals.append(measure(model, own).double())
+    handle.remove()
     model.train(was_training)
-    return (total / objective.count(batch)).flatten().tolist()
+    found.measured = (torch.stack(totals).sum(0) / objective.count(batch)).flatten().tolist()
 
 
 class _Statistics:
@@ -130,7 +201,7 @@ def make_optimizer(model: nn.Module) -> Optimizer:
 
 def to_double(batch: Batch) -> Batch:
     """Returns a batch with its floating-point tensors in float64."""
-    return tuple(tensor.to(double_of(tensor.dtype)) for tensor in batch)
+    return map_tensors(lambda tensor: tensor.to(double_of(tensor.dtype)), batch)
 
 
 def double_of(dtype: torch.dtype) -> torch.dtype:

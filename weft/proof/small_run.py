@@ -24,8 +24,9 @@ from weft.models import ModelConfig, build, initialise
 from weft.plan import Plan
 from weft.run_file import Run
 from weft.schedule.schedules import make_schedule
+from weft.step.batch import Batch
 from weft.step.examples import micro_batch_profile
-from weft.step.objective import Batch, Objective
+from weft.step.objective import Objective
 from weft.step.task import ImageTask, LanguageTask, Task, task_of
 
 SMALL_MICRO_BATCH = 2

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
 from weft.profile import Parameter
+from weft.sharding.gradient_rules import refuse_gradient, unused_pieces
 from weft.sharding.host_memory import host_zeros
 from weft.sharding.layout import FlatLayout, ParameterPart
 from weft.sharding.whole_gradient import WholeGradient
@@ -81,6 +82,7 @@ class Flat:
         self.whole_gradient = WholeGradient(layout, options.is_alone, sums_squares=not self.is_streamed)
         self.slice_gradient: Tensor | None = None
         self._carried: Tensor | None = None  # a gradient of an earlier backward, which is added at the end
+        self.unused: frozenset[int] = frozenset()  # ids of pieces whose parameters have no gradient on any rank
         self.hides_gradient = False  # True if `slice_gradient` cannot be `.grad` of the pieces (other dtype or device)
         self.gradient_norm: Tensor | None = None  # [], if it was computed before the copy to the host
         self._written_version = -1
@@ -194,6 +196,7 @@ class Flat:
             self.place_gradients()
         held = self.whole_gradient.held
         # with create_graph=True the gradient requires grad; the copy into the buffer is not differentiable
+        self.whole_gradient.received.add(index)
         held[index] = gradient.detach() if gradient.requires_grad else gradient
         held_bytes = sum(one.numel() for one in held.values()) * gradient.element_size()
         if self.device.type == "cpu" or held_bytes > GRADIENT_BATCH_BYTES:
@@ -213,7 +216,7 @@ class Flat:
         return self.whole_gradient.norms if self.whole_gradient.square_sums else ([], [self.slice_gradient])
 
     def start_reduce(self) -> None:
-        """Start the reduce-scatter of the flat gradient over `shard`. A parameter without a gradient counts as zero."""
+        """Start the reduce-scatter of the flat gradient over `shard`. See `gradient_rules.py` for -0.0."""
         self.place_gradients()
         if not self.whole_gradient.filled:
             self._begin_gradient()
@@ -280,6 +283,8 @@ class Flat:
     def show_gradient(self) -> None:
         """Make the gradient visible to the optimizer: as `.grad` of the pieces, or through `slice_gradient`."""
         assert self.slice_gradient is not None
+        received = self.whole_gradient.received
+        self.unused = unused_pieces(self.slice_gradient, self.parts, self.pieces, received, self.unused)
         if (self.slice_gradient.dtype, self.slice_gradient.device) != (self.slice.dtype, self.slice.device):
             if not self.is_read_flat:
                 raise PlanError(
@@ -290,7 +295,7 @@ class Flat:
             self.hides_gradient = True
             return
         for piece, part in zip(self.pieces, self.parts, strict=True):
-            if part.stop > part.start:
+            if part.stop > part.start and id(piece) not in self.unused:
                 piece.grad = self.slice_gradient[part.offset : part.offset + part.stop - part.start]
 
     def discard_gradient(self) -> None:
@@ -340,7 +345,7 @@ class Flat:
             self.slice[part.offset : part.offset + part.stop - part.start], requires_grad=self.trainable
         )
         if self.trainable:  # autograd must reach whole parameters only; a gradient of a piece is never reduced
-            piece.register_post_accumulate_grad_hook(partial(_refuse_gradient, part.parameter.name))
+            piece.register_post_accumulate_grad_hook(partial(refuse_gradient, part.parameter.name))
         return piece
 
     def state_zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -364,6 +369,7 @@ class Flat:
     def _begin_gradient(self) -> None:
         self.await_update()  # the update reads the last gradient
         self.whole_gradient.square_sums.clear()
+        self.whole_gradient.received.clear()
         # A gradient that an earlier backward left on the pieces, and that nobody cleared, is added at the end.
         if self.hides_gradient:
             self._widen()
@@ -372,8 +378,8 @@ class Flat:
         for piece, part in zip(self.pieces, self.parts, strict=True):
             if piece.grad is not None:
                 if self._carried is None:
-                    self._carried = torch.zeros(
-                        self.layout.slice_numel, dtype=self.options.master_dtype, device=self.device
+                    self._carried = torch.full(
+                        (self.layout.slice_numel,), -0.0, dtype=self.options.master_dtype, device=self.device
                     )
                 self._carried[part.offset : part.offset + part.stop - part.start].copy_(piece.grad)
         if self.whole_gradient.tensor is None:
@@ -403,10 +409,3 @@ class Flat:
     def _wait_reduce(self) -> None:
         assert self._reducing is not None
         self._reducing.wait()
-
-
-def _refuse_gradient(name: str, _: Tensor) -> None:
-    raise PlanError(
-        f"parameter '{name}' got a gradient outside the forward of its block; call the block (not its .forward, nor "
-        f"its parameters), and add penalties on parameters through the optimizer (weight_decay)"
-    )

@@ -178,7 +178,7 @@ class StreamedFlat(Flat):
             self.send_gradient()
 
     def send_gradient(self) -> None:
-        """Start the copy of the gradient to the host. A parameter without a gradient counts as zero."""
+        """Start the copy of the gradient to the host."""
         self.place_gradients()
         if self._arriving is not None:
             self._finish_arriving()
@@ -216,6 +216,8 @@ class StreamedFlat(Flat):
                 f"only weft.AdamW(model, ...) takes; use it, or weights = 0"
             )
         assert self.slice_gradient is not None
+        received = self.whole_gradient.received
+        self.unused = frozenset(id(piece) for i, piece in enumerate(self.pieces) if i not in received)
         if self.device.type == "cpu" and self.slice_gradient.dtype == self.slice.dtype:
             super().show_gradient()
         self.hides_gradient = True
@@ -254,6 +256,8 @@ class StreamedFlat(Flat):
         self._link.up.wait(self._fetched)
         if self._has_sum:
             self.whole_gradient.is_unsummed = False
+        else:
+            self.whole_gradient.received.clear()
         arriving = self._take_device_buffer()
         if not self._has_sum:
             self.whole_gradient.zero_padding()

@@ -24,6 +24,7 @@ class WholeGradient:
         self.views: list[Tensor] = []  # of each parameter in `tensor`
         self.filled: set[int] = set()  # parameters whose view holds a gradient of this step
         self.held: dict[int, Tensor] = {}  # gradients that are not copied yet
+        self.received: set[int] = set()  # parameters that this rank has a gradient of, in this sum or the last
         self.square_sums: dict[int, Tensor] = {}  # of the views whose copy has computed it
         self.is_unsummed = is_unsummed  # True until a gradient is added to another; False if ranks sum gradients
         self._layout, self._sums_squares = layout, sums_squares
@@ -94,10 +95,10 @@ class WholeGradient:
         return True
 
     def finish(self) -> None:
-        """End the sum of this step. A parameter without a gradient counts as zero."""
+        """End the sum of this step. A parameter without a gradient gets -0.0, see `gradient_rules.py`."""
         for index, view in enumerate(self.views):
             if index not in self.filled:
-                view.zero_()
+                view.fill_(-0.0)
         self.filled.clear()
 
     def discard(self) -> None:

@@ -15,8 +15,7 @@ from weft.models.loss import IGNORE
 from weft.models.loss_head import logits_of, loss_head_of
 from weft.parallel.tensor.vocabulary import cross_entropy, num_right, vocabulary_of
 from weft.plan import Plan
-
-Batch = tuple[Tensor, ...]
+from weft.step.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,8 @@ def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
 
 
 def _count_valid(batch: Batch) -> Tensor:
-    return (batch[1] != IGNORE).sum()
+    valid: Tensor = batch[1] != IGNORE
+    return valid.sum()
 
 
 def _loss_and_right(model: nn.Module, batch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from weft.data.config import DataConfig
 from weft.data.formats import ImageShape
 from weft.models import IGNORE, LanguageConfig, ModelConfig, VisionConfig
 from weft.run_file import Run
-from weft.step.objective import CLASSIFICATION, Batch, Objective, with_z_loss
+from weft.step.objective import CLASSIFICATION, Objective, with_z_loss
 
 SMALL_SEQUENCE = 16
 SMALL_SIZE = 64  # pixels: after five halvings 2 × 2 are left
@@ -34,7 +34,7 @@ class Task(ABC):
         """The loss and the measures of the task."""
 
     @abstractmethod
-    def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
+    def example(self, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns inputs and labels of a micro-batch, all zero, for a model that computes in `dtype`."""
 
     @abstractmethod
@@ -42,7 +42,7 @@ class Task(ABC):
         """Returns the same task with small samples that still suit a (shrunk) model."""
 
     @abstractmethod
-    def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
         """Returns random inputs and labels of a whole batch; some labels are ignored."""
 
 
@@ -59,7 +59,7 @@ class LanguageTask(Task):
     def objective(self) -> Objective:
         return with_z_loss(self.z_loss)
 
-    def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
+    def example(self, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         def zeros() -> Tensor:
             return torch.zeros(num_samples, self.sequence, dtype=torch.long, device="cpu")
 
@@ -68,7 +68,7 @@ class LanguageTask(Task):
     def shrunk(self, model: ModelConfig) -> LanguageTask:
         return replace(self, sequence=min(SMALL_SEQUENCE, self.sequence))
 
-    def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
         assert isinstance(model, LanguageConfig)
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(0, model.vocab_size, (num_samples, self.sequence + 1), generator=generator)
@@ -87,7 +87,7 @@ class ImageTask(Task):
     def objective(self) -> Objective:
         return CLASSIFICATION
 
-    def example(self, num_samples: int, dtype: torch.dtype) -> Batch:
+    def example(self, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         height, width, channels = self.shape
         images = torch.zeros(num_samples, channels, height, width, dtype=dtype, device="cpu")
         return images, torch.zeros(num_samples, dtype=torch.long, device="cpu")
@@ -97,7 +97,7 @@ class ImageTask(Task):
         size = -(-SMALL_SIZE // model.size_multiple) * model.size_multiple
         return replace(self, shape=ImageShape(size, size, self.shape.channels))
 
-    def random(self, model: ModelConfig, num_samples: int, seed: int) -> Batch:
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
         assert isinstance(model, VisionConfig)
         generator = torch.Generator().manual_seed(seed)
         height, width, channels = self.shape

@@ -26,12 +26,9 @@ from weft.pipeline.runtime import Pipeline, Work
 from weft.pipeline.sections import raising_lost_rank
 from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import Plan
+from weft.step.batch import Batch
 from weft.step.cuda_graph import Graph
-from weft.step.objective import (
-    CROSS_ENTROPY,
-    Batch,
-    Objective,
-)
+from weft.step.objective import CROSS_ENTROPY, Objective
 
 Before = Callable[[int], None]
 

@@ -27,7 +27,7 @@ from weft.models import VisionConfig
 from weft.models.loss import IGNORE
 from weft.run_file import Run
 from weft.sharding.layout import COMPUTE_DTYPE
-from weft.step.objective import Batch
+from weft.step.batch import Batch
 
 Progress = Callable[[int, int], None]
 

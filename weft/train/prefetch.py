@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.models.loss import count_unknown
 from weft.resilience.bad_numbers import Policy
-from weft.step.objective import Batch
+from weft.step.batch import Batch
 from weft.step.train_step import StepResult
 from weft.train.metrics import Moment
 from weft.train.state import TrainState

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from weft.models import LanguageConfig
 from weft.resilience.bad_numbers import Bad, Policy
-from weft.step.objective import Batch
+from weft.step.batch import Batch
 from weft.step.task import task_of
 from weft.step.train_step import StepResult
 from weft.train.metrics import MetricsLog, StepMetrics, memory_bytes

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from weft.comm import Axis
 from weft.comm.ledger import Key
 from weft.errors import PlanError
+from weft.inspection.nested_tensors import map_tensors
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.decoder import CausalAttention
@@ -137,14 +138,16 @@ def _forwards(profile: Profile, plan: Plan, name: str) -> tuple[int, bool]:
     return (2 if is_again else 1), not inside or inside[-1].needs_gradient
 
 
-def own_tokens(batch: tuple[Tensor, ...], axis: Axis) -> tuple[Tensor, ...]:
+def own_tokens(batch: Any, axis: Axis) -> Any:
     """Returns this rank's tokens of a batch of whole sequences, with their labels and other tensors."""
     if axis.degree == 1:
         return batch
-    return tuple(
-        tensor.index_select(SEQUENCE_DIM, zigzag(tensor.shape[SEQUENCE_DIM], axis.degree, axis.index).to(tensor.device))
-        for tensor in batch
-    )
+
+    def own(tensor: Tensor) -> Tensor:
+        rows = zigzag(tensor.shape[SEQUENCE_DIM], axis.degree, axis.index)
+        return tensor.index_select(SEQUENCE_DIM, rows.to(tensor.device))
+
+    return map_tensors(own, batch)
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and the ledger are not part of a compiled graph

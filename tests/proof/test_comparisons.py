@@ -1,0 +1,305 @@
+"""What a proof compares and with which tolerance: buffers, results, unused parameters, noisy models, casts, batches."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import models_for_tests as models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+import weft.sharding.flat_buffer
+from weft.comm import Axis, Pending
+from weft.errors import DataError, PlanError, VerifyError
+from weft.models.loss import token_loss
+from weft.plan import Context, Memory, Plan, Shard
+from weft.proof.float64 import Float64, grouped_product
+from weft.proof.prove import ProofReport, verify
+from weft.step.objective import CROSS_ENTROPY, Objective
+
+RANK = importlib.import_module("weft.proof.rank")
+Patch = pytest.MonkeyPatch
+WIDTH = models.WIDTH
+
+
+def failed(report: ProofReport) -> dict[str, str]:
+    """The checks that did not pass, and where."""
+    return {check.what: check.where for check in report.checks if not check.passed}
+
+
+# --- buffers
+
+
+class RunningMean(models.MLP):
+    """Keeps an exponential mean of its inputs, and the number of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mask", torch.full((3,), float("-inf")))
+
+    def forward(self, value: Tensor) -> Any:
+        if self.training:
+            self.mean.lerp_(value.detach().mean(0), 0.1)
+            self.forwards += 1
+        return super().forward(value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("plan", [Plan(data=2), Plan(shard=Shard(2, 3), micro_batch=2)])
+def test_a_running_mean_of_each_ranks_own_samples_is_found(plan: Plan) -> None:
+    report = verify(RunningMean, models.vector_batch, plan)
+    assert list(failed(report)) == ["worst buffer after the steps"]
+    assert failed(report)["worst buffer after the steps"].endswith(", mean")
+
+
+@pytest.mark.processes
+def test_buffers_that_micro_batches_change_are_those_of_the_same_micro_batches() -> None:
+    verify(RunningMean, models.vector_batch, Plan(micro_batch=2)).require()
+
+
+@pytest.mark.processes
+def test_finds_a_buffer_that_is_changed_on_one_rank_only(monkeypatch: Patch) -> None:
+    def change(model: nn.Module) -> list[tuple[str, Tensor]]:
+        found: list[tuple[str, Tensor]] = original(model)
+        for name, buffer in found:
+            if name == "table" and dist.get_rank() == 1:
+                buffer[0] *= 1 + 1e-6
+        return found
+
+    original = RANK._buffers
+    assert not failed(verify(_with_table, models.vector_batch, Plan(data=2)))
+    monkeypatch.setattr(RANK, "_buffers", change)
+    assert failed(verify(_with_table, models.vector_batch, Plan(data=2))) == {
+        "worst buffer after the steps": "rank 1, table"
+    }
+
+
+def _with_table() -> nn.Module:
+    model: nn.Module = models.MLP()
+    model.register_buffer("table", torch.ones(2))
+    model.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
+    return model
+
+
+# --- the result
+
+
+class WithFeatures(models.MLP):
+    """Returns its logits and something that the loss does not use."""
+
+    def forward(self, value: Tensor) -> Any:
+        logits = super().forward(value)
+        return {"logits": logits, "features": {"mean": self.feature(logits), "loss": logits.sum()}}
+
+    def feature(self, logits: Tensor) -> Tensor:
+        return logits.mean(-1)
+
+
+def _logits_total(model: nn.Module, batch: Any) -> Tensor:
+    return token_loss(model(batch[0])["logits"], batch[1])[0]
+
+
+LOGITS = Objective(CROSS_ENTROPY.count, _logits_total)
+
+
+@pytest.mark.processes
+def test_the_result_is_compared_and_not_only_the_loss(monkeypatch: Patch) -> None:
+    report = verify(WithFeatures, models.vector_batch, Plan(data=2), objective=LOGITS).require()
+    assert "worst result after the steps" in {check.what for check in report.checks}
+    monkeypatch.setattr(WithFeatures, "feature", _rank_dependent)
+    wrong = verify(WithFeatures, models.vector_batch, Plan(data=2), objective=LOGITS)
+    assert list(failed(wrong)) == ["worst result after the steps"]
+
+
+def _rank_dependent(self: nn.Module, logits: Tensor) -> Tensor:
+    has_units = "_weft_units" in self.__dict__  # the split model
+    return logits.mean(-1) * (1 + 1e-6 * has_units)
+
+
+# --- parameters without a gradient
+
+
+class Routed(nn.Module):
+    """Two experts; only the samples of the second half of a batch use the second, and nothing uses the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        is_second = value[:, 0] > 0
+        parts = [self.experts[0](value[~is_second]), self.experts[1](value[is_second])]
+        used = [part for part in parts if len(part)]
+        order = torch.cat([(~is_second).nonzero(), is_second.nonzero()]).flatten()
+        out: Tensor = self.head(torch.cat(used)[order.argsort()])
+        return out
+
+
+def _routed_batch(step: int) -> tuple[Tensor, Tensor]:
+    inputs, labels = models.vector_batch(step)
+    inputs[:, 0] = torch.tensor([-1.0] * 4 + [1.0] * 4)
+    return inputs, labels
+
+
+SLICES = Plan(shard=Shard(2, 2), micro_batch=1, memory=Memory(accumulate="slice"))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("make", "batch", "plan"),
+    [
+        (models.Unused, models.vector_batch, Plan(data=2)),
+        (models.Unused, models.vector_batch, Plan(shard=Shard(2, 3))),
+        (models.Unused, models.vector_batch, SLICES),
+        (Routed, _routed_batch, Plan(data=2)),
+    ],
+)
+def test_a_parameter_without_a_gradient_on_any_rank_is_not_decayed(
+    make: Callable[[], nn.Module], batch: Any, plan: Plan
+) -> None:
+    verify(make, batch, plan).require()
+
+
+# --- a model's own noise
+
+
+class Noisy(nn.Module):
+    """Multiplies rounding errors by about `gain`."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.first, self.head, self.gain = nn.Linear(WIDTH, 16), nn.Linear(16, 5), gain
+
+    def forward(self, value: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.sin(self.gain * self.first(value)))
+        return out
+
+
+@pytest.mark.processes
+def test_an_error_within_the_models_own_noise_passes_and_says_so(monkeypatch: Patch) -> None:
+    report = verify(lambda: Noisy(3e4), models.vector_batch, Plan(data=2)).require()
+    stated = [check for check in report.checks if "the model's own noise is" in check.where]
+    assert stated
+    assert all(float(check.found) > 1e-9 for check in stated)
+
+    def skip(tensor: Tensor, axis: Axis) -> Pending:
+        weft.comm.collectives._record(axis, "all_reduce", tensor)
+        return Pending(None, axis, "all_reduce")
+
+    monkeypatch.setattr(weft.sharding.flat_buffer, "all_reduce", skip)
+    assert "worst gradient" in failed(verify(lambda: Noisy(3e4), models.vector_batch, Plan(data=2)))
+
+
+@pytest.mark.processes
+def test_a_model_that_is_mostly_noise_is_not_proved() -> None:
+    report = verify(lambda: Noisy(1e13), models.vector_batch, Plan(data=2))
+    assert not report.passed
+    with pytest.raises(VerifyError, match=r"was not proved: .*the model's own noise is .*too much to prove equality"):
+        report.require()
+
+
+# --- casts, kernels without float64, dropout
+
+
+class Casting(models.MLP):
+    """Computes in float32 for a while, and drops."""
+
+    def forward(self, value: Tensor) -> Any:
+        narrow = functional.softmax(value.float(), -1, dtype=torch.float32) + torch.zeros(WIDTH)
+        return super().forward(functional.dropout(narrow.to(torch.float32).type_as(value), 0.5))
+
+
+@pytest.mark.processes
+def test_casts_inside_a_model_keep_float64_and_dropout_drops_nothing_and_both_are_said() -> None:
+    report = verify(Casting, models.vector_batch, Plan(data=2)).require()
+    casts, dropout = report.not_proved
+    assert casts.startswith("casts to narrower floating point: the proof computes them in float64 (test_comparisons.py")
+    assert dropout.startswith("dropout 0.5: the proof drops nothing (test_comparisons.py")
+
+
+def test_a_grouped_product_is_the_product_of_each_group() -> None:
+    left, right = torch.randn(7, 3, dtype=torch.float64), torch.randn(3, 3, 5, dtype=torch.float64)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    expected = torch.cat([left[:2] @ right[0], left[2:6] @ right[2], torch.zeros(1, 5, dtype=torch.float64)])
+    assert torch.equal(grouped_product(left, right, ends), expected)
+    with Float64() as wide:
+        assert torch.equal(functional.grouped_mm(left, right, offs=ends), expected)
+    assert wide.notes[0].startswith("grouped products")
+    by_rows = grouped_product(left.T, torch.ones(7, 2, dtype=torch.float64), ends)
+    assert torch.equal(by_rows[2], left.T[:, 2:6] @ torch.ones(4, 2, dtype=torch.float64))
+
+
+def test_the_mode_ends_with_its_context() -> None:
+    with Float64():
+        assert torch.zeros(1).float().dtype == torch.float64
+    assert torch.zeros(1, dtype=torch.float64).float().dtype == torch.float32
+    assert torch.zeros(1).dtype == torch.float32
+
+
+# --- traffic
+
+
+def _twice(model: nn.Module, batch: Any) -> Tensor:
+    return token_loss(model(batch[0]) + model(-batch[0]), batch[1])[0]
+
+
+@pytest.mark.processes
+def test_traffic_that_was_not_predicted_is_explained_by_calls() -> None:
+    twice = Objective(CROSS_ENTROPY.count, _twice)
+    report = verify(models.sequential, models.vector_batch, Plan(shard=Shard(2, 3)), objective=twice)
+    reasons = [where for what, where in failed(report).items() if what.startswith("traffic")]
+    assert reasons
+    assert all("one loss calls the model 2 times, and the profile counted 1" in reason for reason in reasons)
+
+
+# --- batches
+
+
+class Pair(nn.Module):
+    """Has two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, 5), nn.Linear(2, 5)
+
+    def forward(self, value: Tensor, *, beside: Tensor) -> Tensor:
+        out: Tensor = self.one(value) + self.other(beside)
+        return out
+
+
+def _nested_batch(step: int) -> dict[str, Any]:
+    inputs, labels = models.vector_batch(step)
+    return {"inputs": [inputs, inputs[:, :2].clone()], "labels": (labels,), "name": "pair"}
+
+
+def _nested_total(model: nn.Module, batch: Any) -> Tensor:
+    value, beside = batch["inputs"]
+    return functional.cross_entropy(model(value, beside=beside), batch["labels"][0], reduction="sum")
+
+
+NESTED = Objective(lambda batch: (batch["labels"][0] != -100).sum(), _nested_total)
+
+
+@pytest.mark.processes
+def test_a_batch_may_be_any_nested_value_and_a_model_have_several_inputs() -> None:
+    verify(Pair, _nested_batch, Plan(data=2, micro_batch=2), objective=NESTED).require()
+
+
+def test_a_batch_that_cannot_be_used_is_refused_in_words() -> None:
+    with pytest.raises(DataError, match="have different first dims"):
+        verify(Pair, lambda step: (torch.zeros(8, WIDTH), torch.zeros(3)), Plan(data=2))
+    with pytest.raises(PlanError, match="has no 'labels' with which the model could compute its loss"):
+        verify(Pair, lambda step: {"value": torch.zeros(8, WIDTH)}, Plan(data=2))
+    objective = Objective(NESTED.count, lambda model, batch: model.get_submodule("one")(batch["inputs"][0]))
+    with pytest.raises(PlanError, match="did not call Pair itself"):
+        verify(Pair, _nested_batch, Plan(data=2), objective=objective)
+    with pytest.raises(PlanError, match="context = 2 cuts samples into parts"):
+        verify(Pair, _nested_batch, Plan(context=Context(2)), objective=NESTED)

@@ -1,0 +1,162 @@
+"""Computes a model in float64 although its own code casts to narrower types, uses kernels without float64, or drops.
+
+A proof compares two runs to 1e-9. A cast to float32 inside of a model (many norms, rotations and losses have one) would
+round both to 6e-8. In this mode such a cast keeps float64; tensors that the model makes are float64 if it gives no
+dtype; products of groups of experts, which torch computes in float32 or less, are computed one by one; dropout drops
+nothing. `notes` says in words where the model's code was changed in this way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+NARROW = (torch.float32, torch.float16, torch.bfloat16)
+_CASTS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(
+    (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16), torch.Tensor.double
+)
+_GROUPED = {one for one in (getattr(functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if one}
+# Functions of dropout, with the name and the position of the probability.
+_DROPOUTS: dict[Any, tuple[str, int]] = {
+    **dict.fromkeys(
+        (
+            functional.dropout,
+            functional.dropout1d,
+            functional.dropout2d,
+            functional.dropout3d,
+            functional.alpha_dropout,
+            functional.feature_alpha_dropout,
+            torch.dropout,
+        ),
+        ("p", 1),
+    ),
+    functional.scaled_dot_product_attention: ("dropout_p", 4),
+}
+_WEFT = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_MAX_PLACES = 3
+_DEFAULT = torch.get_default_dtype()
+
+
+class Float64(TorchFunctionMode):
+    """The mode. With `is_wide` false it only keeps dropout from dropping, for runs in another precision."""
+
+    def __init__(self, is_wide: bool = True) -> None:
+        super().__init__()
+        self._is_wide = is_wide
+        self._places: dict[str, dict[str, None]] = {}  # what was changed -> where, in order
+        self._is_paused = False
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was changed of the model's own code, and where, in words."""
+        return tuple(f"{what} ({_list(places)})" for what, places in self._places.items())
+
+    def __enter__(self) -> Float64:
+        self._pause(False)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._pause(True)
+
+    def pause_in(self, optimizer: Optimizer) -> None:
+        """Leave the steps of an optimizer, which chooses the types of its own state, as they are."""
+        optimizer.register_step_pre_hook(lambda *_: self._pause(True))
+        optimizer.register_step_post_hook(lambda *_: self._pause(False))
+
+    def _pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
+        if self._is_wide:
+            torch.set_default_dtype(_DEFAULT if is_paused else torch.float64)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if func in _DROPOUTS:
+            args, kwargs = self._without_dropout(func, args, kwargs)
+        elif self._is_wide and func in _CASTS:
+            self._note("casts to narrower floating point: the proof computes them in float64")
+            func, args, kwargs = _CASTS[func], args[:1], {}
+        elif self._is_wide and func in _GROUPED and args[0].dtype == torch.float64:
+            self._note("grouped products, which torch does not compute in float64: the proof computes one by one")
+            return grouped_product(*args, **kwargs)
+        elif self._is_wide and _names_narrow(args, kwargs):
+            self._note("casts to narrower floating point: the proof computes them in float64")
+            args, kwargs = [_widened(one) for one in args], {name: _widened(one) for name, one in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _without_dropout(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the arguments of a function of dropout with a probability of 0."""
+        name, position = _DROPOUTS[func]
+        given = args[position] if len(args) > position else kwargs.get(name, 0.0 if name == "dropout_p" else 0.5)
+        is_training = kwargs.get("training", args[2] if len(args) > 2 and name == "p" else True)
+        if not given or not is_training:
+            return args, kwargs
+        self._note(f"dropout {given:g}: the proof drops nothing")
+        if len(args) > position:
+            return (*args[:position], 0.0, *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: 0.0}
+
+    def _note(self, what: str) -> None:
+        """Record the place in the model's code that calls a changed function.
+
+        weft's own casts depend on the type of the data, and are none of the model's.
+        """
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+            frame = frame.f_back
+        file = frame.f_code.co_filename
+        if not file.startswith(_WEFT) or what.startswith("dropout"):
+            self._places.setdefault(what, {})[f"{Path(file).name}:{frame.f_lineno}"] = None
+
+
+def grouped_product(
+    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **_: Any
+) -> Tensor:
+    """Returns torch's grouped_mm, in any dtype.
+
+    Rows of `left` [rows, in] up to `offs[i]` are multiplied by `right[i]` [in, out]; rows behind the last are zero.
+    With `left` [in, rows] and `right` [rows, out], each group's product is one of the result [groups, in, out].
+    """
+    if left.dim() == 3 and right.dim() == 3:
+        return left @ right
+    assert offs is not None
+    if isinstance(left, FakeTensor) or left.is_meta:  # only shapes count
+        return left @ (right[0] if right.dim() > left.dim() else right)
+    ends = [int(end) for end in offs.tolist()]
+    groups = list(zip([0, *ends[:-1]], ends, strict=True))
+    if right.dim() == 2:
+        return torch.stack([left[..., start:end] @ right[start:end] for start, end in groups])
+    products = [left[start:end] @ right[index] for index, (start, end) in enumerate(groups)]
+    behind = left.new_zeros(len(left) - ends[-1], right.shape[-1])
+    return torch.cat([*products, behind])
+
+
+def _names_narrow(args: Any, kwargs: Any) -> bool:
+    return any(_is_narrow(one) for one in args) or any(_is_narrow(one) for one in kwargs.values())
+
+
+def _is_narrow(value: Any) -> bool:
+    return isinstance(value, torch.dtype) and value in NARROW
+
+
+def _widened(value: Any) -> Any:
+    return torch.float64 if _is_narrow(value) else value
+
+
+def _list(places: dict[str, None]) -> str:
+    named = list(places)
+    more = f" and {len(named) - _MAX_PLACES} more" if len(named) > _MAX_PLACES else ""
+    return ", ".join(named[:_MAX_PLACES]) + more
