@@ -17,7 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +31,7 @@ from torch._C._distributed_c10d import FileStore
 from weft.cluster.local_gpus import VISIBLE_VARIABLE
 from weft.comm import barrier
 from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
-from weft.errors import LocalError
+from weft.errors import LocalError, error_class
 from weft.health.rank_status import wait_for_stacks
 from weft.launch.fork import fork
 from weft.launch.function_names import import_by_name
@@ -108,6 +109,17 @@ def run_spawned(
     return _run(start, num_ranks, timeout_seconds, device)
 
 
+@contextmanager
+def raising_own_errors() -> Iterator[None]:
+    """Raise an error of weft's that ended a rank as that error, without the rank's stack."""
+    try:
+        yield
+    except LocalError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
 def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="weft-local-") as name:
         children = [
@@ -162,8 +174,9 @@ def _answer(place: _RankPlace, function: Callable[[], Any]) -> bytes:
             _join(place, _take_device(place))
             return json.dumps({"result": function()}).encode()
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-            return json.dumps({"error": text, "trace": traceback.format_exc(), "at": time.monotonic()}).encode()
+            kind, text = type(error).__name__, str(error)
+            trace, at = traceback.format_exc(), time.monotonic()
+            return json.dumps({"error": kind, "text": text, "trace": trace, "at": at}).encode()
 
 
 def _take_device(place: _RankPlace) -> torch.device | None:
@@ -243,7 +256,10 @@ def _result(child: _Child) -> Any:
         raise LocalError(f"rank {child.rank} died with status {child.status} and left no answer")
     answer = json.loads(child.text)
     if "error" in answer:
-        raise LocalError(f"rank {child.rank} failed: {answer['error']}\n{answer['trace']}")
+        own = error_class(answer["error"])  # the error of the rank, if it is one of weft's
+        cause = None if own is None else own(answer["text"])
+        text = f"rank {child.rank} failed: {answer['error']}: {answer['text']}\n{answer['trace']}"
+        raise LocalError(text) from cause
     return answer["result"]
 
 

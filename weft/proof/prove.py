@@ -30,7 +30,7 @@ from weft.data.order import local_indices
 from weft.errors import PlanError, WeftError, error_class
 from weft.launch.fork import fork_obstacle
 from weft.launch.function_names import import_by_name, importable_name
-from weft.launch.local_ranks import run_local, run_spawned
+from weft.launch.local_ranks import raising_own_errors, run_local, run_spawned
 from weft.memory.activation_choice import offload_from
 from weft.mesh import Mesh, level_degrees
 from weft.parallel.apply import cost, parallelize, refuse
@@ -121,7 +121,8 @@ def verify(
         "objective": _objective_names(objective),
         "trial": {**asdict(trial), "plan": to_table(trial.plan)},
     }
-    answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device)
+    with raising_own_errors():
+        answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device)
     return _report(answers, trial, tolerance)
 
 
@@ -146,7 +147,8 @@ def prove_plan(
     def rank(index: int) -> dict[str, Any]:
         return _answer_of_rank(counted, model_fn, batch_fn, objective, trial, split)
 
-    answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
+    with raising_own_errors():
+        answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
     return _report(answers, trial, tolerance)
 
 
@@ -277,8 +279,7 @@ def _device(trial: Trial) -> torch.device:
 def _run_rank(
     counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
 ) -> dict[str, Any]:
-    plan, steps, device = trial.plan, trial.steps, _device(trial)
-    part = split.batch
+    plan, steps, device, part = trial.plan, trial.steps, _device(trial), split.batch
     if counted.batch_mixers:
         part = split.micro_batch * (split.num_batch_ranks if plan.statistics == "batch" else 1)
     replicas = _replicas(plan, split) if _has_equal_buffers(plan) else []
