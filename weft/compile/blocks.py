@@ -61,8 +61,6 @@ def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> Non
     limit = VARIANTS * len(layer_kinds(blocks))  # torch counts per function, and equal classes share one
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, limit)
     for_blocks = PieceCompiler(backend) if needs_pieces(blocks) else backend
-    for units, _ in rank_model(model).named_units():
-        units.reads.switch_off()
     for part in rank_model(model).models:
         for block in find_blocks(part).values():
             setattr(block, "forward", _CompiledFunction(block.forward, for_blocks, status))  # noqa: B010 (a method to mypy)

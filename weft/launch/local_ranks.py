@@ -17,8 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -66,15 +65,21 @@ class _Child:
 
 
 def run_local(
-    function: Callable[[int], Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
+    function: Callable[[int], Any],
+    num_ranks: int,
+    timeout_seconds: float = 60.0,
+    device: DeviceType = "cpu",
+    own_errors: bool = False,
 ) -> list[Any]:
     """Run `function(rank)` on `num_ranks` forked processes and return their results (as JSON) in the order of ranks.
 
     With device "cuda", ranks share this machine's GPUs, and each rank's current device is set. Fails in a process in
     which CUDA is initialised or a backward has run on a machine with GPUs; use `run_spawned` there.
+
+    A rank that fails raises LocalError with its stack. With `own_errors`, an error of weft's is raised as itself.
     """
 
-    return _run(_forked(function), num_ranks, timeout_seconds, device)
+    return _run(_forked(function), num_ranks, timeout_seconds, device, own_errors)
 
 
 def _forked(function: Callable[[int], Any]) -> Start:
@@ -88,7 +93,12 @@ def _forked(function: Callable[[int], Any]) -> Start:
 
 
 def run_spawned(
-    entry: str, arguments: Mapping[str, Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
+    entry: str,
+    arguments: Mapping[str, Any],
+    num_ranks: int,
+    timeout_seconds: float = 60.0,
+    device: DeviceType = "cpu",
+    own_errors: bool = False,
 ) -> list[Any]:
     """Run a function as `function(rank, **arguments)` on new processes and return their results in the order of ranks.
 
@@ -106,21 +116,10 @@ def run_spawned(
         os.set_inheritable(write, True)
         return os.posix_spawn(sys.executable, [sys.executable, "-m", "weft.launch.local_ranks", str(path)], environ)
 
-    return _run(start, num_ranks, timeout_seconds, device)
+    return _run(start, num_ranks, timeout_seconds, device, own_errors)
 
 
-@contextmanager
-def raising_own_errors() -> Iterator[None]:
-    """Raise an error of weft's that ended a rank as that error, without the rank's stack."""
-    try:
-        yield
-    except LocalError as error:
-        if error.__cause__ is None:
-            raise
-        raise error.__cause__ from None
-
-
-def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType) -> list[Any]:
+def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType, own_errors: bool) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="weft-local-") as name:
         children = [
             _start(start, _RankPlace(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
@@ -130,6 +129,10 @@ def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceTyp
             if not all(child.done for child in children):
                 raise LocalError(_describe_hang(children, Path(name), timeout_seconds))
             return [_result(child) for child in children]
+        except LocalError as error:
+            if own_errors and error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
         finally:
             for child in children:
                 if not child.done:

@@ -30,7 +30,7 @@ from weft.data.order import local_indices
 from weft.errors import PlanError, WeftError, error_class
 from weft.launch.fork import fork_obstacle
 from weft.launch.function_names import import_by_name, importable_name
-from weft.launch.local_ranks import raising_own_errors, run_local, run_spawned
+from weft.launch.local_ranks import run_local, run_spawned
 from weft.memory.activation_choice import offload_from
 from weft.mesh import Mesh, level_degrees
 from weft.parallel.apply import cost, parallelize, refuse
@@ -121,8 +121,7 @@ def verify(
         "objective": _objective_names(objective),
         "trial": {**asdict(trial), "plan": to_table(trial.plan)},
     }
-    with raising_own_errors():
-        answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device)
+    answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device, True)
     return _report(answers, trial, tolerance)
 
 
@@ -147,8 +146,7 @@ def prove_plan(
     def rank(index: int) -> dict[str, Any]:
         return _answer_of_rank(counted, model_fn, batch_fn, objective, trial, split)
 
-    with raising_own_errors():
-        answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
+    answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device, own_errors=True)
     return _report(answers, trial, tolerance)
 
 
@@ -169,12 +167,12 @@ def _objective_names(objective: Objective) -> dict[str, Any]:
     """Returns an objective as the names of its functions."""
     functions = {"count": objective.count, "total": objective.total, "measure": objective.measure}
     names = {key: None if one is None else importable_name(one, f"objective.{key}") for key, one in functions.items()}
-    return {**names, "measures": list(objective.measures)}
+    return {**names, "measures": list(objective.measures), "splits_logits": objective.splits_logits}
 
 
 def _objective(names: Mapping[str, Any]) -> Objective:
-    measure = None if names["measure"] is None else import_by_name(names["measure"])
-    return Objective(import_by_name(names["count"]), import_by_name(names["total"]), tuple(names["measures"]), measure)
+    functions = {key: names[key] and import_by_name(names[key]) for key in ("count", "total", "measure")}
+    return Objective(**functions, measures=tuple(names["measures"]), splits_logits=names["splits_logits"])
 
 
 def _split_and_profile(model_fn: ModelFn, batch_fn: BatchFn, plan: Plan) -> tuple[BatchSplit, Profile]:
@@ -255,6 +253,7 @@ def _answer_of_rank(
     counted: Profile, model_fn: ModelFn, batch_fn: BatchFn, objective: Objective, trial: Trial, split: BatchSplit
 ) -> dict[str, Any]:
     """Returns a rank's answer, or why the plan is refused. All ranks refuse alike, before any communication."""
+    counted = replace(counted, gathers_logits=not objective.splits_logits)
     try:
         cost(counted, trial.plan, split)
     except WeftError as error:

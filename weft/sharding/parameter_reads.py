@@ -6,7 +6,8 @@ elsewhere (a penalty in the model's forward or in the objective, a weight that a
 `block.forward(h)`) would compute with something else. Where the whole parameter is in memory anyway (`data`, shard
 stages 1 and 2) the code is given that; elsewhere the read is refused by name.
 
-The watch sees every operation, which takes time, so it is on in the first training and the first evaluation only.
+The watch sees every operation, which takes time, so it is on in the first training and the first evaluation only, and
+off in models that torch.compile compiles.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -44,10 +46,6 @@ class ReadWatch:
             model.register_forward_pre_hook(self._begin, prepend=True)
             model.register_forward_hook(self._end, always_call=True)
 
-    def switch_off(self) -> None:
-        """Watch nothing from now on: torch.compile does not follow the watch."""
-        self._seen |= {True, False}
-
     def gather(self) -> None:
         """Make the buffers whole that code outside of their blocks reads."""
         for flat in self._read.values():
@@ -59,7 +57,7 @@ class ReadWatch:
 
         `in_model`: that code is the model's forward, not an objective that calls the model.
         """
-        if self._model.training in self._seen:
+        if self._model.training in self._seen or any(map(_is_compiled, self._model.modules())):
             yield
             return
         self._seen.add(self._model.training)
@@ -69,10 +67,12 @@ class ReadWatch:
         self._read |= operations.read
 
     def _begin(self, *_: Any) -> None:
-        self._in_model.enter_context(self.watching(in_model=True))
+        if not torch.compiler.is_compiling():
+            self._in_model.enter_context(self.watching(in_model=True))
 
     def _end(self, *_: Any) -> None:
-        self._in_model.close()
+        if not torch.compiler.is_compiling():
+            self._in_model.close()
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,8 @@ class _Operations(TorchFunctionMode):
         handles = []
         blocks = {name: block for block in self._flats if block for name in _names_inside(self._model, block)}
         for name, module in self._model.named_modules():
+            if any(module is running for _, running in self._running):  # torch is going through its hooks
+                continue
             enter = partial(self._enter, name, blocks.get(name, ""))
             handles.append(module.register_forward_pre_hook(enter, prepend=True))
             handles.append(module.register_forward_hook(self._leave, always_call=True))
@@ -117,9 +119,8 @@ class _Operations(TorchFunctionMode):
         for flat in self._flats[block] if block else ():
             self._make_whole(flat, f"module '{name}' is called", f"block '{block}'")
 
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        if self._running and self._running[-1][1] is module:  # a watch that begins inside a call sees only its end
-            self._running.pop()
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -181,6 +182,13 @@ class _Operations(TorchFunctionMode):
             return "the objective"
         name = self._running[-1][0]
         return f"'{name}'" if name else "the model's own forward"
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Is the module compiled? torch.compile does not follow the watch."""
+    forward = module.__dict__.get("forward")
+    has_code = hasattr(forward, "_torchdynamo_orig_callable") or hasattr(forward, "compiled")
+    return has_code or module._compiled_call_impl is not None
 
 
 def _is_of_an_axis(frame: FrameType | None) -> bool:
