@@ -30,13 +30,16 @@ from torch._C._distributed_c10d import FileStore
 from weft.cluster.local_gpus import VISIBLE_VARIABLE
 from weft.comm import barrier
 from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
-from weft.errors import LocalError, error_class
+from weft.comm.call_order import FOLDER_VARIABLE as CALLS_VARIABLE
+from weft.comm.call_order import find_difference
+from weft.errors import LocalError, PlanError, error_class
 from weft.health.rank_status import wait_for_stacks
 from weft.launch.fork import fork
 from weft.launch.function_names import import_by_name
 
 __all__ = ["LocalError", "run_local", "run_spawned"]
 
+_COMPARE_SECONDS = 2.0  # how often collectives are compared
 _STACK_SECONDS = 10.0  # the longest time to wait for the stacks of ranks that hang
 Start = Callable[
     ["_RankPlace", int], int
@@ -52,6 +55,7 @@ class _RankPlace:
     folder: Path
     timeout_seconds: float
     device: DeviceType
+    compares: bool  # Are the ranks' collectives compared?
 
 
 @dataclass
@@ -76,7 +80,8 @@ def run_local(
     With device "cuda", ranks share this machine's GPUs, and each rank's current device is set. Fails in a process in
     which CUDA is initialised or a backward has run on a machine with GPUs; use `run_spawned` there.
 
-    A rank that fails raises LocalError with its stack. With `own_errors`, an error of weft's is raised as itself.
+    A rank that fails raises LocalError with its stack. With `own_errors`, an error of weft's is raised as itself, and
+    so is a difference between the ranks' collectives (`comm/call_order.py`).
     """
 
     return _run(_forked(function), num_ranks, timeout_seconds, device, own_errors)
@@ -110,7 +115,7 @@ def run_spawned(
     def start(place: _RankPlace, write: int) -> int:
         path = place.folder / f"order-{place.rank}.json"
         where = {"rank": place.rank, "num_ranks": place.num_ranks, "folder": str(place.folder)}
-        where |= {"timeout_seconds": place.timeout_seconds, "device": place.device}
+        where |= {"timeout_seconds": place.timeout_seconds, "device": place.device, "compares": place.compares}
         path.write_text(json.dumps({**order, "place": where, "write": write}))
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         os.set_inheritable(write, True)
@@ -121,13 +126,13 @@ def run_spawned(
 
 def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType, own_errors: bool) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="weft-local-") as name:
-        children = [
-            _start(start, _RankPlace(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
-        ]
+        folder = Path(name)
+        places = [_RankPlace(rank, num_ranks, folder, timeout_seconds, device, own_errors) for rank in range(num_ranks)]
+        children = [_start(start, place) for place in places]
         try:
-            _collect(children, time.monotonic() + timeout_seconds)
+            _collect(children, time.monotonic() + timeout_seconds, folder)
             if not all(child.done for child in children):
-                raise LocalError(_describe_hang(children, Path(name), timeout_seconds))
+                raise LocalError(_describe_hang(children, folder, timeout_seconds))
             return [_result(child) for child in children]
         except LocalError as error:
             if own_errors and error.__cause__ is not None:
@@ -171,6 +176,8 @@ def _answer(place: _RankPlace, function: Callable[[], Any]) -> bytes:
     with open(place.folder / f"stack-{place.rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
+            if place.compares:
+                os.environ[CALLS_VARIABLE] = str(place.folder)
             torch.set_num_threads(1)
             if torch.backends.mkldnn.is_acl_available():  # on ARM it would wait for threads that the fork did not copy
                 torch.backends.mkldnn.set_flags(_enabled=False)
@@ -224,15 +231,20 @@ def _join(place: _RankPlace, device: torch.device | None) -> None:
 # --- in the parent process
 
 
-def _collect(children: list[_Child], deadline: float) -> None:
-    """Read answers until all ranks have exited, one has failed (the others would wait for it), or time is up."""
+def _collect(children: list[_Child], deadline: float, folder: Path) -> None:
+    """Read answers until all ranks have exited, one has failed (the others would wait for it), or time is up.
+
+    Raises an error, too, if ranks have made different collectives.
+    """
     failed: list[_Child] = []
     while not all(child.done for child in children):
         open_pipes = {child.pipe: child for child in children if not child.done}
-        patience = 0.0 if failed else max(0.0, deadline - time.monotonic())
+        patience = 0.0 if failed else min(_COMPARE_SECONDS, max(0.0, deadline - time.monotonic()))
         ready, _, _ = select.select(list(open_pipes), [], [], patience)
         if not ready:
-            break
+            _compare_calls(folder, len(children))
+            if failed or time.monotonic() >= deadline:
+                break
         for pipe in ready:
             child = open_pipes[pipe]
             chunk = os.read(pipe, 1 << 20)
@@ -242,12 +254,30 @@ def _collect(children: list[_Child], deadline: float) -> None:
                 child.done = True
                 if child.status != 0:
                     failed.append(child)
+    own = [child for child in failed if _own_error(child) is not None]
+    if not own:  # otherwise that error is the reason
+        _compare_calls(folder, len(children))
     if failed:  # report the first rank that failed; others may have failed because they lost it
-        _result(min(failed, key=_failed_at))
+        _result(min(own or failed, key=_failed_at))
+
+
+def _compare_calls(folder: Path, num_ranks: int) -> None:
+    difference = find_difference(folder, num_ranks)
+    if difference is not None:
+        raise LocalError(difference) from PlanError(difference)
 
 
 def _has_answered(child: _Child) -> bool:
     return child.status in (0, 1) and bool(child.text)  # a killed rank may have written an incomplete answer
+
+
+def _own_error(child: _Child) -> Exception | None:
+    """The error of weft's that ended a rank, if one did."""
+    if not _has_answered(child):
+        return None
+    answer = json.loads(child.text)
+    kind = error_class(answer.get("error", ""))
+    return None if kind is None else kind(answer["text"])
 
 
 def _failed_at(child: _Child) -> float:
@@ -259,10 +289,8 @@ def _result(child: _Child) -> Any:
         raise LocalError(f"rank {child.rank} died with status {child.status} and left no answer")
     answer = json.loads(child.text)
     if "error" in answer:
-        own = error_class(answer["error"])  # the error of the rank, if it is one of weft's
-        cause = None if own is None else own(answer["text"])
         text = f"rank {child.rank} failed: {answer['error']}: {answer['text']}\n{answer['trace']}"
-        raise LocalError(text) from cause
+        raise LocalError(text) from _own_error(child)
     return answer["result"]
 
 
