@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from weft.comm import Axis, Ledger, all_reduce
+from weft.comm.call_order import call_order
 from weft.errors import LaunchError
 from weft.plan import AXES, Plan, axes_that_split
 
@@ -54,8 +56,8 @@ class Mesh:
     def __init__(self, plan: Plan, device: torch.device | str = "cpu", ranks_per_node: int | None = None) -> None:
         self.plan = plan
         self.device = torch.device(device)
-        self.ledger = Ledger()
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.ledger = Ledger(call_order(os.environ, self.rank))
         found = dist.get_world_size() if dist.is_initialized() else 1
         if found != plan.num_ranks:
             raise LaunchError(

@@ -49,6 +49,16 @@ def page(doing: str, ago: float = 90, calls: int = 40, peers: tuple[int, ...] = 
     return StatusPage(17, calls, 1.0, 0.5, NOW - ago, doing, peers=peers, **more)
 
 
+def test_ranks_that_wait_for_each_other_in_different_blocks_are_named(clock: Clock) -> None:
+    pages = {
+        0: page(f"{WAITING}all_gather over shard (#40, forward of block 2)", peers=(1,)),
+        1: page(f"{WAITING}all_gather over shard (#40, forward of block 3)", peers=(0,)),
+    }
+    said = describe_hang(pages, {}, 90)
+    assert "rank 0 waits in all_gather over shard (#40, forward of block 2) and rank 1 in all_gather" in said
+    assert "must call the same blocks in the same order" in said
+
+
 def test_the_deadline_is_predicted_then_measured_and_never_below_the_floor() -> None:
     deadline = Deadline(60, 45.0)
     assert deadline.seconds == 450  # ten predicted steps

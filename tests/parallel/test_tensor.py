@@ -251,7 +251,8 @@ def test_two_forwards_before_one_backward() -> None:
             (cross_entropy(logits, batch[1], vocabulary.vocabulary_of(model))[0] for logits in passes), torch.zeros(())
         )
 
-    report = verify(SHIPPED["tied"], shared.token_batch, grid(2), objective=Objective(CROSS_ENTROPY.count, total))
+    objective = Objective(CROSS_ENTROPY.count, total, splits_logits=True)
+    report = verify(SHIPPED["tied"], shared.token_batch, grid(2), objective=objective)
     # Twice what one forward is predicted to say; all the numbers are right.
     assert failures(report) == {"traffic: x all_reduce"}
 

@@ -773,23 +773,36 @@ def test_a_block_that_returns_no_tensor_is_refused() -> None:
 
 
 class Bypassing(nn.Module):
-    """Uses a block's vector without calling the block, so that nobody gathers it or reduces its gradient."""
+    """Uses a block's vector without calling the block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.LayerNorm(models.WIDTH), nn.Linear(models.WIDTH, 5)])
+        self.layers = nn.ModuleList([nn.LayerNorm(models.WIDTH, bias=False), nn.Linear(models.WIDTH, 5)])
 
     def forward(self, inputs: Tensor) -> Tensor:
         out: Tensor = self.layers[1](inputs * self.layers[0].get_parameter("weight"))
         return out
 
 
-def test_a_parameter_that_is_used_without_its_block_is_refused() -> None:
+def test_a_parameter_that_is_used_without_its_block() -> None:
     def rank(index: int) -> None:
-        model = parallelize(make(Bypassing), PLANS["data"])
-        loss = loss_of(model, inputs_of(index))
-        with pytest.raises(PlanError, match=r"'layers.0.weight' got a gradient outside the forward of its block"):
-            loss.backward()
+        reference, model = make(Bypassing), parallelize(make(Bypassing), PLANS["data"])
+        for step in range(2):  # the first is watched
+            model.zero_grad(), reference.zero_grad()
+            mean_loss(reference, step).backward()
+            loss_of(model, inputs_of(index, step)).backward()
+            check_gradients(model, gradients_of(reference))
+        with pytest.raises(PlanError, match=r"own forward reads parameter 'layers.0.weight' outside of a call"):
+            parallelize(make(Bypassing), STAGE_3)(inputs_of(index))
+
+    on_two_ranks(rank)
+
+
+def test_a_gradient_of_a_piece_is_refused() -> None:
+    def rank(index: int) -> None:
+        model = parallelize(make(Bypassing), STAGE_3)
+        with pytest.raises(PlanError, match=r"got a gradient outside the forward of its block"):
+            next(model.parameters()).sum().backward()
 
     on_two_ranks(rank)
 

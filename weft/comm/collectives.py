@@ -277,4 +277,8 @@ def _peers(axis: Axis, peer: int | None) -> list[int]:
 
 
 def _record(axis: Axis, operation: str, whole: Tensor) -> None:
-    axis.ledger.record(axis.name, operation, whole.numel() * whole.element_size())
+    num_bytes, ledger = whole.numel() * whole.element_size(), axis.ledger
+    ledger.record(axis.name, operation, num_bytes)
+    if ledger.order is not None and axis.group is not None and operation != "send":
+        inside = "" if ledger.status is None else ledger.status.inside
+        ledger.order.add(dist.get_process_group_ranks(axis.group), axis.name, operation, num_bytes, inside)

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from weft.comm.call_order import CallOrder
 from weft.health.rank_status import Status
 
 
@@ -57,13 +58,15 @@ def add_traffic(*parts: Traffics) -> dict[Key, Traffic]:
 class Ledger:
     """Counts every collective of one rank. `doing` names the operation that the rank waits in, for reports of hangs.
 
-    If `status` is set, calls and waits are also written to the rank's status page.
+    If `status` is set, calls and waits are also written to the rank's status page. If `order` is given, it writes every
+    collective, and a private status page says inside which block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, order: CallOrder | None = None) -> None:
         self._entries: defaultdict[Key, Counter[int]] = defaultdict(Counter)  # calls by their bytes
         self.doing = ""
-        self.status: Status | None = None
+        self.order = order
+        self.status: Status | None = None if order is None else Status({}, order.rank)
 
     def record(self, axis: str, operation: str, num_bytes: int) -> None:
         """Count one call."""

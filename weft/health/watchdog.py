@@ -134,6 +134,8 @@ def describe_hang(pages: Mapping[int, StatusPage], silent: Mapping[int, str], se
         words.append(f"{rank_names(ranks)}{where} {'does' if len(ranks) == 1 else 'do'} not answer")
     if silent:
         words[-1] += ": that host, or the link to it, may be down"
+    elif not absent and (different := _different_ways(pages)) is not None:
+        words.append(different)
     elif not absent:  # all ranks wait: name those that are behind
         behind = min((page.step, page.num_calls) for page in pages.values())
         absent = [rank for rank, page in pages.items() if (page.step, page.num_calls) == behind]
@@ -152,6 +154,20 @@ def describe_hang(pages: Mapping[int, StatusPage], silent: Mapping[int, str], se
     if len(rest) > _MAX_NAMED:
         rest = [*rest[:_MAX_NAMED], f"{len(rest) - _MAX_NAMED} other waits"]
     return f"no sign of life for {seconds:.0f} s: {'; '.join(words)}" + (f" ({'; '.join(rest)})" if rest else "")
+
+
+def _different_ways(pages: Mapping[int, StatusPage]) -> str | None:
+    """Describe two ranks that wait for each other in collectives of the same number, made in different blocks."""
+    for rank, page in pages.items():
+        for other, theirs in pages.items():
+            numbers = {(one.step, _call_number(one)) for one in (page, theirs)}
+            waits = [one.doing.removeprefix(WAITING) for one in (page, theirs)]
+            if rank < other and other in page.peers and rank in theirs.peers and len(numbers) == 1 < len(set(waits)):
+                return (
+                    f"{rank_names([rank])} waits in {waits[0]} and {rank_names([other])} in {waits[1]}: they take "
+                    f"different ways through the model, and must call the same blocks in the same order"
+                )
+    return None
 
 
 def _missed_call(rank: int, page: StatusPage, waiting: Mapping[int, StatusPage]) -> str:

@@ -30,13 +30,16 @@ from torch._C._distributed_c10d import FileStore
 from weft.cluster.local_gpus import VISIBLE_VARIABLE
 from weft.comm import barrier
 from weft.comm.backends import DeviceType, choose_backend, prepare_cuda
-from weft.errors import LocalError
+from weft.comm.call_order import FOLDER_VARIABLE as CALLS_VARIABLE
+from weft.comm.call_order import find_difference
+from weft.errors import LocalError, PlanError, error_class
 from weft.health.rank_status import wait_for_stacks
 from weft.launch.fork import fork
 from weft.launch.function_names import import_by_name
 
 __all__ = ["LocalError", "run_local", "run_spawned"]
 
+_COMPARE_SECONDS = 2.0  # how often collectives are compared
 _STACK_SECONDS = 10.0  # the longest time to wait for the stacks of ranks that hang
 Start = Callable[
     ["_LocalRank", int], int
@@ -52,6 +55,7 @@ class _LocalRank:
     folder: Path
     timeout_seconds: float
     device: DeviceType
+    compares: bool  # Are the ranks' collectives compared?
 
 
 @dataclass
@@ -65,15 +69,22 @@ class _Child:
 
 
 def run_local(
-    function: Callable[[int], Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
+    function: Callable[[int], Any],
+    num_ranks: int,
+    timeout_seconds: float = 60.0,
+    device: DeviceType = "cpu",
+    own_errors: bool = False,
 ) -> list[Any]:
     """Run `function(rank)` on `num_ranks` forked processes and return their results (as JSON) in the order of ranks.
 
     With device "cuda", ranks share this machine's GPUs, and each rank's current device is set. Fails in a process in
     which CUDA is initialised or a backward has run on a machine with GPUs; use `run_spawned` there.
+
+    A rank that fails raises LocalError with its stack. With `own_errors`, an error of weft's is raised as itself, and
+    so is a difference between the ranks' collectives (`comm/call_order.py`).
     """
 
-    return _run(_forked(function), num_ranks, timeout_seconds, device)
+    return _run(_forked(function), num_ranks, timeout_seconds, device, own_errors)
 
 
 def _forked(function: Callable[[int], Any]) -> Start:
@@ -87,7 +98,12 @@ def _forked(function: Callable[[int], Any]) -> Start:
 
 
 def run_spawned(
-    entry: str, arguments: Mapping[str, Any], num_ranks: int, timeout_seconds: float = 60.0, device: DeviceType = "cpu"
+    entry: str,
+    arguments: Mapping[str, Any],
+    num_ranks: int,
+    timeout_seconds: float = 60.0,
+    device: DeviceType = "cpu",
+    own_errors: bool = False,
 ) -> list[Any]:
     """Run a function as `function(rank, **arguments)` on new processes and return their results in the order of ranks.
 
@@ -100,24 +116,31 @@ def run_spawned(
         path = local_rank.folder / f"order-{local_rank.rank}.json"
         where = {"rank": local_rank.rank, "num_ranks": local_rank.num_ranks, "folder": str(local_rank.folder)}
         where |= {"timeout_seconds": local_rank.timeout_seconds, "device": local_rank.device}
+        where |= {"compares": local_rank.compares}
         path.write_text(json.dumps({**order, "local_rank": where, "write": write}))
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         os.set_inheritable(write, True)
         return os.posix_spawn(sys.executable, [sys.executable, "-m", "weft.launch.local_ranks", str(path)], environ)
 
-    return _run(start, num_ranks, timeout_seconds, device)
+    return _run(start, num_ranks, timeout_seconds, device, own_errors)
 
 
-def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType) -> list[Any]:
+def _run(start: Start, num_ranks: int, timeout_seconds: float, device: DeviceType, own_errors: bool) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="weft-local-") as name:
+        folder = Path(name)
         children = [
-            _start(start, _LocalRank(rank, num_ranks, Path(name), timeout_seconds, device)) for rank in range(num_ranks)
+            _start(start, _LocalRank(rank, num_ranks, folder, timeout_seconds, device, own_errors))
+            for rank in range(num_ranks)
         ]
         try:
-            _collect(children, time.monotonic() + timeout_seconds)
+            _collect(children, time.monotonic() + timeout_seconds, folder)
             if not all(child.done for child in children):
-                raise LocalError(_describe_hang(children, Path(name), timeout_seconds))
+                raise LocalError(_describe_hang(children, folder, timeout_seconds))
             return [_result(child) for child in children]
+        except LocalError as error:
+            if own_errors and error.__cause__ is not None:
+                raise error.__cause__ from None
+            raise
         finally:
             for child in children:
                 if not child.done:
@@ -156,14 +179,17 @@ def _answer(local_rank: _LocalRank, function: Callable[[], Any]) -> bytes:
     with open(local_rank.folder / f"stack-{local_rank.rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
         try:
+            if local_rank.compares:
+                os.environ[CALLS_VARIABLE] = str(local_rank.folder)
             torch.set_num_threads(1)
             if torch.backends.mkldnn.is_acl_available():  # on ARM it would wait for threads that the fork did not copy
                 torch.backends.mkldnn.set_flags(_enabled=False)
             _join(local_rank, _take_device(local_rank))
             return json.dumps({"result": function()}).encode()
         except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-            return json.dumps({"error": text, "trace": traceback.format_exc(), "at": time.monotonic()}).encode()
+            kind, text = type(error).__name__, str(error)
+            trace, at = traceback.format_exc(), time.monotonic()
+            return json.dumps({"error": kind, "text": text, "trace": trace, "at": at}).encode()
 
 
 def _take_device(local_rank: _LocalRank) -> torch.device | None:
@@ -208,15 +234,20 @@ def _join(local_rank: _LocalRank, device: torch.device | None) -> None:
 # --- in the parent process
 
 
-def _collect(children: list[_Child], deadline: float) -> None:
-    """Read answers until all ranks have exited, one has failed (the others would wait for it), or time is up."""
+def _collect(children: list[_Child], deadline: float, folder: Path) -> None:
+    """Read answers until all ranks have exited, one has failed (the others would wait for it), or time is up.
+
+    Raises an error, too, if ranks have made different collectives.
+    """
     failed: list[_Child] = []
     while not all(child.done for child in children):
         open_pipes = {child.pipe: child for child in children if not child.done}
-        patience = 0.0 if failed else max(0.0, deadline - time.monotonic())
+        patience = 0.0 if failed else min(_COMPARE_SECONDS, max(0.0, deadline - time.monotonic()))
         ready, _, _ = select.select(list(open_pipes), [], [], patience)
         if not ready:
-            break
+            _compare_calls(folder, len(children))
+            if failed or time.monotonic() >= deadline:
+                break
         for pipe in ready:
             child = open_pipes[pipe]
             chunk = os.read(pipe, 1 << 20)
@@ -226,12 +257,30 @@ def _collect(children: list[_Child], deadline: float) -> None:
                 child.done = True
                 if child.status != 0:
                     failed.append(child)
+    own = [child for child in failed if _own_error(child) is not None]
+    if not own:  # otherwise that error is the reason
+        _compare_calls(folder, len(children))
     if failed:  # report the first rank that failed; others may have failed because they lost it
-        _result(min(failed, key=_failed_at))
+        _result(min(own or failed, key=_failed_at))
+
+
+def _compare_calls(folder: Path, num_ranks: int) -> None:
+    difference = find_difference(folder, num_ranks)
+    if difference is not None:
+        raise LocalError(difference) from PlanError(difference)
 
 
 def _has_answered(child: _Child) -> bool:
     return child.status in (0, 1) and bool(child.text)  # a killed rank may have written an incomplete answer
+
+
+def _own_error(child: _Child) -> Exception | None:
+    """The error of weft's that ended a rank, if one did."""
+    if not _has_answered(child):
+        return None
+    answer = json.loads(child.text)
+    kind = error_class(answer.get("error", ""))
+    return None if kind is None else kind(answer["text"])
 
 
 def _failed_at(child: _Child) -> float:
@@ -243,7 +292,8 @@ def _result(child: _Child) -> Any:
         raise LocalError(f"rank {child.rank} died with status {child.status} and left no answer")
     answer = json.loads(child.text)
     if "error" in answer:
-        raise LocalError(f"rank {child.rank} failed: {answer['error']}\n{answer['trace']}")
+        text = f"rank {child.rank} failed: {answer['error']}: {answer['text']}\n{answer['trace']}"
+        raise LocalError(text) from _own_error(child)
     return answer["result"]
 
 

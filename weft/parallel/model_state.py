@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -32,6 +33,15 @@ def sync_gradients(model: nn.Module, enabled: bool) -> None:
     """Whether the next backward reduces gradients; switch it off for all but the last micro-batch of a step."""
     for units in all_units(model):
         units.sync = enabled
+
+
+@contextmanager
+def watching_reads(model: nn.Module) -> Iterator[None]:
+    """Refuse reads of parameters that the code inside cannot see whole, if it is the model's first forward."""
+    with ExitStack() as watches:
+        for units in all_units(model):
+            watches.enter_context(units.reads.watching())
+        yield
 
 
 def named_pieces(model: nn.Module) -> Iterator[tuple[ParameterPart, nn.Parameter]]:

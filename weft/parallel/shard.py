@@ -118,7 +118,7 @@ class ShardAxis(Strategy):
             streamed=streamed,
             device_buffers=device_buffers,
         )
-        make_units(model, make_flats, COMPUTE_DTYPE[plan.precision])
+        make_units(model, make_flats, COMPUTE_DTYPE[plan.precision]).status = mesh.ledger.status
         for buffer_owner in model.modules():
             for name, buffer in buffer_owner._buffers.items():
                 if buffer is not None:

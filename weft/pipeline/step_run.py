@@ -161,7 +161,8 @@ class StepRun:
         batch = self.work.batches[action.micro_batch]
         self.work.before(action.micro_batch)
         route, take = self.routes[action.micro_batch], partial(self._receive, action)
-        done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
+        with stage.units.reads.watching():
+            done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
         if done.total is not None:
             loss = self.shadow_loss if action.kind == SHADOW else self.loss
             loss += done.total.detach()

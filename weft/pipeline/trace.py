@@ -184,12 +184,23 @@ class _UnitHooks:
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_pre_hook(begin))
             self._handles.append(module.register_forward_hook(self._leave))
+            for inner, submodule in module.named_modules():
+                if inner:
+                    check = partial(self._check_inside, name, f"{name}.{inner}")
+                    self._handles.append(submodule.register_forward_pre_hook(check, prepend=True))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         if self.unit is not None:
             self._recorder.fake.__exit__(None, None, None)
+
+    def _check_inside(self, unit: str, name: str, *_: Any) -> None:
+        if not self._calls:
+            raise PlanError(
+                f"the model cannot be cut into stages: its forward calls '{name}' outside of a call of '{unit}', which "
+                f"a stage runs as one; call '{unit}' (not its .forward), or use pipe = 1"
+            )
 
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder

@@ -244,6 +244,7 @@ class Profile:
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
     source: ProfileSource | None = field(default=None, compare=False, repr=False)
+    gathers_logits: bool = False  # the loss takes whole logits, also if x splits them
     has_loss: bool = False  # `finish` was given, and a stage's profile is that of the last stage
     shares: BackwardShares = FULL_SHARES
     dtype: torch.dtype | None = None  # of the computation, if not the model's own

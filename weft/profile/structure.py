@@ -162,6 +162,7 @@ def stage_profile(whole: Profile, model: nn.Module, names: Collection[str], is_f
         attentions={n: heads for n, heads in whole.attentions.items() if is_here(n)},
         stream_numel=whole.stream_numel,
         source=whole.source,
+        gathers_logits=whole.gathers_logits,
         has_loss=whole.has_loss and is_last,
         _proofs=whole._proofs,
         stream_shape=whole.stream_shape,

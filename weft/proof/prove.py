@@ -90,7 +90,7 @@ def verify(
         "objective": None if objective is None else _objective_names(objective),
         "trial": {**asdict(trial), "plan": to_table(trial.plan)},
     }
-    answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device)
+    answers = run_spawned(f"{__name__}:spawned_rank", arguments, trial.plan.num_ranks, timeout_seconds, device, True)
     return _report(answers, trial, tolerance)
 
 
@@ -115,7 +115,7 @@ def prove_plan(
     def rank(index: int) -> dict[str, Any]:
         return answer_of_rank(case, trial)
 
-    answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device)
+    answers = run_local(rank, trial.plan.num_ranks, timeout_seconds, trial.device, own_errors=True)
     return _report(answers, trial, tolerance)
 
 
@@ -136,12 +136,12 @@ def _objective_names(objective: Objective) -> dict[str, Any]:
     """Returns an objective as the names of its functions."""
     functions = {"count": objective.count, "total": objective.total, "measure": objective.measure}
     names = {key: None if one is None else importable_name(one, f"objective.{key}") for key, one in functions.items()}
-    return {**names, "measures": list(objective.measures)}
+    return {**names, "measures": list(objective.measures), "splits_logits": objective.splits_logits}
 
 
 def _objective(names: Mapping[str, Any]) -> Objective:
-    measure = None if names["measure"] is None else import_by_name(names["measure"])
-    return Objective(import_by_name(names["count"]), import_by_name(names["total"]), tuple(names["measures"]), measure)
+    functions = {key: names[key] and import_by_name(names[key]) for key in ("count", "total", "measure")}
+    return Objective(**functions, measures=tuple(names["measures"]), splits_logits=names["splits_logits"])
 
 
 def _case(model_fn: ModelFn, batch_fn: BatchFn, objective: Objective | None, plan: Plan) -> Case:
@@ -157,6 +157,7 @@ def _case(model_fn: ModelFn, batch_fn: BatchFn, objective: Objective | None, pla
         args, kwargs = arguments_of(model, objective, take_samples(wide, slice(0, split.micro_batch)))
     given = _by_name(model, args, kwargs) if kwargs else args
     counted = profile(model, partial(_example, given), dtype=COMPUTE_DTYPE[plan.precision])
+    counted = replace(counted, gathers_logits=not objective.splits_logits)
     refuse(counted, plan)
     return Case(model_fn, batch_fn, objective, split, counted)
 

@@ -24,6 +24,7 @@ from weft.health.rank_status import Status
 from weft.inspection.annotations import Annotation
 from weft.profile import Block, ParameterUses, find_parameters, profile
 from weft.sharding.flat_buffer import Flat
+from weft.sharding.parameter_reads import ReadWatch
 
 MakeFlats = Callable[[Block, Mapping[str, ParameterUses]], Sequence[Flat]]
 
@@ -100,6 +101,7 @@ class Units:
         self._accumulating = False  # whether the last backward left gradients that the next one adds to
         self._places: dict[int, tuple[Flat, int]] | None = None
         self._install_hooks(model)
+        self.reads = ReadWatch(model, {unit.name: unit.flats for unit in self.all})
 
     @cached_property
     def all(self) -> tuple[Unit, ...]:
@@ -160,6 +162,7 @@ class Units:
             if unit is self.root or not any(flat.frees_whole for flat in unit.flats):
                 unit.start_gather()
         self.root.finish_gather()
+        self.reads.gather()
         if self._is_streamed:
             self._start_first(self._order)
 

@@ -24,13 +24,15 @@ class Objective:
 
     `total(model, batch)` is the loss summed over the batch's targets, and `count(batch)` their number. An evaluation
     returns the means of `measure(model, batch)` [len(measures)], with the loss first; if `measure` is None, the mean
-    loss.
+    loss. `splits_logits`: `total` gives logits that are split over x to `weft.cross_entropy` and to nothing else; any
+    other use of them gathers them (`parallel/tensor/split_logits.py`), which predictions then count.
     """
 
     count: Callable[[Batch], Tensor]
     total: Callable[[nn.Module, Batch], Tensor]
     measures: tuple[str, ...] = ("loss",)
     measure: Callable[[nn.Module, Batch], Tensor] | None = None
+    splits_logits: bool = False
 
 
 def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
@@ -60,17 +62,17 @@ def _held_out_total(model: nn.Module, batch: Batch) -> Tensor:
 
 
 # Cross-entropy of labels [batch, ...] under logits [batch, ..., classes]; the label -100 is ignored.
-CROSS_ENTROPY = Objective(count=_count_valid, total=_token_total)
+CROSS_ENTROPY = Objective(count=_count_valid, total=_token_total, splits_logits=True)
 
 
-CLASSIFICATION = Objective(_count_valid, _token_total, ("loss", "accuracy"), _loss_and_right)
+CLASSIFICATION = Objective(_count_valid, _token_total, ("loss", "accuracy"), _loss_and_right, splits_logits=True)
 
 
 def with_z_loss(z_loss: float) -> Objective:
     """Cross-entropy plus, in training only, `z_loss` times the squared log of the softmax's denominator."""
     if not z_loss:
         return CROSS_ENTROPY
-    return Objective(_count_valid, partial(_token_total, z_loss=z_loss), ("loss",), _held_out_total)
+    return Objective(_count_valid, partial(_token_total, z_loss=z_loss), ("loss",), _held_out_total, True)
 
 
 def step_traffic(plan: Plan) -> dict[Key, Traffic]:

@@ -19,7 +19,7 @@ from weft.mesh import Mesh
 from weft.optim.stepper import stepper
 from weft.parallel.context.axis import own_tokens
 from weft.parallel.gradient_norm import grad_norm
-from weft.parallel.model_state import sync_gradients
+from weft.parallel.model_state import sync_gradients, watching_reads
 from weft.parallel.tile import own_targets, repeats
 from weft.pipeline.rank_model import pipeline_of
 from weft.pipeline.runtime import Pipeline, Work
@@ -166,7 +166,8 @@ def _run_in_turn(
 
     def compute(index: int) -> Tensor:
         before(index)
-        total = objective.total(model, batches[index])
+        with watching_reads(model):
+            total = objective.total(model, batches[index])
         (total * scale.to(total.dtype)).backward()
         return total.detach()
 
@@ -202,7 +203,8 @@ def evaluate(model: nn.Module, batches: Sequence[Batch], mesh: Mesh, objective: 
 
 def _measured(model: nn.Module, batch: Batch, measure: Callable[[nn.Module, Batch], Tensor], mesh: Mesh) -> Tensor:
     mesh.ledger.phase("evaluating")  # shows progress for each batch, so that the watchdog sees no hang
-    return measure(model, batch).double()
+    with watching_reads(model):
+        return measure(model, batch).double()
 
 
 def _evaluate_pipeline(model: Pipeline, work: Work, mesh: Mesh) -> Tensor:

@@ -51,7 +51,7 @@ from weft.parallel.tensor.overlapped_matmul import StreamSplit
 from weft.parallel.tensor.refuse import refuse_sizes
 from weft.parallel.tensor.sequence_stream import SequenceSplitter
 from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
-from weft.parallel.tensor.vocabulary import Vocabulary, set_vocabulary, split_embedding
+from weft.parallel.tensor.vocabulary import Vocabulary, mark_logits, set_vocabulary, split_embedding
 from weft.plan import BatchSplit, Plan
 from weft.plan import Tensor as TensorSetting
 from weft.profile import PARAMETER_CUTS, Profile
@@ -193,7 +193,10 @@ class _Applier:
             if split.kind == "head":
                 num_classes = linear_sizes(module)[1]
                 begin, end = share(num_classes, self.x.degree, self.x.index)
-                set_vocabulary(self.model, Vocabulary(begin, end, num_classes, self.x))
+                vocabulary = Vocabulary(begin, end, num_classes, self.x)
+                set_vocabulary(self.model, vocabulary)
+                if self.x.degree > 1:
+                    self.model.register_forward_hook(partial(mark_logits, vocabulary))
         for parent, columns in entering.items():
             module = self.model.get_submodule(parent)
             _replace_forward(module, SharedInput(parent, module.forward, columns).forward)

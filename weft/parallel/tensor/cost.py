@@ -25,6 +25,7 @@ from weft.inspection.split_probe import random_copy
 from weft.inspection.tensor_splits import Split, is_norm
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
 from weft.parallel.tensor.norm import ALONE, split_norm
+from weft.parallel.tensor.split_logits import gather_bytes
 from weft.parallel.tensor.vocabulary import loss_bytes
 from weft.plan import Plan
 from weft.profile import BackwardShares, Block, LayerShape, Profile
@@ -99,7 +100,9 @@ class _LayerTraffic:
             yield from [(("x", "all_gather"), layer.rows * layer.out_features * self.size)] * forwards
             if self.sequence and self._in_block(split.module) and self._has_backward(split, layer):
                 yield ("x", "all_gather"), layer.rows * layer.out_features * self.size
-        if self.x > 1 and split.kind == "head":
+        if self.x > 1 and split.kind == "head" and self.profile.gathers_logits:
+            yield ("x", "all_gather"), gather_bytes(layer.rows, layer.out_features, self.x, self.size)
+        elif self.x > 1 and split.kind == "head":
             for num_bytes in loss_bytes(layer.rows, max(4, self.size)):
                 yield ("x", "all_reduce"), num_bytes
 

@@ -7,6 +7,7 @@ float32 at least.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,10 @@ from torch.autograd import Function
 from weft.comm import Axis, all_reduce
 from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
+from weft.inspection.nested_tensors import map_tensors
 from weft.models.loss import IGNORE, is_unknown, token_loss
+from weft.models.loss_head import logits_of
+from weft.parallel.tensor.split_logits import mark_split, own_logits
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,18 @@ def set_vocabulary(model: nn.Module, vocabulary: Vocabulary) -> None:
     _VOCABULARY.set(model, vocabulary)
 
 
+def mark_logits(vocabulary: Vocabulary, _: nn.Module, __: Any, output: Any) -> Any:
+    """A forward hook of a model whose head is split: marks its logits as split (`split_logits.py`)."""
+    logits = output.get("logits") if isinstance(output, Mapping) else logits_of(output)
+    if not isinstance(logits, Tensor) or logits.dim() == 0 or logits.shape[-1] != vocabulary.end - vocabulary.begin:
+        return output  # not what the head returned
+    split = mark_split(logits, vocabulary.axis, vocabulary.num_classes)
+    if isinstance(output, MutableMapping):  # as Hugging Face's outputs, which have keys and attributes
+        output["logits"] = split
+        return output
+    return map_tensors(lambda tensor: split if tensor is logits else tensor, output)
+
+
 def cross_entropy(
     logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -52,6 +68,7 @@ def cross_entropy(
     The logits have all classes, or with `vocabulary` this rank's classes only. The other arguments are those of
     `models.loss.token_loss`.
     """
+    logits = own_logits(logits)
     if vocabulary is None or vocabulary.axis.degree == 1:
         return token_loss(logits, labels, z_loss)
     if (reason := refuse_z_loss(z_loss, vocabulary.axis.degree)) is not None:
@@ -83,7 +100,7 @@ def loss_bytes(num_targets: int, itemsize: int) -> list[int]:
 
 def num_right(logits: Tensor, labels: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     """Returns the number of valid labels whose logit is the largest, among all classes also if logits are split."""
-    wide, flat = logits.detach().flatten(0, -2), labels.flatten()  # [targets, classes]
+    wide, flat = own_logits(logits).detach().flatten(0, -2), labels.flatten()  # [targets, classes]
     if vocabulary is None:
         return (wide.argmax(-1) == flat).sum()
     own = (flat >= vocabulary.begin) & (flat < vocabulary.end)

@@ -1,0 +1,57 @@
+"""Ranks that make different collectives are found by the order of their calls, and named with their blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import weft
+from weft.comm.call_order import CallOrder, find_difference
+from weft.errors import PlanError
+
+pytestmark = pytest.mark.processes
+
+
+def test_the_first_difference_within_a_group_is_described(tmp_path: Path) -> None:
+    ranks = [CallOrder(tmp_path, rank) for rank in range(4)]
+    for rank, order in enumerate(ranks):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        order.add(pair, "shard", "all_gather", 64, "forward of block 1")
+        order.add([0, 1, 2, 3], "losses", "all_reduce", 8, f"stage {rank}")  # stages are in different places
+    assert find_difference(tmp_path, 4) is None
+    ranks[2].add([2, 3], "shard", "all_gather", 64, "forward of block 2")
+    assert find_difference(tmp_path, 4) is None  # rank 3 may come to it yet
+    ranks[3].add([2, 3], "shard", "all_gather", 64, "forward of block 3")
+    found = find_difference(tmp_path, 4)
+    assert found is not None
+    assert "rank 2 is in the forward of block 2 where rank 3 is in the forward of block 3 (collective 2" in found
+
+
+class Choosing(nn.Module):
+    """In training, each rank leaves out a block of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        left_out = 1 + dist.get_rank() if self.training and dist.is_initialized() else -1
+        for index, layer in enumerate(self.layers):
+            inputs = inputs if index == left_out else layer(inputs).relu()
+        out: Tensor = self.head(inputs)
+        return out
+
+
+def vectors(step: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(step)), torch.arange(4) % 3
+
+
+def test_ranks_that_call_different_blocks_are_named() -> None:
+    words = r"rank 0 is in the forward of block layers\.\d where rank 1 is in the forward of block layers\.\d"
+    with pytest.raises(PlanError, match=words):
+        weft.verify(Choosing, vectors, weft.Plan(shard=weft.Shard(2, 3)), timeout_seconds=60)

@@ -1,0 +1,227 @@
+"""Watches forwards for reads of parameters by code that cannot see them whole.
+
+Between uses a module shows this rank's pieces of its parameters. Under the tensor axes only the forward of a
+parameter's own module knows which part the rank holds, and in a pipeline a stage has no values of another's. Code
+elsewhere (a penalty in the model's forward or in the objective, a weight that another block borrows,
+`block.forward(h)`) would compute with something else. Where the whole parameter is in memory anyway (`data`, shard
+stages 1 and 2) the code is given that; elsewhere the read is refused by name.
+
+The watch sees every operation, which takes time, so it is on in the first training and the first evaluation only, and
+off in models that torch.compile compiles.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weft.errors import PlanError
+from weft.inspection.absent_module import AbsentModule
+from weft.inspection.nested_tensors import map_tensors, tensors_in
+from weft.profile import SHARED_BY_STAGES
+from weft.sharding.flat_buffer import Flat
+
+
+class ReadWatch:
+    """Watches the first training and the first evaluation of a model. Buffers that they read stay gathered.
+
+    `flats` has the flat buffers of each block by its name, and those of the root under "".
+    """
+
+    def __init__(self, model: nn.Module, flats: Mapping[str, Sequence[Flat]]) -> None:
+        self._model, self._flats = model, flats
+        self._seen: set[bool] = set()  # the modes (training or not) that were watched, or are
+        self._read: dict[int, Flat] = {}  # buffers that are read outside of their blocks, by id
+        self._in_model = ExitStack()
+        if SHARED_BY_STAGES.get(model) is None:  # a pipeline watches what its schedule runs
+            model.register_forward_pre_hook(self._begin, prepend=True)
+            model.register_forward_hook(self._end, always_call=True)
+
+    def gather(self) -> None:
+        """Make the buffers whole that code outside of their blocks reads."""
+        for flat in self._read.values():
+            flat.finish_gather()
+
+    @contextmanager
+    def watching(self, in_model: bool = False) -> Iterator[None]:
+        """Watch the code inside the context, if it is the model's first in this mode.
+
+        `in_model`: that code is the model's forward, not an objective that calls the model.
+        """
+        if self._model.training in self._seen or any(map(_is_compiled, self._model.modules())):
+            yield
+            return
+        self._seen.add(self._model.training)
+        operations = _Operations(self._model, self._flats, in_model)
+        with operations.named_modules(), operations:
+            yield
+        self._read |= operations.read
+
+    def _begin(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._in_model.enter_context(self.watching(in_model=True))
+
+    def _end(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._in_model.close()
+
+
+@dataclass(frozen=True)
+class _HeldParameter:
+    """A parameter that modules show whole or as this rank's piece, or that another stage holds (no `flat`)."""
+
+    name: str
+    flat: Flat | None = None
+    index: int = 0  # in the buffer
+    is_cut: bool = False  # Do the tensor axes give this rank a part of it?
+
+
+class _Operations(TorchFunctionMode):
+    """Sees every operation on a parameter, and which module runs it."""
+
+    def __init__(self, model: nn.Module, flats: Mapping[str, Sequence[Flat]], in_model: bool) -> None:
+        super().__init__()
+        self._model, self._flats = model, flats
+        self._held = {**_own_parameters([flat for own in flats.values() for flat in own]), **_absent_parameters(model)}
+        self._running = [("", model)] if in_model else []
+        self._is_axis = False  # Is the operation one of weft's own axes?
+        self.read: dict[int, Flat] = {}  # buffers that were read outside of their blocks, by id
+
+    @contextmanager
+    def named_modules(self) -> Iterator[None]:
+        """Follow which module runs."""
+        handles = []
+        blocks = {name: block for block in self._flats if block for name in _names_inside(self._model, block)}
+        for name, module in self._model.named_modules():
+            if any(module is running for _, running in self._running):  # torch is going through its hooks
+                continue
+            enter = partial(self._enter, name, blocks.get(name, ""))
+            handles.append(module.register_forward_pre_hook(enter, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, block: str, module: nn.Module, _: Any) -> None:
+        """Called before a module. Inside a block whose own call has not gathered it, gather it or refuse."""
+        self._running.append((name, module))
+        for flat in self._flats[block] if block else ():
+            self._make_whole(flat, f"module '{name}' is called", f"block '{block}'")
+
+    def _leave(self, *_: Any) -> None:
+        self._running.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(id(tensor) in self._held for tensor in tensors_in((args, kwargs))):
+            is_attribute = getattr(func, "__name__", "") == "__get__"  # as .dtype
+            self._is_axis = _is_of_an_axis(sys._getframe(1))
+            args, kwargs = map_tensors(partial(self._readable, is_attribute), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _readable(self, is_attribute: bool, tensor: Tensor) -> Tensor:
+        """Return a parameter as the running code may read it, or refuse the read."""
+        held = self._held.get(id(tensor))
+        if held is None or (held.flat is None and is_attribute):
+            return tensor
+        reading = f"{self._reader} reads parameter '{held.name}'"
+        if held.flat is None:
+            raise PlanError(
+                f"{reading}, which another stage of the pipeline holds; put both into one stage (pipe.split), or use "
+                f"pipe = 1"
+            )
+        if not self._running and SHARED_BY_STAGES.get(self._model) is not None:
+            raise PlanError(
+                f"{reading}, and a stage of the pipeline has only its own parameters; add penalties through the "
+                f"optimizer (weight_decay), or use pipe = 1"
+            )
+        if held.is_cut and not self._is_in_owner(held.flat, held.index) and not self._is_axis:
+            raise PlanError(
+                f"{reading}, of which the tensor axes give each rank a part; call the module that holds it instead, or "
+                f"use tensor.x = 1 and tensor.y = 1"
+            )
+        self._make_whole(held.flat, reading, "its block")
+        return held.flat.whole_parameters[held.index]
+
+    def _make_whole(self, flat: Flat, reading: str, block: str) -> None:
+        """Gather a buffer that is read outside of a call of its block, or refuse that."""
+        if flat.is_whole:
+            return
+        obstacle = None
+        if flat.is_streamed:
+            obstacle = "memory.weights > 0 frees the block's parameters", "weights = 0"
+        elif flat.frees_whole:
+            obstacle = "shard.stage = 3 frees the block's parameters", "stage 1 or 2"
+        elif any(parameter.cut is not None for parameter in flat.layout.parameters):
+            obstacle = "the tensor axes do not count its communication", "tensor.x = 1 and tensor.y = 1"
+        if obstacle is not None:
+            raise PlanError(
+                f"{reading} outside of a call of {block}, where {obstacle[0]}; call the block (not its .forward, nor "
+                f"its parameters), add penalties through the optimizer (weight_decay), or use {obstacle[1]}"
+            )
+        flat.finish_gather()
+        self.read[id(flat)] = flat
+
+    def _is_in_owner(self, flat: Flat, index: int) -> bool:
+        return bool(self._running) and any(self._running[-1][1] is module for module, _ in flat.owners[index])
+
+    @property
+    def _reader(self) -> str:
+        if not self._running:
+            return "the objective"
+        name = self._running[-1][0]
+        return f"'{name}'" if name else "the model's own forward"
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Is the module compiled? torch.compile does not follow the watch."""
+    forward = module.__dict__.get("forward")
+    has_code = hasattr(forward, "_torchdynamo_orig_callable") or hasattr(forward, "compiled")
+    return has_code or module._compiled_call_impl is not None
+
+
+def _is_of_an_axis(frame: FrameType | None) -> bool:
+    """Does the code of this frame, or what it calls torch for, belong to one of weft's axes and not to the model?"""
+    while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith("torch."):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("weft.parallel.")
+
+
+def _names_inside(model: nn.Module, block: str) -> list[str]:
+    """Return the names of a block's submodules in the model."""
+    return [f"{block}.{name}" for name, _ in model.get_submodule(block).named_modules() if name]
+
+
+def _own_parameters(flats: Sequence[Flat]) -> Mapping[int, _HeldParameter]:
+    """Return the whole parameters and the pieces of flat buffers by id."""
+    found = {}
+    for flat in flats:
+        index_of = {parameter.name: index for index, parameter in enumerate(flat.layout.parameters)}
+        pieces = [(piece, index_of[part.parameter.name]) for piece, part in zip(flat.pieces, flat.parts, strict=True)]
+        wholes = [(whole, index) for index, whole in enumerate(flat.whole_parameters)]
+        for tensor, index in (*pieces, *wholes):
+            parameter = flat.layout.parameters[index]
+            is_cut = parameter.cut is not None and not parameter.cut.is_whole
+            found[id(tensor)] = _HeldParameter(parameter.name, flat, index, is_cut)
+    return found
+
+
+def _absent_parameters(model: nn.Module) -> Mapping[int, _HeldParameter]:
+    """Return the parameters of units that other stages hold, by id."""
+    absent = [module.__dict__ for module in model.modules() if isinstance(module, AbsentModule)]
+    return {
+        id(parameter): _HeldParameter(f"{one['module_name']}.{name}")
+        for one in absent
+        for name, parameter in one["stands_for"].named_parameters()
+    }
