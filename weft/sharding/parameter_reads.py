@@ -31,6 +31,10 @@ from weft.profile import SHARED_BY_STAGES
 from weft.sharding.flat_buffer import Flat
 
 
+# Attributes that a piece of a parameter shares with the whole, as in `hidden.to(self.linear.weight.dtype)`.
+_SAME_FOR_PIECES = frozenset({"dtype", "device", "layout", "requires_grad", "is_cuda", "is_cpu", "is_leaf"})
+
+
 class ReadWatch:
     """Watches the first training and the first evaluation of a model. Buffers that they read stay gathered.
 
@@ -124,7 +128,8 @@ class _Operations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(id(tensor) in self._held for tensor in tensors_in((args, kwargs))):
+        is_of_all = getattr(getattr(func, "__self__", None), "__name__", "") in _SAME_FOR_PIECES
+        if not is_of_all and any(id(tensor) in self._held for tensor in tensors_in((args, kwargs))):
             is_attribute = getattr(func, "__name__", "") == "__get__"  # as .dtype
             self._is_axis = _is_of_an_axis(sys._getframe(1))
             args, kwargs = map_tensors(partial(self._readable, is_attribute), (args, kwargs))

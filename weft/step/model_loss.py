@@ -46,7 +46,10 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Objective:
             f"behind the first position), so losses of parts of a batch do not add up to that of the whole; pass "
             f"objective=, with the loss summed over targets and their number"
         )
-    return Objective(partial(_count, targets_of), partial(_total, targets_of))
+    return Objective(partial(_count, targets_of), partial(_total, targets_of), splits_logits=True)
+
+
+_DECODER_INPUTS = "prepare_decoder_input_ids_from_labels"  # a method of transformers' models
 
 
 def _same(labels: Tensor) -> Tensor:
@@ -70,6 +73,8 @@ def _total(targets_of: _Targets, model: nn.Module, batch: Batch) -> Tensor:
     vocabulary = vocabulary_of(model)
     if vocabulary is not None:
         inputs = {name: value for name, value in batch.items() if name != LABELS}
+        if hasattr(model, _DECODER_INPUTS):  # a decoder behind an encoder takes the labels, moved by one position
+            inputs.setdefault("decoder_input_ids", getattr(model, _DECODER_INPUTS)(labels=batch[LABELS]))
         return cross_entropy(logits_of(model(**inputs)), targets_of(batch[LABELS]), vocabulary)[0]
     output = model(**batch)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
