@@ -271,7 +271,7 @@ class Tally(TorchDispatchMode):
 
     def _measure(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         self._inside = ""
-        value = tensors_of((args, kwargs))[0]
+        value = next(iter(tensors_of((args, kwargs))), output[..., 0])  # positions may be given as a length
         dim = -1 - num_spatial_dims(module)
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
         in_rows = value.numel() // width

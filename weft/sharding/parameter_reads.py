@@ -30,7 +30,6 @@ from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.profile import SHARED_BY_STAGES
 from weft.sharding.flat_buffer import Flat
 
-
 # Attributes that a piece of a parameter shares with the whole, as in `hidden.to(self.linear.weight.dtype)`.
 _SAME_FOR_PIECES = frozenset({"dtype", "device", "layout", "requires_grad", "is_cuda", "is_cpu", "is_leaf"})
 

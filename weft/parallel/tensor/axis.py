@@ -51,7 +51,7 @@ from weft.parallel.tensor.overlapped_matmul import StreamSplit
 from weft.parallel.tensor.refuse import refuse_sizes
 from weft.parallel.tensor.sequence_stream import SequenceSplitter
 from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
-from weft.parallel.tensor.vocabulary import Vocabulary, mark_logits, set_vocabulary, split_embedding
+from weft.parallel.tensor.vocabulary import Vocabulary, mark_logits, set_vocabulary, split_embedding, vocabulary_of
 from weft.plan import BatchSplit, Plan
 from weft.plan import Tensor as TensorSetting
 from weft.profile import PARAMETER_CUTS, Profile
@@ -216,8 +216,8 @@ class _Applier:
         self.chain.expected = rows
         return rows
 
-    def _before_model(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if kwargs.get("labels") is not None:
+    def _before_model(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if kwargs.get("labels") is not None and vocabulary_of(model) is not None:
             raise PlanError(
                 "the model was given labels, but its logits are split over x and its own loss would be wrong; leave "
                 "labels out and use weft.train_step, or weft.cross_entropy(logits, labels, weft.vocabulary_of(model))"
