@@ -117,8 +117,12 @@ class Strategy:
         """Why this plan does not fit this model, with the values and what to change; None where it does."""
         return None
 
+    def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+        """The part of a profile that the rank at `coordinates` of the mesh computes and holds under this axis."""
+        return profile
+
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
-        """What the rank at `coordinates` of the mesh pays for a step. The profile is of one micro-batch."""
+        """What the rank at `coordinates` of the mesh pays for a step. The profile is its part, of one micro-batch."""
         return Cost()
 
     def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:

@@ -10,8 +10,7 @@ import torch
 
 from weft.comm import Traffics
 from weft.models import DecoderConfig, build
-from weft.parallel.apply import STRATEGIES
-from weft.parallel.tensor.axis import localise
+from weft.parallel.apply import STRATEGIES, localise
 from weft.plan import Context, Memory, Plan, Shard, Tensor, split_batch
 from weft.profile import Profile, profile
 from weft.profile.software import BlockPass, Software

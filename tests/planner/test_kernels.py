@@ -412,6 +412,20 @@ def test_a_blocks_host_issues_collectives_beside_kernels() -> None:
     assert model.inside(model.workload.blocks[0], plan, 1) == (3.0, 3.0 * HOST_BACKWARD)  # one all-reduce forward
 
 
+def test_slices_are_reduced_over_every_axis_after_each_micro_batch() -> None:
+    product = Product(4096, 4096, 4096, "whole")
+    model = StepModel(Workload(BlockWork(), (BlockWork((product,)),), BlockWork(), 1), load("h100:4"), Software())
+    model = replace(model, numel=(0, 10**9, 0))
+    plan = Plan(data=4, shard=Shard(8, 2), micro_batch=1, precision="bf16")
+    sliced = replace(plan, memory=Memory(accumulate="slice"))
+    one, two = (model.step(sliced, count) for count in (1, 2))
+    for axis in ("data", "shard"):
+        assert two.where[axis] == pytest.approx(2 * one.where[axis])
+        assert one.where[axis] > 0
+    assert sum(two.where.values()) == pytest.approx(two.seconds)
+    assert model.step(plan, 2).where["data"] == pytest.approx(model.step(plan, 1).where["data"])  # once a step
+
+
 # --- context
 
 

@@ -21,6 +21,7 @@ from planner_accuracy import PUBLISHED, Result, chain, predict, regrets, summary
 from published_tables import Case, read
 
 from weft.cluster.hardware import AxisLink, Cluster, ring_seconds
+from weft.parallel.context.axis import ContextAxis
 from weft.plan import Memory, Plan, Shard, Tensor
 from weft.planner import micro_batch
 from weft.profile.workload import Workload
@@ -287,7 +288,7 @@ def test_keys_that_travel_for_nothing_are_seen(monkeypatch: pytest.MonkeyPatch) 
     sample = [case for case in cases("torchtitan_llama3") if "CP4" in case.label or "CP8" in case.label]
     before = mean_error(sample)
     monkeypatch.setattr(micro_batch, "RING_BYTES", {False: (0, 0, 0)})
-    monkeypatch.setattr(micro_batch.MicroBatchModel, "_context_calls", lambda *_: iter(()))
+    monkeypatch.setattr(ContextAxis, "block_calls", lambda *_: iter(()))
     assert mean_error(sample) > before + CONTROL
 
 

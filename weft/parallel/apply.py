@@ -22,7 +22,7 @@ from weft.parallel.context.axis import ContextAxis
 from weft.parallel.data import DataAxis
 from weft.parallel.fp8 import Fp8Matmuls
 from weft.parallel.shard import ShardAxis
-from weft.parallel.tensor.axis import TensorAxes, localise
+from weft.parallel.tensor.axis import TensorAxes
 from weft.parallel.tile import TileAxis, TileGradients
 from weft.pipeline.build import Staging, build, stage
 from weft.pipeline.build import refuse as refuse_pipeline
@@ -138,6 +138,16 @@ def cost(
         staging = staging or stage(model_profile, plan)
         return pipeline_cost(model_profile, staging, plan, split, at, here, own)
     return own(here(localise_tile(model_profile, plan, at)), split)
+
+
+def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+    """Returns the part of a profile that the rank at `coordinates` computes and holds. `pipe` and tiles come before.
+
+    Axes that are applied last come first: each divides what the others leave.
+    """
+    for strategy in reversed(STRATEGIES):
+        profile = strategy.localise(profile, plan, coordinates)
+    return profile
 
 
 def local_cost(local: Profile, split: BatchSplit, plan: Plan, coordinates: Mapping[str, int]) -> Cost:

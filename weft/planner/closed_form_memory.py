@@ -20,8 +20,10 @@ from weft.memory.activation_choice import offloadable_storages, offloaded_blocks
 from weft.memory.recompute import root_excess_bytes, transient
 from weft.models.loss import row_slices
 from weft.models.loss_head import is_loss_in_head
-from weft.parallel.tensor.cost import localise, transient_bytes
-from weft.plan import Context, Plan
+from weft.parallel.apply import localise
+from weft.parallel.tensor.cost import transient_bytes
+from weft.plan import Plan
+from weft.planner.question import TOKEN_FIELDS, size_settings
 from weft.profile import Profile
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
@@ -257,10 +259,10 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     """
     in_head = profile.cache.get(IN_HEAD) if is_loss_in_head(plan) else None
     profile = profile_under(in_head or profile, plan)
-    part = f"part of {plan.tensor} in {plan.precision}"
+    part = f"part of {size_settings(plan)}"
     if part not in profile.cache:
-        at = dict.fromkeys(plan.degrees, 0)
-        profile.cache[part] = localise(profile, replace(plan, context=Context()), at)
+        whole = replace(plan, **{name: getattr(Plan(), name) for name in TOKEN_FIELDS})
+        profile.cache[part] = localise(profile, whole, dict.fromkeys(plan.degrees, 0))
     local: Profile = profile.cache[part]
     block, policy = local.blocks[-1], plan.memory.recompute
     names = {parameter.name: float(parameter.numel) for parameter in local.root.parameters}

@@ -25,8 +25,7 @@ from weft.memory.offload_activations import ACTIVATIONS
 from weft.memory.offload_weights import link_traffic
 from weft.mesh import JOINT_AXES, level_degrees
 from weft.models import LanguageConfig
-from weft.parallel.apply import cost, local_cost, refuse
-from weft.parallel.tensor.axis import localise
+from weft.parallel.apply import cost, local_cost, localise, refuse
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
 from weft.plan import Plan

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from weft.data.formats import ImageShape
 from weft.errors import ConfigError
-from weft.plan import Plan, Precision
+from weft.plan import AXES, Plan, Precision
 from weft.schema import nearest
 
 Objective = Literal["time", "cost", "devices"]
@@ -46,7 +46,11 @@ _SHORT = {
 }
 # Fields that do not shape a rank's own work. The search chooses all others first, with `memory.recompute`.
 OUTER = ("data", "pipe", "shard", "memory", "matmul", "exact", "hierarchical", "statistics")
-inner_settings = attrgetter(*(field.name for field in fields(Plan) if field.name not in OUTER))
+_INNER = [field.name for field in fields(Plan) if field.name not in OUTER]
+inner_settings = attrgetter(*_INNER)
+# Those of them that shape a rank's part of the model for one sequence. Axes that only split tokens shorten sequences.
+TOKEN_FIELDS = {axis.degree.partition(".")[0] for axis in AXES.values() if axis.splits == ("tokens",)}
+size_settings = attrgetter(*(name for name in _INNER if name not in {"micro_batch", *TOKEN_FIELDS}))
 _PATTERN = re.compile(r"\s*([a-z_][a-z_.]*)\s*(<=|>=|!=|==|=|<|>)\s*([\w.\-]+)\s*")
 
 

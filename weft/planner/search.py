@@ -23,7 +23,7 @@ from weft.parallel.apply import STRATEGIES
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard
 from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
-from weft.planner.question import Question, inner_settings
+from weft.planner.question import Question, inner_settings, size_settings
 from weft.planner.step import StepModel, StepTime
 from weft.profile import Profile
 from weft.sharding.host_memory import KEPT_FREE_BYTES
@@ -102,7 +102,7 @@ class Model:
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
-        inside = (plan.tensor, plan.memory.recompute, plan.precision, plan.matmul)
+        inside = (size_settings(plan), plan.memory.recompute, plan.matmul)
         if inside not in self._sizes:
             self._sizes[inside] = sizes(self.profile, plan)
         key = (*inside, inner_settings(plan), plan.memory.activations, plan.pipe, num_micro_batches)

@@ -161,7 +161,12 @@ class StepModel(MicroBatchModel):
         reduction = self._reduction(largest, plan, alone, max(stage.num_blocks for stage in stages), exposed)
         optimizer = self._optimizer_seconds(largest, plan, num_micro_batches)
         compute = max(self._load(plan.pipe, rank, alone) for rank in range(plan.pipe.degree)) * num_micro_batches
-        where = {**own, "bubble": makespan - sum(own.values()), "data": reduction, "optimizer": optimizer}
+        rest = {
+            "bubble": makespan - sum(own.values()),
+            "data": own.get("data", 0.0) + reduction,
+            "optimizer": optimizer,
+        }
+        where = {**own, **rest}
         return StepTime(makespan + reduction + optimizer, compute, exposed, bubble, optimizer, where, timeline)
 
     def _load(self, pipe: Pipe, rank: int, stages: Sequence[Seconds]) -> float:

@@ -10,6 +10,7 @@ tokens. Gradients are summed over the axis: one all-reduce of each trained slice
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from weft.parallel.context.attention import (
     zigzag,
 )
 from weft.plan import BatchSplit, Context, Plan
-from weft.profile import Profile
+from weft.profile import BackwardShares, Block, Profile
 from weft.profile.software import BlockPass, Software
 from weft.profile.workload import Call
 from weft.sharding.layout import COMPUTE_DTYPE
@@ -76,6 +77,21 @@ class ContextAxis(Strategy):
                     f"'{name}' has on each rank; use kind = 'ring' or a divisor"
                 )
         return None
+
+    def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+        degree = plan.context.degree
+        if degree == 1:
+            return profile
+        calls = {
+            name: tuple(replace(one, rows=one.rows // degree, in_rows=one.in_rows // degree) for one in own)
+            for name, own in profile.layer_calls.items()
+        }
+        layers = {name: own[-1] for name, own in calls.items()}
+        root, *blocks = (_divide(block, degree) for block in profile.all)
+        shares = BackwardShares(*(share / degree for share in profile.shares))
+        numel = profile.stream_numel // degree
+        parts = replace(profile, root=root, blocks=tuple(blocks), stream_numel=numel, shares=shares)
+        return replace(parts, layers=layers, layer_calls=calls)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.context.degree == 1:
@@ -126,6 +142,17 @@ class ContextAxis(Strategy):
         for flat in units.flats:
             flat.sum_over.append(axis)
         return model
+
+
+def _divide(block: Block, degree: int) -> Block:
+    saved = {kind: num_bytes // degree for kind, num_bytes in (block.saved_bytes or {}).items()}
+    return replace(
+        block,
+        flops=block.flops // degree,
+        attention_flops=block.attention_flops // degree,
+        backward_flops=block.backward_flops // degree,
+        saved_bytes=None if block.saved_bytes is None else saved,
+    )
 
 
 def _forwards(profile: Profile, plan: Plan, name: str) -> tuple[int, bool]:

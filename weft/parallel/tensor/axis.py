@@ -59,8 +59,6 @@ from weft.profile.software import BlockPass
 from weft.profile.workload import Call
 from weft.strategy import Cost, SearchSpace, Strategy, Transient, Values, divisors, tally
 
-__all__ = ["TensorAxes", "localise"]
-
 
 class TensorAxes(Strategy):
     """Splits matmuls and convolutions over `x` and `y`."""
@@ -76,6 +74,9 @@ class TensorAxes(Strategy):
         except PlanError as error:
             return str(error)
         return refuse_sizes(profile, pairing, plan)
+
+    def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+        return localise(profile, plan, coordinates)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.tensor.x == plan.tensor.y == 1:

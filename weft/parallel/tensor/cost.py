@@ -199,22 +199,7 @@ class _LayerTraffic:
 
 
 def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
-    """Returns the profile of the rank at `coordinates`: its parameters, tokens, FLOPs and saved bytes."""
-    context = plan.context.degree
-    layer_calls = {
-        name: tuple(replace(one, rows=one.rows // context, in_rows=one.in_rows // context) for one in calls)
-        for name, calls in profile.layer_calls.items()
-    }
-    root, *blocks = (_divide(block, context) for block in profile.all)
-    profile = replace(
-        profile,
-        root=root,
-        blocks=tuple(blocks),
-        layers={name: calls[-1] for name, calls in layer_calls.items()},
-        layer_calls=layer_calls,
-        stream_numel=profile.stream_numel // context,
-        shares=BackwardShares(*[1 / context] * 4),
-    )
+    """Returns the profile of the rank at `coordinates` of x and y: its parameters, FLOPs and saved bytes."""
     if plan.tensor.x == plan.tensor.y == 1:
         return profile
     shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
@@ -223,7 +208,7 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
 
     def local(block: Block) -> Block:
         parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
-        return replace(_divide(stream.local(block), 1), parameters=tuple(parameters))
+        return replace(stream.local(block), parameters=tuple(parameters))
 
     return replace(
         profile,
@@ -235,13 +220,13 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
 
 def _shares(profile: Profile, plan: Plan, over: int) -> BackwardShares:
     """Returns a rank's shares of backward's memory. With split classes the loss has one gradient buffer, not two."""
-    context, x = plan.context.degree, plan.tensor.x
+    x, (inner, outer, head, loss) = plan.tensor.x, profile.shares
     if not any(split.kind == "head" for split in profile.pairing.splits.values()):
-        return BackwardShares(1 / context / x, 1 / context / over, 1 / context, 1 / context)
+        return BackwardShares(inner / x, outer / over, head, loss)
     narrow = COMPUTE_DTYPE[plan.precision].itemsize
     wide = max(4, narrow)
-    loss = (wide + (narrow if narrow < wide else 0)) / (2 * wide) if x > 1 else 1.0
-    return BackwardShares(1 / context / x, 1 / context / over, 1 / context / x, loss / context / x)
+    loss *= (wide + (narrow if narrow < wide else 0)) / (2 * wide) if x > 1 else 1.0
+    return BackwardShares(inner / x, outer / over, head / x, loss / x)
 
 
 def transient_bytes(profile: Profile, plan: Plan) -> int:
@@ -260,17 +245,6 @@ def transient_bytes(profile: Profile, plan: Plan) -> int:
     inputs = max((layer.in_rows * layer.in_features for layer in rows), default=0) // x
     stream = profile.stream_numel // (1 if profile.pairing.is_whole else plan.tensor.y)
     return (stream + stream // x + inputs) * size
-
-
-def _divide(block: Block, degree: int) -> Block:
-    saved = {kind: num_bytes // degree for kind, num_bytes in (block.saved_bytes or {}).items()}
-    return replace(
-        block,
-        flops=block.flops // degree,
-        attention_flops=block.attention_flops // degree,
-        backward_flops=block.backward_flops // degree,
-        saved_bytes=None if block.saved_bytes is None else saved,
-    )
 
 
 class _LocalCounts:
