@@ -886,37 +886,6 @@ def test_labels_are_refused() -> None:
         assert "weft.cross_entropy" in found
 
 
-def test_attention_to_two_inputs_is_refused_when_it_happens() -> None:
-    def rank(index: int) -> str:
-        from transformers import BartConfig
-        from transformers.models.bart.modeling_bart import BartAttention
-
-        class Cross(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.embed = nn.Linear(12, WIDTH)
-                config = BartConfig(d_model=WIDTH, decoder_attention_heads=8)
-                self.layers = nn.ModuleList([BartAttention(WIDTH, 8, config=config)])
-                self.head = nn.Linear(WIDTH, 5)
-
-            def forward(self, patches: Tensor) -> Tensor:
-                hidden = self.embed(patches)
-                out: Tensor = self.head(self.layers[0](hidden, key_value_states=hidden * 2)[0])
-                return out
-
-        plan = grid(2)
-        model = parallelize(Cross(), plan, Mesh(plan))
-        with pytest.raises(PlanError) as error:
-            model(torch.zeros(1, 4, 12))
-        return str(error.value)
-
-    for found in run_local(rank, 2):
-        assert found == (
-            "'layers.0' got 2 tensors with 16 features, but the tensor axes split attention to one input "
-            "(self-attention) only; use tensor.x = tensor.y = 1"
-        )
-
-
 # --- the full product
 
 

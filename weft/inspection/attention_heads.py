@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.inspection.split_probe import SplitProof, linear_sizes
+from weft.inspection.split_probe import SplitProof, is_linear, linear_sizes
 from weft.inspection.tensor_splits import ScaledAttributes, SplitPart, is_norm
 
 QUERY, KEY, VALUE = ("q_proj", "query", "wq", "q"), ("k_proj", "key", "wk", "k"), ("v_proj", "value", "wv", "v")
@@ -50,7 +50,7 @@ class AttentionHeads:
         return frozenset(
             path
             for path, parameter in module.named_parameters()
-            if path.rpartition(".")[0] not in (*self.columns, self.out)
+            if not is_linear(module.get_submodule(path.rpartition(".")[0]))
             and parameter.dim() > 1
             and parameter.shape[-1] == self.heads.num_units
         )

@@ -69,7 +69,7 @@ class _LogitsWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(tensor.untyped_storage()._cdata in self._storages for tensor in given):
+        if func.namespace != "prim" and any(tensor.untyped_storage()._cdata in self._storages for tensor in given):
             self._follow(func, given, result)
         return result
 
