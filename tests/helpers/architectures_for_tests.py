@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 VOCABULARY, WIDTH = 64, 16
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "max_position_embeddings": 32}
-KEYS = {"num_key_value_heads": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+}
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "max_position_embeddings": 32}
+KEYS: dict[str, Any] = {"num_key_value_heads": 2}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CODER: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "d_model": WIDTH,

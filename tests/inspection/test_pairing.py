@@ -234,11 +234,11 @@ class FewKeys(nn.Module):
     [(False, (SplitPart(4, 4), SplitPart(2, 4), SplitPart(2, 4))), (True, (SplitPart(2, 16),))],
 )
 def test_fused_attention_with_fewer_key_heads(by_groups: bool, parts: tuple[SplitPart, ...]) -> None:
-    model = Around(FewKeys(by_groups))
-    found = pair(model)
+    inner = FewKeys(by_groups)
+    found = pair(Around(inner))
     assert found.splits["blocks.0.qkv_proj"].parts == parts
     assert found.scaled["blocks.0"].of_config == (() if by_groups else ("num_attention_heads", "num_key_value_heads"))
-    assert model.blocks[0].config.num_attention_heads == 4
+    assert inner.config.num_attention_heads == 4
 
 
 class Positions(Attention):
@@ -253,8 +253,8 @@ class Positions(Attention):
         query, key, value = self.qkv(hidden).view(batch, sequence, 3, self.num_heads, self.head_dim).unbind(2)
         order = torch.arange(sequence)
         bias = self.table[order[:, None] - order + 3].permute(2, 0, 1).roll(self.turn, 0)
-        heads = (part.transpose(1, 2) for part in (query, key, value))
-        mixed = F.scaled_dot_product_attention(*heads, attn_mask=bias[None])
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, bias[None])
         out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -508,9 +508,9 @@ def test_what_hides_its_weights_is_left_whole() -> None:
     def kept(inner: nn.Module) -> dict[str, str]:
         return pair(Around(inner)).kept
 
-    assert kept(nn.MultiheadAttention(WIDTH, 4)) == {
-        "blocks.0": "nn.MultiheadAttention keeps q, k and v in one raw parameter"
-    }
+    for module in (nn.MultiheadAttention(WIDTH, 4), nn.TransformerEncoderLayer(WIDTH, 4)):
+        reads = f"{type(module).__name__} reads its parameters without calling layers"
+        assert kept(module) == {"blocks.0": reads}
     outside = "outside any layer that weft can split"
     assert kept(Hidden()) == {"blocks.0.matrix": f"a matrix of Hidden {outside}"}
     assert kept(nn.LSTM(WIDTH, WIDTH)) == {
