@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,11 +189,107 @@ def test_an_attention_of_ones_own_with_few_key_heads(key_heads: int) -> None:
     assert found.splits["blocks.0.q"].parent == "blocks.0"
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 16])
+@pytest.mark.parametrize("heads", [2, 4, 16])
 def test_fused_attention(heads: int) -> None:
     found = pair(Around(Attention(heads=heads)))
     assert found.splits["blocks.0.qkv"].parts == (SplitPart(heads, WIDTH // heads),) * 3
     assert found.inner == frozenset()
+
+
+def test_a_single_fused_head_is_gathered() -> None:
+    assert kinds(Attention(heads=1)) == {"qkv": "gathered", "proj": "gathered"}
+
+
+def test_fused_attention_with_q_k_and_v_next_to_each_other_for_each_head() -> None:
+    found = pair(Around(Attention("interleaved")))  # as GPT-NeoX has it
+    assert found.splits["blocks.0.qkv"].parts == (SplitPart(4, 12),)
+    assert found.splits["blocks.0.proj"].parts == (SplitPart(4, 4),)
+    assert not found.mixers
+
+
+class FewKeys(nn.Module):
+    """Fused, with two key heads for four query heads, which its config counts: as Phi-3 (or Falcon, by groups)."""
+
+    def __init__(self, by_groups: bool) -> None:
+        super().__init__()
+        self.head_dim, self.by_groups = 4, by_groups
+        self.config = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
+        self.qkv_proj, self.o_proj = nn.Linear(WIDTH, 32), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = self.qkv_proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        if self.by_groups:
+            query, key, value = heads.unflatten(1, (-1, 4)).split([2, 1, 1], 2)
+            query, key, value = query.flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2)
+        else:
+            counts = [self.config.num_attention_heads, self.config.num_key_value_heads]
+            query, key, value = heads.split([*counts, counts[1]], 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("by_groups", "parts"),
+    [(False, (SplitPart(4, 4), SplitPart(2, 4), SplitPart(2, 4))), (True, (SplitPart(2, 16),))],
+)
+def test_fused_attention_with_fewer_key_heads(by_groups: bool, parts: tuple[SplitPart, ...]) -> None:
+    inner = FewKeys(by_groups)
+    found = pair(Around(inner))
+    assert found.splits["blocks.0.qkv_proj"].parts == parts
+    assert found.scaled["blocks.0"].of_config == (() if by_groups else ("num_attention_heads", "num_key_value_heads"))
+    assert inner.config.num_attention_heads == 4
+
+
+class Positions(Attention):
+    """Attention with a table of relative positions, one column for each head, used for its head or for another."""
+
+    def __init__(self, turn: int = 0) -> None:
+        super().__init__()
+        self.table, self.turn = nn.Parameter(torch.randn(7, 4)), turn
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        batch, sequence, _ = hidden.shape
+        query, key, value = self.qkv(hidden).view(batch, sequence, 3, self.num_heads, self.head_dim).unbind(2)
+        order = torch.arange(sequence)
+        bias = self.table[order[:, None] - order + 3].permute(2, 0, 1).roll(self.turn, 0)
+        query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, bias[None])
+        out: Tensor = self.proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def test_a_table_with_a_column_for_each_head_is_split_as_the_heads_are() -> None:
+    model = Around(Positions())
+    found = pair(model)
+    assert found.tables == {"blocks.0.table"}
+    assert found.splits["blocks.0.qkv"].kind == "column"
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    cut = parameter_cuts(found, shapes, Plan(tensor=TensorPlan(2)), {"x": 1, "y": 0})["blocks.0.table"]
+    assert (cut.intervals, cut.replicas, cut.sums) == ((((0, 7),), ((2, 4),)), 1, ())
+
+
+def test_a_table_whose_columns_belong_to_other_heads_is_not_split() -> None:
+    found = pair(Around(Positions(turn=1)))
+    assert found.tables == frozenset()
+    assert found.splits["blocks.0.qkv"].kind == "gathered"
+    assert found.kept["blocks.0.table"] == "a matrix of Positions outside any layer that weft can split"
+
+
+def test_gate_and_up_in_one_linear() -> None:
+    class Gated(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.gate_up_proj, self.down_proj, self.dim = nn.Linear(WIDTH, 48), nn.Linear(24, WIDTH), dim
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            both = self.gate_up_proj(hidden).unflatten(-1, (2, -1) if self.dim == -2 else (-1, 2))
+            gate, up = both.unbind(self.dim)
+            out: Tensor = self.down_proj(F.silu(gate) * up)
+            return out
+
+    assert pair(Around(Gated(-2))).splits["blocks.0.gate_up_proj"].parts == (SplitPart(24),) * 2
+    assert kinds(Gated(-1)) == {"gate_up_proj": "gathered", "down_proj": "gathered"}  # gate and up alternate
 
 
 def test_what_surrounds_the_heads_decides_where_the_region_begins() -> None:
@@ -312,54 +409,70 @@ def test_nothing_is_left_on_the_model() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-# --- what is refused
+# --- what is gathered or left whole
 
 
 @pytest.mark.parametrize(
     ("habit", "reason"),
     [
-        ("interleaved", "the parts of qkv and proj do not add up to the whole result"),
-        ("width of input", r"RuntimeError: shape '\[2, 4, 16\]' is invalid"),
+        ("width of input", "RuntimeError: shape '[2, 4, 16]' is invalid for input of size 64"),
         ("linear inside", "'inside' works between qkv and proj"),
-        ("gate by input", "its input is used between qkv and proj"),
+        ("gate by input", "its input is used between qkv and proj, beside going into them"),
     ],
 )
-def test_attention_that_cannot_be_split_by_heads(habit: str, reason: str) -> None:
-    with pytest.raises(PlanError, match=rf"attention 'blocks.0' \(Attention\) cannot be split by heads: {reason}"):
-        pair(Around(Attention(habit)))
+def test_attention_that_cannot_be_split_by_heads_is_gathered(habit: str, reason: str) -> None:
+    found = pair(Around(Attention(habit)))
+    assert found.mixers == {"blocks.0": reason}
+    assert {split.kind for name, split in found.splits.items() if name.startswith("blocks.0.")} == {"gathered"}
+    assert not found.scaled
 
 
-def test_attention_with_several_inputs() -> None:
+def test_attention_with_several_inputs_is_gathered() -> None:
     class Cross(Separate):
         def forward(self, query: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(query) + memory
 
-    with pytest.raises(PlanError, match="missing 1 required positional argument: 'memory'"):
-        pair(Around(Cross()))
+    found = pair(Around(Cross()))
+    assert "missing 1 required positional argument: 'memory'" in found.mixers["blocks.0"]
+    assert found.splits["blocks.0.q"].kind == "gathered"
 
 
-def test_transformers_that_lay_out_fused_projections_in_their_own_way() -> None:
+def test_transformers_attention_that_needs_a_bias_of_each_head_is_gathered() -> None:
     from transformers import BloomConfig, BloomForCausalLM
 
     model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=16, n_layer=1, n_head=4))
-    with pytest.raises(PlanError, match=r"self_attention' \(BloomAttention\) cannot be split by heads"):
-        pair(model)
+    found = pair(model)
+    assert "missing" in found.mixers["transformer.h.0.self_attention"]
+    assert found.splits["transformer.h.0.self_attention.query_key_value"].kind == "gathered"
 
 
-def test_transformers_attention_with_more_than_norms_of_heads() -> None:
+def test_transformers_tables_of_relative_positions() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=61, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
-    with pytest.raises(PlanError, match=r"relative_attention_bias.weight' .* is inside attention and not a norm"):
-        pair(T5ForConditionalGeneration(config))
+    found = pair(T5ForConditionalGeneration(config))
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    assert f"{attention}.relative_attention_bias.weight" in found.tables
+    assert f"{attention}.relative_attention_bias" not in found.embeddings
+    assert found.splits[f"{attention}.q"].parent is None  # the same class attends to the encoder's result
+
+
+def test_transformers_norm_over_all_heads() -> None:
+    from transformers import Olmo2Config, Olmo2ForCausalLM
+
+    found = pair(Olmo2ForCausalLM(Olmo2Config(**_sizes(), num_key_value_heads=2)))
+    reason = "its parameter 'q_norm.weight' (16,) is not in a norm of one head (4 features)"
+    assert found.mixers["model.layers.0.self_attn"] == reason
+    assert found.splits["model.layers.0.self_attn.q_proj"].kind == "gathered"
 
 
 def test_transformers_embedding_that_scales() -> None:
     from transformers import GemmaConfig, GemmaForCausalLM
 
     config = GemmaConfig(**_sizes(), num_key_value_heads=2, head_dim=4)
-    with pytest.raises(PlanError, match=r"'model\.embed_tokens' has the forward of GemmaTextScaledWordEmbedding"):
-        pair(GemmaForCausalLM(config))
+    found = pair(GemmaForCausalLM(config))
+    assert found.embeddings == ("model.embed_tokens",)
+    assert found.splits["lm_head"].kind == "head"
 
 
 class Hidden(nn.Module):
@@ -377,33 +490,110 @@ class Scaled(nn.Embedding):
         return super().forward(tokens) * 4
 
 
-def test_what_hides_its_weights() -> None:
-    with pytest.raises(PlanError, match=r"'blocks.0' is an nn.MultiheadAttention, .*; use separate nn.Linear"):
-        pair(Around(nn.MultiheadAttention(WIDTH, 4)))
-    with pytest.raises(PlanError, match=r"'blocks.0.matrix' \(16, 16\) of Hidden is a matrix outside any nn.Linear"):
-        pair(Around(Hidden()))
-    with pytest.raises(PlanError, match=r"'blocks.0.weight_ih_l0' .* of LSTM"):
-        pair(Around(nn.LSTM(WIDTH, WIDTH)))
+class Sliced(nn.Embedding):
+    """As Whisper's: a part of the table itself."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.weight[: tokens.shape[1]].expand(len(tokens), -1, -1)
+
+
+class Centred(nn.Embedding):
+    """A lookup, and more of the table."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) - self.weight.mean(0)
+
+
+def test_what_hides_its_weights_is_left_whole() -> None:
+    def kept(inner: nn.Module) -> dict[str, str]:
+        return pair(Around(inner)).kept
+
+    for module in (nn.MultiheadAttention(WIDTH, 4), nn.TransformerEncoderLayer(WIDTH, 4)):
+        reads = f"{type(module).__name__} reads its parameters without calling layers"
+        assert kept(module) == {"blocks.0": reads}
+    outside = "outside any layer that weft can split"
+    assert kept(Hidden()) == {"blocks.0.matrix": f"a matrix of Hidden {outside}"}
+    assert kept(nn.LSTM(WIDTH, WIDTH)) == {
+        "blocks.0.weight_ih_l0": f"a matrix of LSTM {outside}",
+        "blocks.0.weight_hh_l0": f"a matrix of LSTM {outside}",
+    }
+    grouped = "a convolution with groups = 4, whose outputs do not see every input"
+    assert kept(nn.Conv1d(WIDTH, WIDTH, 3, groups=4)) == {"blocks.0": grouped}
+    assert kept(nn.ConvTranspose2d(WIDTH, WIDTH, 3)) == {"blocks.0": "a transposed convolution"}
 
 
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (Scaled, "the forward of Scaled"),
-        (partial(nn.Embedding, max_norm=1.0), "max_norm"),
-        (partial(nn.Embedding, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (Sliced, "the forward of Sliced uses the embedding's table for more than a lookup"),
+        (Centred, "the forward of Centred uses the embedding's table for more than a lookup"),
+        (partial(nn.Embedding, max_norm=1.0), "an embedding with max_norm, which needs the whole table"),
+        (
+            partial(nn.Embedding, scale_grad_by_freq=True),
+            "an embedding with scale_grad_by_freq, which needs the whole table",
+        ),
     ],
 )
-def test_embeddings_that_are_more_than_a_table(make: Any, what: str) -> None:
-    with pytest.raises(PlanError, match=rf"the embedding 'blocks.0' has {what}, which weft does not split over x"):
-        pair(Around(make(61, WIDTH)))
+def test_embeddings_that_are_more_than_a_table_are_left_whole(make: Any, what: str) -> None:
+    found = pair(Around(make(61, WIDTH)))
+    assert found.kept == {"blocks.0": what}
+    assert "blocks.0" not in found.embeddings
 
 
-def test_one_linear_in_two_places() -> None:
+def test_an_embedding_that_works_on_its_rows_is_split() -> None:
+    assert "blocks.0" in pair(Around(Scaled(61, WIDTH))).embeddings
+
+
+def test_a_head_tied_to_a_table_that_is_left_whole_is_left_whole() -> None:
+    model = Around(nn.Linear(WIDTH, WIDTH))
+    model.embed = Centred(5, WIDTH)
+    model.head.weight = model.embed.weight
+    found = pair(model)
+    assert "head" not in found.splits
+    assert found.kept["head"] == "its weight is also that of 'embed', which is left whole"
+
+
+class Double(nn.Linear):
+    """A subclass that is not a linear."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * super().forward(hidden)
+
+
+class Spelled(nn.Linear):
+    """As Falcon's: a linear, spelled out."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.weight.T + self.bias
+
+
+def test_a_subclass_of_a_linear_is_one_if_it_computes_one() -> None:
+    assert kinds(nn.Sequential(Spelled(WIDTH, 8), nn.GELU(), Spelled(8, WIDTH))) == {"0": "column", "2": "row"}
+    assert pair(Around(Double(WIDTH, WIDTH))).kept == {
+        "blocks.0.weight": "a matrix of Double outside any layer that weft can split"
+    }
+
+
+def test_a_linear_whose_weight_is_computed_is_left_whole() -> None:
+    found = pair(Around(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))))
+    assert "blocks.0" not in found.splits
+    assert list(found.kept) == ["blocks.0.weight_v"]
+
+
+def test_one_linear_in_two_places_is_gathered_in_both() -> None:
     shared = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(nn.Sequential(shared, nn.LayerNorm(WIDTH)), nn.Sequential(shared, nn.LayerNorm(WIDTH)))
-    with pytest.raises(PlanError, match=r"'0.0' and '1.0' are one layer in two places"):
-        pair(model)
+    assert {name: split.kind for name, split in pair(model).splits.items()} == {"0.0": "gathered"}
+
+
+def test_a_bias_that_the_root_holds_too_is_cut_as_its_layer_says() -> None:
+    model = Around(nn.Linear(WIDTH, WIDTH))
+    model.bias = nn.Parameter(torch.zeros(5))  # as BERT: registered first, under another name
+    model.head.bias = model.bias
+    found = pair(model)
+    assert found.tied == {"bias": "head.bias"}
+    cut = parameter_cuts(found, {"bias": (5,)}, Plan(tensor=TensorPlan(2)), {"x": 1, "y": 0})["bias"]
+    assert cut.intervals == (((3, 5),),)
 
 
 def test_one_weight_that_would_be_split_in_two_ways() -> None:
@@ -416,17 +606,46 @@ def test_one_weight_that_would_be_split_in_two_ways() -> None:
 def test_heads_that_nobody_counts() -> None:
     inner = Attention()
     del inner.num_heads, inner.head_dim
-    with pytest.raises(
-        PlanError, match=r"'blocks\.0\.qkv' has 48 outputs, which are not three equal parts of whole heads"
-    ):
-        pair(Around(inner))
+    assert pair(Around(inner)).mixers == {"blocks.0": "neither head_dim nor a number of heads is among its attributes"}
 
 
 def test_projections_of_other_widths_than_the_heads() -> None:
     inner = Attention()
     inner.proj = nn.Linear(2 * WIDTH, WIDTH)
-    with pytest.raises(PlanError, match="its query heads have 16 features but 'proj' takes 32"):
-        pair(Around(inner))
+    assert "shapes cannot be multiplied" in pair(Around(inner)).mixers["blocks.0"]
+    inner.qkv = nn.Linear(WIDTH, 2 * WIDTH)
+    assert pair(Around(inner)).mixers["blocks.0"] == "the 32 outputs of 'qkv' are not q, k and v of whole heads"
+
+
+# --- logits
+
+
+class Logits(nn.Module):
+    """A language model that works on its logits."""
+
+    def __init__(self, work: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head, self.work = nn.Embedding(8, WIDTH), nn.Linear(WIDTH, 8), work
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.work(self.head(self.embed(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("work", "kind"),
+    [
+        (lambda logits: logits, "head"),
+        (lambda logits: torch.tanh(logits / 30) * 30, "head"),
+        (lambda logits: logits.float().clamp(-5, 5), "head"),
+        (lambda logits: logits.log_softmax(-1), "gathered"),
+        (lambda logits: logits + torch.ones(8), "gathered"),
+        (lambda logits: logits - logits.mean(-1, keepdim=True), "gathered"),
+        (lambda logits: logits[..., :4], "gathered"),
+        (lambda logits: logits.flatten(1), "gathered"),
+    ],
+)
+def test_logits_stay_split_only_if_nothing_needs_all_classes(work: Callable[[Tensor], Tensor], kind: str) -> None:
+    assert pair(Logits(work)).splits["head"].kind == kind
 
 
 # --- over y

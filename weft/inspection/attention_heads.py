@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.inspection.split_probe import SplitProof, linear_sizes
+from weft.inspection.split_probe import SplitProof, is_linear, linear_sizes
 from weft.inspection.tensor_splits import ScaledAttributes, SplitPart, is_norm
 
 QUERY, KEY, VALUE = ("q_proj", "query", "wq", "q"), ("k_proj", "key", "wk", "k"), ("v_proj", "value", "wv", "v")
@@ -50,7 +50,7 @@ class AttentionHeads:
         return frozenset(
             path
             for path, parameter in module.named_parameters()
-            if path.rpartition(".")[0] not in (*self.columns, self.out)
+            if not is_linear(module.get_submodule(path.rpartition(".")[0]))
             and parameter.dim() > 1
             and parameter.shape[-1] == self.heads.num_units
         )
@@ -86,16 +86,18 @@ def find_attention(module: nn.Module, linears: Mapping[str, nn.Module]) -> list[
     if head_dim is None:
         return "neither head_dim nor a number of heads is among its attributes"
     heads = SplitPart(width // head_dim, head_dim)
+    layouts: list[dict[str, tuple[SplitPart, ...]]]
     if query and key and value:
         fused = None
         sizes = [linear_sizes(linears[name])[1] for name in (query, key, value)]
         if sizes[0] != width or any(size % head_dim for size in sizes):
             return f"its projections have {sizes} outputs, but '{out}' takes {width} of heads of {head_dim}"
-        columns = {
-            name: (SplitPart(size // head_dim, head_dim, name != query),)
-            for name, size in zip((query, key, value), sizes, strict=True)
-        }
-        layouts = [columns]
+        layouts = [
+            {
+                name: (SplitPart(size // head_dim, head_dim, name != query),)
+                for name, size in zip((query, key, value), sizes, strict=True)
+            }
+        ]
     else:
         assert fused is not None
         layouts = [{fused: parts} for parts in _fused_layouts(linear_sizes(linears[fused])[1], heads)]
@@ -137,8 +139,7 @@ def _find_scaled(
     module: nn.Module, heads: SplitPart, columns: Mapping[str, tuple[SplitPart, ...]]
 ) -> list[ScaledAttributes]:
     """Returns the attributes that count heads: those of the module, and then also those of its config."""
-    last = next(part for parts in reversed(columns.values()) for part in reversed(parts))
-    num_keys = last.num_units
+    num_keys = list(columns.values())[-1][-1].num_units
     found = [key for key in HEAD_COUNTS if getattr(module, key, None) == heads.num_units]
     found += [key for key in WIDTHS if getattr(module, key, None) == heads.width]
     found += [key for key in KEY_HEAD_COUNTS if getattr(module, key, None) == num_keys]

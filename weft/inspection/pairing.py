@@ -85,8 +85,8 @@ class _Finder:
     def visit(self, name: str, module: nn.Module) -> None:
         if any(name.startswith(f"{whole}.") for whole in self.kept):
             return
-        if isinstance(module, nn.MultiheadAttention):
-            self.kept[name] = "nn.MultiheadAttention keeps q, k and v in one raw parameter"
+        if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+            self.kept[name] = f"{type(module).__name__} reads its parameters without calling layers"
             return
         if isinstance(module, nn.modules.conv._ConvNd) and not is_convolution(module):
             self.kept[name] = reason_not_splittable(module)
@@ -179,7 +179,7 @@ class _Finder:
     def _places_of_tied(self) -> dict[str, str]:
         """Returns, for a parameter that is known by another name than that of the layer that splits it, the latter."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        found = {}
+        found: dict[str, str] = {}
         for layer in (*self.embeddings, *self.splits):
             for leaf, parameter in self.model.get_submodule(layer)._parameters.items():
                 if parameter is not None and names[id(parameter)] != f"{layer}.{leaf}":

@@ -29,7 +29,8 @@ OF_EACH_ELEMENT = (
 
 def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | None:
     """Returns what the model does with its head's result that needs all classes; None if there is nothing."""
-    if type(model).__module__.startswith(OWN_MODELS):
+    has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+    if type(model).__module__.startswith(OWN_MODELS) or not has_tokens:
         return None
     watch = _LogitsWatch()
     handle = head.register_forward_hook(watch.take, prepend=True)
@@ -69,7 +70,7 @@ class _LogitsWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if any(tensor.untyped_storage()._cdata in self._storages for tensor in given):
+        if func.namespace != "prim" and any(tensor.untyped_storage()._cdata in self._storages for tensor in given):
             self._follow(func, given, result)
         return result
 

@@ -25,6 +25,7 @@ whole values between layers: a column takes its part of them, and the parts of a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -59,6 +60,8 @@ from weft.profile.software import BlockPass
 from weft.profile.workload import Call
 from weft.strategy import Cost, SearchSpace, Strategy, Transient, Values, divisors, tally
 
+logger = logging.getLogger("weft")
+
 
 class TensorAxes(Strategy):
     """Splits matmuls and convolutions over `x` and `y`."""
@@ -81,6 +84,11 @@ class TensorAxes(Strategy):
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if plan.tensor.x == plan.tensor.y == 1:
             return Cost()
+        if not profile.counted:
+            raise PlanError(
+                f"the traffic of tensor.x = {plan.tensor.x} follows from the layers that a forward calls, and that of "
+                f"this model depends on values, so it cannot be counted; use tensor.x = tensor.y = 1"
+            )
         calls = list(traffic(profile, plan, coordinates["x"], coordinates["y"])) * split.accumulation
         temporary_bytes = transient_bytes(profile, plan)
         communication = tally([(key, num_bytes) for key, num_bytes in calls if num_bytes])
@@ -107,6 +115,8 @@ class TensorAxes(Strategy):
         cuts = parameter_cuts(
             pairing, {name: tuple(p.shape) for name, p in model.named_parameters()}, plan, mesh.coordinates
         )
+        for name, reason in pairing.kept.items() if mesh["x"].index == 0 else ():
+            logger.info("tensor.x leaves '%s' whole: %s", name, reason)
         _Applier(model, pairing, plan, mesh).apply()
         _shrink(model, cuts)
         PARAMETER_CUTS.set(model, cuts)
