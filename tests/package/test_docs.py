@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import weft
 from weft.commands import app as cli
 from weft.run_file import load_run
 
@@ -77,3 +80,10 @@ def test_make_targets_of_the_readme_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_four_lines_for_a_model_of_transformers_prove_it() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (lines,) = [block for block in blocks if "LlamaForCausalLM" in block]
+    names = {"torch": torch, "weft": weft, "LlamaConfig": LlamaConfig, "LlamaForCausalLM": LlamaForCausalLM}
+    exec(compile(lines, "README.md", "exec"), names)

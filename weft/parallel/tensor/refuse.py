@@ -18,6 +18,11 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
     """Returns the first reason why x and y cannot split a pairing's layers, or the values between them; or None."""
     assert profile.model is not None
     for split in pairing.splits.values():
+        if profile.counted and split.module not in profile.layers:
+            return (
+                f"tensor.x = {plan.tensor.x} and tensor.y = {plan.tensor.y} split every linear, and no forward calls "
+                f"'{split.module}': what it would send is not known; remove it from the model, or use x = y = 1"
+            )
         in_and_out = linear_sizes(profile.model.get_submodule(split.module))
         reason = _refuse_over_x(split, plan.tensor.x)
         if reason is None and plan.tensor.y > 1:
