@@ -106,8 +106,8 @@ def report_of(
     if (draws := answers[0]["draws"]) and not all(check.passed for check in errors):
         errors = [check for check in errors if check.passed]
         unknown.append(
-            f"the model draws random numbers ({', '.join(draws)}), and ranks draw others; prove it with fixed ones, for "
-            f"example as part of its inputs"
+            f"the model draws random numbers ({', '.join(draws)}), and ranks draw others; prove it with fixed ones (as "
+            f"part of its inputs, for example)"
         )
     checks = (*errors, *_check_bytes(answers), _check_coverage(answers, plan))
     if unknown and all(check.passed for check in checks):
