@@ -17,6 +17,7 @@ from weft.parallel.tile import tile
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor, Tile, load_plan
 from weft.profile import profile
 from weft.proof.prove import verify
+from weft.step.model_loss import model_loss
 from weft.step.objective import CROSS_ENTROPY, Objective
 from weft.step.train_step import evaluate, train_step
 from weft.version import VERSION
@@ -40,6 +41,7 @@ __all__ = [
     "cross_entropy",
     "evaluate",
     "load_plan",
+    "model_loss",
     "parallelize",
     "profile",
     "prune",

@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import weft
 from weft.commands import app as cli
 from weft.run_file import load_run
 
@@ -99,3 +102,10 @@ def test_a_file_that_does_not_exist_is_found() -> None:
     assert missing_files("see `comm/ledger.py` and `comm/leger.py`, or units.py", ROOT / "docs") == {
         "comm/leger.py", "units.py",
     }  # fmt: skip
+
+
+def test_the_four_lines_for_a_model_of_transformers_prove_it() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (lines,) = [block for block in blocks if "LlamaForCausalLM" in block]
+    names = {"torch": torch, "weft": weft, "LlamaConfig": LlamaConfig, "LlamaForCausalLM": LlamaForCausalLM}
+    exec(compile(lines, "README.md", "exec"), names)

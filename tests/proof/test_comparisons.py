@@ -16,8 +16,10 @@ from torch.nn import functional
 import weft.sharding.flat_buffer
 from weft.comm import Axis, Pending
 from weft.errors import DataError, PlanError, VerifyError
+from weft.models import GPT2, GPT2Config
 from weft.models.loss import token_loss
 from weft.plan import Context, Memory, Plan, Shard
+from weft.plan import Tensor as TensorAxes
 from weft.proof.float64 import Float64, grouped_product
 from weft.proof.prove import ProofReport, verify
 from weft.step.objective import CROSS_ENTROPY, Objective
@@ -168,6 +170,17 @@ def test_a_parameter_without_a_gradient_on_any_rank_is_not_decayed(
     verify(make, batch, plan).require()
 
 
+def _gpt2_with_idle_linear() -> nn.Module:
+    model = GPT2(GPT2Config(vocab_size=62, n_positions=11, n_embd=12, n_layer=2, n_head=2))
+    model.transformer.h[0].idle = nn.Linear(12, 12)
+    return model
+
+
+def test_a_linear_that_no_forward_calls_is_refused_under_x() -> None:
+    with pytest.raises(PlanError, match=r"no forward calls 'transformer\.h\.0\.idle'"):
+        verify(_gpt2_with_idle_linear, models.token_batch, Plan(tensor=TensorAxes(x=2)))
+
+
 # --- a model's own noise
 
 
@@ -223,6 +236,20 @@ def test_casts_inside_a_model_keep_float64_and_dropout_drops_nothing_and_both_ar
     casts, dropout = report.not_proved
     assert casts.startswith("casts to narrower floating point: the proof computes them in float64 (test_comparisons.py")
     assert dropout.startswith("dropout 0.5: the proof drops nothing (test_comparisons.py")
+
+
+class Drawing(models.MLP):
+    """Adds random numbers to its input."""
+
+    def forward(self, value: Tensor) -> Any:
+        return super().forward(value + torch.randn_like(value))
+
+
+@pytest.mark.processes
+def test_a_model_that_draws_random_numbers_is_not_said_to_differ() -> None:
+    report = verify(Drawing, models.vector_batch, Plan(data=2))
+    with pytest.raises(VerifyError, match=r"was not proved: the model draws random numbers \(test_comparisons\.py:\d+"):
+        report.require()
 
 
 def test_a_grouped_product_is_the_product_of_each_group() -> None:

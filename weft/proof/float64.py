@@ -41,6 +41,12 @@ _DROPOUTS: dict[Any, tuple[str, int]] = {
     ),
     functional.scaled_dot_product_attention: ("dropout_p", 4),
 }
+_RANDOM = {
+    *(torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like, torch.randperm),
+    *(torch.normal, torch.bernoulli, torch.poisson, torch.multinomial, functional.gumbel_softmax, functional.rrelu),
+    *(torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.normal_, torch.Tensor.uniform_),
+    *(torch.Tensor.exponential_, torch.Tensor.random_, torch.Tensor.multinomial),
+}
 _WEFT = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _MAX_PLACES = 3
@@ -55,6 +61,7 @@ class Float64(TorchFunctionMode):
         self._is_wide = is_wide
         self._places: dict[str, dict[str, None]] = {}  # what was changed -> where, in order
         self._is_paused = False
+        self.draws: dict[str, None] = {}  # places that draw random numbers
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -86,13 +93,15 @@ class Float64(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in _DROPOUTS:
             args, kwargs = self._without_dropout(func, args, kwargs)
+        elif func in _RANDOM:
+            self.draws[_place()[0]] = None
         elif self._is_wide and func in _CASTS:
             self._note("casts to narrower floating point: the proof computes them in float64")
             func, args, kwargs = _CASTS[func], args[:1], {}
         elif self._is_wide and func in _GROUPED and args[0].dtype == torch.float64:
             self._note("grouped products, which torch does not compute in float64: the proof computes one by one")
             return grouped_product(*args, **kwargs)
-        elif self._is_wide and _names_narrow(args, kwargs):
+        if self._is_wide and _names_narrow(args, kwargs):
             self._note("casts to narrower floating point: the proof computes them in float64")
             args, kwargs = [_widened(one) for one in args], {name: _widened(one) for name, one in kwargs.items()}
         return func(*args, **kwargs)
@@ -114,12 +123,18 @@ class Float64(TorchFunctionMode):
 
         weft's own casts depend on the type of the data, and are none of the model's.
         """
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
-            frame = frame.f_back
-        file = frame.f_code.co_filename
+        place, file = _place()
         if not file.startswith(_WEFT) or what.startswith("dropout"):
-            self._places.setdefault(what, {})[f"{Path(file).name}:{frame.f_lineno}"] = None
+            self._places.setdefault(what, {})[place] = None
+
+
+def _place() -> tuple[str, str]:
+    """Returns the line and the file outside of torch that called a function in the mode."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    return f"{Path(file).name}:{frame.f_lineno}", file
 
 
 def grouped_product(

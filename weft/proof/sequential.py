@@ -36,7 +36,7 @@ class SequentialResult:
     `changed` names the buffers that forwards changed. `measured` are the means of the objective's measures on the first
     batch, evaluated after the steps, and `outputs` the tensors with dims that it returned, part by part. `calls`
     counts the calls of each block ("" is the model) for the first part of the first batch, in forward and in backward.
-    `notes` are those of `Float64`.
+    `notes` and `draws` are those of `Float64`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -49,6 +49,7 @@ class SequentialResult:
     outputs: list[list[Tensor]] = field(default_factory=list)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     notes: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
 
 
 def run_sequential(
@@ -98,7 +99,7 @@ def run_sequential(
     batch = to_double(batch_fn(0))
     with wide:
         _evaluate(model, batch, objective, part, found)
-    found.notes = wide.notes
+    found.notes, found.draws = wide.notes, tuple(wide.draws)
     return found
 
 

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.chain_ends import hidden_states_of
+from weft.parallel.model_state import all_flats
 from weft.plan import Plan
 from weft.run_tables import LayerDrop
 
@@ -74,7 +75,7 @@ def drop_layers(model: nn.Module, config: LayerDrop, seed: int, plan: Plan, opti
         # nn.Module.__call__ uses this attribute first, before any hook. Hooks would gather the parameters of a skipped
         # block.
         block._compiled_call_impl = partial(_call, block, gates, layer)
-    optimizer.register_step_pre_hook(_fill_missing)
+    optimizer.register_step_pre_hook(partial(_fill_missing, model))
     return gates
 
 
@@ -94,11 +95,10 @@ def _call(block: nn.Module, gates: Gates, layer: int, *args: Any, **kwargs: Any)
     return out if probability == 1 else torch.lerp(hidden, out, 1 / probability)
 
 
-def _fill_missing(optimizer: Optimizer, *_: Any) -> None:
-    """Sets missing gradients to zero.
-
-    A skipped block has no gradient if its parameters are not in flat buffers.
-    """
+def _fill_missing(model: nn.Module, optimizer: Optimizer, *_: Any) -> None:
+    """Sets missing gradients to zero, so that the optimizer does not pass over blocks that every rank skipped."""
+    for flat in all_flats(model):
+        flat.unused = frozenset()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
