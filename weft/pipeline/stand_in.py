@@ -62,10 +62,11 @@ def stage_model(
     }
     model = copy.deepcopy(whole, {**_kept(whole), **empty, **elsewhere})
     own = {id(inner) for name, at in stage_of.items() if at == stage for inner in model.get_submodule(name).modules()}
-    for module in list(model.modules()):
+    whole_names = {id(parameter): name for name, parameter in parameters.items()}
+    for path, module in list(model.named_modules()):
         if id(module) not in own and not isinstance(module, AbsentModule):
-            for leaf, parameter in list(module._parameters.items()):
-                if parameter is not None and (name := names[id(parameter)]) not in used:
+            for leaf, parameter in whole.get_submodule(path)._parameters.items():
+                if parameter is not None and (name := whole_names[id(parameter)]) not in used:
                     del module._parameters[leaf]  # it is seen as a fake tensor
                     module.__dict__[leaf] = model.__dict__.setdefault(ABSENT, {})[name] = route.trace.fakes[name]
     return model, {name: names[id(parameter)] for name, parameter in model.named_parameters()}

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.checkpoints import checkpoint_around
 from weft.inspection.functional_call import call_with
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
@@ -204,6 +205,12 @@ class _UnitHooks:
 
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
+        if checkpoint_around() == "reentrant":
+            raise PlanError(
+                f"the model cannot be cut into stages: its forward runs '{name}' in a checkpoint with "
+                f"use_reentrant=True, whose backward would run other stages too; use use_reentrant=False, or "
+                f"plan.memory.recompute instead"
+            )
         self._calls.append(None if self._calls else _UnitCall(name, recorder.find((args, kwargs))))
         call = self._calls[-1]
         if call is None:
