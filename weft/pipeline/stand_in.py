@@ -18,6 +18,14 @@ ABSENT = "_weft_absent"  # attribute of a stage's model: parameters that only ot
 
 def skeleton(model: nn.Module) -> nn.Module:
     """Return a copy of a model with its parameters on the meta device: names, modules and ties without memory."""
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                raise PlanError(
+                    f"the model cannot be cut into stages: '{name}' holds '{key}', a result computed from parameters, "
+                    f"as torch.nn.utils.weight_norm leaves behind; compute it in forward (as "
+                    f"torch.nn.utils.parametrizations.weight_norm does), or use pipe = 1"
+                )
     return copy.deepcopy(model, {**_kept(model), **_empty(model.parameters())})
 
 

@@ -110,6 +110,11 @@ class _TraceRecorder(OperationWatch):
             self.lineage[self.number(parameter)] = frozenset([name])
 
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
+        if func is torch.autograd.grad:
+            raise PlanError(
+                "the model cannot be cut into stages: its forward computes gradients (torch.autograd.grad), which go "
+                "back through several stages; use pipe = 1, or compute them inside a block"
+            )
         name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
         versions = [(tensor, tensor._version) for tensor in (*self.numbers, *tensors_in((args, kwargs)))]
         self.ledger.event = len(self.events)
@@ -186,7 +191,7 @@ class _UnitHooks:
             self._handles.append(module.register_forward_pre_hook(begin))
             self._handles.append(module.register_forward_hook(self._leave))
             for inner, submodule in module.named_modules():
-                if inner:
+                if inner and not any(submodule is unit for unit in units.values()):
                     check = partial(self._check_inside, name, f"{name}.{inner}")
                     self._handles.append(submodule.register_forward_pre_hook(check, prepend=True))
 

@@ -124,6 +124,11 @@ class _Operations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and not self._running and STAGES_ATTRIBUTE in self._model.__dict__:
+            raise PlanError(
+                "the objective computes gradients (torch.autograd.grad), which go back through several stages of the "
+                "pipeline; use pipe = 1"
+            )
         if any(id(tensor) in self._held for tensor in tensors_in((args, kwargs))):
             is_attribute = getattr(func, "__name__", "") == "__get__"  # as .dtype
             self._is_axis = _is_of_an_axis(sys._getframe(1))
