@@ -197,10 +197,19 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _is_of_an_axis(frame: FrameType | None) -> bool:
-    """Does the code of this frame, or what it calls torch for, belong to one of weft's axes and not to the model?"""
-    while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith("torch."):
+    """Does the code of this frame, or what it calls torch for, belong to one of weft's axes and not to the model?
+
+    A hook on saved tensors, which autograd calls, counts as the code that saves them.
+    """
+    while frame is not None and (
+        f"{_module_of(frame)}.".startswith("torch.") or _module_of(frame.f_back) == "torch.autograd.function"
+    ):
         frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("weft.parallel.")
+    return _module_of(frame).startswith("weft.parallel.")
+
+
+def _module_of(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def _names_inside(model: nn.Module, block: str) -> list[str]:
