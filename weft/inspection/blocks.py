@@ -29,7 +29,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns by name the blocks, and the outermost other modules that have parameters and contain no blocks."""
+    """Returns by name the blocks, and the outermost other modules that have parameters and contain no blocks.
+
+    In a model without blocks that is one such module (a wrapper), they are the modules inside it.
+    """
     blocks = find_blocks(model)
     found: dict[str, nn.Module] = {}
 
@@ -43,4 +46,10 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
                 visit(path, child)
 
     visit("", model)
+    while not blocks and len(found) == 1:
+        ((name, only),) = found.items()
+        if any(True for _ in only.parameters(recurse=False)):
+            break
+        found.clear()
+        visit(name, only)
     return found

@@ -40,7 +40,7 @@ class RecomputePolicy(Strategy):
                 f"memory.recompute = '{plan.memory.recompute}' works on blocks, and the model has none "
                 f"(no nn.ModuleList or nn.Sequential with parameters); use 'none'"
             )
-        return None
+        return _refuse_checkpoints(profile, plan)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         policy = plan.memory.recompute
@@ -59,6 +59,26 @@ class RecomputePolicy(Strategy):
                 # The forward is wrapped, not the module: hooks stay outside and state_dict keys do not change.
                 block.forward = _recomputed(plan.memory.recompute, block)
         return model
+
+
+def _refuse_checkpoints(profile: Profile, plan: Plan) -> str | None:
+    """Returns why the model's own checkpoints around blocks do not fit a plan; None if they do.
+
+    Their recompute repeats the communication inside blocks, and a reentrant one also gathers parameters several times,
+    which no prediction counts.
+    """
+    inside = [axis for axis in ("x", "y", "context") if plan.degree(axis) > 1]
+    gathers = plan.shard.degree > 1 or plan.memory.weights > 0
+    for block, kind in profile.checkpoints.items():
+        if inside or (gathers and (kind == "reentrant" or plan.memory.recompute != "none")):
+            given = [f"{axis} = {plan.degree(axis)}" for axis in inside] or [f"shard = {plan.shard.degree}"]
+            other = ", use_reentrant=False" if kind == "reentrant" and not inside else ""
+            return (
+                f"the model runs block '{block}' in a checkpoint of its own (torch.utils.checkpoint, {kind}), whose "
+                f"recompute communicates over {', '.join(given)} and is not predicted; use plan.memory.recompute "
+                f"instead{other}, or data"
+            )
+    return None
 
 
 def _recomputed(policy: str, block: nn.Module) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ class ShardAxis(Strategy):
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         if plan.shard.degree > 1 and not profile.num_trained:
             return "the model has no trainable parameter; set requires_grad on what is to be trained"
-        return refuse_batch_mixers(profile, plan, "shard", plan.shard.degree)
+        return refuse_batch_mixers(profile, plan, "shard", plan.shard.degree) or _refuse_renormalising(profile, plan)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if not needs_units(plan):
@@ -124,6 +124,20 @@ class ShardAxis(Strategy):
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(mesh.device)
         return model
+
+
+def _refuse_renormalising(profile: Profile, plan: Plan) -> str | None:
+    """Returns why embeddings that change their weights in forward (`max_norm`) do not fit; None if they do."""
+    num_token_ranks = plan.num_batch_ranks * plan.context.degree
+    if num_token_ranks == 1 or profile.model is None:
+        return None
+    for name, module in profile.model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            return (
+                f"the embedding '{name}' has max_norm, which changes the rows of a rank's own tokens in forward, and "
+                f"{num_token_ranks} ranks (data × shard × context) have different tokens; normalise its result instead"
+            )
+    return None
 
 
 def _sums(profile: Profile, plan: Plan, split: BatchSplit) -> Iterator[tuple[Key, int]]:

@@ -198,12 +198,13 @@ def unit_order(trace: Trace) -> list[str]:
 def partition(trace: Trace, blocks: Sequence[str], weights: Mapping[str, float], pipe: Pipe) -> dict[str, int]:
     """Return the stage of every unit: as `pipe.split` says, or such that the heaviest stage is as light as possible.
 
-    Every stage holds at least one block. Embedding, norm and head join their neighbours, and their weights count.
+    Every stage holds at least one block. Embedding, norm and head join their neighbours, and their weights count. In a
+    model without blocks, every unit is one.
     """
     order, num_stages = unit_order(trace), pipe.num_stages
     if pipe.split:
         return _as_listed(order, pipe.split, num_stages)
-    called = [name for name in order if name in set(blocks)]
+    called = [name for name in order if name in set(blocks)] or order  # layers may be attributes, not in a list
     if num_stages > len(called):
         raise PlanError(
             f"{num_stages} stages need as many blocks, and the model's forward calls {len(called)}; "

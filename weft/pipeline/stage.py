@@ -68,6 +68,7 @@ class StageRunner(OperationWatch):
         super().__init__()
         self.stage, self.model, self.find_route = stage, model, find_route
         self.now: StagePass | None = None
+        self.recomputes: StagePass | None = None  # the micro-batch whose backward runs
         self._take: Take | None = None
         self._found: Route | None = None  # the result of `trace_route`
         self._place, self._has_begun = 0, False
@@ -189,6 +190,8 @@ class StageRunner(OperationWatch):
 
     def recorded_result(self, name: str, is_call: bool) -> Any:
         """Return what the trace recorded as the result of an event of another stage."""
+        if self.now is None and self.recomputes is not None:  # the user's own checkpoint, in backward
+            return next(event.result for event in self.recomputes.route.trace.events if event.name == name)
         assert self.now is not None
         if self._place > self.now.route.last_event[self.stage]:
             raise StageDone
@@ -210,6 +213,31 @@ class StageRunner(OperationWatch):
     def leave(self, name: str, result: Any) -> None:
         self._made(self._next(name, is_call=True), result)
         self.switch(True)
+
+    def received_again(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Called before a unit that the user's own checkpoint runs again in backward: return its real arguments."""
+        if self.recomputes is None:
+            return args, kwargs
+        numbers = {
+            id(tensor): number
+            for event in self.recomputes.route.trace.events
+            for tensor, number in zip(tensors_in(event.result), event.outputs, strict=True)
+        }
+
+        def real(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return tensor
+            assert self.recomputes is not None
+            found = self.recomputes.received.get(numbers.get(id(tensor), -1))
+            if found is None:
+                raise PlanError(
+                    f"stage {self.stage}: a checkpoint of the model's own (torch.utils.checkpoint) runs code of "
+                    f"another stage again before '{name}'; let it wrap units of one stage, or use "
+                    f"plan.memory.recompute instead"
+                )
+            return found
+
+        return map_tensors(real, (args, kwargs))
 
     @property
     def is_walking(self) -> bool:
@@ -284,8 +312,8 @@ class _EnterUnit:
         self.walk, self.name = walk, name
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self.walk.is_walking:  # called by itself, or inside another unit
-            return None
+        if not self.walk.is_walking:  # called by itself, inside another unit, or again in backward
+            return self.walk.received_again(self.name, args, kwargs)
         self.walk.running_unit = module, self.name
         return self.walk.enter(self.name, args, kwargs)
 

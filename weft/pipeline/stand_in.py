@@ -20,6 +20,14 @@ ABSENT_PARAMETERS = Annotation[dict[str, Tensor]]("absent_parameters")
 
 def skeleton(model: nn.Module) -> nn.Module:
     """Return a copy of a model with its parameters on the meta device: names, modules and ties without memory."""
+    for name, module in model.named_modules():
+        for key, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                raise PlanError(
+                    f"the model cannot be cut into stages: '{name}' holds '{key}', a result computed from parameters, "
+                    f"as torch.nn.utils.weight_norm leaves behind; compute it in forward (as "
+                    f"torch.nn.utils.parametrizations.weight_norm does), or use pipe = 1"
+                )
     return copy.deepcopy(model, {**_kept(model), **_empty(model.parameters())})
 
 
@@ -65,10 +73,11 @@ def stage_model(
     model = copy.deepcopy(whole, {**_kept(whole), **empty, **elsewhere})
     own = {id(inner) for name, at in stage_of.items() if at == stage for inner in model.get_submodule(name).modules()}
     absent = ABSENT_PARAMETERS.setdefault(model, {})
-    for module in list(model.modules()):
+    whole_names = {id(parameter): name for name, parameter in parameters.items()}
+    for path, module in list(model.named_modules()):
         if id(module) not in own and not isinstance(module, AbsentModule):
-            for leaf, parameter in list(module._parameters.items()):
-                if parameter is not None and (name := names[id(parameter)]) not in used:
+            for leaf, parameter in whole.get_submodule(path)._parameters.items():
+                if parameter is not None and (name := whole_names[id(parameter)]) not in used:
                     del module._parameters[leaf]  # it is seen as a fake tensor
                     module.__dict__[leaf] = absent[name] = route.trace.fakes[name]
     return model, {name: names[id(parameter)] for name, parameter in model.named_parameters()}

@@ -183,7 +183,9 @@ class StepRun:
         self._start()
         stage.units.sync = self._last.get((action.stage, action.replica)) == action
         if tensors:
+            stage.walk.recomputes = done
             torch.autograd.backward(tensors, gradients)
+            stage.walk.recomputes = None
             if stage.units.sync:
                 self.reduced.add(stage)
         del stage.live[action.micro_batch]

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.checkpoints import checkpoint_around
 from weft.inspection.functional_call import call_with
 from weft.inspection.nested_tensors import copy_structure, map_tensors, tensors_in
 from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
@@ -109,6 +110,11 @@ class _TraceRecorder(OperationWatch):
             self.lineage[self.number(parameter)] = frozenset([name])
 
     def operation(self, func: Any, args: Any, kwargs: Any, numbered: list[Tensor]) -> Any:
+        if func is torch.autograd.grad:
+            raise PlanError(
+                "the model cannot be cut into stages: its forward computes gradients (torch.autograd.grad), which go "
+                "back through several stages; use pipe = 1, or compute them inside a block"
+            )
         name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
         versions = [(tensor, tensor._version) for tensor in (*self.numbers, *tensors_in((args, kwargs)))]
         self.ledger.event = len(self.events)
@@ -185,7 +191,7 @@ class _UnitHooks:
             self._handles.append(module.register_forward_pre_hook(begin))
             self._handles.append(module.register_forward_hook(self._leave))
             for inner, submodule in module.named_modules():
-                if inner:
+                if inner and not any(submodule is unit for unit in units.values()):
                     check = partial(self._check_inside, name, f"{name}.{inner}")
                     self._handles.append(submodule.register_forward_pre_hook(check, prepend=True))
 
@@ -204,6 +210,12 @@ class _UnitHooks:
 
     def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
+        if checkpoint_around() == "reentrant":
+            raise PlanError(
+                f"the model cannot be cut into stages: its forward runs '{name}' in a checkpoint with "
+                f"use_reentrant=True, whose backward would run other stages too; use use_reentrant=False, or "
+                f"plan.memory.recompute instead"
+            )
         self._calls.append(None if self._calls else _UnitCall(name, recorder.find((args, kwargs))))
         call = self._calls[-1]
         if call is None:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from weft.inspection.blocks import find_blocks, find_units
+from weft.inspection.checkpoints import CheckpointKind, checkpoint_around
 from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
 from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
@@ -80,6 +81,7 @@ def count(
         stream_numel=math.prod(tally.stream_shape) if tally.stream_shape else 0,
         stream_shape=tally.stream_shape,
         units=tally.units,
+        checkpoints=tally.checkpoints,
     )
 
 
@@ -110,6 +112,7 @@ class Tally(TorchDispatchMode):
         self.attentions: dict[str, Heads] = {}
         self.given: dict[str, Any] = {}  # block -> (args, kwargs) of its first call, with `TensorMetadata` for tensors
         self.stream_shape: tuple[int, ...] = ()
+        self.checkpoints: dict[str, CheckpointKind] = {}  # the user's own, around blocks
         self.saved, self.traffic, self.flow = SavedTally(), TrafficCounter(), DataFlow()
         self.read_outside: set[str] = set()  # parameters of layers that an operation outside of the layer uses
         self._owners: dict[int, tuple[str, set[str]]] = {}  # storage of a parameter -> its name, and its layers
@@ -244,6 +247,8 @@ class Tally(TorchDispatchMode):
         self.running = name
         self._unsaved.clear()
         self.blocks.setdefault(name, _Counts()).calls += 1
+        if kind := checkpoint_around():
+            self.checkpoints[name] = kind
         self.given.setdefault(name, tree_map(_form, (args, kwargs)))
         given = tensors_of((args, kwargs))
         self.saved.stay(given[1:])  # tables and masks, which every block gets

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from weft.inspection.checkpoints import CheckpointKind
 from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut
@@ -241,6 +242,7 @@ class Profile:
     stream_numel: int = 0
     stream_shape: tuple[int, ...] = ()
     units: Mapping[str, Flops] = field(default_factory=dict)
+    checkpoints: Mapping[str, CheckpointKind] = field(default_factory=dict)  # the model's own, around blocks
     model: nn.Module | None = field(default=None, compare=False, repr=False)
     example: Callable[[], Any] | None = field(default=None, compare=False, repr=False)
     source: ProfileSource | None = field(default=None, compare=False, repr=False)

@@ -127,6 +127,11 @@ class _Operations(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad and not self._running and SHARED_BY_STAGES.get(self._model) is not None:
+            raise PlanError(
+                "the objective computes gradients (torch.autograd.grad), which go back through several stages of the "
+                "pipeline; use pipe = 1"
+            )
         is_of_all = getattr(getattr(func, "__self__", None), "__name__", "") in _SAME_FOR_PIECES
         if not is_of_all and any(id(tensor) in self._held for tensor in tensors_in((args, kwargs))):
             is_attribute = getattr(func, "__name__", "") == "__get__"  # as .dtype
@@ -196,10 +201,19 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _is_of_an_axis(frame: FrameType | None) -> bool:
-    """Does the code of this frame, or what it calls torch for, belong to one of weft's axes and not to the model?"""
-    while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith("torch."):
+    """Does the code of this frame, or what it calls torch for, belong to one of weft's axes and not to the model?
+
+    A hook on saved tensors, which autograd calls, counts as the code that saves them.
+    """
+    while frame is not None and (
+        f"{_module_of(frame)}.".startswith("torch.") or _module_of(frame.f_back) == "torch.autograd.function"
+    ):
         frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("weft.parallel.")
+    return _module_of(frame).startswith("weft.parallel.")
+
+
+def _module_of(frame: FrameType | None) -> str:
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def _names_inside(model: nn.Module, block: str) -> list[str]:

@@ -223,7 +223,8 @@ class Units:
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._before_backward, unit, unit.use))
-        unit.release(stale=False)
+        if torch._C._current_graph_task_id() == -1:  # else a checkpoint recomputes blocks, whose backward comes next
+            unit.release(stale=False)
 
     # --- backward
 
