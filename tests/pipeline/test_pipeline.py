@@ -795,14 +795,14 @@ def test_without_seeds_every_micro_batch_draws_anew() -> None:
 
 def answers_of(function: Callable[[int], Any], num_ranks: int, folder: Path) -> list[str | None]:
     """What each of several local ranks fails with; None for one that was killed. Waits for all of them."""
-    places = [local._RankPlace(rank, num_ranks, folder, 0.0, "cpu") for rank in range(num_ranks)]
-    children = [local._start(local._forked(function), place) for place in places]
+    ranks = [local._LocalRank(rank, num_ranks, folder, 0.0, "cpu", compares=False) for rank in range(num_ranks)]
+    children = [local._start(local._forked(function), rank) for rank in ranks]
     found: list[str | None] = []
     for child in children:
         with os.fdopen(child.pipe, "rb") as pipe:
             text = pipe.read()
         status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
-        found.append(None if status == -signal.SIGKILL else str(json.loads(text).get("error")))
+        found.append(None if status == -signal.SIGKILL else "{error}: {text}".format(**json.loads(text)))
     return found
 
 
