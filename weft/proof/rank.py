@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,7 +21,7 @@ from weft.comm.backends import DeviceType
 from weft.comm.ledger import Key
 from weft.compile.blocks import compile_blocks
 from weft.data.order import local_indices
-from weft.errors import WeftError
+from weft.errors import PlanError, WeftError
 from weft.inspection.nested_tensors import map_tensors
 from weft.memory.activation_choice import offload_from
 from weft.mesh import Mesh, level_degrees
@@ -114,9 +117,10 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
     model = make_model(case.model_fn).to(device)
     arithmetic = Float64(is_wide=plan.precision == "fp64") if not trial.compiles else nullcontext()
-    with arithmetic:
-        model = parallelize(model, plan, mesh, example=case.counted.example)
-    found = _train(model, case, trial, mesh, arithmetic)
+    with _explained(plan, type(model).__name__):
+        with arithmetic:
+            model = parallelize(model, plan, mesh, example=case.counted.example)
+        found = _train(model, case, trial, mesh, arithmetic)
     errors = {
         "loss": worst_number(found.losses, expected.losses),
         "grad_norm": worst_number(found.norms, expected.norms),
@@ -152,6 +156,22 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
         "predicted_host": dict(predicted.host_bytes),
         "counted_host": found.recorder.host,
     }
+
+
+@contextmanager
+def _explained(plan: Plan, name: str) -> Iterator[None]:
+    """Raise a PlanError where a model that runs unsplit fails under the plan, for a reason that no rule foresaw."""
+    try:
+        yield
+    except (WeftError, dist.DistError):
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise PlanError(
+            f"{name} runs unsplit and fails under {plan.describe_axes()}: {type(error).__name__}: {error} "
+            f"({Path(frame.filename).name}:{frame.lineno}). Its code does something that this plan changes, and no "
+            f"rule of weft names it; use another plan"
+        ) from error
 
 
 # --- the unsplit model

@@ -31,7 +31,7 @@ _Targets = Callable[[Tensor], Tensor]
 def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Objective:
     """Returns the objective of a model that returns its own mean loss, for batches that are its keyword arguments.
 
-    Runs the model three times on two samples of `batch`. Raises a PlanError if its loss is not a mean over labels.
+    Runs the model a few times on two samples of `batch`. Raises a PlanError if its loss is not a mean over labels.
     """
     labels = batch.get(LABELS)
     if not isinstance(labels, Tensor):
@@ -39,8 +39,8 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Objective:
             f"a batch of keyword arguments ({', '.join(map(str, batch))}) has no '{LABELS}' with which the model could "
             f"compute its loss; add them, or pass objective="
         )
-    targets_of = next((one for one in (_same, _shifted) if _is_mean_over(one, model, batch)), None)
-    if targets_of is None:
+    targets_of = _same if _first_counts(model, batch) else _shifted
+    if not _is_mean_over(targets_of, model, batch):
         raise PlanError(
             f"the loss of {type(model).__name__} is not a mean over its labels (all that are not {IGNORE}, or all "
             f"behind the first position), so losses of parts of a batch do not add up to that of the whole; pass "
@@ -84,20 +84,37 @@ def _total(targets_of: _Targets, model: nn.Module, batch: Batch) -> Tensor:
     return total
 
 
+def _first_counts(model: nn.Module, batch: Batch) -> bool:
+    """Does the loss depend on the labels of the first position? Not if the target of a position is the next label."""
+    labels = batch[LABELS]
+    if labels.dim() < 2 or labels.is_floating_point():
+        return True
+    others = labels.clone()
+    others[..., 0] = torch.where(labels[..., 0] == 0, 1, 0)
+    given = [take_samples({**batch, LABELS: one}, slice(0, 2)) for one in (labels, others)]
+    first, second = (_in_evaluation(model, partial(_total, _shifted, model, one)) for one in given)
+    return not torch.equal(first, second)
+
+
 def _is_mean_over(targets_of: _Targets, model: nn.Module, batch: Batch) -> bool:
     """Does the model's loss add up over samples if it is multiplied by the number of these targets?"""
-    labels, was_training = batch[LABELS], model.training
-    if targets_of is _shifted and (labels.dim() < 2 or labels.is_floating_point()):
-        return False
+    labels = batch[LABELS]
     pair = map_tensors(lambda tensor: torch.stack([tensor[0], tensor[-1]]) if tensor.dim() else tensor, batch)
     if labels.dim() > 1 and not labels.is_floating_point():  # with different numbers of targets
         pair[LABELS] = torch.where(pair[LABELS] == IGNORE, 0, pair[LABELS])
         pair[LABELS][1, ..., : (labels.shape[-1] + 1) // 2] = IGNORE
+    totals = (partial(_total, targets_of, model, take_samples(pair, rows)) for rows in _ROWS)
+    both, *alone = (_in_evaluation(model, total) for total in totals)
+    return torch.allclose(both, alone[0] + alone[1], rtol=1e-6, atol=0)
+
+
+def _in_evaluation(model: nn.Module, total: Callable[[], Tensor]) -> Tensor:
+    was_training = model.training
     model.eval()
     with torch.no_grad():
-        both, *alone = (_total(targets_of, model, take_samples(pair, rows)) for rows in _ROWS)
+        found = total()
     model.train(was_training)
-    return torch.allclose(both, alone[0] + alone[1], rtol=1e-6, atol=0)
+    return found
 
 
 _ROWS = (slice(0, 2), slice(0, 1), slice(1, 2))
