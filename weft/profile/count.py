@@ -276,7 +276,8 @@ class Tally(TorchDispatchMode):
 
     def _measure(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         self._inside = ""
-        value = next(iter(tensors_of((args, kwargs))), output[..., 0])  # positions may be given as a length
+        given = tensors_of((args, kwargs))
+        value = given[0] if given else output[..., 0]  # positions may be given as a length
         dim = -1 - num_spatial_dims(module)
         width = 1 if isinstance(module, nn.Embedding) else value.shape[dim]
         in_rows = value.numel() // width
