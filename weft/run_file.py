@@ -2,8 +2,7 @@
 
     run = load_run(Path("run.toml"), ["plan.data=2", "train.steps=100"])
 
-It is checked before anything starts. A run records where each value came from (the file, an override, or the default),
-and writes this beside each value of a saved run.
+It is checked before anything starts. A saved run says of each value where it came from: file, override or default.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Finds and replaces tensors in nested values: tuples, lists, dicts, other pytrees of torch, and dataclasses."""
+"""Finds and replaces tensors in nested values: tuples, lists, mappings, other pytrees of torch, and dataclasses."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [tensor for item in (value.values() if kind is dict else value) for tensor in tensors_in(item)]
     if _is_dataclass(value):
         return tensors_in([getattr(value, field.name) for field in dataclasses.fields(value)])
+    if isinstance(value, Mapping):
+        return tensors_in(list(value.values()))
     leaves = tree_leaves(value)
     return [] if len(leaves) == 1 and leaves[0] is value else tensors_in(leaves)
 

@@ -8,7 +8,6 @@ backward its gradients are reduced while earlier units still compute. All ranks 
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from weft.errors import PlanError
 from weft.health.rank_status import Status
 from weft.inspection.annotations import Annotation
+from weft.inspection.nested_tensors import tensors_in
 from weft.profile import Block, ParameterUses, find_parameters, profile
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.parameter_reads import ReadWatch
@@ -188,7 +188,7 @@ class Units:
             for unit in self.all:
                 unit.release(stale=False)
             return
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._before_model_backward)
 
@@ -201,12 +201,12 @@ class Units:
         self._fetch_ahead(unit, +1)
         self._forward_order.append(unit)
         if torch.is_grad_enabled() and len(unit.trained) < len(unit.flats):
-            self._await_inputs(unit, [*_tensors(args), *_tensors(kwargs)])
+            self._await_inputs(unit, [*tensors_in(args), *tensors_in(kwargs)])
 
     def _after_block(self, unit: Unit, _: nn.Module, __: Any, output: Any) -> None:
         if unit.in_backward:
             return
-        tensors = _tensors(output)
+        tensors = tensors_in(output)
         if torch.is_grad_enabled() and not tensors:
             raise PlanError(
                 f"block '{unit.name}' returned {type(output).__name__}, in which no tensor was found; "
@@ -425,19 +425,6 @@ def make_units(model: nn.Module, make_flats: MakeFlats, compute_dtype: torch.dty
     all_units = Units(model, units, compute_dtype)
     _UNITS.set(model, all_units)
     return all_units
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """Return every tensor inside nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [t for field in dataclasses.fields(value) for t in _tensors(getattr(value, field.name))]
-    return []
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
