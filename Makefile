@@ -23,8 +23,8 @@ $(STAMP): pyproject.toml
 train: install   ## the main job: plan, prove, train, save and sample a small Llama on 4 processes
 	$(BIN)/weft train examples/quickstart.toml
 
-test: install    ## every test, in two processes (about 28 minutes on 2 slow cores)
-	$(PYTEST) --numprocesses 2 --dist loadfile
+test: install    ## every test, in three processes (about 24 minutes on 2 slow cores)
+	$(PYTEST) --numprocesses 3 --dist loadfile
 
 # With the python that has CUDA's torch, pytest, pytest-xdist and hypothesis: .venv has the CPU's.
 # PART=axes, stages, training or failures: each takes a few minutes on an H200.

@@ -101,11 +101,11 @@ def time_is_up_when(condition: Callable[[list[Any]], bool]) -> Iterator[None]:
     """Ranks have as long as they need to come to a state, and no longer."""
     collect = local._collect
 
-    def wait_and_collect(children: list[Any], deadline: float) -> None:
+    def wait_and_collect(children: list[Any], deadline: float, folder: Path) -> None:
         while not condition(children):
             assert time.monotonic() < deadline, "the ranks did not come to where they hang"
             time.sleep(0.01)
-        collect(children, time.monotonic())
+        collect(children, time.monotonic(), folder)
 
     with patch.object(local, "_collect", wait_and_collect):
         yield

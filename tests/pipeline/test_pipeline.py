@@ -841,7 +841,7 @@ def test_an_objective_that_calls_the_model_twice_is_refused() -> None:
     def twice(model: nn.Module, batch: Batch) -> Tensor:
         return _total(model, batch) + _total(model, batch)
 
-    with pytest.raises(LocalError, match="the objective calls the model twice for one batch"):
+    with pytest.raises(PlanError, match="the objective calls the model twice for one batch"):
         check(chain(2), vectors(2), Pipe(2), Objective(CROSS_ENTROPY.count, twice))
 
 

@@ -177,9 +177,9 @@ def _gpt2_with_idle_linear() -> nn.Module:
     return model
 
 
-def test_a_linear_that_no_forward_calls_is_refused_under_x() -> None:
-    with pytest.raises(PlanError, match=r"no forward calls 'transformer\.h\.0\.idle'"):
-        verify(_gpt2_with_idle_linear, models.token_batch, Plan(tensor=TensorAxes(x=2)))
+@pytest.mark.processes
+def test_a_linear_that_no_forward_calls_is_passed_over_under_x() -> None:
+    verify(_gpt2_with_idle_linear, models.token_batch, Plan(tensor=TensorAxes(x=2))).require()
 
 
 # --- a model's own noise

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from weft.inspection.blocks import find_blocks
 from weft.memory.activation_choice import offloaded_bytes, returning_bytes
-from weft.memory.recompute_context import registered_states, with_states
+from weft.memory.recompute_context import RunningStatistics, register_state, registered_states, with_states
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
 from weft.profile import FULL_SHARES, KEPT_OPERATIONS, Block, Profile
@@ -56,6 +56,8 @@ class RecomputePolicy(Strategy):
     def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
         if plan.memory.recompute != "none":
             for block in find_blocks(model).values():
+                if statistics := RunningStatistics(block):
+                    register_state(block, statistics)
                 # The forward is wrapped, not the module: hooks stay outside and state_dict keys do not change.
                 block.forward = _recomputed(plan.memory.recompute, block)
         return model

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from weft.inspection.annotations import Annotation
 
@@ -23,6 +24,27 @@ class ForwardState(Protocol):
 
     def set(self, value: Any) -> None:
         """Set the value."""
+
+
+class RunningStatistics:
+    """The running statistics of a block's batch norms: a recompute must not update them a second time."""
+
+    def __init__(self, block: nn.Module) -> None:
+        norms = [module for module in block.modules() if isinstance(module, _NormBase)]
+        self._buffers = [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    def get(self) -> list[Tensor]:
+        """Return a copy of the statistics."""
+        return [buffer.clone() for buffer in self._buffers]
+
+    def set(self, value: list[Tensor]) -> None:
+        """Set the statistics, in place."""
+        with torch.no_grad():
+            for buffer, copy in zip(self._buffers, value, strict=True):
+                buffer.copy_(copy)
 
 
 _FORWARD_STATES = Annotation[list[ForwardState]]("forward_states")

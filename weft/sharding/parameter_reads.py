@@ -206,7 +206,9 @@ def _is_of_an_axis(frame: FrameType | None) -> bool:
     A hook on saved tensors, which autograd calls, counts as the code that saves them.
     """
     while frame is not None and (
-        f"{_module_of(frame)}.".startswith("torch.") or _module_of(frame.f_back) == "torch.autograd.function"
+        f"{_module_of(frame)}.".startswith("torch.")
+        or frame.f_code.co_name == "__torch_function__"
+        or _module_of(frame.f_back) == "torch.autograd.function"
     ):
         frame = frame.f_back
     return _module_of(frame).startswith("weft.parallel.")

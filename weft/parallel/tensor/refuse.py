@@ -27,11 +27,6 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
     if (reason := _refuse_reads(profile, pairing)) is not None:
         return reason
     for split in pairing.splits.values():
-        if profile.counted and split.module not in profile.layers:
-            return (
-                f"tensor.x = {plan.tensor.x} and tensor.y = {plan.tensor.y} split every linear, and no forward calls "
-                f"'{split.module}': what it would send is not known; remove it from the model, or use x = y = 1"
-            )
         in_and_out = linear_sizes(profile.model.get_submodule(split.module))
         reason = _refuse_over_x(split, plan.tensor.x)
         if reason is None and plan.tensor.y > 1:
