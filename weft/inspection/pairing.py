@@ -32,9 +32,9 @@ from weft.inspection.attention_heads import (
 )
 from weft.inspection.blocks import find_blocks
 from weft.inspection.embedding_lookup import reason_lookup_not_split
+from weft.inspection.logits_use import reason_logits_need_all_classes
 from weft.inspection.module_key import module_key
 from weft.inspection.sequential_pairs import CHANNEL_WISE, ELEMENT_WISE, reason_not_splittable, sequential_pairs
-from weft.inspection.split_logits import reason_logits_need_all_classes
 from weft.inspection.split_probe import (
     NUM_TOKENS,
     PairShares,
