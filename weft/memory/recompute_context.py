@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.inspection.annotations import Annotation
 
@@ -27,7 +28,10 @@ class ForwardState(Protocol):
 
 
 class RunningStatistics:
-    """The running statistics of a block's batch norms: a recompute must not update them a second time."""
+    """The running statistics of a block's batch norms: a recompute must not update them a second time.
+
+    Copies are made without dispatch modes: that of selective recompute knows the operations of the forward alone.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         norms = [module for module in block.modules() if isinstance(module, _NormBase)]
@@ -38,11 +42,12 @@ class RunningStatistics:
 
     def get(self) -> list[Tensor]:
         """Return a copy of the statistics."""
-        return [buffer.clone() for buffer in self._buffers]
+        with _disable_current_modes():
+            return [buffer.clone() for buffer in self._buffers]
 
     def set(self, value: list[Tensor]) -> None:
         """Set the statistics, in place."""
-        with torch.no_grad():
+        with torch.no_grad(), _disable_current_modes():
             for buffer, copy in zip(self._buffers, value, strict=True):
                 buffer.copy_(copy)
 
