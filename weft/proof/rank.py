@@ -89,8 +89,10 @@ class Case:
 
 def answer_of_rank(case: Case, trial: Trial) -> dict[str, Any]:
     """Returns a rank's answer, or why the plan is refused. All ranks refuse alike, before any communication."""
+    assert case.counted.model is not None
     try:
-        cost(case.counted, trial.plan, case.split)
+        with _explained(trial.plan, type(case.counted.model).__name__), _arithmetic(trial):
+            cost(case.counted, trial.plan, case.split)
     except WeftError as error:
         return refused(error)
     with ExitStack() as inside:
@@ -105,6 +107,11 @@ def refused(error: WeftError) -> dict[str, Any]:
     return {"refused": [type(error).__name__, str(error)]}
 
 
+def _arithmetic(trial: Trial) -> AbstractContextManager[Any]:
+    """Returns the mode in which a model computes in a proof. Compiled blocks do without one."""
+    return nullcontext() if trial.compiles else Float64(is_wide=trial.plan.precision == "fp64")
+
+
 def _device(trial: Trial) -> torch.device:
     """Returns this rank's device: the CPU, or the current GPU, which was set when the rank started."""
     return torch.device("cuda", torch.cuda.current_device()) if trial.device == "cuda" else torch.device("cpu")
@@ -116,7 +123,7 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     expected = run(False)
     mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
     model = make_model(case.model_fn).to(device)
-    arithmetic = Float64(is_wide=plan.precision == "fp64") if not trial.compiles else nullcontext()
+    arithmetic = _arithmetic(trial)
     with _explained(plan, type(model).__name__):
         with arithmetic:
             model = parallelize(model, plan, mesh, example=case.counted.example)
@@ -138,7 +145,8 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     noise: dict[str, float] = {}
     if plan.precision == "fp64" and not all(error <= TOLERANCE for error, _ in errors.values()):
         noise = noise_of(expected, run(True), objective.measures)
-    predicted = cost(case.counted, plan, split, mesh.coordinates)
+    with arithmetic:
+        predicted = cost(case.counted, plan, split, mesh.coordinates)
     flat = add_traffic(predicted.traffic, step_traffic(plan))
     traffic = expand(flat, level_degrees(plan, trial.ranks_per_node))
     return {
