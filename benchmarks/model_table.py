@@ -40,13 +40,15 @@ SECONDS = 120.0
 
 
 def outcome_of(entry: Entry, plan: Plan) -> dict[str, Any]:
-    """Returns {"outcome": proved, refused, differs or failed, and why}."""
+    """Returns {"outcome": proved, not proved, refused, differs or failed, and why}."""
     begin = time.monotonic()
     try:
         batch_fn = entry.pairs if plan.context.degree * plan.tile.degree > 1 else entry.batch
         report = weft.verify(entry.build, batch_fn, plan, timeout_seconds=SECONDS)
         failure = report.first_failure
         found = {"outcome": "proved" if report.passed else "differs", "not_proved": list(report.not_proved)}
+        if not report.passed and failure is None:
+            found |= {"outcome": "not proved", "why": report.not_proved[-1]}
         if failure is not None:
             found["why"] = f"{failure.what}: expected {failure.expected}, found {failure.found} ({failure.where})"
     except LocalError as error:  # a rank failed, or did not end
