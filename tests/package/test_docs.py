@@ -88,7 +88,7 @@ ELSEWHERE = {"src/predictor.py", "megatron/core/distributed/distributed_data_par
 
 def missing_files(text: str, folder: Path) -> set[str]:
     """Python files that a text in `folder` names, from there or from the root or weft/, and that do not exist."""
-    names = set(re.findall(r"(?<![\w<{*./-])(?:[\w-]+/)*\w+\.py\b", text)) - ELSEWHERE
+    names = set(re.findall(r"(?<![\w<{*./-])(?:[\w-]+/)*\w+\.py\b(?!:\d)", text)) - ELSEWHERE
     return {name for name in names if not any((base / name).is_file() for base in (folder, ROOT, ROOT / "weft"))}
 
 

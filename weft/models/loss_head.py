@@ -8,7 +8,7 @@ unexpected one, the loss is computed from whole logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,10 +107,10 @@ def example_labels(model: nn.Module, finish: Any) -> Iterator[None]:
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits in a model's output: the output itself, its `.logits`, or its first element."""
+    """The logits in a model's output: the output itself, its `logits` (a key or an attribute), or its first element."""
     if isinstance(output, Tensor):
         return output
-    found = getattr(output, "logits", None)
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return found if isinstance(found, Tensor) else logits_of(output[0])
 
 
