@@ -71,7 +71,7 @@ def _uses_table_for_lookup_only(module: nn.Embedding) -> bool:
         with torch.no_grad(), _ReplacedLookup(poisoned.weight, lambda found: table[found]) as lookups:
             found = poisoned(indices)
         return len(lookups.results) == 1 and lookups.results[0].shape == found.shape and torch.equal(found, expected)
-    except Exception:  # anything that the user's code may raise: the table is left whole
+    except Exception:  # anything that the user's code may raise: the table is left whole, which `kept` says
         return False
 
 

@@ -8,6 +8,7 @@ model that does not run on tokens alone (of images) is taken to return its head'
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from weft.inspection.chain_ends import NUM_TOKENS
 from weft.inspection.functional_call import call_with
 
+logger = logging.getLogger("weft")
 OWN_MODELS = "weft.models."  # these return their head's result
 aten = torch.ops.aten
 OF_EACH_ELEMENT = (
@@ -44,7 +46,12 @@ def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | N
             tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
             with watch:
                 call_with(model, state, (tokens,))
-    except Exception:  # anything that the user's code may raise: not a model of tokens alone
+    except Exception as error:  # anything that the user's code may raise
+        logger.warning(
+            "%s does not run on tokens alone (%s), so weft assumes that it returns its head's result and keeps logits "
+            "split over x; weft.verify tells if it does not",
+            *(type(model).__name__, type(error).__name__),
+        )
         return None
     finally:
         handle.remove()
