@@ -626,12 +626,26 @@ def test_a_forward_that_another_shape_leads_elsewhere_is_refused() -> None:
             logits: Tensor = self.head(hidden if kept is None else hidden + kept)
             return logits
 
-    from weft.pipeline.build import _RouteCache
+    from weft.pipeline.build import _RouteFinder
 
-    routes = _RouteCache(staged(Sized, Pipe(2)), CPU)
+    routes = _RouteFinder(staged(Sized, Pipe(2)), CPU)
     assert isinstance(routes.find((models.double(vectors(3)(0))[0],), {}), Route)
     with pytest.raises(PlanError, match="takes another way for inputs of another shape"):
         routes.find((models.double(vectors(2)(0))[0],), {})
+
+
+def test_inputs_of_the_shapes_of_the_example_are_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from weft.pipeline import tracer
+    from weft.pipeline.build import _RouteFinder
+
+    staging = staged(models.Chain, Pipe(2))
+    routes, num_traces = _RouteFinder(staging, CPU), []
+    traced = tracer.trace
+    monkeypatch.setattr(tracer, "trace", lambda *args: (num_traces.append(1), traced(*args))[1])
+    (example,) = staging.example()
+    for training, rows, expected in [(True, 0, 0), (False, 0, 1), (False, 0, 1), (True, 1, 2), (True, 1, 2)]:
+        routes.find((torch.cat([example, example[:rows]]),), {}, training)
+        assert len(num_traces) == expected
 
 
 def test_random_splits_are_in_order() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
@@ -262,7 +261,7 @@ def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
 
 def build(staging: Staging, mesh: Mesh, values: Values, apply: Callable[[nn.Module, Values], nn.Module]) -> Pipeline:
     """Build this rank's part of the pipeline. `apply` splits a stage's model over the other axes."""
-    routes = _RouteCache(staging, mesh.device, tile_at(mesh.coordinates))
+    routes = _RouteFinder(staging, mesh.device, tile_at(mesh.coordinates))
     stages = [
         _build_stage(staging, number, replica, mesh, values, apply, routes)
         for number, replica in sorted(staging.held_by(mesh["pipe"].index))
@@ -281,7 +280,7 @@ def _build_stage(
     mesh: Mesh,
     values: Values,
     apply: Callable[[nn.Module, Values], nn.Module],
-    routes: _RouteCache,
+    routes: _RouteFinder,
 ) -> Stage:
     model, names = staging.model(number)
     model = apply(model, lambda name: values(names[name]))
@@ -296,22 +295,14 @@ def _build_stage(
     return Stage(number, replica, model, units, walk, names, deferred)
 
 
-class _RouteCache:
-    """The routes of a staging for inputs of any shape. Each is traced once."""
+class _RouteFinder:
+    """Finds the routes of a staging for inputs of any shape."""
 
     def __init__(self, staging: Staging, device: torch.device, at: TilePosition = FIRST) -> None:
         self.staging, self.device, self.at = staging, device, at
-        self._found: dict[Any, Route] = {}
 
     def find(self, args: Any, kwargs: Mapping[str, Any], training: bool = True) -> Route:
-        leaves, form = tree_flatten((args, dict(kwargs)))
-        shapes = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)
-        key = (shapes, str(form), training)
-        if key not in self._found:
-            self._found[key] = self._trace(args, kwargs, training)
-        return self._found[key]
-
-    def _trace(self, args: Any, kwargs: Mapping[str, Any], training: bool) -> Route:
+        """Return the route of inputs, which a run keeps for others of the same shape."""
         staging = self.staging
         if not training:
             staging.check_evaluation()

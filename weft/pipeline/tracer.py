@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_flatten
 
 from weft.inspection.functional_call import arguments
 from weft.inspection.nested_tensors import map_tensors
@@ -30,7 +31,7 @@ def tile_at(coordinates: Mapping[str, int] | None) -> TilePosition:
 
 @dataclass(frozen=True)
 class Tracer:
-    """Traces a model on the meta device.
+    """Traces a model on the meta device. Inputs of the same shapes are traced once in training and once in evaluation.
 
     `over_y`: the number of ranks of y over which units' outputs split their features.
     """
@@ -39,6 +40,7 @@ class Tracer:
     plan: Plan
     over_y: int
     tiling: Tiling | None = None
+    _traces: dict[Hashable, Trace] = field(default_factory=dict, compare=False, repr=False)
 
     def example(self, example: Callable[[], Any], device: torch.device, at: TilePosition = FIRST) -> Trace:
         """Trace the forward of an example of whole images, at a tile."""
@@ -49,13 +51,25 @@ class Tracer:
         return self.own(*arguments(map_tensors(partial(_zeros, device=device), own)), device, at)
 
     def own(self, args: Any, kwargs: Mapping[str, Any], device: torch.device, at: TilePosition = FIRST) -> Trace:
-        """Trace the forward of the inputs that the rank at a tile is given."""
+        """Trace the forward of the inputs that the rank at a tile is given, in the model's mode."""
+        key = _shapes(args, kwargs), device, at, self.model.training
+        if key not in self._traces:
+            self._traces[key] = self._trace(args, kwargs, device, at)
+        return self._traces[key]
+
+    def _trace(self, args: Any, kwargs: Mapping[str, Any], device: torch.device, at: TilePosition) -> Trace:
         dtype = COMPUTE_DTYPE[self.plan.precision]
         with torch.enable_grad():
             if self.tiling is None:
                 return trace(self.model, args, kwargs, dtype, device, self.over_y)
             with dry_stages(self.model, self.plan, at, self.tiling.sizes, self.tiling.extras) as tiles:
                 return trace(self.model, args, kwargs, dtype, device, self.over_y, tiles)
+
+
+def _shapes(args: Any, kwargs: Mapping[str, Any]) -> Hashable:
+    """Return what a trace depends on: the form of the arguments, shapes and dtypes of tensors, and other values."""
+    leaves, form = tree_flatten((args, dict(kwargs)))
+    return str(form), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
 def _zeros(tensor: Tensor, device: torch.device) -> Tensor:
