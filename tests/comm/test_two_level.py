@@ -263,7 +263,7 @@ def test_levels_are_told_on_their_own_links() -> None:
 def check(plan: Plan, ranks_per_node: int) -> ProofReport:
     """Verify a decoder under a plan on simulated nodes."""
     plan = replace(plan, hierarchical=True)
-    return verify(models.tied_decoder, models.token_batch, plan, timeout_seconds=120, ranks_per_node=ranks_per_node)
+    return verify(models.tied_decoder, models.token_batch, plan, ranks_per_node=ranks_per_node)
 
 
 def check_even(plan: Plan) -> ProofReport:
@@ -284,7 +284,7 @@ def check_even(plan: Plan) -> ProofReport:
         tokens = torch.randint(0, 64, (4, 17), generator=torch.Generator().manual_seed(step))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    return verify(decoder, batch, replace(plan, hierarchical=True), timeout_seconds=120, ranks_per_node=2)
+    return verify(decoder, batch, replace(plan, hierarchical=True), ranks_per_node=2)
 
 
 def told(report: ProofReport) -> set[str]:

@@ -204,7 +204,7 @@ ALL = SHIPPED | TRANSFORMERS | OWN
 def check(name: str, plan: Plan, clip: float | None = 1.0, make: Callable[[], nn.Module] | None = None) -> ProofReport:
     """Verify the named model under a plan."""
     batch = {"vit": image_batch, "chain": vector_batch}.get(name, token_batch)
-    return verify(make or ALL[name], batch, plan, clip=clip, timeout_seconds=120)
+    return verify(make or ALL[name], batch, plan, clip=clip)
 
 
 def failures(report: ProofReport) -> set[str]:

@@ -22,7 +22,7 @@ from weft.launch.fork_server import ForkServer
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 LIMIT = Restarts(2, 600)
 
 

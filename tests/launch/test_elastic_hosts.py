@@ -19,7 +19,7 @@ from weft.checkpoint import Checkpoint
 pytestmark = pytest.mark.processes
 
 __all__ = ["hosts"]  # a fixture
-DEADLINE_SECONDS = 150
+DEADLINE_SECONDS = 300
 NUM_STEPS = 30
 LOST_AFTER, BACK_AFTER = 10, 20
 # Nothing on disk before the end: what comes back after a loss comes from memory.

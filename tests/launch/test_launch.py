@@ -29,7 +29,7 @@ from weft.launch.fork_server import ForkServer
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 FORK = multiprocessing.get_context("fork")
 
 TORCHRUN = {

@@ -449,7 +449,7 @@ def test_predicted_peak_is_what_tensors_take(name: str) -> None:
 
     cluster = local_cluster(run.plan.num_ranks, on_cpu=True)
     with offload_from(1 << 14):
-        measured = run_local(rank, run.plan.num_ranks, timeout_seconds=120)
+        measured = run_local(rank, run.plan.num_ranks)
         found = predict(run, cluster).cost
     without = predict(replace(run, plan=with_share(run.plan, 0.0, run.plan.memory.recompute)), cluster).cost
     assert found.memory_bytes == pytest.approx(max(peak for peak, _ in measured), rel=0.025)

@@ -94,7 +94,7 @@ def measured_bytes(name: str) -> int:
         peak: int = live.peak_bytes
         return peak
 
-    found: list[int] = run_local(rank, run.plan.num_ranks, timeout_seconds=120)
+    found: list[int] = run_local(rank, run.plan.num_ranks)
     return max(found)
 
 

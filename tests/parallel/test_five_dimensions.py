@@ -62,7 +62,7 @@ def over(pipe: Pipe, rows: int, columns: int, **others: Any) -> Plan:
 
 def check(name: str, plan: Plan) -> ProofReport:
     make, batch = MODELS[name]
-    return verify(make, batch, plan, timeout_seconds=120)
+    return verify(make, batch, plan)
 
 
 # --- the oracle
@@ -221,7 +221,7 @@ def test_code_on_the_images_alone_is_run_and_counted_by_every_stage_that_comes_t
             logits: Tensor = self.head(hidden.mean((2, 3)))
             return logits
 
-    verify(Pooled, images(8, 9, 4), over(Pipe(2), 1, 2), timeout_seconds=120).require()
+    verify(Pooled, images(8, 9, 4), over(Pipe(2), 1, 2)).require()
 
 
 @pytest.mark.parametrize("hand_over", ["gather", "batch"])

@@ -41,13 +41,13 @@ def test_transformers_models(name: str) -> None:
     found = pair(make())
     kinds = Counter(split.kind for split in found.splits.values())
     assert (kinds["row"], kinds["gathered"], len(found.kept)) == EXPECTED[name]
-    verify(make, BATCHES.get(name, token_batch), X2, timeout_seconds=120).require()
+    verify(make, BATCHES.get(name, token_batch), X2).require()
 
 
 @pytest.mark.parametrize("name", ["OPT", "BERT"])
 def test_beside_recompute(name: str) -> None:
     plan = Plan(tensor=TensorPlan(2), memory=Memory(recompute="full"))
-    verify(ARCHITECTURES[name], token_batch, plan, timeout_seconds=120).require()
+    verify(ARCHITECTURES[name], token_batch, plan).require()
 
 
 # --- habits of a user's own model

@@ -115,7 +115,7 @@ def check_freed(model: nn.Module) -> None:
 
 def on_two_ranks(function: Callable[[int], Any]) -> list[Any]:
     """Run on two ranks; assertions fail there and are reported here."""
-    return run_local(function, 2, timeout_seconds=120)
+    return run_local(function, 2)
 
 
 # --- forwards that are not followed by a backward
@@ -626,7 +626,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters(plan: Plan) -> None:
         for part, piece in named_pieces(model):
             assert torch.equal(piece, expected[part.parameter.name].flatten()[part.start : part.stop])
 
-    run_local(rank, plan.num_ranks, timeout_seconds=120)
+    run_local(rank, plan.num_ranks)
 
 
 def test_bf16_gradients_are_reduced_in_float32() -> None:
@@ -704,7 +704,7 @@ def test_a_buffer_on_the_meta_device_is_refused_because_nobody_knows_its_value(p
         with pytest.raises(PlanError, match="buffer 'table'"):
             parallelize(model, plan, values=values.get_parameter)
 
-    run_local(rank, plan.num_ranks, timeout_seconds=120)
+    run_local(rank, plan.num_ranks)
 
 
 @every_plan

@@ -65,7 +65,7 @@ def check(name: str, plan: Plan, clip: float | None = 1.0) -> ProofReport:
     """Verify the named model under a plan."""
     objective = Objective(CROSS_ENTROPY.count, _dict_total) if name == "module dict" else CROSS_ENTROPY
     batch = models.token_batch if name in TOKEN_MODELS else models.vector_batch
-    return verify(ALL_MODELS[name], batch, plan, objective=objective, clip=clip, timeout_seconds=120)
+    return verify(ALL_MODELS[name], batch, plan, objective=objective, clip=clip)
 
 
 def shard(degree: int, stage: Any, **others: Any) -> Plan:

@@ -30,7 +30,7 @@ from weft.train.local_job import start_ranks
 pytestmark = pytest.mark.processes
 
 NUM_STEPS = 12
-DEADLINE_SECONDS = 120.0
+DEADLINE_SECONDS = 300
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:

@@ -24,7 +24,7 @@ from weft.resilience.peer_watch import HUNG
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_SECONDS = 120
+DEADLINE_SECONDS = 300
 OVERRIDES = [f"train.steps={NUM_STEPS}", "checkpoint.every=5", "restart.hang_seconds=2"]
 HANG_SECONDS = 3.0
 

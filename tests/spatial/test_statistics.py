@@ -64,7 +64,7 @@ def over(**others: Any) -> Plan:
 
 
 def check(name: str, plan: Plan) -> ProofReport:
-    return verify(*MODELS[name], plan, timeout_seconds=120)
+    return verify(*MODELS[name], plan)
 
 
 CASES: dict[str, tuple[str, Plan]] = {

@@ -89,7 +89,7 @@ def measured(name: str) -> Held:
         del logits
         return live.peak_bytes, saved
 
-    found: list[tuple[int, int]] = run_local(rank, 4, timeout_seconds=120)
+    found: list[tuple[int, int]] = run_local(rank, 4)
     return Held(*max(found))
 
 

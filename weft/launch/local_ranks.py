@@ -71,7 +71,7 @@ class _Child:
 def run_local(
     function: Callable[[int], Any],
     num_ranks: int,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = 300.0,
     device: DeviceType = "cpu",
     own_errors: bool = False,
 ) -> list[Any]:
@@ -101,7 +101,7 @@ def run_spawned(
     entry: str,
     arguments: Mapping[str, Any],
     num_ranks: int,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = 300.0,
     device: DeviceType = "cpu",
     own_errors: bool = False,
 ) -> list[Any]:

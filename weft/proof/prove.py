@@ -60,7 +60,7 @@ def verify(
     steps: int = STEPS,
     clip: float | None = 1.0,
     tolerance: float | None = None,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float = 300.0,
     ranks_per_node: int | None = None,
     device: DeviceType = "cpu",
     precision: Literal["fp64", "bf16"] = "fp64",
