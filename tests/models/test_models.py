@@ -25,7 +25,8 @@ from weft.models import (
     initialise,
     token_loss,
 )
-from weft.models.decoder import CausalAttention, Decoder, DecoderArchitecture, RMSNorm, rotary_tables
+from weft.models.decoder import CausalAttention, Decoder, RMSNorm, rotary_tables
+from weft.models.decoder_config import DecoderArchitecture
 from weft.schema import to_table
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

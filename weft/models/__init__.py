@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from weft.errors import ConfigError
-from weft.models.decoder import Decoder, DecoderArchitecture, DecoderConfig, RopeScaling
+from weft.models.decoder import Decoder
+from weft.models.decoder_config import DecoderArchitecture, DecoderConfig, RopeScaling
 from weft.models.gpt2 import GPT2, GPT2Config
 from weft.models.hf import read_config, read_weights, save_folder, weight_reader, weights, write_config, write_weights
 from weft.models.init import LanguageConfig, Model, ModelConfig, build, initial_value, initialise

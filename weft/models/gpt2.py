@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.models.decoder import CausalAttention, TiedHead, divisors, require_positive
+from weft.models.decoder import CausalAttention, TiedHead
+from weft.models.decoder_config import divisors, require_positive
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from weft.errors import CheckpointError, ConfigError
-from weft.models.decoder import DecoderConfig
+from weft.models.decoder_config import DecoderConfig
 from weft.models.gpt2 import GPT2Config
 from weft.models.init import LanguageConfig, LanguageModel, ModelConfig, build
 from weft.schema import build_dataclass

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from weft.errors import ConfigError
-from weft.models.decoder import Decoder, DecoderConfig
+from weft.models.decoder import Decoder
+from weft.models.decoder_config import DecoderConfig
 from weft.models.gpt2 import GPT2, GPT2Config
 from weft.models.vision import VisionConfig, VisionModel, build_vision
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.models.decoder import require_positive
+from weft.models.decoder_config import require_positive
 from weft.models.vision.norm import NormKind, make_norm
 
 

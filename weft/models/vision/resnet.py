@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.errors import ConfigError
-from weft.models.decoder import require_positive
+from weft.models.decoder_config import require_positive
 from weft.models.vision.norm import NormKind, make_norm
 
 # depth -> the kind of block, and the number of blocks in each of the four stages

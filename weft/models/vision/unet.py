@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from weft.models.decoder import require_positive
+from weft.models.decoder_config import require_positive
 from weft.models.vision.norm import NormKind, make_norm
 
 
