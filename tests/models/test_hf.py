@@ -49,6 +49,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 100,
 }
+EXPERTS = {"num_experts_per_tok": 2}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**SIZES, "num_key_value_heads": 4}),
     "llama_gqa_tied": ("Llama", {**SIZES, "tie_word_embeddings": True}),
@@ -60,6 +62,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_tied": ("Qwen2", {**SIZES, "tie_word_embeddings": True, "rope_parameters": {"rope_theta": 1e6}}),
     "qwen3": ("Qwen3", {**SIZES, "head_dim": 10}),
     "qwen3_biases": ("Qwen3", {**SIZES, "head_dim": 8, "attention_bias": True}),
+    "mixtral": ("Mixtral", {**SIZES, **EXPERTS, "num_local_experts": 4}),
+    "qwen2_moe": ("Qwen2Moe", {**SIZES, **QWEN_EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]}),
+    "qwen3_moe": ("Qwen3Moe", {**SIZES, **QWEN_EXPERTS, "head_dim": 8, "norm_topk_prob": True}),
     "gpt2": ("GPT2", {**GPT2_SIZES, **NO_DROPOUT}),
     "gpt2_inner_untied": ("GPT2", {**GPT2_SIZES, **NO_DROPOUT, "n_inner": 40, "tie_word_embeddings": False}),
 }
@@ -72,12 +77,23 @@ def norm_in_own_dtype(self: Any, hidden: Tensor) -> Tensor:
     return normed
 
 
+def route_in_own_dtype(self: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """transformers' choice of experts without its cast to float32."""
+    logits = nn.functional.linear(hidden.reshape(-1, self.hidden_dim), self.weight)
+    chosen, experts = logits.softmax(-1).topk(self.top_k)
+    return logits, chosen / chosen.sum(-1, keepdim=True) if getattr(self, "norm_topk_prob", True) else chosen, experts
+
+
 @pytest.fixture
 def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in ("llama", "mistral", "qwen2", "qwen3"):
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen2Moe", "Qwen3Moe"):
+        kind = name.replace("Moe", "_moe").lower()
         module = getattr(transformers.models, kind)
-        norm = getattr(getattr(module, f"modeling_{kind}"), f"{kind.capitalize()}RMSNorm")
+        norm = getattr(getattr(module, f"modeling_{kind}"), f"{name}RMSNorm")
         monkeypatch.setattr(norm, "forward", norm_in_own_dtype)
+        router = getattr(getattr(module, f"modeling_{kind}"), f"{name}TopKRouter", None)
+        if router is not None:
+            monkeypatch.setattr(router, "forward", route_in_own_dtype)
 
 
 def make_theirs(case: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -85,6 +101,7 @@ def make_theirs(case: str, dtype: torch.dtype = torch.float64) -> Any:
     kind, table = CASES[case]
     config = getattr(transformers, f"{kind}Config")(**table, bos_token_id=None, eos_token_id=None)
     config._attn_implementation = "sdpa"
+    config._experts_implementation = "eager"  # torch's grouped matmul has no float64
     torch.manual_seed(7)
     model = getattr(transformers, f"{kind}LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")(config)
     for parameter in model.parameters():
@@ -147,7 +164,8 @@ def test_our_folder_gives_transformers_our_logits(case: str, tmp_path: Path, bat
         save_folder(tmp_path / "ours", ours)
         assert read_config(tmp_path / "ours") == config
         loader: Any = transformers.AutoModelForCausalLM
-        theirs, report = loader.from_pretrained(tmp_path / "ours", output_loading_info=True, attn_implementation="sdpa")
+        how = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+        theirs, report = loader.from_pretrained(tmp_path / "ours", output_loading_info=True, **how)
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         assert type(theirs).__name__ == json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0]
         assert theirs.dtype == torch.float64
@@ -156,7 +174,7 @@ def test_our_folder_gives_transformers_our_logits(case: str, tmp_path: Path, bat
         assert_close(ours(batch[0]), expected)
 
 
-@pytest.mark.parametrize("case", ["llama_gqa_tied", "mistral_window", "qwen3", "gpt2"])
+@pytest.mark.parametrize("case", ["llama_gqa_tied", "mistral_window", "qwen3", "qwen3_moe", "gpt2"])
 def test_float32_agrees_with_transformers_untouched(case: str, tmp_path: Path, batch: tuple[Tensor, Tensor]) -> None:
     theirs = make_theirs(case, torch.float32)
     ours = build(read_config(saved(theirs, tmp_path)))
@@ -167,7 +185,7 @@ def test_float32_agrees_with_transformers_untouched(case: str, tmp_path: Path, b
 
 
 @pytest.mark.usefixtures("exact_norms")
-@pytest.mark.parametrize("case", ["llama_gqa_tied", "mistral_window", "qwen3_biases", "gpt2"])
+@pytest.mark.parametrize("case", ["llama_gqa_tied", "mistral_window", "qwen3_biases", "mixtral", "qwen2_moe", "gpt2"])
 def test_gradients_equal_those_of_transformers(case: str, tmp_path: Path, batch: tuple[Tensor, Tensor]) -> None:
     tokens, labels = batch
     theirs = make_theirs(case)
@@ -184,7 +202,7 @@ def test_gradients_equal_those_of_transformers(case: str, tmp_path: Path, batch:
         assert_close(gradient.t() if is_conv1d else gradient, expected[name])
 
 
-@pytest.mark.parametrize("case", ["llama_gqa_tied", "qwen3", "gpt2"])
+@pytest.mark.parametrize("case", ["llama_gqa_tied", "qwen3", "mixtral", "qwen3_moe", "gpt2"])
 def test_shards_round_trip_in_both_directions(case: str, tmp_path: Path) -> None:
     theirs = make_theirs(case)
     config = read_config(saved(theirs, tmp_path / "theirs", max_shard_size="20KB"))

@@ -26,7 +26,7 @@ from weft.models import (
     token_loss,
 )
 from weft.models.decoder import CausalAttention, Decoder, RMSNorm, rotary_tables
-from weft.models.decoder_config import DecoderArchitecture
+from weft.models.decoder_config import SPARSE_ARCHITECTURES, DecoderArchitecture
 from weft.schema import to_table
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -161,6 +161,10 @@ def decoder_configs(draw: st.DrawFn) -> DecoderConfig:
     architecture: DecoderArchitecture = draw(st.sampled_from(get_args(DecoderArchitecture)))
     key_heads, group, head_dim = draw(st.integers(1, 16)), draw(st.integers(1, 16)), 2 * draw(st.integers(1, 80))
     square = architecture == "llama" or draw(st.booleans())
+    experts: dict[str, Any] = {}
+    if architecture in SPARSE_ARCHITECTURES:
+        experts = {"num_experts": draw(st.integers(1, 300)), "moe_intermediate_size": draw(st.integers(0, 3000))}
+        experts["num_experts_per_tok"] = draw(st.integers(1, experts["num_experts"]))
     return DecoderConfig(
         architecture=architecture,
         vocab_size=draw(st.integers(1, 300000)),
@@ -175,6 +179,7 @@ def decoder_configs(draw: st.DrawFn) -> DecoderConfig:
         mlp_bias=architecture == "llama" and draw(st.booleans()),
         rope_scaling=draw(st.sampled_from([None, SCALING])),
         sliding_window=draw(st.sampled_from([None, 3, 4096])) if architecture == "mistral" else None,
+        **experts,
     )
 
 
@@ -191,6 +196,8 @@ def test_shrunk_decoders_are_tiny_and_alike(config: DecoderConfig) -> None:
     assert all(getattr(tiny, name) == getattr(config, name) for name in same)
     assert (tiny.rope_scaling is None) == (config.rope_scaling is None)
     assert (tiny.sliding_window is None) == (config.sliding_window is None)
+    assert tiny.num_experts == min(config.num_experts, 8)
+    assert tiny.moe_intermediate_size <= 32
 
     def is_square(some: DecoderConfig) -> bool:
         return some.num_attention_heads * some.head_dim == some.hidden_size

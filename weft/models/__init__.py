@@ -13,7 +13,8 @@ from weft.errors import ConfigError
 from weft.models.decoder import Decoder
 from weft.models.decoder_config import DecoderArchitecture, DecoderConfig, RopeScaling
 from weft.models.gpt2 import GPT2, GPT2Config
-from weft.models.hf import read_config, read_weights, save_folder, weight_reader, weights, write_config, write_weights
+from weft.models.hf import read_weights, save_folder, weight_reader, weights, write_weights
+from weft.models.hf_config import read_config, write_config
 from weft.models.init import LanguageConfig, Model, ModelConfig, build, initial_value, initialise
 from weft.models.loss import IGNORE, token_loss
 from weft.models.vision import VISION_CONFIGS, VisionConfig

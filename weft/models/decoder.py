@@ -1,12 +1,13 @@
-"""The decoder family Llama, Mistral, Qwen2 and Qwen3: a plain PyTorch model without any code for parallelism.
+"""The decoder family Llama, Mistral and Qwen, with and without experts: plain PyTorch, no code for parallelism.
 
 Module and parameter names are those of transformers' LlamaForCausalLM, so a Hugging Face folder loads name by name.
-Config keys are those of its config.json. The four architectures differ in these options:
+Config keys are those of its config.json. The architectures differ in these options:
 
     llama     optional biases (attention_bias, mlp_bias), optional Llama-3 scaling of the rotary frequencies
     mistral   optional sliding_window
     qwen2     biases on q, k and v only (qkv_bias)
     qwen3     an RMSNorm on each head of q and k (qk_norm), head_dim independent of hidden_size / heads
+    mixtral   mistral with experts (`experts.py`) in place of the MLP of each layer; qwen2_moe, qwen3_moe: alike
 
 Rotary tables are computed in each forward from the config, at negligible cost. So a model that is cast, or built on the
 meta device and moved by to_empty, has no table with stale values.
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.models.decoder_config import DecoderConfig, RopeScaling
+from weft.models.experts import SparseMLP, SwiGLU
 
 
 class RMSNorm(nn.Module):
@@ -103,27 +105,17 @@ class Attention(nn.Module):
         return out
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(hidden)) * up(hidden))."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
-        return out
-
-
 class DecoderLayer(nn.Module):
-    """One block: attention and MLP, each with a norm before it and a residual connection."""
+    """One block: attention and MLP (or experts), each with a norm before it and a residual connection."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = SwiGLU(config)
+        self.mlp = (
+            SparseMLP(config)
+            if config.has_experts(index)
+            else SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
+        )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -140,7 +132,7 @@ class DecoderBody(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:

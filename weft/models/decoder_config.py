@@ -11,14 +11,18 @@ from typing import ClassVar, Literal, get_args
 
 from weft.errors import ConfigError
 
-DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3"]
+DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
 
 # Options that are allowed only for some architectures, because transformers could not load them for the others.
 OPTION_ARCHITECTURES: dict[str, tuple[str, ...]] = {
-    "attention_bias": ("llama", "qwen3"),
+    "attention_bias": ("llama", "qwen3", "qwen3_moe"),
     "mlp_bias": ("llama",),
-    "sliding_window": ("mistral",),
+    "sliding_window": ("mistral", "mixtral"),
+    "shared_expert_intermediate_size": ("qwen2_moe",),
+    "mlp_only_layers": ("qwen2_moe", "qwen3_moe"),
 }
+IMPLIED_OPTIONS = {"qkv_bias": ("qwen2", "qwen2_moe"), "qk_norm": ("qwen3", "qwen3_moe")}
+SPARSE_ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class DecoderConfig:
     intermediate_size: 8/3 of hidden_size, rounded up to a multiple of 256 (Llama's rule).
     num_key_value_heads: num_attention_heads. head_dim: hidden_size / num_attention_heads.
     qkv_bias, qk_norm: follow from the architecture; giving a value that contradicts it is an error.
+
+    Architectures with experts need num_experts and num_experts_per_tok. moe_intermediate_size is the inner size of one
+    expert (0: intermediate_size). Every decoder_sparse_step-th layer has experts, except mlp_only_layers.
+    norm_topk_prob: do the weights of a token's experts sum to 1?
     """
 
     architecture: DecoderArchitecture = "llama"
@@ -68,6 +76,13 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool | None = None
     sliding_window: int | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = True
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
 
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
 
@@ -88,6 +103,7 @@ class DecoderConfig:
                 f"num_key_value_heads = {self.num_key_value_heads} does not divide num_attention_heads = "
                 f"{self.num_attention_heads}; use one of {divisors(self.num_attention_heads)}"
             )
+        self._check_experts()
         if self.head_dim % 2:
             raise ConfigError(
                 f"head_dim = {self.head_dim} is odd; rotary embeddings turn pairs, so use an even head_dim"
@@ -96,6 +112,12 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return self.num_hidden_layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Has a layer experts in place of one MLP?"""
+        return (
+            self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0 and layer not in self.mlp_only_layers
+        )
 
     def shrunk(self, num_layers: int = 2) -> DecoderConfig:
         """A tiny config of the same structure, for a quick verification in float64.
@@ -109,6 +131,8 @@ class DecoderConfig:
         head_dim = min(self.head_dim, 32 // num_heads // 2 * 2)
         hidden_size = num_heads * head_dim
         is_square = self.num_attention_heads * self.head_dim == self.hidden_size
+        num_layers = min(self.num_hidden_layers, num_layers)
+        step = min(self.decoder_sparse_step, num_layers)
         scaling = self.rope_scaling
         if scaling is not None:
             positions = min(scaling.original_max_position_embeddings, 32)
@@ -118,13 +142,19 @@ class DecoderConfig:
             vocab_size=min(self.vocab_size, 61),
             hidden_size=hidden_size,
             intermediate_size=min(self.intermediate_size, 64),
-            num_hidden_layers=min(self.num_hidden_layers, num_layers),
+            num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=num_key_value_heads,
             head_dim=head_dim if is_square else 2 * head_dim,
             max_position_embeddings=min(self.max_position_embeddings, 64),
             rope_scaling=scaling,
             sliding_window=None if self.sliding_window is None else min(self.sliding_window, 8),
+            num_experts=min(self.num_experts, 8),
+            num_experts_per_tok=min(self.num_experts_per_tok, 4),
+            moe_intermediate_size=min(self.moe_intermediate_size, 32),
+            shared_expert_intermediate_size=min(self.shared_expert_intermediate_size, 32),
+            decoder_sparse_step=step,
+            mlp_only_layers=tuple(layer for layer in self.mlp_only_layers if layer < num_layers and layer != step - 1),
         )
 
     def _check_options(self) -> None:
@@ -134,14 +164,36 @@ class DecoderConfig:
                     f"{name} = {getattr(self, name)} does not exist in architecture {self.architecture!r}; "
                     f"leave it out, or use architecture {' or '.join(repr(name) for name in architectures)}"
                 )
-        for name, owner in (("qkv_bias", "qwen2"), ("qk_norm", "qwen3")):
-            implied, given = self.architecture == owner, getattr(self, name)
+        for name, owners in IMPLIED_OPTIONS.items():
+            implied, given = self.architecture in owners, getattr(self, name)
             if given is not None and given != implied:
                 raise ConfigError(
                     f"{name} = {given} contradicts architecture {self.architecture!r}, which has {name} = {implied}; "
                     f"leave {name} out"
                 )
             object.__setattr__(self, name, implied)
+
+    def _check_experts(self) -> None:
+        if self.architecture not in SPARSE_ARCHITECTURES:
+            if self.num_experts:
+                raise ConfigError(
+                    f"num_experts = {self.num_experts} does not exist in architecture {self.architecture!r}; leave it "
+                    f"out, or use one of {', '.join(SPARSE_ARCHITECTURES)}"
+                )
+            return
+        require_positive(self, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}; "
+                f"give each token at most all experts"
+            )
+        if self.architecture == "mixtral" and not self.norm_topk_prob:
+            raise ConfigError("norm_topk_prob = false does not exist in architecture 'mixtral'; leave it out")
+        if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
+            raise ConfigError(
+                f"none of the {self.num_hidden_layers} layers has experts; lower decoder_sparse_step = "
+                f"{self.decoder_sparse_step}, or shorten mlp_only_layers = {list(self.mlp_only_layers)}"
+            )
 
     def _derive(self) -> None:
         if (self.head_dim == 0 or self.architecture == "llama") and self.hidden_size % self.num_attention_heads:
@@ -157,6 +209,8 @@ class DecoderConfig:
         for name, value in derived.items():
             if getattr(self, name) == 0:
                 object.__setattr__(self, name, value)
+        if self.num_experts and self.moe_intermediate_size == 0:
+            object.__setattr__(self, "moe_intermediate_size", self.intermediate_size)
 
 
 def require_positive(config: object, *names: str) -> None:

@@ -29,7 +29,7 @@ ModelConfig = LanguageConfig | VisionConfig
 Model = LanguageModel | VisionModel
 
 DEVIATION = 0.02
-RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
+RESIDUAL_PROJECTIONS = ("o_proj.weight", "down_proj.weight", "c_proj.weight", "experts.down_proj")
 
 
 @overload

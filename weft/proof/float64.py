@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+
+from weft.models.grouped_matmul import grouped_product
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS: dict[Any, Callable[..., Tensor]] = dict.fromkeys(
@@ -135,28 +136,6 @@ def _place() -> tuple[str, str]:
         frame = frame.f_back
     file = frame.f_code.co_filename
     return f"{Path(file).name}:{frame.f_lineno}", file
-
-
-def grouped_product(
-    left: Tensor, right: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **_: Any
-) -> Tensor:
-    """Returns torch's grouped_mm, in any dtype.
-
-    Rows of `left` [rows, in] up to `offs[i]` are multiplied by `right[i]` [in, out]; rows behind the last are zero.
-    With `left` [in, rows] and `right` [rows, out], each group's product is one of the result [groups, in, out].
-    """
-    if left.dim() == 3 and right.dim() == 3:
-        return left @ right
-    assert offs is not None
-    if isinstance(left, FakeTensor) or left.is_meta:  # only shapes count
-        return left @ (right[0] if right.dim() > left.dim() else right)
-    ends = [int(end) for end in offs.tolist()]
-    groups = list(zip([0, *ends[:-1]], ends, strict=True))
-    if right.dim() == 2:
-        return torch.stack([left[..., start:end] @ right[start:end] for start, end in groups])
-    products = [left[start:end] @ right[index] for index, (start, end) in enumerate(groups)]
-    behind = left.new_zeros(len(left) - ends[-1], right.shape[-1])
-    return torch.cat([*products, behind])
 
 
 def _names_narrow(args: Any, kwargs: Any) -> bool:

@@ -1,0 +1,168 @@
+"""Mixtures of experts: routing, sorting and summing against a direct loop; plans without an axis of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import weft
+from weft.errors import ConfigError
+from weft.models import DecoderConfig, build, initialise
+from weft.models.experts import SparseMLP, sort_by_expert
+from weft.plan import Context, Memory, Pipe, Plan, Shard
+from weft.plan import Tensor as TensorAxis
+from weft.proof.prove import verify
+
+CONFIG = DecoderConfig(
+    architecture="qwen3_moe",
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+)
+SHARED = replace(
+    CONFIG,
+    architecture="qwen2_moe",
+    shared_expert_intermediate_size=12,
+    norm_topk_prob=False,
+    qkv_bias=True,
+    qk_norm=False,
+)
+
+
+def made(config: DecoderConfig) -> SparseMLP:
+    torch.manual_seed(3)
+    layer = SparseMLP(config).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, 0.0, 0.4)
+    return layer
+
+
+def looped(layer: SparseMLP, hidden: Tensor, config: DecoderConfig) -> Tensor:
+    """What the layer computes, token by token and expert by expert."""
+    rows = []
+    for token in hidden.flatten(0, 1):
+        probabilities = (layer.gate.weight @ token).softmax(-1)
+        weights, chosen = probabilities.topk(config.num_experts_per_tok)
+        if config.norm_topk_prob:
+            weights = weights / weights.sum()
+        row = torch.zeros_like(token)
+        for weight, expert in zip(weights, chosen, strict=True):
+            gate, up = (layer.experts.gate_up_proj[expert] @ token).chunk(2)
+            row = row + weight * (layer.experts.down_proj[expert] @ (F.silu(gate) * up))
+        if layer.shared_expert is not None and layer.shared_expert_gate is not None:
+            row = row + torch.sigmoid(layer.shared_expert_gate(token)) * layer.shared_expert(token)
+        rows.append(row)
+    return torch.stack(rows).view_as(hidden)
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, SHARED, replace(CONFIG, num_experts_per_tok=1)], ids=["top-2", "shared", "top-1"]
+)
+def test_a_layer_is_the_loop_over_its_experts(config: DecoderConfig) -> None:
+    layer = made(config)
+    hidden = torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    inputs = (hidden, *layer.parameters())
+    gradient = torch.randn(2, 5, 16, dtype=torch.float64)
+    found, expected = layer(hidden), looped(layer, hidden, config)
+    assert (found - expected).abs().max() < 1e-12
+    for one, other in zip(*(torch.autograd.grad(out, inputs, gradient) for out in (found, expected)), strict=True):
+        assert (one - other).abs().max() < 1e-12
+
+
+def test_experts_without_tokens_get_zero_gradients() -> None:
+    layer = made(CONFIG)
+    with torch.no_grad():
+        layer.gate.weight.zero_()
+        layer.gate.weight[:2] = 1.0  # positive tokens all go to the first two
+    layer(torch.rand(1, 7, 16, dtype=torch.float64)).sum().backward()
+    assert layer.experts.down_proj.grad is not None
+    assert [bool(gradient.any()) for gradient in layer.experts.down_proj.grad] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_sorting_keeps_the_order_of_tokens() -> None:
+    order, ends = sort_by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
+    assert order.tolist() == [1, 2, 0, 4, 3, 5]
+    assert (ends.tolist(), ends.dtype) == ([2, 2, 4, 6, 6], torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_matmuls_of_torch_agree_with_float64(dtype: torch.dtype) -> None:
+    layer = made(CONFIG)
+    with torch.no_grad():
+        layer.gate.weight.mul_(8)  # far from ties: rounding chooses no other expert
+    hidden = torch.randn(2, 5, 16, dtype=torch.float64)
+    expected = layer(hidden)
+    narrow = made(CONFIG).to(dtype)
+    narrow.load_state_dict(layer.state_dict())
+    found = narrow(hidden.to(dtype).requires_grad_())
+    found.sum().backward()
+    assert found.dtype == dtype
+    assert (found.double() - expected).abs().max() < 20 * torch.finfo(dtype).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts = 0 must be positive"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7 is more than num_experts = 6"),
+        ({"mlp_only_layers": (0, 1)}, r"none of the 2 layers has experts.*mlp_only_layers = \[0, 1\]"),
+        ({"decoder_sparse_step": 3}, "none of the 2 layers has experts; lower decoder_sparse_step = 3"),
+        ({"shared_expert_intermediate_size": 8}, "does not exist in architecture 'qwen3_moe'.*'qwen2_moe'"),
+        ({"architecture": "qwen3"}, "num_experts = 6 does not exist in architecture 'qwen3'.*mixtral"),
+        (
+            {"architecture": "mixtral", "qk_norm": False, "norm_topk_prob": False},
+            "norm_topk_prob = false does not exist",
+        ),
+    ],
+)
+def test_configs_that_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(CONFIG, **changes)  # type: ignore[arg-type]
+
+
+def make() -> weft.models.Decoder:
+    model = build(replace(CONFIG, decoder_sparse_step=1))
+    initialise(model, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.mul_(20)  # tokens differ in their experts
+    return model
+
+
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(index))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(shard=Shard(2, 3), memory=Memory("full")),
+        Plan(pipe=Pipe(2)),
+        Plan(tensor=TensorAxis(2)),
+        Plan(context=Context(2), memory=Memory("selective")),
+    ],
+    ids=lambda plan: plan.describe_axes(),
+)
+def test_plans_are_proved(plan: Plan) -> None:
+    verify(make, batch, plan).require()
