@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft.errors import ConfigError
@@ -166,3 +167,16 @@ def batch(index: int) -> tuple[Tensor, Tensor]:
 )
 def test_plans_are_proved(plan: Plan) -> None:
     verify(make, batch, plan).require()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_grouped_matmuls_have_shapes_on_fake_tensors(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        rows = torch.empty(10, 6, dtype=dtype, requires_grad=True)
+        weight = torch.empty(3, 7, 6, dtype=dtype, requires_grad=True)
+        ends = torch.empty(3, dtype=torch.int32)
+        for make in (torch._grouped_mm, F.grouped_mm):
+            product = make(rows, weight.transpose(1, 2), offs=ends)
+            assert (product.shape, product.dtype) == ((10, 7), dtype)
+            gradients = torch.autograd.grad(product, (rows, weight), torch.empty_like(product))
+            assert [gradient.shape for gradient in gradients] == [(10, 6), (3, 7, 6)]

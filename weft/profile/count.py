@@ -31,7 +31,7 @@ from weft.models.decoder import CausalAttention
 from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, returns_loss
 from weft.profile.branches import DataFlow
-from weft.profile.flops import GROUPED, KEPT_OPERATIONS, count_product, fake_grouped
+from weft.profile.flops import KEPT_OPERATIONS, count_product
 from weft.profile.parts import Block, Convolution, Flops, Heads, LayerShape, Matmul, Profile, TensorMetadata
 from weft.profile.saved_bytes import POLICIES, SavedTally
 
@@ -186,8 +186,7 @@ class Tally(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_grouped = func._overloadpacket is GROUPED and args[1].dim() == 3
-        result = fake_grouped(*args[:2]) if is_grouped else func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func._overloadpacket is aten.rand and not result.dim():
             result = torch.tensor(0.5)  # layer drop compares it with a rate: no block is skipped here
         inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)

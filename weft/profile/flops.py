@@ -68,17 +68,6 @@ def count_product(func: Any, args: Any, kwargs: Any, result: Any) -> CountedProd
     return CountedProduct(flops)
 
 
-def fake_grouped(left: Tensor, right: Tensor) -> Tensor:
-    """Returns the result of a grouped matmul as a fake tensor.
-
-    On fake tensors torch refuses dtypes other than bfloat16, although it can compute them. `left` is [rows, inner],
-    `right` [groups, inner, columns]; rows of the result [rows, columns] start at multiples of 16 bytes.
-    """
-    aligned = 16 // left.element_size()
-    columns = right.shape[-1]
-    return left.new_empty_strided((left.shape[0], columns), (-(-columns // aligned) * aligned, 1))
-
-
 def _twice_in_backward(flops: int, operands: Any) -> Flops:
     num_gradients = sum(operand.requires_grad for operand in operands) if torch.is_grad_enabled() else 0
     return Flops(flops, 0, flops * num_gradients)
