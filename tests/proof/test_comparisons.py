@@ -17,10 +17,10 @@ import weft.sharding.flat_buffer
 from weft.comm import Axis, Pending
 from weft.errors import DataError, PlanError, VerifyError
 from weft.models import GPT2, GPT2Config
+from weft.models.grouped_matmul import grouped_product
 from weft.models.loss import token_loss
 from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorAxes
-from weft.models.grouped_matmul import grouped_product
 from weft.proof.float64 import Float64
 from weft.proof.prove import ProofReport, verify
 from weft.sharding.units import units_of
