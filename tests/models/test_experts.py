@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
-from weft.errors import ConfigError
+from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig, build, initialise
-from weft.models.experts import SparseMLP, sort_by_expert
+from weft.models.experts import SparseMLP, sort_by_expert, take_router_losses
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorAxis
 from weft.proof.prove import verify
@@ -139,8 +140,45 @@ def test_configs_that_are_refused(changes: dict[str, object], message: str) -> N
         replace(CONFIG, **changes)  # type: ignore[arg-type]
 
 
+def test_losses_of_routers() -> None:
+    config = replace(CONFIG, router_aux_loss_coef=0.5, router_z_loss_coef=0.25)
+    layer = made(config)
+    hidden = torch.randn(2, 5, 16, dtype=torch.float64)
+    layer(hidden)
+    found = take_router_losses(layer)
+    assert found is not None
+    assert take_router_losses(layer) is None  # taken once
+    expected = torch.zeros((), dtype=torch.float64)
+    for sequence in hidden:
+        logits = sequence @ layer.gate.weight.T
+        probabilities = logits.softmax(-1)
+        chosen = F.one_hot(probabilities.topk(2).indices, 6).sum(1).double()
+        expected += 0.5 * 5 * (6 / 2 * chosen.mean(0) * probabilities.mean(0)).sum()
+        expected += 0.25 * logits.exp().sum(-1).log().square().sum()
+    assert (found - expected).abs() < 1e-12
+    with torch.no_grad():
+        layer(hidden)
+    layer.eval()(hidden)
+    assert take_router_losses(layer) is None
+    layer.train()(hidden)
+    assert take_router_losses(copy.deepcopy(layer)) is None
+
+
+def test_even_routing_has_a_balance_of_one() -> None:
+    layer = made(replace(CONFIG, num_experts=2, num_experts_per_tok=1, router_aux_loss_coef=1.0))
+    with torch.no_grad():
+        layer.gate.weight.zero_()
+        layer.gate.weight[0, 0], layer.gate.weight[1, 0] = 1e-9, -1e-9
+    hidden = torch.zeros(1, 4, 16, dtype=torch.float64)
+    hidden[0, :, 0] = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    layer(hidden)
+    found = take_router_losses(layer)
+    assert found is not None
+    assert found.item() / 4 == pytest.approx(1.0, rel=1e-6)
+
+
 def make() -> weft.models.Decoder:
-    model = build(replace(CONFIG, decoder_sparse_step=1))
+    model = build(replace(CONFIG, router_aux_loss_coef=0.5, router_z_loss_coef=0.1))
     initialise(model, 0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -160,13 +198,32 @@ def batch(index: int) -> tuple[Tensor, Tensor]:
     [
         Plan(shard=Shard(2, 3), memory=Memory("full")),
         Plan(pipe=Pipe(2)),
-        Plan(tensor=TensorAxis(2)),
-        Plan(context=Context(2), memory=Memory("selective")),
+        Plan(tensor=TensorAxis(2), memory=Memory("selective")),
     ],
     ids=lambda plan: plan.describe_axes(),
 )
 def test_plans_are_proved(plan: Plan) -> None:
     verify(make, batch, plan).require()
+
+
+def make_without_losses() -> weft.models.Decoder:
+    model = build(CONFIG)
+    initialise(model, 0)
+    return model
+
+
+@pytest.mark.processes
+def test_sequences_are_split_where_routers_do_not_balance_over_them() -> None:
+    verify(make_without_losses, batch, Plan(context=Context(2))).require()
+    with pytest.raises(PlanError, match="context = 2 splits sequences, over whose tokens routers balance"):
+        verify(make, batch, Plan(context=Context(2)))
+
+
+@pytest.mark.processes
+def test_a_stage_without_its_routers_losses_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.pipeline.step_run.take_router_losses", lambda model: None)
+    report = verify(make, batch, Plan(pipe=Pipe(2)))
+    assert not report.passed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -56,6 +56,7 @@ class DecoderConfig:
     Architectures with experts need num_experts and num_experts_per_tok. moe_intermediate_size is the inner size of one
     expert (0: intermediate_size). Every decoder_sparse_step-th layer has experts, except mlp_only_layers.
     norm_topk_prob: do the weights of a token's experts sum to 1?
+    router_aux_loss_coef, router_z_loss_coef: the weights of the routers' own losses in training (`experts.py`).
     """
 
     architecture: DecoderArchitecture = "llama"
@@ -83,6 +84,8 @@ class DecoderConfig:
     norm_topk_prob: bool = True
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
+    router_aux_loss_coef: float = 0.0
+    router_z_loss_coef: float = 0.0
 
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
 
@@ -187,6 +190,9 @@ class DecoderConfig:
                 f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}; "
                 f"give each token at most all experts"
             )
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)} is negative; give 0 or more")
         if self.architecture == "mixtral" and not self.norm_topk_prob:
             raise ConfigError("norm_topk_prob = false does not exist in architecture 'mixtral'; leave it out")
         if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):

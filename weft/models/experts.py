@@ -5,6 +5,15 @@
         all experts at once, by grouped matmuls: down(silu(gate(row)) * up(row))
       back in the order of tokens, times the weights, summed over k: [tokens, hidden]
 
+In training, routers have losses of their own, which a step adds to the model's (`take_router_losses`):
+
+    router_aux_loss_coef   DeepSeek-V3's balance: experts / k times the sum over experts of the share of tokens that
+                           chose the expert times its mean probability; 1 if all experts get the same
+    router_z_loss_coef     the mean square of the logarithm of the softmax's denominator, as in ST-MoE
+
+Both are means over the tokens of each sequence, so they do not depend on how sequences are dealt to ranks,
+micro-batches or stages.
+
 No token is dropped and the host waits for nothing: shapes do not depend on where tokens go. Results do not depend on
 the order of additions on a device, because nothing is summed by atomic additions. Names of modules and parameters are
 those of transformers' Mixtral, Qwen2-MoE and Qwen3-MoE.
@@ -17,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from weft.models.decoder_config import DecoderConfig
@@ -37,6 +47,15 @@ class SwiGLU(nn.Module):
         return out
 
 
+class _LastLoss:
+    """The loss of a router's last forward in training, summed over tokens. Copies of a router begin without one."""
+
+    loss: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LastLoss:
+        return _LastLoss()
+
+
 class Router(nn.Module):
     """Chooses the experts of each token, in at least float32: the k largest of a softmax over all experts."""
 
@@ -44,14 +63,42 @@ class Router(nn.Module):
         super().__init__()
         self.num_experts_per_tok = config.num_experts_per_tok
         self.is_normalised = config.norm_topk_prob
+        self.balance, self.z_loss = config.router_aux_loss_coef, config.router_z_loss_coef
+        self.last = _LastLoss()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [tokens, hidden] -> the weights of their experts and the experts, both [tokens, k]."""
-        dtype = torch.promote_types(tokens.dtype, torch.float32)
-        probabilities = F.linear(tokens.to(dtype), self.weight.to(dtype)).softmax(-1)
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden [batch, sequence, hidden] -> the weights of the experts and the experts, [batch * sequence, k]."""
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logits = F.linear(hidden.to(dtype), self.weight.to(dtype))
+        probabilities = logits.softmax(-1)
         weights, experts = probabilities.topk(self.num_experts_per_tok)
+        if self.training and torch.is_grad_enabled() and (self.balance or self.z_loss):
+            loss = self._loss(logits, probabilities, experts)
+            self.last.loss = None if isinstance(loss, FakeTensor) else loss
+        weights, experts = weights.flatten(0, -2), experts.flatten(0, -2)
         return weights / weights.sum(-1, keepdim=True) if self.is_normalised else weights, experts
+
+    def _loss(self, logits: Tensor, probabilities: Tensor, experts: Tensor) -> Tensor:
+        """The router's losses, summed over the tokens of all sequences; logits [batch, sequence, experts]."""
+        total = self.z_loss * logits.logsumexp(-1).square().sum()
+        if self.balance:
+            _, sequence, num_experts = logits.shape
+            ones = torch.ones_like(experts, dtype=logits.dtype).flatten(1)
+            counts = torch.zeros_like(logits[:, 0]).scatter_add_(1, experts.flatten(1), ones)  # [batch, experts]
+            share = counts * (num_experts / (sequence * self.num_experts_per_tok))
+            total = total + self.balance * (share * probabilities.sum(1)).sum()
+        return total
+
+
+def take_router_losses(model: nn.Module) -> Tensor | None:
+    """The sum of the losses that routers had in the last forward in training, which they forget; None without any."""
+    total = None
+    for module in model.modules():
+        if isinstance(module, Router) and module.last.loss is not None:
+            total = module.last.loss if total is None else total + module.last.loss.to(total)
+            module.last.loss = None
+    return total
 
 
 class Experts(nn.Module):
@@ -80,8 +127,8 @@ class SparseMLP(nn.Module):
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if inner else None
 
     def forward(self, hidden: Tensor) -> Tensor:
+        weights, experts = self.gate(hidden)
         tokens = hidden.flatten(0, -2)
-        weights, experts = self.gate(tokens)
         order, ends = sort_by_expert(experts, self.experts.gate_up_proj.shape[0])
         inverse = order.argsort()
         rows = _Gather.apply(tokens, order, inverse)

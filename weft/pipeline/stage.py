@@ -52,7 +52,7 @@ class StagePass:
     """One micro-batch at one stage, from its forward to its backward."""
 
     route: Route
-    total: Tensor | None = None  # the loss, if the stage is the last
+    total: Tensor | None = None  # the loss: the last stage's, and those of routers in this stage
     received: dict[int, Tensor] = field(default_factory=dict)  # leaves by number
     # real tensors that the model's own code sees as fake ones, by number
     real: dict[int, Tensor] = field(default_factory=dict)

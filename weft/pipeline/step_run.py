@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.mesh import Mesh
+from weft.models.experts import take_router_losses
 from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
 from weft.pipeline.message_order import Arrivals, MessageDrivenOrder
 from weft.pipeline.partition import Route
@@ -163,6 +164,9 @@ class StepRun:
         route, take = self.routes[action.micro_batch], partial(self._receive, action)
         with stage.units.reads.watching():
             done = stage.walk.forward(partial(self.work.total, stage.model, batch), route, take)
+        routers = take_router_losses(stage.model)
+        if routers is not None:
+            done.total = routers if done.total is None else done.total + routers.to(done.total)
         if done.total is not None:
             loss = self.shadow_loss if action.kind == SHADOW else self.loss
             loss += done.total.detach()

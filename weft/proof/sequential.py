@@ -17,7 +17,7 @@ from weft.inspection.blocks import find_blocks
 from weft.inspection.nested_tensors import map_tensors, tensors_in
 from weft.proof.float64 import Float64
 from weft.step.batch import Batch, num_samples, take_samples
-from weft.step.objective import Objective
+from weft.step.objective import Objective, training_total
 
 LEARNING_RATE = 1e-2
 # AdamW's epsilon. With the usual 1e-8, rounding noise of 1e-17 in a gradient of zero moves a parameter by a billionth
@@ -82,7 +82,7 @@ def run_sequential(
         for number, own in enumerate(parts):
             calls = found.calls if step == number == 0 else None
             with statistics.of(number), _counting(model, calls), wide:
-                mean = objective.total(model, own) / count
+                mean = training_total(objective, model, own) / count
                 mean.backward()
             loss += mean.detach()
         statistics.average()

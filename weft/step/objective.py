@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weft.comm import Traffic
 from weft.comm.ledger import Key
+from weft.models.experts import take_router_losses
 from weft.models.loss import IGNORE
 from weft.models.loss_head import logits_of, loss_head_of
 from weft.parallel.tensor.vocabulary import cross_entropy, num_right, vocabulary_of
@@ -42,6 +43,13 @@ def _token_total(model: nn.Module, batch: Batch, z_loss: float = 0.0) -> Tensor:
         return cross_entropy(logits_of(model(batch[0])), batch[1], vocabulary_of(model), z_loss)[0]
     with head.computing_loss(batch[1], z_loss):
         return logits_of(model(batch[0]))
+
+
+def training_total(objective: Objective, model: nn.Module, batch: Batch) -> Tensor:
+    """The objective's total, plus the losses of the model's routers."""
+    total = objective.total(model, batch)
+    routers = take_router_losses(model)
+    return total if routers is None else total + routers.to(total)
 
 
 def _count_valid(batch: Batch) -> Tensor:

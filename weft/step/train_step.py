@@ -28,7 +28,7 @@ from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import Plan
 from weft.step.batch import Batch
 from weft.step.cuda_graph import Graph
-from weft.step.objective import CROSS_ENTROPY, Objective
+from weft.step.objective import CROSS_ENTROPY, Objective, training_total
 
 Before = Callable[[int], None]
 
@@ -167,7 +167,7 @@ def _run_in_turn(
     def compute(index: int) -> Tensor:
         before(index)
         with watching_reads(model):
-            total = objective.total(model, batches[index])
+            total = training_total(objective, model, batches[index])
         (total * scale.to(total.dtype)).backward()
         return total.detach()
 

@@ -25,6 +25,7 @@ from weft.inspection.nested_tensors import map_tensors
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.decoder import CausalAttention
+from weft.models.experts import Router
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.parallel.context import closed_form
 from weft.parallel.context.attention import (
@@ -62,6 +63,11 @@ class ContextAxis(Strategy):
             return (
                 f"context = {degree}, but no attention of {type(profile.model).__name__} is one that weft can split "
                 f"along the sequence (weft.models' CausalAttention); use weft's own models, or context = 1"
+            )
+        if any(isinstance(module, Router) and module.balance for module in profile.model.modules()):
+            return (
+                f"context = {degree} splits sequences, over whose tokens routers balance their experts "
+                f"(router_aux_loss_coef); use router_aux_loss_coef = 0, or context = 1"
             )
         dropping = next((name for name, module in attentions.items() if module.dropout > 0), None)
         if dropping is not None:
