@@ -101,7 +101,7 @@ def take_router_losses(model: nn.Module) -> Tensor | None:
     return total
 
 
-class Experts(nn.Module):
+class StackedExperts(nn.Module):
     """Many MLPs (SwiGLU) whose weights are stacked. Rows are sorted by expert; expert i's end before row `ends[i]`."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -121,7 +121,7 @@ class SparseMLP(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = Experts(config)
+        self.experts = StackedExperts(config)
         inner = config.shared_expert_intermediate_size
         self.shared_expert = SwiGLU(config.hidden_size, inner) if inner else None
         self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False) if inner else None
@@ -131,8 +131,8 @@ class SparseMLP(nn.Module):
         tokens = hidden.flatten(0, -2)
         order, ends = sort_by_expert(experts, self.experts.gate_up_proj.shape[0])
         inverse = order.argsort()
-        rows = _Gather.apply(tokens, order, inverse)
-        out: Tensor = _Combine.apply(self.experts(rows, ends), weights, order, inverse)
+        rows = _GatherRows.apply(tokens, order, inverse)
+        out: Tensor = _CombineRows.apply(self.experts(rows, ends), weights, order, inverse)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + self.shared_expert_gate(tokens).sigmoid() * self.shared_expert(tokens)
         return out.view_as(hidden)
@@ -148,7 +148,7 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order, ends.to(torch.int32)
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """Rows of tokens, sorted by expert. Its backward sums the gradients of a token's rows in their own order."""
 
     @staticmethod
@@ -164,7 +164,7 @@ class _Gather(torch.autograd.Function):
         return gradient[inverse].unflatten(0, (ctx.num_tokens, -1)).sum(1), None, None
 
 
-class _Combine(torch.autograd.Function):
+class _CombineRows(torch.autograd.Function):
     """The sum of each token's rows, times their weights [tokens, k], in the dtype of the rows."""
 
     @staticmethod
