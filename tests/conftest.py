@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     settings.load_profile("weft")
     config.addinivalue_line("markers", "soak: the full product of plans and models, minutes long; run with -m soak")
+    config.addinivalue_line("markers", "sampled(count): one in `count` of its cases runs, the others with -m soak")
     config.addinivalue_line("markers", "processes: starts processes; `make check` leaves it out")
 
 
@@ -75,10 +77,26 @@ def _no_process_without_the_marker(request: pytest.FixtureRequest, monkeypatch: 
         pytest.fail(f"it started a process ({started[0]}); mark it with pytest.mark.processes")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_sampled(items)
     if "soak" in config.option.markexpr:
         return
     soak = [item for item in items if item.get_closest_marker("soak")]
     if soak:
         config.hook.pytest_deselected(items=soak)
-        items[:] = [item for item in items if item not in soak]
+        left_out = set(map(id, soak))
+        items[:] = [item for item in items if id(item) not in left_out]
+
+
+def _mark_sampled(items: list[pytest.Item]) -> None:
+    """Mark as soak all but one in `count` of the cases of each test with the marker sampled(count)."""
+    numbers: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is None or item.get_closest_marker("soak"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if numbers[test] % marker.args[0]:
+            item.add_marker("soak")
+        numbers[test] += 1

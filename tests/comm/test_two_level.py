@@ -97,6 +97,7 @@ def wrong_orders(axis: Axis, payloads_of: Iterable[tuple[int, torch.dtype]]) -> 
 
 
 @pytest.mark.parametrize(("num_nodes", "num_local"), NODES)
+@pytest.mark.sampled(2)
 def test_every_element_comes_where_the_flat_collective_puts_it(num_nodes: int, num_local: int) -> None:
     def rank(_: int) -> list[str]:
         return wrong_orders(two_levels(num_nodes, num_local), PAYLOADS)
@@ -400,6 +401,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "replacement", "bytes_differ"), BROKEN.values(), ids=BROKEN.keys())
+@pytest.mark.sampled(2)
 def test_finds_parts_in_the_wrong_order(
     monkeypatch: pytest.MonkeyPatch, name: str, replacement: Any, bytes_differ: bool
 ) -> None:

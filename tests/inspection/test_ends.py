@@ -165,6 +165,7 @@ def test_what_stands_between_is_seen(kind: type[Plain], expected: ChainEnds) -> 
 
 
 @pytest.mark.parametrize("kind", [Plain, WithoutNorm, Skipping, Scaled, LastToken, Mixing])
+@pytest.mark.sampled(2)
 def test_both_ways_compute_the_same(kind: type[Plain]) -> None:
     def batch(step: int) -> tuple[Tensor, Tensor]:
         tokens, labels = shared.token_batch(step)

@@ -148,6 +148,7 @@ def all_sizes() -> Iterator[None]:
 @pytest.mark.usefixtures("all_sizes")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("make", "plan"), [(gpt2, Plan()), (llama, BF16)], ids=["gpt2", "llama"])
+@pytest.mark.sampled(4)
 def test_no_bit_changes_and_each_byte_goes_once(
     make: Callable[[], nn.Module], plan: Plan, recompute: Recompute
 ) -> None:
@@ -182,6 +183,7 @@ def test_what_is_small_stays() -> None:
 
 @pytest.mark.usefixtures("all_sizes")
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.sampled(2)
 def test_compiled_blocks_send_what_their_graphs_save(recompute: Recompute) -> None:
     def compile_them(model: nn.Module) -> None:
         torch.compiler.reset()
@@ -430,6 +432,7 @@ def deep(plan: Plan) -> Run:
 
 
 @pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.sampled(2)
 def test_predicted_peak_is_what_tensors_take(name: str) -> None:
     run = deep(PEAKS[name])
 

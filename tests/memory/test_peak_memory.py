@@ -104,6 +104,7 @@ def predicted_bytes(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled(3)
 def test_predicted_peak_is_what_tensors_take(name: str) -> None:
     assert predicted_bytes(name) == pytest.approx(measured_bytes(name), rel=LAW)
 

@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, Plan]] = {
 
 
 @pytest.mark.parametrize(("name", "plan"), one_in(2, CASES))
+@pytest.mark.sampled(2)
 def test_shipped_models(name: str, plan: Plan) -> None:
     check(name, plan).require()
 

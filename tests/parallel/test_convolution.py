@@ -273,6 +273,7 @@ COVERING: dict[str, tuple[str, Plan]] = {
 
 
 @pytest.mark.parametrize(("name", "plan"), one_in(2, COVERING))
+@pytest.mark.sampled(2)
 def test_models(name: str, plan: Plan) -> None:
     check(name, plan).require()
 
@@ -451,6 +452,7 @@ def most_saved_bytes(make: Callable[[], nn.Module], plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("name", ["plain", "classic", "GroupNorm"])
+@pytest.mark.sampled(2)
 def test_saved_bytes_are_as_predicted(name: str) -> None:
     pixels, labels = image_batch(0)
     plans = [grid(), grid(2), grid(4), grid(1, 2), grid(2, 2)]

@@ -36,6 +36,7 @@ EXPECTED: dict[str, tuple[int, int, int]] = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.sampled(3)
 def test_transformers_models(name: str) -> None:
     make = ARCHITECTURES[name]
     found = pair(make())

@@ -122,6 +122,7 @@ def sequential_losses(model_fn: Callable[[], nn.Module]) -> list[float]:
 @pytest.mark.parametrize("was_training", [True, False])
 @pytest.mark.parametrize("pipe", [Pipe(2), Pipe(2, "gems"), Pipe(2, "interleaved"), Pipe(3, "message")], ids=str)
 @pytest.mark.parametrize("model_fn", [Noisy, Clamped, Auxiliary])
+@pytest.mark.sampled(5)
 def test_operations_of_one_mode(model_fn: Callable[[], nn.Module], pipe: Pipe, was_training: bool) -> None:
     """Also where the model comes in evaluation mode."""
     plan = Plan(pipe=pipe, precision="fp64")

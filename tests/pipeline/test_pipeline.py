@@ -74,6 +74,7 @@ def check(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.sampled(2)
 def test_every_schedule_at_four_ranks(schedule: Any) -> None:
     # Nine blocks do not divide over four or eight stages, and each takes what the first has made.
     check(lambda: models.Fan(9), vectors(6), Pipe(4, schedule)).require()
@@ -100,6 +101,7 @@ def test_every_schedule_at_eight_ranks(schedule: Any) -> None:
         ("message", 8),
     ],
 )
+@pytest.mark.sampled(2)
 def test_every_schedule_at_two_ranks(schedule: Any, count: int) -> None:
     check(models.Fan, vectors(count), Pipe(2, schedule)).require()
 
@@ -117,6 +119,7 @@ def test_all_numbers_of_micro_batches(schedule: Any, degree: int, count: int) ->
 
 
 @pytest.mark.parametrize(("batches", "count"), [(1, 3), (2, 6), (4, 4), (6, 6)])
+@pytest.mark.sampled(2)
 def test_gems_batches(batches: int, count: int) -> None:
     check(models.UNet, vectors(count), Pipe(4 if batches == 4 else 2, "gems", batches=batches)).require()
 
@@ -185,6 +188,7 @@ def check_model(name: str, pipe: Pipe, **others: Any) -> ProofReport:
 
 
 @pytest.mark.parametrize("name", one_in(2, [name for name in ALL_MODELS if name not in LIKE_OTHERS]))
+@pytest.mark.sampled(2)
 def test_every_model_in_two_stages(name: str) -> None:
     check_model(name, Pipe(2)).require()
 
@@ -257,6 +261,7 @@ MORE: dict[str, Plan] = {
 
 
 @pytest.mark.parametrize("plan", one_in(2, BESIDE))
+@pytest.mark.sampled(2)
 def test_beside_other_axes(plan: Plan) -> None:
     is_inside = plan.tensor.x * plan.tensor.y * plan.context.degree > 1  # these need attention
     model_fn, batch = (models.decoder, tokens(4)) if is_inside else (models.Shared, vectors(8))
@@ -265,11 +270,13 @@ def test_beside_other_axes(plan: Plan) -> None:
 
 @pytest.mark.parametrize("pipe", [Pipe(2, "interleaved"), Pipe(2, "bidirectional"), Pipe(2, "gems")], ids=str)
 @pytest.mark.parametrize("offload", [0.4, pytest.param(1.0, marks=pytest.mark.soak)])
+@pytest.mark.sampled(3)
 def test_state_on_the_host_passes_one_set_of_slots_a_rank(pipe: Pipe, offload: float) -> None:
     verify(models.decoder, tokens(4), Plan(pipe=pipe, memory=Memory(offload=offload), micro_batch=1)).require()
 
 
 @pytest.mark.parametrize("split", ["model.layers.0", "model.norm", "lm_head"])
+@pytest.mark.sampled(3)
 def test_a_stage_without_blocks_beside_a_split_sequence(split: str) -> None:
     tensor, memory = TensorPlan(2, sequence=True), Memory("full" if split == "model.norm" else "none")
     plan = Plan(pipe=Pipe(2, split=(split,)), tensor=tensor, memory=memory, micro_batch=2)
@@ -504,6 +511,7 @@ def measure_alive(pipe: Pipe, count: int, monkeypatch: Patch) -> tuple[list[int]
     ],
     ids=str,
 )
+@pytest.mark.sampled(2)
 def test_activations_alive_at_once(pipe: Pipe, count: int, expected: list[int] | None, monkeypatch: Patch) -> None:
     measured, simulated = measure_alive(pipe, count, monkeypatch)
     assert measured == simulated
@@ -688,6 +696,7 @@ def test_mixed_precision_is_that_of_one_process(schedule: Any) -> None:
     "pipe",
     ['{degree=2, schedule="gems", batches=4}', '{degree=2, schedule="interleaved", chunks=2}', "{degree=3}"],
 )
+@pytest.mark.sampled(2)
 def test_runs_are_verified_on_a_model_with_layers_enough(pipe: str, tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path, DEEP)
     report = verify_run(make_run(run_file, "run", f"plan.pipe={pipe}", "plan.micro_batch=2")).require()

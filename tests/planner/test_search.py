@@ -208,6 +208,7 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
     ],
     ids=lambda plan: plan.describe_axes() + plan.memory.words,
 )  # with equal stages
+@pytest.mark.sampled(3)
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
     plan, cluster = replace(plan, precision="bf16"), load("h100:1x8")
     model = planned_model(SMALL, 1024, cluster, software_for_text(cluster, compiles))

@@ -111,21 +111,25 @@ PLANS: dict[str, Plan] = {
 
 
 @pytest.mark.parametrize("plan", one_in(2, PLANS))
+@pytest.mark.sampled(2)
 def test_every_plan_trains_a_tied_decoder(plan: Plan) -> None:
     check("tied decoder", plan).require()
 
 
 @pytest.mark.parametrize("name", one_in(2, list(ALL_MODELS)))
+@pytest.mark.sampled(2)
 def test_every_model_is_sharded_in_stage_3(name: str) -> None:
     check(name, shard(2, 3, micro_batch=2)).require()
 
 
 @pytest.mark.parametrize("name", one_in(2, list(ALL_MODELS)))
+@pytest.mark.sampled(2)
 def test_every_model_is_trained_over_data_and_shard(name: str) -> None:
     check(name, Plan(data=2, shard=Shard(2, 1)), clip=None).require()
 
 
 @pytest.mark.parametrize("name", one_in(2, list(TOKEN_MODELS | VECTOR_MODELS)))
+@pytest.mark.sampled(2)
 def test_every_model_with_blocks_is_recomputed_in_stage_3(name: str) -> None:
     recompute: Recompute = "full" if name in VECTOR_MODELS else "selective"
     check(name, shard(2, 3, memory=Memory(recompute))).require()
@@ -133,6 +137,7 @@ def test_every_model_with_blocks_is_recomputed_in_stage_3(name: str) -> None:
 
 @pytest.mark.parametrize("plan", [Plan(data=2), shard(4, 2), Plan(data=2, shard=Shard(2, 3))])
 @pytest.mark.parametrize("clip", [None, 1e-3, 1e6])
+@pytest.mark.sampled(4)
 def test_clipping(plan: Plan, clip: float | None) -> None:
     check("gpt2", plan, clip).require()
 

@@ -71,6 +71,7 @@ def forwards_only(schedule: Schedule) -> Schedule:
 
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
+@pytest.mark.sampled(2)
 def test_no_schedule_deadlocks(name: str, skips: bool) -> None:
     """2 to 8 ranks, 1 to 16 micro-batches; up to 3 of them in an evaluation too."""
     count = 0

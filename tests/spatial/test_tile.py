@@ -115,6 +115,7 @@ MORE: dict[str, tuple[str, Plan]] = {
 
 
 @pytest.mark.parametrize(("name", "plan"), one_in(2, CASES))
+@pytest.mark.sampled(2)
 def test_equals_the_unsplit_model(name: str, plan: Plan) -> None:
     check(name, plan).require()
 
@@ -132,6 +133,7 @@ def test_two_levels() -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.sampled(2)
 def test_other_precisions_and_layouts_in_memory(layout: torch.memory_format) -> None:
     def losses(plan: Plan) -> list[float]:
         def rank(_: int) -> list[float]:
@@ -372,6 +374,7 @@ def all_saved_bytes(make: Callable[[], nn.Module], shape: tuple[int, ...], plan:
 
 @pytest.mark.parametrize("plan", one_in(2, {"apart": over(2, 2), "fused": over(2, 2, fused=2)}))
 @pytest.mark.parametrize("make", [images_for_tests.batch_resnet, UNet])
+@pytest.mark.sampled(2)
 def test_each_rank_saves_its_part_and_the_halo(make: Callable[[], nn.Module], plan: Plan) -> None:
     shape = (2, 3, 64, 64)
     whole = profile(make(), lambda: (torch.zeros(shape),))

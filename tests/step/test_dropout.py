@@ -89,6 +89,7 @@ def step(plan: Plan, seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "name", some_soak(PLANS, "x, sequence, chunks", "x y, sequence", "context", "pipe x, sequence", "pipe context")
 )
+@pytest.mark.sampled(2)
 def test_gradients_are_those_of_the_masks_of_forward(name: str) -> None:
     """A block that is computed again drops what it dropped: equal to the bit, beside any axis."""
     plan = PLANS[name]

@@ -120,6 +120,7 @@ def test_the_loop_does_what_plain_torch_does(run_file: Path) -> None:
     ],
     ids=" ".join,
 )
+@pytest.mark.sampled(2)
 def test_accumulation_and_memory_policies_do_not_change_the_curve(
     run_file: Path, tmp_path: Path, layout: list[str]
 ) -> None:

@@ -107,6 +107,7 @@ def reference(run_file: Path) -> Run:
         ],
     ),
 )
+@pytest.mark.sampled(2)
 def test_no_layout_changes_the_curve_or_what_is_right(run_file: Path, reference: Run, layout: str) -> None:
     run = make_run(run_file, layout, *layout.split())
     train_on_ranks(run)
