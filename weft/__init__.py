@@ -15,7 +15,7 @@ from weft.parallel.model_state import sync_gradients
 from weft.parallel.tensor.vocabulary import cross_entropy, vocabulary_of
 from weft.parallel.tile import tile
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tensor, Tile, load_plan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import verify
 from weft.step.model_loss import model_loss
 from weft.step.objective import CROSS_ENTROPY, Objective

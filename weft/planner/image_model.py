@@ -21,9 +21,9 @@ from weft.planner.image_sections import ImageSections
 from weft.planner.image_step import ImageSteps
 from weft.planner.question import Question
 from weft.planner.search import Model, Search
-from weft.profile import profile
-from weft.profile.software import Software
-from weft.profile.workload import Workload
+from weft.profiling import profile
+from weft.profiling.software import Software
+from weft.profiling.workload import Workload
 from weft.sharding.layout import COMPUTE_DTYPE
 
 COMPILED = Software(fused=True, compiled=True)  # tiles run uncompiled
