@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from weft.architectures.language import DecoderArchitecture
 from weft.errors import ConfigError
 from weft.models import (
     IGNORE,
@@ -25,7 +26,7 @@ from weft.models import (
     initialise,
     token_loss,
 )
-from weft.models.decoder import CausalAttention, Decoder, DecoderArchitecture, RMSNorm, rotary_tables
+from weft.models.decoder import CausalAttention, Decoder, RMSNorm, rotary_tables
 from weft.schema import to_table
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.cluster.hardware import load
 from weft.commands.run_planning import image_run
-from weft.data.formats import ImageShape
+from weft.data.config import ImageShape
 from weft.errors import ConfigError, PlanError
 from weft.models.catalog import load_model
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig

@@ -23,10 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig, ModelConfig
 from weft.errors import CheckpointError, ConfigError
-from weft.models.decoder import DecoderConfig
-from weft.models.gpt2 import GPT2Config
-from weft.models.init import LanguageConfig, LanguageModel, ModelConfig, build
+from weft.models.init import LanguageModel, build
 from weft.schema import build_dataclass
 
 CONFIG_FILE = "config.json"

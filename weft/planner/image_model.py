@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
 from weft.compile.saved_bytes import needs_pieces
-from weft.data.formats import ImageShape
+from weft.data.config import ImageShape
 from weft.inspection.blocks import find_blocks
 from weft.models import VisionConfig, build
 from weft.plan import Plan
