@@ -21,7 +21,7 @@ from weft.models import DecoderConfig, token_loss
 from weft.parallel.apply import cost, parallelize
 from weft.parallel.model_state import all_flats, named_pieces
 from weft.plan import Pipe, Plan, split_batch
-from weft.profile import profile
+from weft.profiling import profile
 from weft.step.train_step import train_step
 
 RANKS, MICRO_BATCHES = 4, 8

@@ -30,8 +30,8 @@ from weft.errors import WeftError
 from weft.models import DecoderConfig, GPT2Config, build, token_loss
 from weft.plan import Plan
 from weft.planner.step import StepModel
-from weft.profile import Profile, profile
-from weft.profile.workload import Workload, workload
+from weft.profiling import Profile, profile
+from weft.profiling.workload import Workload, workload
 
 PUBLISHED = Path(__file__).parent / "published"
 RESULT = Path(__file__).parent / "results" / "planner-accuracy.json"

@@ -28,7 +28,7 @@ from published_tables import Case
 
 from weft.plan import Memory, Plan
 from weft.planner.closed_form_memory import alive_at_once, num_chunks, sizes
-from weft.profile import Profile
+from weft.profiling import Profile
 
 MEGATRON_STATE_BYTES = 18
 SCORE_BYTES = 5

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.profile.software import EAGER_LOSS_BYTES, FUSED_LOSS_BYTES, Software
+from weft.profiling.software import EAGER_LOSS_BYTES, FUSED_LOSS_BYTES, Software
 
 # Megatron-LM, 2020 to 2022: attention with scores in memory, kernels fused by hand, all-reduces that nothing hides
 # (later ones hide dI's; the tables' scripts do not), 16-bit gradients, sends split over tensor ranks (SC 2021, 4.1),

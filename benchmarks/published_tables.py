@@ -21,7 +21,7 @@ from published_software import AXONN, CORE, FOUNDRY, MEGATRON, TITAN
 from weft.cluster.hardware import load
 from weft.errors import WeftError
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tensor
-from weft.profile.software import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, Software
+from weft.profiling.software import COMPILED_LOSS_BYTES, EAGER_LOSS_BYTES, Software
 
 Row = Mapping[str, str]
 

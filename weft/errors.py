@@ -1,4 +1,7 @@
-"""The errors of weft. Each message states what was given, which rule failed and what to change."""
+"""The errors of weft. Each message states what was given, which rule failed and what to change.
+
+The exit status of a command is 2 for an error that the user can mend (`ConfigError`, `CheckpointError`), else 1.
+"""
 
 
 class WeftError(Exception):
@@ -6,7 +9,7 @@ class WeftError(Exception):
 
 
 class ConfigError(WeftError):
-    """A run file, plan file or override breaks a rule. The exit status is 2."""
+    """A run file, plan file or override breaks a rule."""
 
 
 class PlanError(ConfigError):
@@ -34,7 +37,7 @@ class FormatError(CheckpointError):
 
 
 class VerifyError(WeftError):
-    """A parallel run differs from the sequential model. The exit status is 1."""
+    """A parallel run differs from the sequential model."""
 
 
 class NumbersError(WeftError):
@@ -51,6 +54,15 @@ class LostRankError(WeftError):
 
 class LocalError(WeftError):
     """A process that weft started on this machine failed, died or hung. The message names it."""
+
+
+BAD_INPUT, DEFECT = 2, 1  # exit statuses
+UNFINISHED = 75  # the exit status of a run that was stopped and can go on (EX_TEMPFAIL, "try again later")
+
+
+def exit_status(error: WeftError) -> int:
+    """Returns the exit status of a command that an error ends."""
+    return BAD_INPUT if isinstance(error, (ConfigError, CheckpointError)) else DEFECT
 
 
 def error_class(name: str) -> type[WeftError] | None:

@@ -11,18 +11,27 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
+from weft.architectures import VISION_CONFIGS, LanguageConfig, ModelConfig, config_from_table
 from weft.cluster.hardware import usual_precision
-from weft.data import slides
-from weft.data.config import Data, DataConfig, SlidesConfig, data_from_table
-from weft.data.tokenizer import Tokenizer, load_tokenizer
+from weft.data.config import SLIDE_CLASSES, Data, DataConfig, SlidesConfig, data_class, data_from_table
 from weft.errors import ConfigError
-from weft.models import LanguageConfig, ModelConfig, config_from_table, read_config
-from weft.models.vision import VISION_CONFIGS
 from weft.plan import BatchSplit, Plan, split_batch
 from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, TrainConfig
-from weft.schema import build_dataclass, dump_toml, nearest, parse_override, read_toml, to_table
+from weft.schema import (
+    build_dataclass,
+    dump_toml,
+    missing_keys,
+    nearest,
+    parse_override,
+    read_toml,
+    refuse_missing,
+    to_table,
+)
+
+if TYPE_CHECKING:  # files are read and checked without the libraries that these need
+    from weft.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class Run:
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the data names; only text has one."""
         assert isinstance(self.data, DataConfig)
-        return load_tokenizer(self.data.tokenizer, end_token=self.data.end_token)
+        return _tokenizer(self.data)
 
     def to_toml(self) -> str:
         """Returns the run as TOML with all values, also defaults. Comments state where values came from."""
@@ -116,6 +125,21 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
     """Reads and checks a run file with overrides (`plan.data=2`). A frozen run is read as it was saved."""
     if path.suffix == FROZEN_SUFFIX:
         return _read_frozen(path)
+    tables, origins = _read_tables(path, overrides)
+    return run_from_tables(tables, origins, default_name=path.stem)
+
+
+def check_run_file(path: Path, overrides: Sequence[str] = ()) -> None:
+    """Checks the syntax, the keys and the values of a run file, without torch and in a fraction of a second.
+
+    `load_run` checks the rest: what depends on the machine, on the tokenizer or on a folder of weights.
+    """
+    if path.suffix != FROZEN_SUFFIX:
+        _build_tables(_read_tables(path, overrides)[0])
+
+
+def _read_tables(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the tables of a run file with its overrides, and where each key came from."""
     tables = read_toml(path)
     origins = dict.fromkeys(_keys(tables), path.name)
     for text in overrides:
@@ -124,7 +148,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Run:
         origins[".".join(keys)] = "override"
         nested = _keys(value, ".".join(keys) + ".") if isinstance(value, Mapping) else ()
         origins.update(dict.fromkeys(nested, "override"))
-    return run_from_tables(tables, origins, default_name=path.stem)
+    return tables, origins
 
 
 def _read_frozen(path: Path) -> Run:
@@ -143,8 +167,22 @@ def run_from_json(text: str, name: str = "run") -> Run:
     return replace(run, model_folder=own, precision_reason=content["precision_reason"])
 
 
-def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], default_name: str) -> Run:
-    """Returns a run from the tables of its file; raises ConfigError if they break a rule."""
+class _Built(NamedTuple):
+    """The tables of a run file as values, except [model], which depends on the data."""
+
+    data: Data
+    train: TrainConfig
+    plan: Plan
+    checkpoint: CheckpointConfig
+    restart: RestartConfig
+    numbers: NumbersConfig
+    log: LogConfig
+
+
+def _build_tables(tables: Mapping[str, Any]) -> _Built:
+    """Returns the tables as values; raises ConfigError if a key or a value breaks a rule. All missing keys are named
+    in one error.
+    """
     for key in tables:
         if key not in (*_TABLES, *_VALUES):
             raise ConfigError(f"unknown key '{key}'{nearest(key, (*_TABLES, *_VALUES))}")
@@ -156,29 +194,45 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
             raise ConfigError(f"'{key}' = {tables[key]!r} but it expects a string")
         if not tables.get(key, "default"):
             raise ConfigError(f"'{key}' is empty; give it a value or leave it out")
+    if Path(tables.get("name", "run")).name != tables.get("name", "run") or tables.get("name") == "..":
+        raise ConfigError(f"name = '{tables['name']}' is a path; give a plain name, and the path as folder = ...")
+    data, train = tables.get("data", {}), tables.get("train", {})
+    missing = missing_keys(data_class(data), data, "data") + missing_keys(TrainConfig, train, "train")
+    if not {"batch", "batch_tokens"} & set(train):
+        missing.append("'train.batch' (sequences or images per step) or 'train.batch_tokens'")
+    if "folder" not in tables.get("model", {}):
+        config_from_table(tables.get("model", {}))
+    refuse_missing(missing)
+    plan = {"precision": "bf16", **tables.get("plan", {})}  # `run_from_tables` asks the machine; bf16 allows the most
+    return _Built(
+        data_from_table(data),
+        build_dataclass(TrainConfig, train, "train"),
+        build_dataclass(Plan, plan, "plan"),
+        build_dataclass(CheckpointConfig, tables.get("checkpoint", {}), "checkpoint"),
+        build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
+        build_dataclass(NumbersConfig, tables.get("numbers", {}), "numbers"),
+        build_dataclass(LogConfig, tables.get("log", {}), "log"),
+    )
+
+
+def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], default_name: str) -> Run:
+    """Returns a run from the tables of its file; raises ConfigError if they break a rule."""
+    built = _build_tables(tables)
+    data, cluster, reason = built.data, tables.get("cluster", "local"), ""
     name = tables.get("name", default_name)
-    data = data_from_table(tables.get("data", {}))
     model, folder = _model(tables.get("model", {}), data)
-    train = build_dataclass(TrainConfig, tables.get("train", {}), "train")
-    plan, cluster, reason = tables.get("plan", {}), tables.get("cluster", "local"), ""
-    if "precision" not in plan:
-        precision, reason = usual_precision(cluster, on_cpu=train.device == "cpu")
-        plan = {**plan, "precision": precision}
+    if "precision" not in tables.get("plan", {}):
+        precision, reason = usual_precision(cluster, on_cpu=built.train.device == "cpu")
+        built = built._replace(plan=replace(built.plan, precision=precision))
     run = Run(
         name=name,
         folder=Path(tables.get("folder", f"runs/{name}")),
         model=model,
         model_folder=folder,
-        data=data,
-        train=train,
-        plan=build_dataclass(Plan, plan, "plan"),
         cluster=cluster,
-        checkpoint=build_dataclass(CheckpointConfig, tables.get("checkpoint", {}), "checkpoint"),
-        restart=build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
-        numbers=build_dataclass(NumbersConfig, tables.get("numbers", {}), "numbers"),
-        log=build_dataclass(LogConfig, tables.get("log", {}), "log"),
         origins=origins,
         precision_reason=reason,
+        **built._asdict(),
     )
     _ = run.split  # raises if the batch does not divide
     for key in ("z_loss", "goldfish", "layer_drop"):
@@ -215,7 +269,7 @@ def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | No
     if isinstance(data, DataConfig):
         return _language_model(table, data)
     if isinstance(data, SlidesConfig) and table.get("architecture") in VISION_CONFIGS:
-        table = {"num_classes": slides.NUM_CLASSES, **table}
+        table = {"num_classes": SLIDE_CLASSES, **table}
     config = config_from_table(table)
     if isinstance(config, LanguageConfig):
         raise ConfigError(
@@ -233,9 +287,9 @@ def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | No
             f"images of {height} × {width} pixels do not suit model.architecture = '{config.architecture}', which "
             f"halves them often; use multiples of {config.size_multiple}"
         )
-    if isinstance(data, SlidesConfig) and (config.in_channels != 3 or config.num_classes < slides.NUM_CLASSES):
+    if isinstance(data, SlidesConfig) and (config.in_channels != 3 or config.num_classes < SLIDE_CLASSES):
         raise ConfigError(
-            f"slides have 3 channels and {slides.NUM_CLASSES} classes; given model.in_channels = {config.in_channels} "
+            f"slides have 3 channels and {SLIDE_CLASSES} classes; given model.in_channels = {config.in_channels} "
             f"and model.num_classes = {config.num_classes}"
         )
     return config, None
@@ -243,8 +297,10 @@ def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | No
 
 def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelConfig, Path | None]:
     """Returns the config of a Hugging Face folder, or of the table; the vocabulary's default is the tokenizer's."""
-    tokenizer = load_tokenizer(data.tokenizer, end_token=data.end_token)
+    tokenizer = _tokenizer(data)
     if "folder" in table:
+        from weft.models import read_config
+
         if len(table) > 1:
             others = ", ".join(f"model.{key}" for key in table if key != "folder")
             raise ConfigError(f"model.folder already says what the model is; remove {others}")
@@ -270,6 +326,12 @@ def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelCo
     if longest is not None and data.sequence > longest:
         raise ConfigError(f"data.sequence = {data.sequence} exceeds the model's n_positions = {longest}")
     return config, folder
+
+
+def _tokenizer(data: DataConfig) -> Tokenizer:
+    from weft.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(data.tokenizer, end_token=data.end_token)
 
 
 def _model_table(run: Run) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
 import types
 import typing
@@ -62,13 +63,25 @@ def build_dataclass(cls: type[T], table: Mapping[str, Any], path: str = "") -> T
     for key in table:
         if key not in fields:
             raise ConfigError(f"unknown key '{_join(path, key)}'{nearest(key, fields)}")
-    values: dict[str, Any] = {}
-    for name, field in fields.items():
-        if name in table:
-            values[name] = convert(table[name], hints[name], _join(path, name))
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ConfigError(f"missing key '{_join(path, name)}' (expects {type_name(hints[name])})")
-    return cls(**values)
+    refuse_missing(missing_keys(cls, table, path))
+    return cls(**{name: convert(table[name], hints[name], _join(path, name)) for name in fields if name in table})
+
+
+def missing_keys(cls: type[Any], table: Mapping[str, Any], path: str = "") -> list[str]:
+    """Returns the keys without a default that a table of the dataclass `cls` lacks, each with what it expects."""
+    hints = typing.get_type_hints(cls)
+    needed = (
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    )
+    return [f"'{_join(path, name)}' (expects {type_name(hints[name])})" for name in needed if name not in table]
+
+
+def refuse_missing(keys: list[str]) -> None:
+    """Raise ConfigError with all keys that are missing, if there are any."""
+    if keys:
+        raise ConfigError(f"missing key{'s' * (len(keys) > 1)} {', '.join(keys)}")
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
@@ -107,9 +120,19 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         return {str(key): convert(item, args[1], _join(path, str(key))) for key, item in value.items()}
     if hint is float and type(value) is int:
         return float(value)
+    if hint is int and type(value) is float and value.is_integer():  # 1e3
+        return int(value)
+    if hint is int and type(value) is str and not value.isdigit() and (number := whole_number(value)) is not None:
+        return number  # 4M
     if hint is Any or type(value) is hint:
         return value
     raise _wrong(path, value, hint)
+
+
+def whole_number(text: str) -> int | None:
+    """Parses a whole number, with K, M or G for powers of 1024: `4M` is 4 194 304. None if it is none."""
+    match = re.fullmatch(r"([0-9]{1,15})([KMGkmg]?)", text.strip())
+    return None if match is None else int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
 
 
 def at_least(name: str, value: int, smallest: int) -> None:

@@ -19,9 +19,9 @@ from weft.comm import Traffic, Traffics, add_traffic
 from weft.comm.ledger import Key
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import Profile
-from weft.profile.software import BlockPass, Software
-from weft.profile.workload import Call
+from weft.profiling import Profile
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import Call
 
 Values = Callable[[str], Tensor]
 

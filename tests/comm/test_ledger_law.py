@@ -39,7 +39,7 @@ from weft.parallel.shard import ShardAxis
 from weft.pipeline.build import Staging, stage
 from weft.plan import BatchSplit, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.profile import Profile, profile
+from weft.profiling import Profile, profile
 from weft.proof.prove import verify
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.step.examples import example_inputs, micro_batch_profile

@@ -34,7 +34,7 @@ from weft.parallel.apply import cost
 from weft.plan import Memory, Plan, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.predict import predict
-from weft.profile import Profile, profile
+from weft.profiling import Profile, profile
 from weft.run_file import load_run
 from weft.step.examples import _profile_of
 

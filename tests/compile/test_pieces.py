@@ -25,7 +25,7 @@ from weft.models import build
 from weft.models.catalog import load_model
 from weft.models.vision.amoebanet import Cell
 from weft.models.vision.pools import fix_average_gradients, memory_only_pools
-from weft.profile.saved_in_pieces import as_in_pieces
+from weft.profiling.saved_in_pieces import as_in_pieces
 
 
 class Branches(nn.Module):

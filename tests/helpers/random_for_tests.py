@@ -20,8 +20,8 @@ import tensor_for_tests as tensors
 import torch
 from torch import Tensor, nn
 
+from weft.architectures.language import DecoderArchitecture
 from weft.models import IGNORE, DecoderConfig, GPT2Config, ModelConfig, build
-from weft.models.decoder_config import DecoderArchitecture
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard
 from weft.plan import Tensor as TensorPlan
 from weft.sharding.layout import MASTER_DTYPE

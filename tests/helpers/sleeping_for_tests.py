@@ -18,7 +18,7 @@ from weft.parallel.apply import parallelize
 from weft.parallel.model_state import named_pieces
 from weft.pipeline.runtime import Pipeline
 from weft.plan import Pipe, Plan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.step.objective import Batch, Objective
 from weft.step.train_step import StepResult, evaluate, train_step
 

@@ -18,7 +18,7 @@ from weft.models import IGNORE, DecoderConfig, GPT2Config, ModelConfig, build, i
 from weft.parallel.apply import cost, parallelize
 from weft.parallel.context.axis import own_tokens
 from weft.plan import Plan, split_batch
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import ProofReport, verify
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
 from weft.sharding.units import units_of

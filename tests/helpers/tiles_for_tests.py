@@ -217,7 +217,7 @@ def _order(value: Any) -> Any:
 
 def dry(model: nn.Module, shape: tuple[int, ...], plan: Tile, row: int = 0, column: int = 0) -> DryRun:
     """A rank's dry run."""
-    from weft.profile import profile
+    from weft.profiling import profile
 
     found = profile(model, lambda: (torch.zeros(shape),))
     return dry_run(found, Plan(tile=plan), {"rows": row, "columns": column})

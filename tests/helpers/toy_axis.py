@@ -15,9 +15,9 @@ from weft.inspection.blocks import find_blocks
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
-from weft.profile import Profile
-from weft.profile.software import BlockPass, Software
-from weft.profile.workload import Call
+from weft.profiling import Profile
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import Call
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.sharding.units import units_of
 from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally

@@ -18,8 +18,8 @@ from weft.plan import Plan, Shard, split_batch
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Model, search
-from weft.profile import profile
-from weft.profile.software import Software
+from weft.profiling import profile
+from weft.profiling.software import Software
 from weft.proof.prove import verify
 from weft.schema import convert, to_table
 

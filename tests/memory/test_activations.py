@@ -43,7 +43,7 @@ from weft.plan import Tensor as TensorPlan
 from weft.planner.advice import fitting_activations
 from weft.planner.predict import predict
 from weft.planner.step import HOST_LINK_SHARE
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
 from weft.run_tables import LayerDrop

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import weft.memory.recompute
 import weft.parallel.shard
 import weft.pipeline.cost
-import weft.profile.peak_bytes
+import weft.profiling.peak_bytes
 from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.hardware import local_cluster
 from weft.inspection.live_bytes import LiveTensors
@@ -27,7 +27,7 @@ from weft.parallel.model_state import state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.predict import predict
-from weft.profile import profile
+from weft.profiling import profile
 from weft.run_file import Run, load_run
 from weft.schedule.actions import Message, with_messages
 from weft.schedule.activation_lifetimes import confirmed_sends

@@ -16,8 +16,8 @@ from weft.errors import PlanError
 from weft.memory import recompute
 from weft.parallel.apply import cost, parallelize
 from weft.plan import Memory, Plan, Recompute, split_batch
-from weft.profile import profile
-from weft.profile.flops import ATTENTION
+from weft.profiling import profile
+from weft.profiling.flops import ATTENTION
 
 KINDS: tuple[Recompute, ...] = ("none", "selective", "full")
 

@@ -44,7 +44,7 @@ from weft.plan import Tensor as TensorPlan
 from weft.planner.advice import fitting_offload, fitting_weights
 from weft.planner.closed_form_memory import state, updated_bytes
 from weft.planner.predict import predict
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import verify_run
 from weft.run_file import Run, load_run
 from weft.run_tables import LayerDrop

@@ -21,7 +21,7 @@ from weft.models.loss import IGNORE, ExampleLoss, count_unknown, head_loss, row_
 from weft.models.loss_head import install_loss_head, is_loss_in_head, loss_head_of
 from weft.plan import Pipe, Plan
 from weft.plan import Tensor as TensorPlan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.step.objective import CROSS_ENTROPY, with_z_loss
 
 

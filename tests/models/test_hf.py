@@ -415,7 +415,7 @@ def changed_config(folder: Path, case: str, **changes: Any) -> Path:
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1]}},
             r"rope_parameters = \{'mrope_section': \[1\]\} is not supported",
         ),
-        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "missing key 'rope_scaling.factor'"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "missing keys 'rope_scaling.factor'"),
         ("llama", {"rope_theta": 5.0}, "rope_theta = 5.0 contradicts rope_parameters.rope_theta = 10000.0"),
         ("llama", {"rope_scaling": {"type": "default"}}, "both given"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),

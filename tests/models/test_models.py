@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from weft.architectures.language import SPARSE_ARCHITECTURES, DecoderArchitecture
 from weft.errors import ConfigError
 from weft.models import (
     IGNORE,
@@ -26,7 +27,6 @@ from weft.models import (
     token_loss,
 )
 from weft.models.decoder import CausalAttention, Decoder, RMSNorm, rotary_tables
-from weft.models.decoder_config import SPARSE_ARCHITECTURES, DecoderArchitecture
 from weft.schema import to_table
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -146,7 +146,7 @@ def test_tables_choose_the_kind() -> None:
         ({"architecture": "gpt2", "hidden_size": 64}, "unknown key 'model.hidden_size'"),
         ({"hidden_size": "64"}, "'model.hidden_size' = '64' (a string) but it expects an integer"),
         ({"hidden_size": True}, "'model.hidden_size' = True (true or false) but it expects an integer"),
-        ({"rope_scaling": {"factor": 8.0}}, "missing key 'model.rope_scaling.low_freq_factor'"),
+        ({"rope_scaling": {"factor": 8.0}}, "missing keys 'model.rope_scaling.low_freq_factor'"),
         ({"architecture": "lama"}, "unknown 'model.architecture' = 'lama'; did you mean 'llama'?"),
     ],
 )

@@ -21,7 +21,7 @@ from weft.optim import AdamW
 from weft.parallel.apply import cost, parallelize
 from weft.parallel.model_state import all_flats, named_pieces, state_bytes
 from weft.plan import Memory, Plan, Shard, split_batch
-from weft.profile import profile
+from weft.profiling import profile
 from weft.step.train_step import train_step
 
 pytestmark = pytest.mark.processes

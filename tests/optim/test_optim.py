@@ -25,7 +25,7 @@ from weft.parallel.model_state import all_flats, host_bytes, named_pieces, state
 from weft.plan import BatchSplit, Memory, Plan, Shard, split_batch
 from weft.planner.advice import fitting_offload
 from weft.planner.predict import predict
-from weft.profile import profile
+from weft.profiling import profile
 from weft.run_file import load_run
 from weft.sharding.whole_gradient import WholeGradient
 from weft.step.objective import CROSS_ENTROPY, Batch

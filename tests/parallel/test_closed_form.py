@@ -12,9 +12,9 @@ from weft.comm import Traffics
 from weft.models import DecoderConfig, build
 from weft.parallel.apply import STRATEGIES, localise
 from weft.plan import Context, Memory, Plan, Shard, Tensor, split_batch
-from weft.profile import Profile, profile
-from weft.profile.software import BlockPass, Software
-from weft.profile.workload import workload
+from weft.profiling import Profile, profile
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import workload
 from weft.strategy import Buffer, Strategy
 
 SEQUENCE, MICRO_BATCH = 16, 2

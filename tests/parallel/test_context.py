@@ -26,7 +26,7 @@ from weft.parallel.context.attention import zigzag
 from weft.parallel.context.axis import own_tokens
 from weft.plan import Context, Memory, Plan, Recompute, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import verify
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import units_of

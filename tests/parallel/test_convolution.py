@@ -36,7 +36,7 @@ from weft.parallel.tensor.convolution import column, gathered, row
 from weft.parallel.tensor.cost import traffic
 from weft.plan import Memory, Plan, Recompute, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import ProofReport, verify
 from weft.sharding.units import units_of
 from weft.step.objective import CROSS_ENTROPY

@@ -29,7 +29,7 @@ from weft.pipeline.build import stage
 from weft.pipeline.cost import edge_bytes
 from weft.pipeline.shared_parameters import SharedParameters
 from weft.plan import Memory, Pipe, Plan, Shard, Tile, split_batch
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import ProofReport, verify
 from weft.spatial.dry_run import dry_run
 from weft.spatial.halo import HaloDim

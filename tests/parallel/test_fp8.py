@@ -16,7 +16,7 @@ from weft.parallel.apply import parallelize, refuse
 from weft.parallel.fp8 import LARGEST, multiply, quantise
 from weft.plan import Memory, Pipe, Plan
 from weft.plan import Tensor as TensorPlan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import verify
 from weft.step.objective import CROSS_ENTROPY
 

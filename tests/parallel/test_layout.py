@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.profile import Parameter
+from weft.profiling import Parameter
 from weft.sharding.layout import ALIGNMENT, FlatLayout, flat_layouts
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)

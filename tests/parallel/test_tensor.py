@@ -41,7 +41,7 @@ from weft.parallel.tensor.split_linear import SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, cross_entropy
 from weft.plan import Context, Memory, Plan, Recompute, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import verify
 from weft.sharding.layout import flat_layouts
 from weft.step.objective import CROSS_ENTROPY, Objective

@@ -30,7 +30,7 @@ from weft.parallel.apply import cost, parallelize
 from weft.parallel.gradient_norm import clip_grad_norm
 from weft.parallel.model_state import named_pieces, refresh, state_bytes, sync_gradients
 from weft.plan import Plan, Precision, Shard, split_batch
-from weft.profile import profile
+from weft.profiling import profile
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import units_of
 from weft.step.train_step import train_step

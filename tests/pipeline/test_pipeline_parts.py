@@ -30,7 +30,7 @@ from weft.pipeline.stand_in import AbsentModule, skeleton
 from weft.pipeline.trace import END, Trace, TracedTensor, TraceEvent, trace
 from weft.plan import Memory, Pipe, Plan, Shard, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.schedule import Edge, check, make_schedule, with_messages
 
 CPU = torch.device("cpu")

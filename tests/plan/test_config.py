@@ -81,6 +81,8 @@ BAD_OVERRIDES = {
     "name=5": "'name' = 5 but it expects a string",
     "name=": "'name' is empty",
     "folder=": "'folder' is empty",
+    "name=../../x": "name = '../../x' is a path; give a plain name, and the path as folder = ...",
+    "name=..": "name = '..' is a path",
     "train.steps.more=2": "override 'train.steps.more=2': 'train.steps' = 15 is no table",
     # syntax
     "train.steps": "override 'train.steps' is not of the form section.key=value",
@@ -145,14 +147,22 @@ def test_the_run_file_itself(tmp_path: Path, refuse: Refuse) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     assert "cannot be read as UTF-8 text" in refuse(path)
     path.write_text("")
-    assert "missing key 'data.source' (expects a string)" in refuse(path)
+    assert refuse(path) == (
+        "weft: missing keys 'data.source' (expects a string), 'data.sequence' (expects an integer), 'train.steps' "
+        "(expects an integer), 'train.batch' (sequences or images per step) or 'train.batch_tokens'"
+    )
     path.write_text("[run]\nsteps = 1\n")
     assert "unknown key 'run'" in refuse(path)
 
 
+def test_numbers_may_be_short(run_file: Path) -> None:
+    run = load_run(run_file, ["train.steps=4M", "train.batch=1.6e1", "train.warmup_steps=2k"])
+    assert (run.train.steps, run.train.batch, run.train.warmup_steps) == (4 * 1024 * 1024, 16, 2048)
+
+
 def test_neither_batch_nor_batch_tokens(run_file: Path, refuse: Refuse) -> None:
     run_file.write_text(run_file.read_text().replace("batch = 16\n", ""))
-    assert "give one of train.batch" in refuse(run_file)
+    assert "missing key 'train.batch' (sequences or images per step) or 'train.batch_tokens'" in refuse(run_file)
     assert "train.batch_tokens = 100 is not a multiple of data.sequence = 24" in refuse(
         run_file, "train.batch_tokens=100"
     )

@@ -72,7 +72,7 @@ BAD_TABLES = {
     "zzz = 1": "unknown key 'plan.zzz'; known: context, data, exact, hierarchical, matmul, memory, micro_batch, "
     "pipe, precision, shard, statistics, tensor",
     'data = "2"': "'plan.data' = '2' (a string) but it expects an integer",
-    "data = 2.0": "'plan.data' = 2.0 (a number) but it expects an integer",
+    "data = 2.5": "'plan.data' = 2.5 (a number) but it expects an integer",
     "data = true": "'plan.data' = True (true or false) but it expects an integer",
     "shard = true": "'plan.shard' = True but it expects an integer or a table { degree, stage }",
     "shard = { degree = true }": "'plan.shard.degree' = True (true or false) but it expects an integer",

@@ -30,7 +30,7 @@ from weft.planner.predict import predict
 from weft.planner.question import Objective, Question, parse_constraints
 from weft.planner.report.page import page
 from weft.planner.search import Model, SearchResult
-from weft.profile import profile
+from weft.profiling import profile
 from weft.run_file import load_run
 
 pytestmark = pytest.mark.processes

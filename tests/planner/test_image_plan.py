@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from weft.cluster.hardware import load
 from weft.commands.run_planning import image_run
-from weft.data.formats import ImageShape
+from weft.data.config import ImageShape
 from weft.errors import ConfigError, PlanError
 from weft.models.catalog import load_model
 from weft.models.vision import AmoebaNetDConfig, ResNetConfig, UNetConfig
@@ -28,9 +28,9 @@ from weft.planner.kernels import LAUNCH_SECONDS, MEMORY_SHARE, Kernels
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import search
 from weft.planner.step import on_rank
-from weft.profile import Profile, profile
-from weft.profile.software import Software
-from weft.profile.workload import Filter
+from weft.profiling import Profile, profile
+from weft.profiling.software import Software
+from weft.profiling.workload import Filter
 from weft.spatial.dry_run import dry_run
 
 SIZE = 512

@@ -33,8 +33,8 @@ from weft.planner.kernels import (
 from weft.planner.micro_batch import HOST_BACKWARD, LOSS_OPERATION_BYTES, OVERLAP_LOSS, beside, place
 from weft.planner.schedule_time import run
 from weft.planner.step import FIXED_SECONDS, StepModel
-from weft.profile.software import EAGER_LOSS_BYTES, Software, software_for_text
-from weft.profile.workload import BlockWork, Call, Product, Workload
+from weft.profiling.software import EAGER_LOSS_BYTES, Software, software_for_text
+from weft.profiling.workload import BlockWork, Call, Product, Workload
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 

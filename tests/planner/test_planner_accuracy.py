@@ -24,7 +24,7 @@ from weft.cluster.hardware import AxisLink, Cluster, ring_seconds
 from weft.parallel.context.axis import ContextAxis
 from weft.plan import Memory, Plan, Shard, Tensor
 from weft.planner import micro_batch
-from weft.profile.workload import Workload
+from weft.profiling.workload import Workload
 
 VTRAIN = "vtrain_a100_measured_single_node"
 CONTROL = 0.03  # by which a broken model must be worse

@@ -22,7 +22,7 @@ from weft.plan import Plan
 from weft.planner.kernels import MEMORY_SHARE
 from weft.planner.model import planned_model
 from weft.planner.step import FIXED_SECONDS
-from weft.profile.software import ALONE_BYTES, SUM_BYTES
+from weft.profiling.software import ALONE_BYTES, SUM_BYTES
 
 ROWS = {row["case"]: row["measured"] for row in json.loads(RESULT.read_text())["cases"]}
 TIME, MEAN_TIME, MEMORY = 0.10, 0.05, 0.03

@@ -23,8 +23,8 @@ from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
 from weft.planner.search import Candidate, Model, search
 from weft.planner.step import HOST_LINK_SHARE
-from weft.profile import profile
-from weft.profile.software import software_for_text
+from weft.profiling import profile
+from weft.profiling.software import software_for_text
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 

@@ -39,7 +39,7 @@ from weft.pipeline.build import stage as cut_into_stages
 from weft.pipeline.sections import Sections
 from weft.pipeline.shadow_gradients import ShadowRefresh
 from weft.plan import BatchSplit, Memory, Pipe, Plan, Shard, Tensor
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import verify
 from weft.resilience.corruption import compare_replicas, digest_all
 from weft.schedule.actions import Action

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.profile import Parameter
+from weft.profiling import Parameter
 from weft.sharding.layout import FlatLayout
 from weft.sharding.whole_gradient import WholeGradient
 

@@ -23,9 +23,9 @@ from weft.planner.answer import planned
 from weft.planner.image_model import COMPILED, IN_PIECES, planned_images, software_for_images
 from weft.planner.predict import predict
 from weft.planner.question import Question
-from weft.profile import profile
-from weft.profile.peak_bytes import peaks
-from weft.profile.software import Software
+from weft.profiling import profile
+from weft.profiling.peak_bytes import peaks
+from weft.profiling.software import Software
 
 RESULTS = json.loads((Path(__file__).parents[2] / "benchmarks" / "results" / "images-h200.json").read_text())
 SIDES: dict[str, tuple[bool | None, Memory]] = {  # what the run says of compiling, and of recompute

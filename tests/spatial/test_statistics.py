@@ -18,7 +18,7 @@ from weft.errors import PlanError
 from weft.parallel.apply import cost, refuse
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import ProofReport, verify
 from weft.spatial import norms
 

@@ -27,7 +27,7 @@ from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.tile import TileGradients, tile
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch
 from weft.plan import Tensor as TensorPlan
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.prove import ProofReport, verify
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import units_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from weft.errors import PlanError
 from weft.parallel.apply import refuse
 from weft.plan import Plan, Tile
-from weft.profile import profile
+from weft.profiling import profile
 from weft.spatial.arguments import PARAMETERS
 from weft.spatial.names import DRAWS, POINTWISE
 from weft.spatial.rules import RULES

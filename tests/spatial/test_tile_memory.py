@@ -15,7 +15,7 @@ from weft.mesh import Mesh
 from weft.parallel.apply import cost, parallelize
 from weft.parallel.model_state import state_tensors
 from weft.plan import Memory, Plan, Tile, split_batch
-from weft.profile import Profile, profile
+from weft.profiling import Profile, profile
 from weft.step.objective import CLASSIFICATION
 from weft.step.train_step import train_step
 from weft.strategy import Cost

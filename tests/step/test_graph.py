@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.models import build
-from weft.models.vision.resnet import ResNetConfig
+from weft.models.vision import ResNetConfig
 from weft.optim import AdamW
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_units

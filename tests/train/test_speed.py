@@ -21,7 +21,7 @@ from weft.errors import ConfigError
 from weft.mesh import Mesh
 from weft.models import build
 from weft.models.loss_head import loss_head_of
-from weft.models.vision.resnet import ResNetConfig
+from weft.models.vision import ResNetConfig
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import named_pieces
 from weft.plan import Plan, Tile

@@ -14,8 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 BF16_CAPABILITY = (8, 0)  # Ampere and newer
 _gpu_list: tuple[Gpu, ...] | None = None
@@ -47,6 +45,8 @@ def query_gpus(with_free_bytes: bool = False) -> tuple[Gpu, ...]:
     """Returns the GPUs that this process sees. Initialises CUDA if there are any. Querying free bytes allocates memory
     on each of them, so a rank does not do it.
     """
+    import torch  # here, so that catalogs and run files are read without it
+
     if not torch.cuda.is_available():
         return ()
     indices = range(torch.cuda.device_count())

@@ -1,11 +1,17 @@
-"""The commands of `weft`. Each reads its arguments, calls the code that does the work, and shows the result."""
+"""The commands of `weft`. Each reads its arguments, calls the code that does the work, and shows the result.
+
+Commands import that code themselves, after they have checked the run file: help, the version and most mistakes are
+answered without torch, whose import takes seconds.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 try:
@@ -15,28 +21,18 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
-from weft.chaos.storm import KINDS, StormForkServer
-from weft.cluster.local_gpus import gpus
-from weft.commands.chaos import ChaosOptions, run_chaos
-from weft.commands.console import byte_progress, make_console, print_json, show_findings, show_report
-from weft.commands.doctor import examine
-from weft.commands.export import DTYPES, export
-from weft.commands.jobs import command_fork_server, prove
-from weft.commands.plan import PlanOptions, named_run, predict_plan, search_plans, split_off_file
-from weft.commands.run_planning import has_layout
-from weft.commands.train import PROMPT, train_here, train_under_launcher
-from weft.errors import ConfigError, WeftError
-from weft.launch.environment import detect
-from weft.run_file import load_run
-from weft.serve.generate import generate, load_for_generation
-from weft.train.local_job import run_of_job
+from weft.commands import PROMPT
+from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
 from weft.version import VERSION
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 app = typer.Typer(
     name="weft",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: rich would double the time that it takes
     help="Plans, proves and runs the training of networks too large for one device.",
 )
 
@@ -54,6 +50,14 @@ def train_command(
     as_json: Json = False,
 ) -> None:
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
+    from weft.run_file import check_run_file
+
+    check_run_file(run_file, overrides or [])
+    from weft.commands.jobs import command_fork_server
+    from weft.commands.train import train_here, train_under_launcher
+    from weft.launch.environment import detect
+    from weft.train.local_job import run_of_job
+
     rank_info = detect(os.environ)
     if rank_info is not None:
         with run_of_job(run_file, overrides or [], os.environ, rank_info) as run:
@@ -93,7 +97,6 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
-    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
     if model is not None and run_file is not None:
         raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
     if model is None and run_file is None:
@@ -103,9 +106,19 @@ def plan_command(
             "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
             "[data]"
         )
+    from weft.run_file import check_run_file, load_run
+
     changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
     if cluster is not None:
         changes = [*changes, f"cluster={cluster}"]
+    if run_file is not None:
+        check_run_file(run_file, changes)
+    from weft.commands.console import make_console
+    from weft.commands.jobs import command_fork_server
+    from weft.commands.plan import PlanOptions, named_run, predict_plan, search_plans
+    from weft.commands.run_planning import has_layout
+
+    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
     with command_fork_server(_run_as_rank, warms=False):
         if model is not None:
             run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
@@ -134,6 +147,13 @@ def verify_command(
         raise ConfigError(f"--precision {precision} is not one of fp64, bf16")
     if compiles and device == "cpu":
         raise ConfigError("--compile is for --device cuda, where a run compiles its blocks; leave it out on a CPU")
+    from weft.run_file import check_run_file, load_run
+
+    check_run_file(run_file, overrides or [])
+    from weft.cluster.local_gpus import gpus
+    from weft.commands.console import make_console, print_json, show_report
+    from weft.commands.jobs import command_fork_server, prove
+
     console = make_console(as_json)
     with command_fork_server(_run_as_rank) as fork_server:
         if device == "cuda" and not gpus():
@@ -156,14 +176,24 @@ def chaos_command(
     run_file: RunFile,
     overrides: Overrides = None,
     mtbf: Annotated[str, typer.Option(help="mean time between faults, e.g. 20s")] = "20s",
-    kinds: Annotated[str, typer.Option(help="the kinds of faults, of which each is as likely")] = ",".join(KINDS),
+    kinds: Annotated[
+        str | None, typer.Option(help="the kinds of faults, of which each is as likely; all if not given")
+    ] = None,
     seed: Annotated[int, typer.Option(help="of the times, kinds and victims")] = 0,
     faults: Annotated[int | None, typer.Option(help="no more faults than this", min=1)] = None,
     as_json: Json = False,
 ) -> None:
     """Train a run without and with random faults, and check that both end with the same bits (exit status 1 if not)."""
+    from weft.run_file import check_run_file
+
+    check_run_file(run_file, overrides or [])
+    from weft.chaos.storm import KINDS, StormForkServer
+    from weft.commands.chaos import ChaosOptions, run_chaos
+    from weft.commands.console import make_console
+    from weft.commands.jobs import command_fork_server
+
     with command_fork_server(_run_as_rank, StormForkServer) as fork_server:
-        options = ChaosOptions(mtbf, kinds, seed, faults)
+        options = ChaosOptions(mtbf, ",".join(KINDS) if kinds is None else kinds, seed, faults)
         run_chaos(fork_server, run_file, overrides or [], options, make_console(as_json), as_json)
 
 
@@ -175,6 +205,9 @@ def export_command(
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder that transformers loads."""
+    from weft.commands.console import byte_progress, make_console, print_json
+    from weft.commands.export import DTYPES, export
+
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     with byte_progress(make_console(as_json), "exporting") as progress:
@@ -200,6 +233,10 @@ def generate_command(
     """Continue a prompt with a trained model, on one process."""
     if device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {device} is not one of auto, cpu, cuda")
+    from weft.cluster.local_gpus import gpus
+    from weft.commands.console import make_console, print_json
+    from weft.serve.generate import generate, load_for_generation
+
     if device == "cuda" and not gpus():
         raise ConfigError("--device cuda, but torch sees no GPU; use auto or cpu")
     kind = "cuda" if device != "cpu" and gpus() else "cpu"
@@ -231,6 +268,11 @@ def doctor_command(
     """Report versions, devices, back-ends, memory, the launcher found, the measured all-reduce speed, and whether GPUs
     give right results.
     """
+    from weft.cluster.local_gpus import gpus
+    from weft.commands.console import make_console, print_json, show_findings
+    from weft.commands.doctor import examine
+    from weft.commands.jobs import command_fork_server
+
     console = make_console(as_json)
     with (
         command_fork_server(_run_as_rank, warms=False) as fork_server,
@@ -248,14 +290,34 @@ def doctor_command(
         raise SystemExit(1)
 
 
+def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """Splits arguments into overrides (`a.b=c`), and the file to draw to, if there is one among them."""
+    files = [text for text in arguments if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")
+    return [text for text in arguments if "=" in text], Path(files[0]) if files else None
+
+
 def main() -> None:
-    """The entry point. A WeftError is printed as one line; the exit status is 2 for a ConfigError, 1 for others."""
+    """The entry point. An error that a user may meet is printed as one line. docs/commands.md lists the statuses."""
+    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup sets
+    before = {number: signal.signal(number, _interrupt) for number in heeded}
     try:
         app()
-    except ConfigError as error:
-        _fail(error, 2)
     except WeftError as error:
-        _fail(error, 1)
+        _fail(str(error), exit_status(error))
+    except OSError as error:  # a file that cannot be read or written, a full disk
+        what = f"{error.filename or 'a file'}: {error.strerror or error}"
+        _fail(f"{what}; check the path, its permissions and the space left", BAD_INPUT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Ends a command that has nothing to save yet. Training replaces this handler."""
+    print(f"weft: stopped by {signal.Signals(number).name}; there was nothing to save", file=sys.stderr, flush=True)
+    raise SystemExit(128 + number)
 
 
 def _run_as_rank(arguments: list[str]) -> None:
@@ -263,8 +325,8 @@ def _run_as_rank(arguments: list[str]) -> None:
     app(arguments, standalone_mode=False)
 
 
-def _fail(error: WeftError, status: int) -> None:
-    print(f"weft: {error}", file=sys.stderr)
+def _fail(message: str, status: int) -> None:
+    print(f"weft: {message}", file=sys.stderr)
     raise SystemExit(status)
 
 

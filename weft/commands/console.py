@@ -18,7 +18,7 @@ from rich.text import Text
 from weft.cluster.hardware import Cluster, describe
 from weft.errors import ConfigError
 from weft.planner.predict import Prediction
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.proof.report import ProofReport
 from weft.run_file import Run
 from weft.schedule.draw import heading, to_text, write

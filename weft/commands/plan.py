@@ -175,11 +175,3 @@ def predict_plan(
             )
     if timeline and (path is not None or not as_json):
         show_timeline(console, prediction, path)
-
-
-def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """Splits arguments into overrides (`a.b=c`), and the file to draw to, if there is one among them."""
-    files = [text for text in arguments if "=" not in text]
-    if len(files) > 1:
-        raise ConfigError(f"--timeline draws to one file; given {' and '.join(files)}")
-    return [text for text in arguments if "=" in text], Path(files[0]) if files else None

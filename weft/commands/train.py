@@ -14,6 +14,7 @@ from rich.markup import escape
 from torch import OutOfMemoryError
 
 from weft.checkpoint import steps
+from weft.commands import PROMPT
 from weft.commands.console import (
     LiveReporter,
     QuietReporter,
@@ -26,7 +27,7 @@ from weft.commands.console import (
 from weft.commands.jobs import prove
 from weft.commands.out_of_memory import out_of_memory
 from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
-from weft.errors import ConfigError, LocalError
+from weft.errors import UNFINISHED, ConfigError, LocalError
 from weft.launch.environment import RankInfo, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
 from weft.launch.fork_server import ForkServer
@@ -42,9 +43,7 @@ from weft.train.setup import device_type
 from weft.train.timeline import refuse_timeline
 
 MAX_VERIFIED_RANKS = 8
-PROMPT = "def "
 SAMPLE_SECONDS = 5.0  # at most, once the model is loaded
-UNFINISHED = 75  # the exit status for "try again later" (EX_TEMPFAIL)
 
 
 def train_under_launcher(run: Run, rank_info: RankInfo, fresh: bool, as_json: bool) -> None:
@@ -103,13 +102,16 @@ def train_here(
         if verify:
             _verify(fork_server, run, console)
         _run_ranks(fork_server, run, as_json)
+    is_finished = max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps  # else it was asked to stop
     if as_json:
         print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
-    elif max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps:  # else it was asked to stop
+    elif is_finished:
         if isinstance(run.model, LanguageConfig):
             _show_sample(fork_server, run, run_file, console)
         else:
             _show_accuracy(run, run_file, console)
+    if not is_finished:
+        raise SystemExit(UNFINISHED)
 
 
 def _plan_first(run: Run, rank_info: RankInfo | None, console: Console) -> Run:
@@ -146,8 +148,8 @@ def _train_rank(run: Run, rank_info: RankInfo, as_json: bool) -> None:
         make_console(True).print(
             f"stopped at step {outcome.step} and saved; run the same command to go on", highlight=False
         )
-    if not outcome.finished and is_elastic(os.environ, rank_info):
-        raise SystemExit(UNFINISHED)  # torchrun stops ranks when hosts join; status 0 would mean that all is done
+    if not outcome.finished and rank_info.launcher != "weft":  # weft's own agent takes any status but 0 for a failure
+        raise SystemExit(UNFINISHED)
 
 
 def _run_ranks(fork_server: ForkServer, run: Run, as_json: bool) -> None:

@@ -1,7 +1,7 @@
 """Turns a profile into that of the same model with compiled blocks.
 
 Without recompute, a compiled block saves what torch.compile saves (`torch_partition.py`). A block compiled in pieces
-saves what `profile/saved_in_pieces.py` states. Equal blocks are traced once. A block that cannot be traced counts as
+saves what `profiling/saved_in_pieces.py` states. Equal blocks are traced once. A block that cannot be traced counts as
 uncompiled, which never saves less, and the profile states this (`assumptions`). Blocks that `y` splits count as
 uncompiled, too: torch.compile breaks the graph at the all-reduce after each matmul, and each part saves its inputs and
 outputs.
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from weft.compile.torch_partition import Partition, partition
 from weft.inspection.blocks import find_blocks
 from weft.plan import Plan
-from weft.profile import Block, Profile, ProfileSource, TensorMetadata
-from weft.profile import profile as profile_of
-from weft.profile.saved_in_pieces import as_in_pieces
+from weft.profiling import Block, Profile, ProfileSource, TensorMetadata
+from weft.profiling import profile as profile_of
+from weft.profiling.saved_in_pieces import as_in_pieces
 
 MAX_LAYERS = 200  # above this many different layers, blocks are compiled in pieces; a layer takes about a second
 _partition_cache: dict[Any, Partition | str] = {}  # by all that a partition depends on; or the reason why it failed

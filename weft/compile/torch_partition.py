@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import FusedTraffic
 from weft.parallel.fp8 import traced_as_on_a_gpu
-from weft.profile import cast, fake
-from weft.profile.parts import TensorMetadata
+from weft.profiling import cast, fake
+from weft.profiling.parts import TensorMetadata
 
 NO_TRAFFIC = FusedTraffic()
 EXTERNAL = ("attention", "convolution")  # in names of operations with a library's kernel; names in -mm are others

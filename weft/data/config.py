@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from weft.data import slides
-from weft.data.formats import ImageShape
-from weft.data.images import OnBad
 from weft.errors import ConfigError
 from weft.schema import at_least, build_dataclass, nearest
+
+OnBad = Literal["skip", "stop"]
+SLIDE_CLASSES = 2
+SMALLEST_SLIDE = 32  # pixels; in a smaller slide a lesion would have only a few pixels
+LARGEST_SLIDE = 1 << 17
+
+
+class ImageShape(NamedTuple):
+    """The shape of an image."""
+
+    height: int
+    width: int
+    channels: int
+
+    def __str__(self) -> str:
+        return f"{self.height} × {self.width} pixels of {self.channels} channels"
 
 
 @dataclass(frozen=True)
@@ -52,8 +65,8 @@ class SlidesConfig:
     def __post_init__(self) -> None:
         at_least("data.images", self.images, 2)
         at_least("data.seed", self.seed, 0)
-        if not slides.SMALLEST <= self.size <= slides.LARGEST:
-            raise ConfigError(f"data.size = {self.size}; it must be from {slides.SMALLEST} to {slides.LARGEST}")
+        if not SMALLEST_SLIDE <= self.size <= LARGEST_SLIDE:
+            raise ConfigError(f"data.size = {self.size}; it must be from {SMALLEST_SLIDE} to {LARGEST_SLIDE}")
         _check_held_out(self.held_out)
 
     def shape(self, channels: int) -> ImageShape:
@@ -90,12 +103,17 @@ Data = DataConfig | SlidesConfig | ImagesConfig
 KINDS: dict[str, type[Data]] = {"text": DataConfig, "slides": SlidesConfig, "images": ImagesConfig}
 
 
-def data_from_table(table: Mapping[str, Any]) -> Data:
-    """Build the config of a run file's table. `kind` is "text" by default."""
+def data_class(table: Mapping[str, Any]) -> type[Data]:
+    """The class of a run file's table. `kind` is "text" by default."""
     kind = table.get("kind", "text")
     if kind not in KINDS:
         raise ConfigError(f"unknown 'data.kind' = {kind!r}{nearest(str(kind), KINDS)}")
-    return build_dataclass(KINDS[kind], table, "data")
+    return KINDS[kind]
+
+
+def data_from_table(table: Mapping[str, Any]) -> Data:
+    """Build the config of a run file's table."""
+    return build_dataclass(data_class(table), table, "data")
 
 
 # Keys that say where the data is and how it is read. If they change the samples, they change the data's fingerprint.

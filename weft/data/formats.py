@@ -10,11 +10,12 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.data.config import ImageShape
 from weft.errors import DataError
 from weft.schema import nearest
 
@@ -30,17 +31,6 @@ Pixels = NDArray[Any]
 
 class BadImageError(Exception):
     """An image file that cannot be used. The message says what is wrong with it."""
-
-
-class ImageShape(NamedTuple):
-    """The shape of an image."""
-
-    height: int
-    width: int
-    channels: int
-
-    def __str__(self) -> str:
-        return f"{self.height} × {self.width} pixels of {self.channels} channels"
 
 
 class Reader(Protocol):

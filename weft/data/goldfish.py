@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from weft.errors import ConfigError
-from weft.models.loss import IGNORE
+
+if TYPE_CHECKING:  # the table of a run file is read without torch
+    from torch import Tensor
 
 TABLE_SIZE = 1_000_003
 TABLE_SEED = 2_971_215_073
@@ -40,6 +40,8 @@ class Goldfish:
 
     def left_out(self, targets: Tensor) -> Tensor:
         """A mask of the targets [batch, sequence] that are left out."""
+        import torch
+
         result = torch.zeros_like(targets, dtype=torch.bool)
         num_windows = targets.shape[1] - self.h + 1
         if num_windows < 1:
@@ -52,11 +54,15 @@ class Goldfish:
 
     def apply(self, targets: Tensor) -> Tensor:
         """Replace targets that are left out by IGNORE. Targets that are IGNORE already stay so."""
+        from weft.models.loss import IGNORE
+
         return targets.masked_fill(self.left_out(targets), IGNORE)
 
 
 @lru_cache(maxsize=1)
 def _table() -> Tensor:
+    import torch
+
     # Always on the CPU: generators of other devices draw other numbers from the same seed.
     generator = torch.Generator("cpu").manual_seed(TABLE_SEED)
     return torch.rand(TABLE_SIZE, generator=generator, device="cpu")

@@ -22,13 +22,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weft.data.formats import BadImageError, ImageShape, Interval, reader_of
+from weft.data.config import ImageShape, OnBad
+from weft.data.formats import BadImageError, Interval, reader_of
 from weft.data.tokens import is_held_out
 from weft.errors import DataError
 from weft.models.loss import IGNORE
@@ -37,7 +38,6 @@ LABELS = "labels.csv"
 MAX_LABEL_BYTES = 256 * 1024 * 1024
 SAMPLED_BYTES = 4096  # bytes of each file that enter the fingerprint
 
-OnBad = Literal["skip", "stop"]
 logger = logging.getLogger("weft")
 
 

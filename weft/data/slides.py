@@ -25,14 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.data.cache import build_folder, flush_to_disk, lock
+from weft.data.config import LARGEST_SLIDE, SMALLEST_SLIDE
 from weft.data.images import LABELS
 from weft.data.order import GOLDEN, Words, mix
 from weft.errors import DataError
 
 FORMAT_VERSION = 1
-NUM_CLASSES = 2
-SMALLEST = 32  # pixels; in a smaller slide a lesion would have only a few pixels
-LARGEST = 1 << 17
 CELL_PIXELS = 6
 STRIP_PIXELS = 1 << 20
 
@@ -75,8 +73,10 @@ def make_slide(seed: int, index: int, size: int) -> Slide:
     """Slide number `index` of a seed. Every second slide has label 1. The kind of each lesion by itself is equally
     likely to be 0 or 1.
     """
-    if not SMALLEST <= size <= LARGEST:
-        raise DataError(f"a slide of {size} × {size} pixels cannot be made; use a size from {SMALLEST} to {LARGEST}")
+    if not SMALLEST_SLIDE <= size <= LARGEST_SLIDE:
+        raise DataError(
+            f"a slide of {size} × {size} pixels cannot be made; use a size from {SMALLEST_SLIDE} to {LARGEST_SLIDE}"
+        )
     digest = hashlib.blake2b(f"slide:{seed}:{index}".encode(), digest_size=8).digest()
     slide_seed = int.from_bytes(digest, "little")
     rng = np.random.Generator(np.random.PCG64(slide_seed))

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError, WeftError
+from weft.errors import DEFECT, CorruptionError, LaunchError, LostRankError, WeftError, exit_status
 
 FOLDER_VARIABLE = "WEFT_STATUS"
 WAITING = "waiting in "  # the prefix of `StatusPage.doing` while a rank waits for others
@@ -187,7 +187,7 @@ def record_failure(environ: Mapping[str, str], rank: int, error: BaseException) 
     """Write the error that ends this rank to its failure file, if there is a folder, and return the exit status."""
     final = isinstance(error, WeftError) and not isinstance(error, (LostRankError, CorruptionError))
     message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-    status = 2 if isinstance(error, ConfigError) else 1
+    status = exit_status(error) if isinstance(error, WeftError) else DEFECT
     trace, chance = "".join(traceback.format_exception(error)), isinstance(error, CorruptionError)
     failure = Failure(message, trace, status, final, time.monotonic(), chance)
     if FOLDER_VARIABLE in environ:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from weft.plan import Plan
-from weft.profile.parts import Block, Profile
+from weft.profiling.parts import Block, Profile
 from weft.sharding.layout import evenly_spaced
 
 MIN_OFFLOAD_BYTES = 1 << 20  # smaller storages stay: their copy takes longer to start than to run

@@ -15,7 +15,7 @@ from weft.memory.activation_choice import offloaded_blocks, offloaded_bytes
 from weft.memory.activation_copies import ActivationOffloader
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.strategy import Cost, Strategy, Values
 
 ACTIVATIONS = "activations"  # key of host bytes

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.plan import Plan
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.sharding.layout import (
     COMPUTE_DTYPE,
     NUM_DEVICE_BUFFERS,

@@ -21,8 +21,8 @@ from weft.memory.activation_choice import offloaded_bytes, returning_bytes
 from weft.memory.recompute_context import RunningStatistics, register_state, registered_states, with_states
 from weft.mesh import Mesh
 from weft.plan import BatchSplit, Plan
-from weft.profile import FULL_SHARES, KEPT_OPERATIONS, Block, Profile
-from weft.profile.peak_bytes import Peaks, peaks
+from weft.profiling import FULL_SHARES, KEPT_OPERATIONS, Block, Profile
+from weft.profiling.peak_bytes import Peaks, peaks
 from weft.sharding.layout import COMPUTE_DTYPE, needs_units
 from weft.strategy import Cost, Strategy, Transient, Values
 

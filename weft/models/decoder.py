@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.models.decoder_config import DecoderConfig, RopeScaling
+from weft.architectures import DecoderConfig, RopeScaling
 from weft.models.experts import SparseMLP, SwiGLU
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from weft.models.decoder_config import DecoderConfig
+from weft.architectures import DecoderConfig
 from weft.models.grouped_matmul import grouped_linear
 
 

@@ -21,11 +21,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from weft.architectures import GPT2Config, LanguageConfig, ModelConfig
 from weft.errors import CheckpointError
-from weft.models.gpt2 import GPT2Config
 from weft.models.hf_config import CONFIG_FILE, read_json, write_config
 from weft.models.hf_tensors import HEAD_NAME, StoredTensor, stored_tensors
-from weft.models.init import LanguageConfig, LanguageModel, ModelConfig, build
+from weft.models.init import LanguageModel, build
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -12,10 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig
 from weft.errors import CheckpointError, ConfigError
-from weft.models.decoder_config import DecoderConfig
-from weft.models.gpt2 import GPT2Config
-from weft.models.init import LanguageConfig
 from weft.schema import build_dataclass
 
 CONFIG_FILE = "config.json"

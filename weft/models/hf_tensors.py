@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from weft.models.decoder_config import DecoderConfig
-from weft.models.gpt2 import GPT2Config
-from weft.models.init import LanguageConfig
+from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig
 
 HEAD_NAME = "lm_head.weight"
 CONV1D_WEIGHTS = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")

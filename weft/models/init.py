@@ -17,15 +17,13 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from weft.architectures import DecoderConfig, GPT2Config, LanguageConfig, ModelConfig, VisionConfig
 from weft.errors import ConfigError
 from weft.models.decoder import Decoder
-from weft.models.decoder_config import DecoderConfig
-from weft.models.gpt2 import GPT2, GPT2Config
-from weft.models.vision import VisionConfig, VisionModel, build_vision
+from weft.models.gpt2 import GPT2
+from weft.models.vision import VisionModel, build_vision
 
-LanguageConfig = DecoderConfig | GPT2Config
 LanguageModel = Decoder | GPT2
-ModelConfig = LanguageConfig | VisionConfig
 Model = LanguageModel | VisionModel
 
 DEVIATION = 0.02

@@ -28,7 +28,7 @@ from weft.pipeline.build import Staging, build, stage
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.pipeline.cost import pipeline_cost
 from weft.plan import BatchSplit, Plan
-from weft.profile import PARAMETER_CUTS, Profile, profile
+from weft.profiling import PARAMETER_CUTS, Profile, profile
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.spatial.tiling import localise_tile, mark, tiling_for
 from weft.strategy import Cost, Strategy, Values

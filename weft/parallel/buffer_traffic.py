@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from weft.comm.ledger import Key
 from weft.plan import BatchSplit, Plan
-from weft.profile import Block, Profile
-from weft.profile.software import Software
+from weft.profiling import Block, Profile
+from weft.profiling.software import Software
 from weft.sharding.layout import COMPUTE_DTYPE, flat_layouts, master_bytes
 from weft.strategy import Buffer, Strategy, reductions_per_step
 

@@ -16,9 +16,9 @@ from torch import nn
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
-from weft.profile import Profile
-from weft.profile.software import Software
-from weft.profile.workload import Call
+from weft.profiling import Profile
+from weft.profiling.software import Software
+from weft.profiling.workload import Call
 from weft.sharding.units import units_of
 from weft.strategy import Buffer, Cost, Strategy, Values, refuse_batch_mixers, tally
 

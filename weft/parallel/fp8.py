@@ -23,7 +23,7 @@ from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.mesh import Mesh
 from weft.plan import Plan
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.strategy import Strategy, Values
 
 DTYPE = torch.float8_e4m3fn

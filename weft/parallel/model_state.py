@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from weft.memory.activation_copies import offloader_of
 from weft.memory.offload_activations import ACTIVATIONS
 from weft.pipeline.rank_model import rank_model
-from weft.profile import Parameter
+from weft.profiling import Parameter
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.layout import ParameterPart
 from weft.sharding.streamed_buffer import StreamedFlat

@@ -31,9 +31,9 @@ from weft.comm.ledger import Key
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
-from weft.profile import Block, ParameterUses, Profile, profile
-from weft.profile.software import Software
-from weft.profile.workload import Call
+from weft.profiling import Block, ParameterUses, Profile, profile
+from weft.profiling.software import Software
+from weft.profiling.workload import Call
 from weft.sharding.flat_buffer import Flat, FlatOptions
 from weft.sharding.host_memory import check_memory_fits
 from weft.sharding.layout import (

@@ -29,9 +29,9 @@ from weft.inspection.rng import TileRng
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan, Tile
-from weft.profile import Profile
-from weft.profile.software import BlockPass, Software
-from weft.profile.workload import Call
+from weft.profiling import Profile
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import Call
 from weft.sharding.units import units_of
 from weft.spatial.dry_run import dry_run
 from weft.spatial.tile_layout import Grid

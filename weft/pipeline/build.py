@@ -24,7 +24,7 @@ from weft.pipeline.stage import StageRunner
 from weft.pipeline.stand_in import skeleton, stage_model
 from weft.pipeline.tracer import FIRST, TilePosition, Tracer, tile_at
 from weft.plan import Plan
-from weft.profile import SHARED_BY_STAGES, Profile, stage_profile
+from weft.profiling import SHARED_BY_STAGES, Profile, stage_profile
 from weft.schedule.actions import Schedule, with_messages
 from weft.schedule.check import check
 from weft.schedule.schedules import make_schedule

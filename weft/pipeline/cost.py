@@ -10,7 +10,7 @@ from weft.pipeline.build import Staging
 from weft.pipeline.shadow_gradients import VERSION_BYTES
 from weft.pipeline.shared_parameters import running_statistics
 from weft.plan import BatchSplit, Plan
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.schedule.actions import Message, Schedule
 from weft.schedule.activation_lifetimes import StageBytes, peak_held_bytes
 from weft.schedule.simulate import simulate

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import nn
 
 from weft.pipeline.runtime import Pipeline, Stage
-from weft.profile import Parameter
+from weft.profiling import Parameter
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.units import Units, units_of
 

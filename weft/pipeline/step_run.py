@@ -25,7 +25,7 @@ from weft.pipeline.partition import Route
 from weft.pipeline.stage import StagePass, StageRunner
 from weft.pipeline.trace import TracedTensor
 from weft.pipeline.transport import Key, Transport
-from weft.profile import Parameter
+from weft.profiling import Parameter
 from weft.schedule.actions import SHADOW, Action, Message, Schedule
 from weft.schedule.simulate import Span
 from weft.sharding.units import Units

@@ -23,7 +23,7 @@ from weft.planner.model import planned_model
 from weft.planner.predict import link_of
 from weft.planner.question import Objective, Question
 from weft.planner.search import Candidate, Model, SearchResult, search
-from weft.profile.software import software_for_text
+from weft.profiling.software import software_for_text
 from weft.schema import to_table
 
 MAX_SPANS = 20_000  # a longer timeline is left out of the answer

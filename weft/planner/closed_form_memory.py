@@ -24,7 +24,7 @@ from weft.parallel.apply import localise
 from weft.parallel.tensor.cost import transient_bytes
 from weft.plan import Plan
 from weft.planner.question import TOKEN_FIELDS, size_settings
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 from weft.sharding.layout import (

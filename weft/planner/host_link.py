@@ -11,7 +11,7 @@ from weft.memory.offload_activations import ACTIVATIONS
 from weft.memory.offload_weights import WEIGHTS, LinkTraffic, home_bytes
 from weft.plan import Plan
 from weft.planner.step import HOST_LINK_SHARE
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.strategy import Cost
 
 

@@ -12,8 +12,8 @@ import torch
 
 from weft.inspection.memory_traffic import MemoryTraffic
 from weft.inspection.split_probe import is_convolution
-from weft.profile import Block, Convolution, Profile
-from weft.profile.workload import BlockWork, Filter, Product
+from weft.profiling import Block, Convolution, Profile
+from weft.profiling.workload import BlockWork, Filter, Product
 
 POLICIES = ("none", "selective", "full")
 

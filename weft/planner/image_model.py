@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
 from weft.compile.saved_bytes import needs_pieces
-from weft.data.formats import ImageShape
+from weft.data.config import ImageShape
 from weft.inspection.blocks import find_blocks
 from weft.models import VisionConfig, build
 from weft.plan import Plan
@@ -21,9 +21,9 @@ from weft.planner.image_sections import ImageSections
 from weft.planner.image_step import ImageSteps
 from weft.planner.question import Question
 from weft.planner.search import Model, Search
-from weft.profile import profile
-from weft.profile.software import Software
-from weft.profile.workload import Workload
+from weft.profiling import profile
+from weft.profiling.software import Software
+from weft.profiling.workload import Workload
 from weft.sharding.layout import COMPUTE_DTYPE
 
 COMPILED = Software(fused=True, compiled=True)  # tiles run uncompiled

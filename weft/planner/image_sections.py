@@ -35,8 +35,8 @@ from weft.planner.image_chain import (
     section_of,
     smallest_images,
 )
-from weft.profile import Block, Profile, profile
-from weft.profile.workload import BlockWork, Call, Filter, Phase, Product
+from weft.profiling import Block, Profile, profile
+from weft.profiling.workload import BlockWork, Call, Filter, Phase, Product
 from weft.spatial.dry_run import DryRun, dry_run, image_sizes
 from weft.spatial.recorded_calls import RecordedCall
 

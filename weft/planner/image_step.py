@@ -21,7 +21,7 @@ from weft.planner.image_sections import ImageSections
 from weft.planner.micro_batch import Seconds
 from weft.planner.question import inner_settings
 from weft.planner.step import FIXED_SECONDS, PlannedStage, StepModel, on_rank
-from weft.profile.workload import BlockWork
+from weft.profiling.workload import BlockWork
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE

@@ -21,8 +21,8 @@ from functools import lru_cache
 
 from weft.cluster.hardware import Device
 from weft.inspection.memory_traffic import MemoryTraffic
-from weft.profile.software import Software
-from weft.profile.workload import Filter
+from weft.profiling.software import Software
+from weft.profiling.workload import Filter
 
 # (rows, columns) of the tiles in matmul libraries; the first two are the largest.
 TILES = ((128, 256), (256, 128), (128, 128), (64, 128), (128, 64), (64, 64))

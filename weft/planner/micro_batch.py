@@ -23,8 +23,8 @@ from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
 from weft.planner.kernels import ALIGNED_ELEMENTS, BACKWARD_PASSES, Kernels
 from weft.planner.question import inner_settings
-from weft.profile.software import BlockPass, Software
-from weft.profile.workload import Beside, BlockWork, Call, Product, Workload
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import Beside, BlockWork, Call, Product, Workload
 from weft.strategy import Strategy
 
 BLOCK_AXES = [one for one in STRATEGIES if type(one).block_calls is not Strategy.block_calls]

@@ -21,9 +21,9 @@ from weft.plan import Plan
 from weft.planner.closed_form_memory import IN_HEAD, sizes
 from weft.planner.search import Model
 from weft.planner.step import StepModel
-from weft.profile import Profile, profile
-from weft.profile.software import Software, software_for_text
-from weft.profile.workload import workload
+from weft.profiling import Profile, profile
+from weft.profiling.software import Software, software_for_text
+from weft.profiling.workload import workload
 
 NUM_PROFILED = 2
 

@@ -33,8 +33,8 @@ from weft.planner.host_link import copied_seconds, update_seconds
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.model import planned_model
 from weft.planner.step import StepModel
-from weft.profile import Profile
-from weft.profile.software import software_for_text
+from weft.profiling import Profile
+from weft.profiling.software import software_for_text
 from weft.run_file import Run
 from weft.schedule import Timeline, simulate
 from weft.sharding.layout import COMPUTE_DTYPE

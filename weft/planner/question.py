@@ -14,10 +14,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
-from weft.data.formats import ImageShape
+from weft.data.config import ImageShape
 from weft.errors import ConfigError
 from weft.plan import AXES, Plan, Precision
-from weft.schema import nearest
+from weft.schema import nearest, whole_number
 
 Objective = Literal["time", "cost", "devices"]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
@@ -186,8 +186,8 @@ def _value(text: str, raw: str, kind: Any) -> float | str | bool:
 
 
 def parse_count(text: str, what: str) -> int:
-    """Parses a whole number, with K, M or G for powers of 1024: `4M` is 4 194 304. `what` names it in errors."""
-    match = re.fullmatch(r"([0-9]{1,15})([KMGkmg]?)", text.strip())
-    if match is None or not int(match[1]):
+    """Parses a whole number above 0, as `schema.whole_number` does. `what` names it in errors."""
+    number = whole_number(text)
+    if not number:
         raise ConfigError(f"{what} {text} is not a whole number above 0; write e.g. 4194304, 4096K or 4M")
-    return int(match[1]) << {"": 0, "k": 10, "m": 20, "g": 30}[match[2].lower()]
+    return number

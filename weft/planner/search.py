@@ -25,7 +25,7 @@ from weft.plan import Pipe, Plan, Shard
 from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
 from weft.planner.question import Question, inner_settings, size_settings
 from weft.planner.step import StepModel, StepTime
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.sharding.host_memory import KEPT_FREE_BYTES
 from weft.strategy import SearchSpace, Strategy, divisors
 

@@ -22,7 +22,7 @@ from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.schedule_time import ScheduleTime, run
-from weft.profile.workload import BlockWork, Call
+from weft.profiling.workload import BlockWork, Call
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 from weft.schedule.simulate import Timeline, simulate

@@ -31,7 +31,7 @@ from weft.launch.local_ranks import run_local, run_spawned
 from weft.parallel.apply import refuse
 from weft.plan import Memory, Plan, split_batch
 from weft.planner.predict import refuse_run
-from weft.profile import profile
+from weft.profiling import profile
 from weft.proof.float64 import Float64
 from weft.proof.rank import STEPS, Case, Trial, answer_of_rank, refused
 from weft.proof.report import TOLERANCE, Check, ProofReport, report_of

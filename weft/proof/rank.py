@@ -30,7 +30,7 @@ from weft.parallel.model_state import all_units, host_bytes, named_pieces, state
 from weft.parallel.tile import own_tiles
 from weft.pipeline.rank_model import rank_model
 from weft.plan import BatchSplit, Plan
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.proof.compare import Worst, noise_of, worst_buffer, worst_number, worst_piece
 from weft.proof.float64 import Float64
 from weft.proof.report import TOLERANCE

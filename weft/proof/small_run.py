@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.data.config import DataConfig
-from weft.data.formats import ImageShape
+from weft.data.config import DataConfig, ImageShape
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.models import ModelConfig, build, initialise

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
-from weft.profile import Parameter
+from weft.profiling import Parameter
 from weft.sharding.gradient_rules import refuse_gradient, unused_pieces
 from weft.sharding.host_memory import host_zeros
 from weft.sharding.layout import FlatLayout, ParameterPart

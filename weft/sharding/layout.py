@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.plan import Plan
-from weft.profile import Block, Parameter, Profile
+from weft.profiling import Block, Parameter, Profile
 
 ALIGNMENT = 8
 CODE_BLOCK = 256  # elements of 8-bit optimizer state that share a scale

@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
 from weft.inspection.nested_tensors import map_tensors, tensors_in
-from weft.profile import SHARED_BY_STAGES
+from weft.profiling import SHARED_BY_STAGES
 from weft.sharding.flat_buffer import Flat
 
 # Attributes that a piece of a parameter shares with the whole, as in `hidden.to(self.linear.weight.dtype)`.

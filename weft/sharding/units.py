@@ -22,7 +22,7 @@ from weft.errors import PlanError
 from weft.health.rank_status import Status
 from weft.inspection.annotations import Annotation
 from weft.inspection.nested_tensors import tensors_in
-from weft.profile import Block, ParameterUses, find_parameters, profile
+from weft.profiling import Block, ParameterUses, find_parameters, profile
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.parameter_reads import ReadWatch
 

@@ -24,7 +24,7 @@ from weft.comm import Axis
 from weft.errors import PlanError
 from weft.inspection.parameter_cut import share
 from weft.plan import Plan
-from weft.profile import Profile, Tally, count
+from weft.profiling import Profile, Tally, count
 from weft.spatial.fuse import NeighbourLayer, fuse
 from weft.spatial.operands import map_tensors
 from weft.spatial.recorded_calls import CallRecorder, RecordedCall

@@ -9,7 +9,7 @@ from torch import nn
 
 from weft.inspection.annotations import Annotation
 from weft.plan import Plan
-from weft.profile import Profile
+from weft.profiling import Profile
 from weft.spatial.dry_run import dry_run
 from weft.spatial.view import Position
 from weft.spatial.windows import Extra

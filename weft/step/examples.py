@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.models import ModelConfig, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head, is_loss_in_head
-from weft.profile import Profile, profile
+from weft.profiling import Profile, profile
 from weft.run_file import Run
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.step.task import Task, task_of

@@ -12,8 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from weft.data.config import DataConfig
-from weft.data.formats import ImageShape
+from weft.data.config import DataConfig, ImageShape
 from weft.models import IGNORE, LanguageConfig, ModelConfig, VisionConfig
 from weft.run_file import Run
 from weft.step.objective import CLASSIFICATION, Objective, with_z_loss

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from weft.architectures import ModelConfig
 from weft.errors import ConfigError
 from weft.models import config_from_table
-from weft.models.init import ModelConfig
 from weft.schema import nearest, read_toml
 
 CATALOG = Path(__file__).parent

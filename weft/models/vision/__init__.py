@@ -6,15 +6,21 @@ that an axis that splits the image can replace it.
 
 from __future__ import annotations
 
-from typing import get_args
-
 from torch import nn
 
-from weft.models.vision.amoebanet import AmoebaNetD, AmoebaNetDConfig
-from weft.models.vision.deep_resnet import DeepResNet, DeepResNetConfig
-from weft.models.vision.norm import NormKind
-from weft.models.vision.resnet import ResNet, ResNetConfig
-from weft.models.vision.unet import UNet, UNetConfig
+from weft.architectures.vision import (
+    VISION_CONFIGS,
+    AmoebaNetDConfig,
+    DeepResNetConfig,
+    NormKind,
+    ResNetConfig,
+    UNetConfig,
+    VisionConfig,
+)
+from weft.models.vision.amoebanet import AmoebaNetD
+from weft.models.vision.deep_resnet import DeepResNet
+from weft.models.vision.resnet import ResNet
+from weft.models.vision.unet import UNet
 
 __all__ = [
     "VISION_CONFIGS",
@@ -32,11 +38,7 @@ __all__ = [
     "build_vision",
 ]
 
-VisionConfig = ResNetConfig | DeepResNetConfig | AmoebaNetDConfig | UNetConfig
 VisionModel = ResNet | DeepResNet | AmoebaNetD | UNet
-
-# The config class of each value of `model.architecture` in a run file.
-VISION_CONFIGS: dict[str, type[VisionConfig]] = {config().architecture: config for config in get_args(VisionConfig)}
 
 
 def build_vision(config: VisionConfig) -> VisionModel:

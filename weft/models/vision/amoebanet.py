@@ -8,15 +8,13 @@ and of torchgpipe. It gives the parameter counts of GPipe's table: (18, 208) has
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError
-from weft.models.decoder_config import require_positive
-from weft.models.vision.norm import NormKind, make_norm
+from weft.architectures.vision import NUM_GROUPS, AmoebaNetDConfig, NormKind
+from weft.models.vision.norm import make_norm
 
 
 class Genotype(NamedTuple):
@@ -50,48 +48,6 @@ REDUCTION = Genotype(
     ),
     (4, 5, 6),
 )
-NUM_GROUPS = 3  # groups of normal cells, with a reduction cell between groups
-
-
-@dataclass(frozen=True)
-class AmoebaNetDConfig:
-    """The config of an AmoebaNet-D: `layers` normal cells; convolutions have `filters` to 4 × `filters` channels."""
-
-    architecture: Literal["amoebanet-d"] = "amoebanet-d"
-    layers: int = 18
-    filters: int = 256
-    num_classes: int = 1000
-    in_channels: int = 3
-    norm: NormKind = "batch"
-
-    size_multiple: ClassVar[int] = (
-        32  # the size is halved five times, by operations whose results must have equal sizes
-    )
-    is_dense: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        require_positive(self, "layers", "filters", "num_classes", "in_channels")
-        if self.layers % NUM_GROUPS:
-            raise ConfigError(
-                f"layers = {self.layers} does not divide into {NUM_GROUPS} equal groups of cells; use a multiple of 3"
-            )
-        if self.filters % 4:
-            raise ConfigError(f"filters = {self.filters}; the stem has a quarter of it, so use a multiple of 4")
-
-    @property
-    def num_layers(self) -> int:
-        """The number of cells, including two of the stem and two between the groups."""
-        return self.layers + 4
-
-    def shrunk(self, num_layers: int = 2) -> AmoebaNetDConfig:
-        """A tiny config of the same structure, for a quick verification in float64."""
-        layers = NUM_GROUPS * max(1, -(-(num_layers - 4) // NUM_GROUPS))
-        return replace(
-            self,
-            layers=min(self.layers, layers),
-            filters=min(self.filters, 16),
-            num_classes=min(self.num_classes, 16),
-        )
 
 
 class AmoebaNetD(nn.Module):

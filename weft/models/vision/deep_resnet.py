@@ -9,64 +9,11 @@ have biases, which the norms after them cancel or replace; here they have none.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
-
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError
-from weft.models.decoder_config import require_positive
-from weft.models.vision.norm import NormKind, make_norm
-
-NUM_STAGES = 3
-# The number of layers that one more block per stage adds to the depth.
-LAYERS_OF = {1: 6, 2: 9}
-
-
-@dataclass(frozen=True)
-class DeepResNetConfig:
-    """The config of a deep ResNet. `width` is the number of channels of the stem."""
-
-    architecture: Literal["deep-resnet"] = "deep-resnet"
-    depth: int = 110
-    version: Literal[1, 2] = 2
-    num_classes: int = 10
-    in_channels: int = 3
-    width: int = 16
-    norm: NormKind = "batch"
-
-    size_multiple: ClassVar[int] = 1
-    is_dense: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        require_positive(self, "num_classes", "in_channels", "width")
-        step = LAYERS_OF[self.version]
-        if self.depth < step + 2 or (self.depth - 2) % step:
-            near = max(step + 2, (self.depth - 2) // step * step + 2)
-            raise ConfigError(
-                f"depth = {self.depth} is not {step} n + 2, the depth of version {self.version}; use {near} or "
-                f"{near + step}"
-            )
-
-    @property
-    def blocks_per_stage(self) -> int:
-        return (self.depth - 2) // LAYERS_OF[self.version]
-
-    @property
-    def num_layers(self) -> int:
-        """The number of blocks."""
-        return NUM_STAGES * self.blocks_per_stage
-
-    def shrunk(self, num_layers: int = 2) -> DeepResNetConfig:
-        """A tiny config of the same structure, for a quick verification in float64."""
-        blocks = min(self.blocks_per_stage, -(-num_layers // NUM_STAGES))
-        return replace(
-            self,
-            depth=LAYERS_OF[self.version] * blocks + 2,
-            width=min(self.width, 4),
-            num_classes=min(self.num_classes, 16),
-        )
+from weft.architectures.vision import DeepResNetConfig
+from weft.models.vision.norm import make_norm
 
 
 class BlockV1(nn.Module):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NormKind = Literal["batch", "group"]
+from weft.architectures.vision import NormKind
+
 CHANNELS_PER_GROUP = 16
 
 

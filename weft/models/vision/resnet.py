@@ -6,102 +6,11 @@ torchvision's weights load name by name. ResNeXt-50 32x4d is depth 50, groups 32
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
-
 import torch
 from torch import Tensor, nn
 
-from weft.errors import ConfigError
-from weft.models.decoder_config import require_positive
-from weft.models.vision.norm import NormKind, make_norm
-
-# depth -> the kind of block, and the number of blocks in each of the four stages
-BLOCKS: dict[int, tuple[Literal["basic", "bottleneck"], tuple[int, int, int, int]]] = {
-    10: ("basic", (1, 1, 1, 1)),
-    14: ("bottleneck", (1, 1, 1, 1)),
-    18: ("basic", (2, 2, 2, 2)),
-    26: ("bottleneck", (2, 2, 2, 2)),
-    34: ("basic", (3, 4, 6, 3)),
-    50: ("bottleneck", (3, 4, 6, 3)),
-    101: ("bottleneck", (3, 4, 23, 3)),
-    152: ("bottleneck", (3, 8, 36, 3)),
-}
-
-
-@dataclass(frozen=True)
-class ResNetConfig:
-    """The config of a ResNet. `width` is the number of channels of the first stage. `width_per_group` is the width of a
-    group in a stage of 64 channels, as in torchvision.
-    """
-
-    architecture: Literal["resnet"] = "resnet"
-    depth: int = 50
-    num_classes: int = 1000
-    in_channels: int = 3
-    width: int = 64
-    groups: int = 1
-    width_per_group: int = 64
-    norm: NormKind = "batch"
-
-    size_multiple: ClassVar[int] = 1  # height and width must be multiples of this
-    is_dense: ClassVar[bool] = False  # whether there is a label for each pixel, not one for each image
-
-    def __post_init__(self) -> None:
-        require_positive(self, "num_classes", "in_channels", "width", "groups", "width_per_group")
-        if self.depth not in BLOCKS:
-            raise ConfigError(
-                f"depth = {self.depth} is no ResNet of 4 stages; use one of {', '.join(map(str, BLOCKS))}, or "
-                f"architecture 'deep-resnet' for depths up to 1001 and more"
-            )
-        if self.kind == "basic" and (self.groups, self.width_per_group) != (1, 64):
-            raise ConfigError(
-                f"groups = {self.groups} and width_per_group = {self.width_per_group} are of bottlenecks, and depth = "
-                f"{self.depth} has none; use depth 50 or more"
-            )
-        if self.inner(self.width) < 1:
-            raise ConfigError(
-                f"width = {self.width} and width_per_group = {self.width_per_group} leave a bottleneck no channel; "
-                f"use a larger width"
-            )
-
-    @property
-    def kind(self) -> Literal["basic", "bottleneck"]:
-        return BLOCKS[self.depth][0]
-
-    @property
-    def stages(self) -> tuple[int, int, int, int]:
-        """The number of blocks of each stage."""
-        return BLOCKS[self.depth][1]
-
-    @property
-    def num_layers(self) -> int:
-        """The number of blocks."""
-        return sum(self.stages)
-
-    def inner(self, channels: int) -> int:
-        """The channels inside a bottleneck whose output has 4 × `channels`."""
-        return channels * self.width_per_group // 64 * self.groups
-
-    def shrunk(self, num_layers: int = 2) -> ResNetConfig:
-        """A tiny config of the same structure, for a quick verification in float64."""
-        deep_enough = (
-            depth
-            for depth, (kind, counts) in BLOCKS.items()
-            if kind == self.kind and (sum(counts) >= num_layers or depth == self.depth)
-        )
-        width, groups = min(self.width, 8), min(self.groups, 4)
-        per_group = self.width_per_group
-        if self.kind == "bottleneck":
-            per_group = max(32 if groups > 1 else per_group, 64 // width)
-        return replace(
-            self,
-            depth=min(deep_enough),
-            width=width,
-            groups=groups,
-            width_per_group=per_group,
-            num_classes=min(self.num_classes, 16),
-        )
+from weft.architectures.vision import ResNetConfig
+from weft.models.vision.norm import make_norm
 
 
 class BasicBlock(nn.Module):

@@ -7,49 +7,11 @@ as is usual today.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
-
 import torch
 from torch import Tensor, nn
 
-from weft.models.decoder_config import require_positive
-from weft.models.vision.norm import NormKind, make_norm
-
-
-@dataclass(frozen=True)
-class UNetConfig:
-    """The config of a U-Net. `up` selects how the image is upsampled: by a transposed convolution, or bilinearly
-    followed by a 1 × 1 convolution.
-    """
-
-    architecture: Literal["unet"] = "unet"
-    depth: int = 4
-    width: int = 64
-    num_classes: int = 2
-    in_channels: int = 3
-    up: Literal["transposed", "bilinear"] = "transposed"
-    norm: NormKind = "batch"
-
-    is_dense: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        require_positive(self, "depth", "width", "num_classes", "in_channels")
-
-    @property
-    def size_multiple(self) -> int:
-        """Height and width must be multiples of this."""
-        return int(2**self.depth)
-
-    @property
-    def num_layers(self) -> int:
-        """The number of pairs of convolutions."""
-        return 2 * self.depth + 1
-
-    def shrunk(self, num_layers: int = 2) -> UNetConfig:
-        """A tiny config of the same structure, for a quick verification in float64."""
-        depth = max(2, -(-(num_layers - 1) // 2))
-        return replace(self, depth=min(self.depth, depth), width=min(self.width, 4))
+from weft.architectures.vision import NormKind, UNetConfig
+from weft.models.vision.norm import make_norm
 
 
 class DoubleConv(nn.Sequential):

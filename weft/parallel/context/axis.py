@@ -36,9 +36,9 @@ from weft.parallel.context.attention import (
     zigzag,
 )
 from weft.plan import BatchSplit, Context, Plan
-from weft.profile import BackwardShares, Block, Profile
-from weft.profile.software import BlockPass, Software
-from weft.profile.workload import Call
+from weft.profiling import BackwardShares, Block, Profile
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import Call
 from weft.sharding.layout import COMPUTE_DTYPE
 from weft.sharding.units import units_of
 from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, tally

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 from weft.plan import Plan
-from weft.profile.software import BlockPass, Software
-from weft.profile.workload import BlockWork, Call
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import BlockWork, Call
 
 
 def block_calls(block: BlockPass, plan: Plan) -> Iterator[Call]:

@@ -55,9 +55,9 @@ from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, mark_logits, set_vocabulary, split_embedding, vocabulary_of
 from weft.plan import BatchSplit, Plan
 from weft.plan import Tensor as TensorSetting
-from weft.profile import PARAMETER_CUTS, Profile
-from weft.profile.software import BlockPass
-from weft.profile.workload import Call
+from weft.profiling import PARAMETER_CUTS, Profile
+from weft.profiling.software import BlockPass
+from weft.profiling.workload import Call
 from weft.strategy import Cost, SearchSpace, Strategy, Transient, Values, divisors, tally
 
 logger = logging.getLogger("weft")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from weft.plan import Plan
-from weft.profile.software import BlockPass, Software
-from weft.profile.workload import Call
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import Call
 
 ELEMENT_BYTES = 2
 

@@ -28,7 +28,7 @@ from weft.parallel.tensor.norm import ALONE, split_norm
 from weft.parallel.tensor.split_logits import gather_bytes
 from weft.parallel.tensor.vocabulary import loss_bytes
 from weft.plan import Plan
-from weft.profile import BackwardShares, Block, LayerShape, Profile
+from weft.profiling import BackwardShares, Block, LayerShape, Profile
 from weft.sharding.layout import COMPUTE_DTYPE
 
 Calls = Iterator[tuple[Key, int]]

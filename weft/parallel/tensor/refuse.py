@@ -13,7 +13,7 @@ from weft.inspection.split_probe import is_feature_wise, linear_sizes
 from weft.inspection.tensor_splits import Pairing, Split, is_norm
 from weft.parallel.tensor.norm import is_plain_norm
 from weft.plan import Plan
-from weft.profile import Profile
+from weft.profiling import Profile
 
 
 def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:

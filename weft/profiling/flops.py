@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from weft.profile.parts import Convolution, Flops, Matmul
+from weft.profiling.parts import Convolution, Flops, Matmul
 
 aten = torch.ops.aten
 _ATTENTION = (

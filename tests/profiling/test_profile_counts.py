@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from weft.launch.local_ranks import run_local
 from weft.models import DecoderConfig, build, token_loss
-from weft.profile import Convolution, Experts, Matmul, Profile, profile
+from weft.profiling import Convolution, Experts, Matmul, Profile, profile
 
 pytestmark = pytest.mark.processes
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster
-from weft.profile.workload import BlockWork
+from weft.profiling.workload import BlockWork
 
 # Bytes per logit, forward and backward, of torch's own cross-entropy in float32 (measured on an H200: 46) and of one
 # that torch.compile fuses (11). Special kernels move less: they read logits once, and once more to write the gradient.

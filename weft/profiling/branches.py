@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from weft.profile.parts import Paths
+from weft.profiling.parts import Paths
 
 
 class DataFlow:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.inspection.blocks import find_blocks
-from weft.profile import Profile, find_parameters, profile
+from weft.profiling import Profile, find_parameters, profile
 
 
 def tokens() -> tuple[Tensor]:

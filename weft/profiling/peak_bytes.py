@@ -28,8 +28,8 @@ from weft.inspection.functional_call import arguments, call_with
 from weft.inspection.live_bytes import LiveTensors
 from weft.models.loss import fused_rows_loss, rows_loss
 from weft.models.loss_head import example_labels, loss_head_of
-from weft.profile import Block, Profile, ProfileSource, cast, fake
-from weft.profile.saved_in_pieces import as_in_pieces
+from weft.profiling import Block, Profile, ProfileSource, cast, fake
+from weft.profiling.saved_in_pieces import as_in_pieces
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # applies a memory policy to a block's forward
 

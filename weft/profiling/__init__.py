@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from weft.profile.count import Tally, cast, count, fake
-from weft.profile.flops import KEPT_OPERATIONS
-from weft.profile.parts import (
+from weft.profiling.count import Tally, cast, count, fake
+from weft.profiling.flops import KEPT_OPERATIONS
+from weft.profiling.parts import (
     FULL_SHARES,
     BackwardShares,
     Block,
@@ -33,7 +33,7 @@ from weft.profile.parts import (
     ProfileSource,
     TensorMetadata,
 )
-from weft.profile.structure import (
+from weft.profiling.structure import (
     PARAMETER_CUTS,
     SHARED_BY_STAGES,
     ParameterUses,

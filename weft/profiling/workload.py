@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from weft.errors import PlanError
 from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.tensor_splits import Split
-from weft.profile import Block, Profile
+from weft.profiling import Block, Profile
 
 NOTHING = MemoryTraffic()
 

@@ -30,10 +30,10 @@ from weft.inspection.tensor_splits import is_norm
 from weft.models.decoder import CausalAttention
 from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, returns_loss
-from weft.profile.branches import DataFlow
-from weft.profile.flops import KEPT_OPERATIONS, count_product
-from weft.profile.parts import Block, Convolution, Flops, Heads, LayerShape, Matmul, Profile, TensorMetadata
-from weft.profile.saved_bytes import POLICIES, SavedTally
+from weft.profiling.branches import DataFlow
+from weft.profiling.flops import KEPT_OPERATIONS, count_product
+from weft.profiling.parts import Block, Convolution, Flops, Heads, LayerShape, Matmul, Profile, TensorMetadata
+from weft.profiling.saved_bytes import POLICIES, SavedTally
 
 NO_FLOPS = Flops()
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def count(
 ) -> Profile:
     """Returns the profile `structure` with the counts of one forward of the model added.
 
-    `example`, `finish` and `dtype` are those of `weft.profile.profile`; `tally` is the counter to use.
+    `example`, `finish` and `dtype` are those of `weft.profiling.profile`; `tally` is the counter to use.
     """
     tally = tally or Tally()
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -1,6 +1,6 @@
-"""Configs of the decoder family: sizes and options, checked.
+"""The table `[model]` of language models: decoders (Llama, Mistral, Qwen, with and without experts) and GPT-2.
 
-Keys are those of the config.json of a Hugging Face folder.
+Keys are those of their config.json.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
+from weft.architectures.sizes import divisors, require_positive
 from weft.errors import ConfigError
 
 DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
@@ -219,13 +220,57 @@ class DecoderConfig:
             object.__setattr__(self, "moe_intermediate_size", self.intermediate_size)
 
 
-def require_positive(config: object, *names: str) -> None:
-    """Raise ConfigError for the first of the named fields that is not above zero."""
-    for name in names:
-        if getattr(config, name) <= 0:
-            raise ConfigError(f"{name} = {getattr(config, name)} must be positive; give a value above 0")
+@dataclass(frozen=True)
+class GPT2Config:
+    """The config of a GPT-2. n_inner = None means 4 * n_embd. Dropout is off by default."""
+
+    architecture: Literal["gpt2"] = "gpt2"
+    vocab_size: int = 50257
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    layer_norm_epsilon: float = 1e-5
+    resid_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    tie_word_embeddings: bool = True
+
+    embedding_name: ClassVar[str] = "transformer.wte.weight"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "layer_norm_epsilon")
+        if self.n_inner is not None:
+            require_positive(self, "n_inner")
+        for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name} = {getattr(self, name)} is no dropout probability; use 0 <= {name} < 1")
+        if self.n_embd % self.n_head:
+            raise ConfigError(
+                f"n_head = {self.n_head} does not divide n_embd = {self.n_embd}; use one of {divisors(self.n_embd)}"
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return self.n_layer
+
+    @property
+    def inner_size(self) -> int:
+        return 4 * self.n_embd if self.n_inner is None else self.n_inner
+
+    def shrunk(self, num_layers: int = 2) -> GPT2Config:
+        """A tiny config of the same structure, for a quick verification in float64."""
+        num_heads = min(self.n_head, 8)
+        return replace(
+            self,
+            vocab_size=min(self.vocab_size, 61),
+            n_positions=min(self.n_positions, 64),
+            n_embd=num_heads * min(self.n_embd // self.n_head, 32 // num_heads),
+            n_layer=min(self.n_layer, num_layers),
+            n_head=num_heads,
+            n_inner=None if self.n_inner is None else min(self.n_inner, 64),
+        )
 
 
-def divisors(number: int) -> str:
-    """The divisors of a number up to 256, as text for a message."""
-    return ", ".join(str(divisor) for divisor in range(1, min(number, 256) + 1) if number % divisor == 0)
+LanguageConfig = DecoderConfig | GPT2Config

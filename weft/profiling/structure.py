@@ -11,7 +11,7 @@ from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks
 from weft.inspection.parameter_cut import Cut
-from weft.profile.parts import Block, Experts, Parameter, Profile
+from weft.profiling.parts import Block, Experts, Parameter, Profile
 
 # On a model that the tensor axes split: this rank's part of each parameter, by name.
 PARAMETER_CUTS = Annotation[Mapping[str, Cut]]("parameter_cuts")

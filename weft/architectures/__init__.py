@@ -1,0 +1,43 @@
+"""The table `[model]` of a run file: the sizes of each architecture, checked without torch.
+
+`config_from_table` returns the config that a table describes; `weft.models.build` makes its modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from weft.architectures.language import DecoderArchitecture, DecoderConfig, GPT2Config, LanguageConfig, RopeScaling
+from weft.architectures.vision import VISION_CONFIGS, VisionConfig
+from weft.errors import ConfigError
+from weft.schema import build_dataclass, nearest
+
+__all__ = [
+    "ARCHITECTURES",
+    "VISION_CONFIGS",
+    "DecoderConfig",
+    "GPT2Config",
+    "LanguageConfig",
+    "ModelConfig",
+    "RopeScaling",
+    "VisionConfig",
+    "config_from_table",
+]
+
+ModelConfig = LanguageConfig | VisionConfig
+ARCHITECTURES = (*get_args(DecoderArchitecture), "gpt2", *VISION_CONFIGS)
+
+
+def config_from_table(table: Mapping[str, Any], path: str = "model") -> ModelConfig:
+    """Build the config of a run file's table. Its key `architecture` (default "llama") selects the kind of model."""
+    architecture = table.get("architecture", "llama")
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"unknown '{path}.architecture' = {architecture!r}{nearest(str(architecture), ARCHITECTURES)}"
+        )
+    if architecture in VISION_CONFIGS:
+        return build_dataclass(VISION_CONFIGS[architecture], table, path)
+    if architecture == "gpt2":
+        return build_dataclass(GPT2Config, table, path)
+    return build_dataclass(DecoderConfig, table, path)
