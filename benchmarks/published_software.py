@@ -31,6 +31,7 @@ MEGATRON = Software(
     hides_input=False,
     splits_messages=True,
     pipe_outside=True,
+    equal_stages=True,
 )
 # Megatron-Core: the README of its table names the three overlaps (--overlap-grad-reduce, --overlap-param-gather,
 # --tp-comm-overlap) and the distributed optimizer; gradients are reduced in fp32 with bf16. Whether Transformer Engine

@@ -60,7 +60,9 @@ def everything(model: Model, batch: int, num_devices: int) -> list[tuple[float, 
                     plan = Plan(data=data, pipe=own, shard=shards, tensor=tensor, micro_batch=micro_batch, **others)
                     count = per_rank // micro_batch
                     own_sizes = sizes(model.profile, plan)
-                    held = memory(working(own_sizes, plan, 8, count), own_sizes, plan, count)
+                    held = memory(
+                        working(own_sizes, plan, model.steps.stage_units(plan), count), own_sizes, plan, count
+                    )
                     if held.total_bytes <= limit:
                         found.append((model.steps.estimate(plan, count), plan))
     return sorted(found, key=lambda pair: pair[0])
@@ -200,14 +202,18 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        *PLANS[:3],
-        PLANS[4],
+        *PLANS,
+        Plan(pipe=Pipe(5), shard=Shard(1), micro_batch=2),
+        Plan(pipe=Pipe(7, "zero-bubble"), micro_batch=2),
+        Plan(data=2, pipe=Pipe(4, "zero-bubble"), micro_batch=8),
+        Plan(pipe=Pipe(3, "interleaved", chunks=2), tensor=Tensor(2), micro_batch=2),
+        Plan(data=2, pipe=Pipe(4, "gpipe"), micro_batch=2),
         Plan(data=8, micro_batch=4, memory=MemoryPolicy("none", activations=0.5)),
         Plan(data=4, tensor=Tensor(2, 1, True, True), micro_batch=4),
         Plan(data=2, tensor=Tensor(2, 2, True, True), micro_batch=2),
     ],
     ids=lambda plan: plan.describe_axes() + plan.memory.words,
-)  # with equal stages
+)
 @pytest.mark.sampled(3)
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
     plan, cluster = replace(plan, precision="bf16"), load("h100:1x8")
@@ -227,7 +233,8 @@ def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles
     stated = max((cost(found, plan, split_batch(plan, 64, 1024), at) for at in ranks), key=lambda one: one.memory_bytes)
     closed = model.held(plan, 64 // plan.num_batch_ranks // plan.micro_batch)
     assert closed.state_bytes == pytest.approx(sum(stated.state_bytes.values()), rel=0.01)
-    assert closed.saved_bytes == pytest.approx(stated.saved_bytes, rel=0.02)
+    if plan.pipe.schedule != "zero-bubble":  # it frees activations in backward, and `cost` calls that transient
+        assert closed.saved_bytes == pytest.approx(stated.saved_bytes, rel=0.02)
     assert closed.tensor_bytes == pytest.approx(stated.memory_bytes, rel=0.02)
 
 

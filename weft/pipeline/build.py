@@ -202,7 +202,7 @@ def _stage(whole: Profile, plan: Plan, device: torch.device) -> Staging:
     tracer = Tracer(bare, plan, over_y, tiling_for(whole, plan))
     with _in_mode(bare, training=True):
         found = tracer.example(whole.example, device)
-    stage_of = partition(found, list(find_blocks(bare)), _weights(whole, plan), pipe)
+    stage_of = partition(found, list(find_blocks(bare)), unit_weights(whole, plan), pipe)
     staging = Staging(plan, bare, stage_of, cut(found, stage_of, pipe.num_stages), tracer, whole.example)
     reason = refuse_stages(staging.route.edges, staging.tied) if pipe.shadow else None
     if reason is not None:
@@ -238,8 +238,8 @@ def refuse(whole: Profile, plan: Plan) -> str | None:
     return refuse_shadows(plan) if pipe.shadow else None
 
 
-def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
-    """Return the weight of each unit for balancing stages.
+def unit_weights(whole: Profile, plan: Plan, num_samples: int = 1) -> dict[str, float]:
+    """Return the weight of each unit for balancing stages, if a micro-batch has `num_samples` times the profile's.
 
     It is FLOPs or, with `balance` = "memory", the bytes of state and activations; if nothing was counted, the number of
     parameters.
@@ -247,7 +247,7 @@ def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
     if not whole.counted:
         return {block.name: float(block.numel) for block in whole.blocks}
     if plan.pipe.balance == "time":
-        return {name: float(flops.all) for name, flops in whole.units.items()}
+        return {name: float(flops.all * num_samples) for name, flops in whole.units.items()}
     assert whole.model is not None
     kind, blocks = plan.memory.recompute, {block.name: block for block in whole.blocks}
     behind = whole.root.saved_by_layer.get(kind, {})
@@ -255,7 +255,7 @@ def _weights(whole: Profile, plan: Plan) -> dict[str, float]:
     for name, module in find_units(whole.model).items():
         saved = (blocks[name].saved_bytes or {})[kind] if name in blocks else 0
         saved += sum(size for layer, size in behind.items() if layer == name or layer.startswith(f"{name}."))
-        weights[name] = float(ADAM_BYTES * sum(p.numel() for p in module.parameters()) + saved)
+        weights[name] = float(ADAM_BYTES * sum(p.numel() for p in module.parameters()) + saved * num_samples)
     return weights
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from weft.comm.ledger import Key
+from weft.models.loss_head import is_loss_head
 from weft.pipeline.build import Staging
 from weft.pipeline.shadow_gradients import VERSION_BYTES
 from weft.pipeline.shared_parameters import running_statistics
@@ -67,13 +68,14 @@ def _stage_bytes(own: Cost, part: Profile, plan: Plan) -> StageBytes:
     """Return the bytes of one micro-batch at a stage.
 
     Deferred weight gradients need the input and the output gradient of every linear. Those of linears after the last
-    block, and of the last block's last linear, already exist when that block's backward reaches its peak.
+    block, and of the last block's last linear, already exist when that block's backward reaches its peak. A head that
+    computes the loss defers nothing.
     """
     peak = max(own.transient.loss_bytes, own.transient.backward_bytes)
     if plan.pipe.schedule != "zero-bubble":
         return StageBytes(own.saved_bytes, peak, 0)
     itemsize = COMPUTE_DTYPE[plan.precision].itemsize
-    linears = [(name, layer) for name, layer in part.layers.items() if layer.is_linear]
+    linears = [(name, layer) for name, layer in part.layers.items() if layer.is_linear and not _is_loss(part, name)]
     sizes = [layer.rows * layer.out_features * itemsize + layer.saved_bytes for _, layer in linears]
     in_blocks = [
         number
@@ -81,6 +83,10 @@ def _stage_bytes(own: Cost, part: Profile, plan: Plan) -> StageBytes:
         if name.startswith(tuple(f"{block.name}." for block in part.blocks))
     ]
     return StageBytes(own.saved_bytes, peak + sum(sizes[max(in_blocks, default=0) :]), sum(sizes))
+
+
+def _is_loss(part: Profile, name: str) -> bool:
+    return part.model is not None and is_loss_head(part.model.get_submodule(name))
 
 
 def _count(schedule: Schedule, stage: int, replica: int) -> int:

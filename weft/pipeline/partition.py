@@ -201,16 +201,22 @@ def partition(trace: Trace, blocks: Sequence[str], weights: Mapping[str, float],
     Every stage holds at least one block. Embedding, norm and head join their neighbours, and their weights count. In a
     model without blocks, every unit is one.
     """
-    order, num_stages = unit_order(trace), pipe.num_stages
+    order = unit_order(trace)
+    called = [name for name in order if name in set(blocks)] or order  # layers may be attributes, not in a list
+    return assign(order, set(called), weights, pipe)
+
+
+def assign(order: list[str], blocks: set[str], weights: Mapping[str, float], pipe: Pipe) -> dict[str, int]:
+    """Return the stage of every unit of a forward that calls them in this order; `blocks` are among them."""
+    num_stages = pipe.num_stages
     if pipe.split:
         return _as_listed(order, pipe.split, num_stages)
-    called = [name for name in order if name in set(blocks)] or order  # layers may be attributes, not in a list
-    if num_stages > len(called):
+    if num_stages > len(blocks):
         raise PlanError(
-            f"{num_stages} stages need as many blocks, and the model's forward calls {len(called)}; "
-            f"use at most {len(called)} stages (pipe.degree × chunks)"
+            f"{num_stages} stages need as many blocks, and the model's forward calls {len(blocks)}; "
+            f"use at most {len(blocks)} stages (pipe.degree × chunks)"
         )
-    return _balanced(order, set(called), weights, num_stages)
+    return _balanced(order, blocks, weights, num_stages)
 
 
 def _as_listed(order: list[str], split: Sequence[str], num_stages: int) -> dict[str, int]:
@@ -241,15 +247,15 @@ def _balanced(order: list[str], blocks: set[str], weights: Mapping[str, float], 
     best = [[(float("inf"), 0)] * (count + 1) for _ in range(num_stages + 1)]
     best[0][0] = (0.0, 0)
     for stage in range(1, num_stages + 1):
-        for stop in range(1, count + 1):
-            best[stage][stop] = min(
-                (
-                    (max(best[stage - 1][start][0], total[stop] - total[start]), start)
-                    for start in range(stop)
-                    if held[stop] > held[start]
-                ),
-                default=(float("inf"), 0),
-            )
+        for stop in range(stage, count + 1):
+            least = (float("inf"), 0)
+            for start in range(stop - 1, stage - 2, -1):
+                own = total[stop] - total[start]
+                if own > least[0]:
+                    break  # earlier starts make this stage heavier still
+                if held[stop] > held[start]:
+                    least = min(least, (max(best[stage - 1][start][0], own), start))
+            best[stage][stop] = least
     result: dict[str, int] = {}
     stop = count
     for stage in range(num_stages, 0, -1):

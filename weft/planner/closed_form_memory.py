@@ -22,8 +22,9 @@ from weft.models.loss import row_slices
 from weft.models.loss_head import is_loss_in_head
 from weft.parallel.apply import localise
 from weft.parallel.tensor.cost import transient_bytes
-from weft.plan import Plan
+from weft.plan import Pipe, Plan
 from weft.planner.question import TOKEN_FIELDS, size_settings
+from weft.planner.stage_units import StageUnits
 from weft.profiling import Profile
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
@@ -70,6 +71,9 @@ class Sizes:
     num_classes: int = 1
     kept_gradient: float = 0.0
     is_compiled: bool = False  # are the blocks and the head's loss compiled?
+    # Bytes that the deferred weight gradients of a block need, and the part of them for its last linear.
+    block_late: float = 0.0
+    last_late: float = 0.0
     block_sent: float = 0.0  # bytes of a block's saved activations that may be offloaded to the host
 
     def at_the_loss(self, num_sequences: float, compute: int, wide: int) -> float:
@@ -141,29 +145,41 @@ class WorkingMemory(NamedTuple):
     throughout: float  # transient bytes at both moments
 
 
-def working(sizes: Sizes, plan: Plan, num_blocks: int, num_micro_batches: int) -> tuple[WorkingMemory, ...]:
-    """Returns the working memory of the pipeline ranks that may need most: the first, the second and the last."""
-    alive = alive_at_once(plan.pipe.schedule, plan.pipe.degree, num_micro_batches, tuple(plan.pipe.options.items()))
-    ranks = sorted({0, min(1, plan.pipe.degree - 1), plan.pipe.degree - 1})
-    return tuple(_working(sizes, plan, num_blocks, alive[rank], rank, num_chunks(plan)) for rank in ranks)
+def working(
+    sizes: Sizes, plan: Plan, stages: tuple[StageUnits, ...], num_micro_batches: int
+) -> tuple[WorkingMemory, ...]:
+    """Returns the working memory of the pipeline ranks that may need most.
+
+    Of ranks with equal stages the first needs most: it holds the most micro-batches. With zero-bubble the last one may.
+    """
+    degree = plan.pipe.degree
+    ranks: dict[tuple[StageUnits, ...], list[int]] = {}
+    for rank in range(degree):
+        ranks.setdefault(stages[rank::degree], []).append(rank)
+    chosen = {rank for same in ranks.values() for rank in (same[0], same[-1])}
+    return tuple(_working(sizes, plan, stages[rank::degree], rank, num_micro_batches) for rank in sorted(chosen))
 
 
-def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int, chunks: int) -> WorkingMemory:
+def _working(sizes: Sizes, plan: Plan, own: tuple[StageUnits, ...], rank: int, num_micro_batches: int) -> WorkingMemory:
     per_micro_batch = (plan.micro_batch or 1) / plan.num_parts("tokens")
     compute = COMPUTE_DTYPE[plan.precision].itemsize
-    blocks = num_blocks / plan.pipe.degree
-    is_first, is_last = rank == 0, rank == plan.pipe.degree - 1
+    counts = tuple(stage.num_blocks for stage in own)
+    blocks, is_first, is_last = sum(counts), own[0].has_first, own[-1].has_last
     ends = sizes.root_numel if is_first and is_last else is_first * sizes.first_numel + is_last * sizes.last_numel
     numel, kept = blocks * sizes.block_numel + ends, sizes.block_saved[plan.memory.recompute]
-    saved = (kept * blocks / chunks * alive + is_last * sizes.root_saved) * per_micro_batch
-    saved += is_last * sizes.kept_gradient
+    late = sizes.block_late if plan.pipe.schedule == "zero-bubble" and plan.pipe.degree > 1 else 0.0
+    held = held_at_once(plan.pipe, rank, num_micro_batches, counts, late / kept if kept else 0.0)
+    saved = (kept * held.alive_blocks + late * held.late_blocks) * per_micro_batch
+    saved += is_last * held.roots * (sizes.root_saved * per_micro_batch + sizes.kept_gradient)
     head = sizes.at_head * per_micro_batch + sizes.head_gradient
     loss = is_last * max(sizes.at_the_loss(per_micro_batch, compute, max(compute, 4)), head)
     backward = sizes.in_backward * per_micro_batch
     if sizes.is_compiled:  # all gradients appear at once, after the saved activations are freed
         backward = max(backward, (sizes.stream_bytes - kept) * per_micro_batch + sizes.block_numel * compute)
     backward -= is_last * (sizes.behind_saved * per_micro_batch + sizes.kept_gradient)
-    if places := offloaded_blocks(num_blocks, plan.memory.activations):
+    if late:  # the last linear's gradients exist when its block's backward reaches its peak
+        backward += sizes.last_late * per_micro_batch
+    if places := offloaded_blocks(blocks, plan.memory.activations):
         # In every backward, the activations of one offloaded block are back on the device.
         saved -= len(places) * sizes.block_sent * per_micro_batch
         backward += sizes.block_sent * per_micro_batch
@@ -171,7 +187,7 @@ def _working(sizes: Sizes, plan: Plan, num_blocks: int, alive: float, rank: int,
     if is_first and is_last:
         backward += sizes.tied_numel * compute
     else:
-        results = alive if chunks > 1 or not is_last else 0
+        results = held.results if len(own) > 1 or not is_last else 0
         throughout += sizes.stream_bytes * per_micro_batch * (results + NUM_MESSAGES)
     return WorkingMemory(numel, ends, saved, kept * per_micro_batch, loss, backward, throughout)
 
@@ -280,6 +296,8 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
     head = max(heads.values(), default=0.0) if split_heads else 0.0
     heads_over = [size for name, size in over.items() if name in split_heads]
     layer = profile.layers[split_heads[0]] if in_head and split_heads else None
+    linears = [one for name, one in local.layers.items() if one.is_linear and name.startswith(f"{block.name}.")]
+    late = [float(one.rows * one.out_features * compute + one.saved_bytes) for one in linears]
     kept_gradient = head * max(compute, 4) if layer else 0.0  # in float32 at least
     head_gradient = kept_gradient + (head * compute if kept_gradient == 0 or compute < 4 else 0)
     return Sizes(
@@ -302,13 +320,65 @@ def sizes(profile: Profile, plan: Plan) -> Sizes:
         layer.out_features if layer else 1,
         kept_gradient,
         block.backward_bytes is not None,
+        sum(late),
+        late[-1] if late else 0.0,
         float(sum(offloadable_storages(block, plan).values())),
     )
 
 
-def num_chunks(plan: Plan) -> int:
-    """The number of stages on each pipeline rank."""
-    return plan.pipe.chunks or 2 if plan.pipe.schedule == "interleaved" and plan.pipe.degree > 1 else 1
+class HeldAtOnce(NamedTuple):
+    """What a pipeline rank holds at its peak: blocks with saved activations, and blocks with deferred weight gradients,
+    each times its micro-batches; stages' results; and micro-batches between forward and backward of the last stage.
+    """
+
+    alive_blocks: float
+    late_blocks: float
+    results: float
+    roots: float
+
+
+@lru_cache(maxsize=1 << 14)
+def held_at_once(
+    pipe: Pipe, rank: int, num_micro_batches: int, counts: tuple[int, ...], late: float = 0.0
+) -> HeldAtOnce:
+    """What a rank holds at its peak, if its stages have so many blocks.
+
+    `late` is what a block's deferred weight gradients need, divided by what the block saves.
+    """
+    alive = alive_at_once(pipe.schedule, pipe.degree, num_micro_batches, tuple(pipe.options.items()))[rank]
+    if pipe.schedule == "zero-bubble" and pipe.degree > 1:
+        # In the backward of micro-batch i, forwards up to i + degree - rank - 1 are done, and the weight gradients of
+        # the `rank` micro-batches before i are not.
+        ahead, last = pipe.degree - rank, num_micro_batches - 1
+        turns = {0, min(rank, last), max(0, num_micro_batches - ahead), last}
+        pairs = [(min(num_micro_batches, turn + ahead) - turn, min(turn, rank)) for turn in sorted(turns)]
+        now, waiting = max(pairs, key=lambda pair: pair[0] + late * pair[1])
+        return HeldAtOnce(now * counts[0], waiting * counts[0], now, now)
+    if len(counts) == 1:
+        return HeldAtOnce(alive * counts[0], 0.0, alive, alive)
+    groups = max(1, num_micro_batches // pipe.degree)
+    roots = 1.0 + (len(counts) - 1) * (num_micro_batches % groups > 0)  # the largest group runs ahead of smaller ones
+    if len(set(counts)) == 1:
+        return HeldAtOnce(alive * counts[0], 0.0, alive, roots)
+    return HeldAtOnce(_most_blocks(pipe.degree, num_micro_batches, counts, int(alive)), 0.0, alive, roots)
+
+
+def _most_blocks(degree: int, num_micro_batches: int, counts: tuple[int, ...], alive: int) -> float:
+    """The largest sum of blocks of all live activations of an interleaved rank whose stages have so many blocks.
+
+    Micro-batches go through the stages in groups, first to last forward and last to first backward; `alive` forwards
+    come before the first backward, and then they alternate.
+    """
+    groups = max(1, num_micro_batches // degree)
+    size = -(-num_micro_batches // groups)
+    rounds = min(groups, 2 + -(-alive // (size * len(counts))))
+    forwards = [count for count in counts for _ in range(size)] * rounds
+    backwards = [count for count in reversed(counts) for _ in range(size)] * rounds
+    held = most = sum(forwards[:alive])
+    for forward, backward in zip(forwards[alive:], backwards, strict=False):
+        held += forward - backward
+        most = max(most, held)
+    return float(most)
 
 
 @lru_cache(maxsize=1 << 14)

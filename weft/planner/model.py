@@ -20,6 +20,7 @@ from weft.models.loss_head import install_loss_head
 from weft.plan import Plan
 from weft.planner.closed_form_memory import IN_HEAD, sizes
 from weft.planner.search import Model
+from weft.planner.stage_units import ModelUnits
 from weft.planner.step import StepModel
 from weft.profiling import Profile, profile
 from weft.profiling.software import Software, software_for_text
@@ -52,6 +53,7 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
 
     software = software or software_for_text(cluster)
     found, in_head = profiled(in_head=False), profiled(in_head=True)
+    units = None if software.equal_stages else ModelUnits((found, in_head), config.num_layers)
     if software.compiled:
         found, in_head = compiled_profile(found), compiled_profile(in_head)
     found.cache[IN_HEAD] = in_head
@@ -59,5 +61,5 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())
     numel = (int(held.first_numel), found.blocks[-1].numel, int(held.last_numel))
-    steps = StepModel(work, cluster, software, numel, int(held.tied_numel))
+    steps = StepModel(work, cluster, software, numel, int(held.tied_numel), units)
     return Model(steps, found)

@@ -107,7 +107,7 @@ class Model:
             self._sizes[inside] = sizes(self.profile, plan)
         key = (*inside, inner_settings(plan), plan.memory.activations, plan.pipe, num_micro_batches)
         if key not in self._working:
-            self._working[key] = working(self._sizes[inside], plan, self.num_blocks, num_micro_batches)
+            self._working[key] = working(self._sizes[inside], plan, self.steps.stage_units(plan), num_micro_batches)
         return memory(self._working[key], self._sizes[inside], plan, num_micro_batches)
 
     def seeker(self, question: Question, keep: int) -> Search:

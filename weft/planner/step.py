@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.schedule_time import ScheduleTime, run
+from weft.planner.stage_units import ModelUnits, StageUnits, equal_stages
 from weft.profiling.workload import BlockWork, Call
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
@@ -81,28 +82,62 @@ class StepModel(MicroBatchModel):
 
     numel: tuple[int, int, int] = (0, 0, 0)  # parameters of the first end, one block, the last end
     tied_numel: int = 0  # parameters shared by both ends; a stage with both ends holds them once
+    units: ModelUnits | None = field(default=None, repr=False, compare=False)  # None: stages have equal block counts
+
+    def stage_units(self, plan: Plan) -> tuple[StageUnits, ...]:
+        """The numbers of blocks and the ends of the plan's stages."""
+        if plan.pipe.degree > 1 and self.units is not None:
+            return self.units.stages(plan)
+        return equal_stages(len(self.workload.blocks), plan.pipe.num_stages if plan.pipe.degree > 1 else 1)
+
+    @cached_property
+    def _rank_units(self) -> dict[tuple[StageUnits, ...], tuple[StageUnits, ...]]:
+        return {}
+
+    def rank_units(self, plan: Plan) -> tuple[StageUnits, ...]:
+        """The different sums of stages that the plan's pipeline ranks hold."""
+        stages = self.stage_units(plan)
+        if stages not in self._rank_units:
+            ranks = (stages[rank :: plan.pipe.degree] for rank in range(plan.pipe.degree))
+            sums = (tuple(map(sum, zip(*own, strict=True))) for own in ranks)
+            self._rank_units[stages] = tuple(dict.fromkeys(StageUnits(*one) for one in sums))
+        return self._rank_units[stages]
 
     def estimate(self, plan: Plan, num_micro_batches: int) -> float:
-        """Seconds of a step in closed form, with equal stages and 1f1b's waits. For the search; `step` simulates."""
-        first, blocks, last = self._chain(plan)
-        degree, work = plan.pipe.degree, self.workload
-        share = Seconds(blocks.forward / degree, blocks.backward / degree)
+        """Seconds of a step in closed form, with 1f1b's waits. For the search; `step` simulates the schedule."""
+        busiest, total, units = self._busiest(plan)
         split = plan.tensor.x * plan.tensor.y
-        held = len(work.blocks) * self.numel[1] / degree / split
-        largest = held + max(self.numel[0], self.numel[2]) / split
+        numels = [self._numel(one) / split for one in self.rank_units(plan)]
         ignored: dict[str, float] = {}
-        count = max(1, len(work.blocks) // degree)
-        alone, share = share, self._beside_buffers(share, held, count, plan, ignored)
-        makespan = _makespan(first, share, last, plan.pipe, num_micro_batches)
-        makespan += 2 * (degree - 1) * self.seconds("pipe", "send", self._message_bytes(plan), plan)
-        reduction = self._reduction(largest, plan, [alone], count, ignored)
-        return makespan + reduction + self._optimizer_seconds(largest, plan, num_micro_batches)
+        count = max(1, units.num_blocks)
+        both = self._beside_buffers(busiest, self._numel(units) / split, count, plan, ignored)
+        slower = [new / old if old else 1.0 for new, old in zip(both, busiest, strict=True)]
+        total = Seconds(total.forward * slower[0], total.backward * slower[1])
+        makespan = _makespan(both, total, plan.pipe, num_micro_batches)
+        makespan += 2 * (plan.pipe.degree - 1) * self.seconds("pipe", "send", self._message_bytes(plan), plan)
+        reduction = self._reduction(max(numels), plan, [busiest], count, ignored)
+        return makespan + reduction + self._optimizer_seconds(max(numels), plan, num_micro_batches)
 
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
         """A lower bound of `estimate` for the plan with this pipe, for any shard and data."""
+        busiest, total, _ = self._busiest(replace(plan, pipe=pipe))
+        return _makespan(busiest, total, pipe, num_micro_batches) + FIXED_SECONDS
+
+    def _busiest(self, plan: Plan) -> tuple[Seconds, Seconds, StageUnits]:
+        """Seconds of one micro-batch on the busiest pipeline rank and in the whole model; what that rank holds."""
         first, blocks, last = self._chain(plan)
-        share = Seconds(blocks.forward / pipe.degree, blocks.backward / pipe.degree)
-        return _makespan(first, share, last, pipe, num_micro_batches) + FIXED_SECONDS
+        each = len(self.workload.blocks) or 1
+        loads = [
+            (Seconds().plus(blocks, one.num_blocks / each).plus(first, one.has_first).plus(last, one.has_last), one)
+            for one in self.rank_units(plan)
+        ]
+        busiest, units = max(loads, key=lambda pair: sum(pair[0]))
+        return busiest, blocks.plus(first).plus(last), units
+
+    def _numel(self, units: StageUnits) -> int:
+        """The number of parameters of a stage or rank, before the tensor axes split them."""
+        numel = units.num_blocks * self.numel[1] + units.has_first * self.numel[0] + units.has_last * self.numel[2]
+        return numel - (self.tied_numel if units.has_first and units.has_last else 0)
 
     def _optimizer_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:
         """Seconds of the update, and of adding up gradients of micro-batches."""
@@ -125,23 +160,20 @@ class StepModel(MicroBatchModel):
         return message / plan.tensor.x if self.software.splits_messages else message
 
     def stages(self, plan: Plan) -> list[PlannedStage]:
-        """Splits the blocks into stages of equal counts; the ends of the model belong to the first and last stage."""
+        """The plan's stages; the ends of the model belong to those with its first and its last unit."""
         assert plan.micro_batch is not None
-        work, micro_batch, num_stages = self.workload, plan.micro_batch, plan.pipe.num_stages
+        work, micro_batch = self.workload, plan.micro_batch
         distinct = {id(part): part for part in (work.first, *work.blocks, work.last)}  # most blocks are the same object
         inside = {key: self.inside(part, plan, micro_batch) for key, part in distinct.items()}
-        parts: list[list[BlockWork]] = [[] for _ in range(num_stages)]
-        for index, part in enumerate(work.blocks):
-            parts[index * num_stages // len(work.blocks)].append(part)
-        split, message, found = plan.tensor.x * plan.tensor.y, self._message_bytes(plan), []
-        for index, own in enumerate(parts):
-            first, last = index == 0, index == num_stages - 1
-            numel = len(own) * self.numel[1] + first * self.numel[0] + last * self.numel[2]
-            numel -= self.tied_numel if first and last else 0
-            own = [*[work.first] * first, *own, *[work.last] * last]
+        split, message, found, begin = plan.tensor.x * plan.tensor.y, self._message_bytes(plan), [], 0
+        for units in self.stage_units(plan):
+            blocks = work.blocks[begin : begin + units.num_blocks]
+            begin += units.num_blocks
+            own = [*[work.first] * units.has_first, *blocks, *[work.last] * units.has_last]
             seconds = Seconds()
             for part in own:
                 seconds = seconds.plus(inside[id(part)])
+            numel = self._numel(units)
             count = max(1, round(numel / self.numel[1])) if self.numel[1] else 1
             found.append(
                 PlannedStage(seconds, numel / split, count, message, tuple((part, micro_batch) for part in own))
@@ -292,14 +324,15 @@ def on_rank(pipe: Pipe, rank: int) -> list[tuple[int, float]]:
     return [(stage, 1.0) for stage in range(rank, pipe.num_stages, pipe.degree)]
 
 
-def _makespan(first: Seconds, share: Seconds, last: Seconds, pipe: Pipe, num_micro_batches: int) -> float:
-    """The duration of a pipeline of equal stages with the model's ends, in closed form.
+def _makespan(busiest: Seconds, total: Seconds, pipe: Pipe, num_micro_batches: int) -> float:
+    """The duration of a pipeline in closed form: the busiest rank's work, and the other ranks' work on one micro-batch.
 
     It is 1f1b's duration less the waits that other schedules avoid.
     """
     if pipe.degree == 1:
-        return num_micro_batches * (sum(first) + sum(share) + sum(last))
+        return num_micro_batches * sum(total)
     # With fewer micro-batches than stages, a rank has no other chunk to compute while it waits.
     chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" and num_micro_batches >= pipe.degree else 1
-    wait = sum(share) / chunks - (share.backward / 2 if pipe.schedule == "zero-bubble" else 0)
-    return num_micro_batches * (sum(share) + max(sum(first), sum(last))) + (pipe.degree - 1) * wait
+    wait = (sum(total) - sum(busiest)) / chunks
+    wait -= (total.backward - busiest.backward) / 2 if pipe.schedule == "zero-bubble" else 0
+    return num_micro_batches * sum(busiest) + wait

@@ -61,6 +61,7 @@ class Software:
     shards_optimizer: bool = False  # over data and context; ranks of data are then inside pipe
     fuses_ring: bool = False  # one kernel adds up the partial results of ring attention
     repeats_keys: bool = False  # keys and values are copied for every query head before attention
+    equal_stages: bool = False  # pipeline stages have equal numbers of blocks; weft balances them
     pipe_outside: bool = False  # pipe is outside data in the order of ranks; in weft data is outside
     # Bytes moved per parameter: AdamW and new 16-bit weights 30, the norm 4, taking gradients 6. (On one rank: 28, 2
     # and 4.)

@@ -1,0 +1,70 @@
+"""The stages that a run cuts a language model into, without the whole model: its first blocks stand for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from weft.models.loss_head import is_loss_in_head
+from weft.pipeline.build import unit_weights
+from weft.pipeline.partition import assign
+from weft.plan import Plan
+from weft.profiling import Profile
+
+
+class StageUnits(NamedTuple):
+    """The number of blocks of a stage, or of a pipeline rank, and which ends of the model it has."""
+
+    num_blocks: int
+    has_first: bool
+    has_last: bool
+
+
+@dataclass(frozen=True)
+class ModelUnits:
+    """The units of a model of equal blocks. `profiles` are of its first blocks, for one sequence: (loss from logits,
+    loss in the head).
+    """
+
+    profiles: tuple[Profile, Profile]
+    num_blocks: int
+
+    @cached_property
+    def _stages(self) -> dict[Any, tuple[StageUnits, ...]]:
+        return {}
+
+    def stages(self, plan: Plan) -> tuple[StageUnits, ...]:
+        """The plan's stages, by the same rule as a run's."""
+        pipe = plan.pipe
+        key: tuple[Any, ...] = (pipe.num_stages, pipe.split, pipe.balance)
+        if pipe.balance == "memory":
+            key = (*key, plan.micro_batch, plan.memory.recompute, is_loss_in_head(plan))
+        if key not in self._stages:
+            self._stages[key] = self._assigned(plan)
+        return self._stages[key]
+
+    def _assigned(self, plan: Plan) -> tuple[StageUnits, ...]:
+        profile = self.profiles[is_loss_in_head(plan)]
+        weights = unit_weights(profile, plan, plan.micro_batch or 1)
+        names = [block.name for block in profile.blocks]
+        blocks = [f"{names[-1].rpartition('.')[0]}.{index}" for index in range(self.num_blocks)]
+        called = list(profile.units)
+        first, last = called.index(names[0]), called.index(names[-1])
+        order = [*called[:first], *blocks, *called[last + 1 :]]
+        found = assign(order, set(blocks), {**dict.fromkeys(blocks, weights[names[-1]]), **weights}, plan.pipe)
+        counts = [0] * plan.pipe.num_stages
+        for block in blocks:
+            counts[found[block]] += 1
+        return tuple(
+            StageUnits(count, index == found[order[0]], index == found[order[-1]]) for index, count in enumerate(counts)
+        )
+
+
+def equal_stages(num_blocks: int, num_stages: int) -> tuple[StageUnits, ...]:
+    """Stages of equal numbers of blocks, the remainder spread over them."""
+    bounds = [-(-index * num_blocks // num_stages) for index in range(num_stages + 1)]
+    return tuple(
+        StageUnits(bounds[index + 1] - bounds[index], index == 0, index == num_stages - 1)
+        for index in range(num_stages)
+    )
