@@ -91,17 +91,18 @@ class StepModel(MicroBatchModel):
         return equal_stages(len(self.workload.blocks), plan.pipe.num_stages if plan.pipe.degree > 1 else 1)
 
     @cached_property
-    def _rank_units(self) -> dict[tuple[StageUnits, ...], tuple[StageUnits, ...]]:
+    def _rank_units(self) -> dict[tuple[int, tuple[StageUnits, ...]], tuple[StageUnits, ...]]:
         return {}
 
     def rank_units(self, plan: Plan) -> tuple[StageUnits, ...]:
         """The different sums of stages that the plan's pipeline ranks hold."""
-        stages = self.stage_units(plan)
-        if stages not in self._rank_units:
-            ranks = (stages[rank :: plan.pipe.degree] for rank in range(plan.pipe.degree))
-            sums = (tuple(map(sum, zip(*own, strict=True))) for own in ranks)
-            self._rank_units[stages] = tuple(dict.fromkeys(StageUnits(*one) for one in sums))
-        return self._rank_units[stages]
+        stages, degree = self.stage_units(plan), plan.pipe.degree
+        key = degree, stages
+        if key not in self._rank_units:
+            ranks = (stages[rank::degree] for rank in range(degree))
+            sums = (StageUnits(sum(one.num_blocks for one in own), own[0].has_first, own[-1].has_last) for own in ranks)
+            self._rank_units[key] = tuple(dict.fromkeys(sums))
+        return self._rank_units[key]
 
     def estimate(self, plan: Plan, num_micro_batches: int) -> float:
         """Seconds of a step in closed form, with 1f1b's waits. For the search; `step` simulates the schedule."""
