@@ -95,7 +95,7 @@ CONV1D_WEIGHTS = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")
 def read_config(folder: Path) -> LanguageConfig:
     """Read the config of a Hugging Face folder. Raises a ConfigError that names a key that weft does not support."""
     path = folder / CONFIG_FILE
-    raw = _read_json(path)
+    raw = read_json(path)
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
         raise ConfigError(f"{path}: architectures = {names!r} is not supported; weft reads {', '.join(ARCHITECTURES)}")
@@ -199,7 +199,7 @@ def write_weights(
 
     At most one shard is in memory. A tied head may be given and is left out. The folder appears when it is complete.
     """
-    with _published(folder) as partial:
+    with new_folder(folder) as partial:
         write_config(partial, config)
         for name, path in (files or {}).items():
             shutil.copyfile(path, partial / name)
@@ -290,11 +290,12 @@ def _rope_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, wanted: str = "a folder with config.json and safetensors files") -> dict[str, Any]:
+    """Returns a JSON object. Raises CheckpointError if there is none; `wanted` is what to give instead."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; give a folder with config.json and safetensors files") from None
+        raise CheckpointError(f"{path} does not exist; give {wanted}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(table, dict):
@@ -311,7 +312,7 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         advice = f"; {pickled[0]} is pickled and never opened, convert it to safetensors first" if pickled else ""
         raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{advice}")
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no table 'weight_map' of tensor names to file names")
     files: dict[Path, set[str] | None] = {}
@@ -382,7 +383,7 @@ def _transposed(name: str, tensor: Tensor, config: LanguageConfig) -> Tensor:
 
 
 @contextmanager
-def _published(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder beside the target. It is renamed to the target if the block succeeds, else removed."""
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
