@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weft.checkpoint.model_state import make_optimizer
 from weft.compile.blocks import compile_blocks
 from weft.data.goldfish import Goldfish
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.models.loss import IGNORE
+from weft.optim.saved_state import make_optimizer
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_flats
 from weft.plan import Plan

@@ -150,7 +150,7 @@ Step = Callable[[Tensor, Tensor], Tensor]  # tokens and labels [batch, sequence]
 
 
 def weft_contender(name: str, case: Case, device: torch.device, stack: ExitStack, compiles: bool) -> Step:
-    from weft.checkpoint.model_state import make_optimizer
+    from weft.optim.saved_state import make_optimizer
 
     plan = build_dataclass(Plan, PLANS[name], "plan")
     model = case.model

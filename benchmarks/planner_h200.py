@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.hardware import Cluster, load
 from weft.compile.attention_kernel import AttentionShape, fastest_attention
 from weft.compile.blocks import compile_blocks
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.models.hf import parameter_shapes
+from weft.optim.saved_state import make_optimizer
 from weft.parallel.apply import parallelize
 from weft.plan import Memory, Plan, Recompute
 from weft.planner.model import planned_model

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from weft.architectures import VISION_CONFIGS, LanguageConfig, ModelConfig, config_from_table
+from weft.architectures.lora import Lora
 from weft.cluster.hardware import usual_precision
 from weft.data.config import SLIDE_CLASSES, Data, DataConfig, SlidesConfig, data_class, data_from_table
-from weft.errors import ConfigError
+from weft.errors import ConfigError, WeftError
 from weft.plan import BatchSplit, Plan, split_batch
 from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, TrainConfig
 from weft.schema import (
@@ -32,20 +33,22 @@ from weft.schema import (
 
 if TYPE_CHECKING:  # files are read and checked without the libraries that these need
     from weft.data.tokenizer import Tokenizer
+    from weft.models.tuning import Tuning
+    from weft.saved_run import Source
 
 
 @dataclass(frozen=True)
 class Run:
     """A checked run file.
 
-    `model_folder` is a Hugging Face folder to start from, if one is given. `origins` has the source of each key.
+    `source` has the weights to start from (`model.from`), if the file gives some. `origins` has the source of each key.
     `precision_reason` states why weft chose the plan's precision, if the file does not give one.
     """
 
     name: str
     folder: Path
     model: ModelConfig
-    model_folder: Path | None
+    source: Path | None
     data: Data
     train: TrainConfig
     plan: Plan
@@ -54,6 +57,7 @@ class Run:
     restart: RestartConfig = field(default_factory=RestartConfig)
     numbers: NumbersConfig = field(default_factory=NumbersConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    lora: Lora | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
     precision_reason: str = field(default="", compare=False)
 
@@ -78,6 +82,13 @@ class Run:
         return split_batch(self.plan, batch, self.data.sequence)
 
     @property
+    def tuning(self) -> Tuning:
+        """What of the model is trained."""
+        from weft.models.tuning import Tuning
+
+        return Tuning(self.train.freeze, self.lora)
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the data names; only text has one."""
         assert isinstance(self.data, DataConfig)
@@ -90,7 +101,7 @@ class Run:
             "folder": str(self.folder),
             "cluster": self.cluster,
             "model": _model_table(self),
-            **{key: to_table(getattr(self, key)) for key in _TABLES if key != "model"},
+            **{key: table for key, table in self._tables().items() if key != "model"},
         }
         lines, section = [], ""
         for line in dump_toml(tables).splitlines():
@@ -103,16 +114,21 @@ class Run:
 
     def to_json(self) -> str:
         """Returns the run as JSON, from which `run_from_json` makes the same run, even if its files have changed."""
-        tables = {key: to_table(getattr(self, key)) for key in _TABLES}
-        folder = str(self.model_folder) if self.model_folder is not None else None
+        tables = self._tables()
+        source = str(self.source) if self.source is not None else None
         values = {"name": self.name, "folder": str(self.folder), "cluster": self.cluster}
-        found = {"tables": {**values, **tables}, "origins": dict(self.origins), "model_folder": folder}
+        found = {"tables": {**values, **tables}, "origins": dict(self.origins), "source": source}
         return json.dumps({**found, "precision_reason": self.precision_reason})
+
+    def _tables(self) -> dict[str, Any]:
+        given = ((key, getattr(self, key)) for key in _TABLES)
+        return {key: to_table(value) for key, value in given if value is not None}
 
 
 FROZEN_SUFFIX = ".frozen"  # suffix of a file with the text of `Run.to_json`
-_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "lora")
 _VALUES = ("name", "folder", "cluster")
+TEXT_KINDS = ("text", "chat")  # kinds of data with a tokenizer
 # Tables that can be given as a number, and the key that the number sets.
 _SHORT_TABLES = {
     f"plan.{name}": fields(hint)[0].name
@@ -161,10 +177,11 @@ def _read_frozen(path: Path) -> Run:
 def run_from_json(text: str, name: str = "run") -> Run:
     """Returns the run that `Run.to_json` was called on."""
     content = json.loads(text)
-    folder = content["model_folder"]
+    source = content["source"]
     run = run_from_tables(content["tables"], content["origins"], name)
-    own = Path(folder) if folder is not None else None
-    return replace(run, model_folder=own, precision_reason=content["precision_reason"])
+    return replace(
+        run, source=Path(source) if source is not None else None, precision_reason=content["precision_reason"]
+    )
 
 
 class _Built(NamedTuple):
@@ -177,6 +194,7 @@ class _Built(NamedTuple):
     restart: RestartConfig
     numbers: NumbersConfig
     log: LogConfig
+    lora: Lora | None
 
 
 def _build_tables(tables: Mapping[str, Any]) -> _Built:
@@ -196,12 +214,17 @@ def _build_tables(tables: Mapping[str, Any]) -> _Built:
             raise ConfigError(f"'{key}' is empty; give it a value or leave it out")
     if Path(tables.get("name", "run")).name != tables.get("name", "run") or tables.get("name") == "..":
         raise ConfigError(f"name = '{tables['name']}' is a path; give a plain name, and the path as folder = ...")
-    data, train = tables.get("data", {}), tables.get("train", {})
+    data, train, model = tables.get("data", {}), tables.get("train", {}), tables.get("model", {})
+    if "from" in model and len(model) > 1:
+        others = ", ".join(f"model.{key}" for key in model if key != "from")
+        raise ConfigError(f"model.from already says what the model is; remove {others}")
+    if "from" in model and data.get("kind", "text") in TEXT_KINDS:
+        data = {"tokenizer": "bytes", **data}  # `run_from_tables` looks for the one of the folder
     missing = missing_keys(data_class(data), data, "data") + missing_keys(TrainConfig, train, "train")
     if not {"batch", "batch_tokens"} & set(train):
         missing.append("'train.batch' (sequences or images per step) or 'train.batch_tokens'")
-    if "folder" not in tables.get("model", {}):
-        config_from_table(tables.get("model", {}))
+    if "from" not in model:
+        config_from_table(model)
     refuse_missing(missing)
     plan = {"precision": "bf16", **tables.get("plan", {})}  # `run_from_tables` asks the machine; bf16 allows the most
     return _Built(
@@ -212,23 +235,29 @@ def _build_tables(tables: Mapping[str, Any]) -> _Built:
         build_dataclass(RestartConfig, tables.get("restart", {}), "restart"),
         build_dataclass(NumbersConfig, tables.get("numbers", {}), "numbers"),
         build_dataclass(LogConfig, tables.get("log", {}), "log"),
+        build_dataclass(Lora, tables["lora"], "lora") if "lora" in tables else None,
     )
 
 
 def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], default_name: str) -> Run:
     """Returns a run from the tables of its file; raises ConfigError if they break a rule."""
+    source = _open_source(tables.get("model", {}))
+    if source is not None:
+        tables = {**tables, "data": _with_tokenizer(tables.get("data", {}), source)}
     built = _build_tables(tables)
     data, cluster, reason = built.data, tables.get("cluster", "local"), ""
     name = tables.get("name", default_name)
-    model, folder = _model(tables.get("model", {}), data)
+    model = _model(tables.get("model", {}), data) if source is None else _sourced_model(source, data)
     if "precision" not in tables.get("plan", {}):
         precision, reason = usual_precision(cluster, on_cpu=built.train.device == "cpu")
         built = built._replace(plan=replace(built.plan, precision=precision))
+    if built.lora is not None:
+        built = built._replace(lora=_with_adapter(built.lora, tables["lora"]))
     run = Run(
         name=name,
         folder=Path(tables.get("folder", f"runs/{name}")),
         model=model,
-        model_folder=folder,
+        source=None if source is None else source.folder,
         cluster=cluster,
         origins=origins,
         precision_reason=reason,
@@ -238,6 +267,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
     for key in ("z_loss", "goldfish", "layer_drop"):
         if getattr(run.train, key) and not isinstance(data, DataConfig):
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
+    _refuse_tuning(run)
     _refuse_numbers(run)
     if run.plan.pipe.shadow and run.checkpoint.memory_every is not None:
         raise ConfigError(
@@ -245,6 +275,27 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
             f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
         )
     return run
+
+
+def _with_adapter(given: Lora, table: Mapping[str, Any]) -> Lora:
+    """Returns `given`, the value of the table `[lora]`, with what the adapter says that it starts from, if any."""
+    if given.adapter is None:
+        return given
+    from weft.models.adapter import read_adapter_table
+
+    found = build_dataclass(Lora, {**read_adapter_table(Path(given.adapter)), "adapter": given.adapter}, "lora")
+    for key in ("rank", "alpha", "targets"):
+        if key in table and getattr(given, key) != getattr(found, key):
+            raise ConfigError(f"lora.{key} = {table[key]}, and the adapter has {getattr(found, key)}; leave it out")
+    return replace(found, dropout=given.dropout if "dropout" in table else found.dropout)
+
+
+def _refuse_tuning(run: Run) -> None:
+    """Raise ConfigError if train.freeze or [lora] name nothing of the model, or both are given."""
+    if run.lora is not None and run.train.freeze:
+        raise ConfigError("[lora] freezes all but its own updates; leave train.freeze out")
+    if run.lora is not None or run.train.freeze:
+        run.tuning.build_on_meta(run.model)
 
 
 def _refuse_numbers(run: Run) -> None:
@@ -264,8 +315,40 @@ def _refuse_numbers(run: Run) -> None:
         )
 
 
-def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | None]:
-    """Returns the model's config and its folder, if it has one; raises ConfigError if it does not suit the data."""
+def _open_source(table: Mapping[str, Any]) -> Source | None:
+    """Returns the weights to start from, if `[model]` has the key `from`."""
+    if "from" not in table:
+        return None
+    from weft.saved_run import open_source
+
+    try:
+        return open_source(Path(str(table["from"])))
+    except WeftError as error:
+        raise type(error)(f"model.from: {error}") from None
+
+
+def _with_tokenizer(table: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
+    """Returns the table `[data]` with the tokenizer of the weights' folder, unless it names one."""
+    if "tokenizer" in table or table.get("kind", "text") not in TEXT_KINDS:
+        return table
+    from weft.saved_run import TOKENIZER_FILE
+
+    if source.tokenizer is None:
+        raise ConfigError(f"model.from = '{source.folder}' has no {TOKENIZER_FILE}; give data.tokenizer")
+    end = {} if source.end_token is None else {"end_token": source.end_token}
+    return {"tokenizer": source.tokenizer, **end, **table}
+
+
+def _sourced_model(source: Source, data: Data) -> LanguageConfig:
+    """Returns the config of the weights to start from; raises ConfigError if it does not suit the data."""
+    if not isinstance(data, DataConfig):
+        raise ConfigError(f"model.from = '{source.folder}' reads text, and data.kind = '{data.kind}' gives images")
+    _check_sizes(source.model, data, f"the model in {source.folder}")
+    return source.model
+
+
+def _model(table: Mapping[str, Any], data: Data) -> ModelConfig:
+    """Returns the config of the table `[model]`; raises ConfigError if it does not suit the data."""
     if isinstance(data, DataConfig):
         return _language_model(table, data)
     if isinstance(data, SlidesConfig) and table.get("architecture") in VISION_CONFIGS:
@@ -292,31 +375,26 @@ def _model(table: Mapping[str, Any], data: Data) -> tuple[ModelConfig, Path | No
             f"slides have 3 channels and {SLIDE_CLASSES} classes; given model.in_channels = {config.in_channels} "
             f"and model.num_classes = {config.num_classes}"
         )
-    return config, None
+    return config
 
 
-def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelConfig, Path | None]:
-    """Returns the config of a Hugging Face folder, or of the table; the vocabulary's default is the tokenizer's."""
-    tokenizer = _tokenizer(data)
-    if "folder" in table:
-        from weft.models import read_config
-
-        if len(table) > 1:
-            others = ", ".join(f"model.{key}" for key in table if key != "folder")
-            raise ConfigError(f"model.folder already says what the model is; remove {others}")
-        folder = Path(str(table["folder"]))
-        config: ModelConfig = read_config(folder)
-        given = f"the model in {folder}"
-    else:
-        folder, given = None, "model.vocab_size"
-        if table.get("architecture") not in VISION_CONFIGS:
-            table = {"vocab_size": tokenizer.vocab_size, **table}
-        config = config_from_table(table)
+def _language_model(table: Mapping[str, Any], data: DataConfig) -> LanguageConfig:
+    """Returns the config of the table; the vocabulary's default is the tokenizer's."""
+    if table.get("architecture") not in VISION_CONFIGS and "vocab_size" not in table:
+        table = {"vocab_size": _tokenizer(data).vocab_size, **table}
+    config = config_from_table(table)
     if not isinstance(config, LanguageConfig):
         raise ConfigError(
             f"model.architecture = '{config.architecture}' takes images, and data.kind = 'text' gives text; use data "
             f"of kind 'slides' or 'images', or a model of language"
         )
+    _check_sizes(config, data, "model.vocab_size")
+    return config
+
+
+def _check_sizes(config: LanguageConfig, data: DataConfig, given: str) -> None:
+    """Raise ConfigError if a model has too few tokens or positions for the data. `given` names the model."""
+    tokenizer = _tokenizer(data)
     if config.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             f"{given} has a vocabulary of {config.vocab_size} but tokenizer '{data.tokenizer}' has "
@@ -325,7 +403,6 @@ def _language_model(table: Mapping[str, Any], data: DataConfig) -> tuple[ModelCo
     longest = getattr(config, "n_positions", None)  # learned positions are limited; rotary ones are not
     if longest is not None and data.sequence > longest:
         raise ConfigError(f"data.sequence = {data.sequence} exceeds the model's n_positions = {longest}")
-    return config, folder
 
 
 def _tokenizer(data: DataConfig) -> Tokenizer:
@@ -335,7 +412,7 @@ def _tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def _model_table(run: Run) -> dict[str, Any]:
-    return {"folder": str(run.model_folder)} if run.model_folder else dict(to_table(run.model))
+    return {"from": str(run.source)} if run.source else dict(to_table(run.model))
 
 
 def _keys(tables: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -33,7 +33,7 @@ class TrainConfig:
     softmax's denominator (language models). `goldfish` leaves targets out of the loss (`data/goldfish.py`), and
     `layer_drop` skips blocks (`step/layer_drop.py`). `share_gpus` allows more ranks than GPUs, for tests.
     `evaluate_sequences` is the number of held-out sequences or images. `timeline` is a file in which the last step of a
-    pipeline is drawn.
+    pipeline is drawn. `freeze` has patterns of names of parameters that are not trained (`model.embed*`).
     """
 
     steps: int
@@ -56,6 +56,7 @@ class TrainConfig:
     z_loss: float = 0.0
     goldfish: Goldfish | None = None
     layer_drop: LayerDrop | None = None
+    freeze: tuple[str, ...] = ()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     share_gpus: bool = False
     timeout_seconds: int = 600

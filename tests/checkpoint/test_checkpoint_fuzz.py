@@ -31,8 +31,9 @@ from weft.data.config import DataConfig
 from weft.errors import CheckpointError, WeftError
 from weft.launch.local_ranks import run_local
 from weft.models import DecoderConfig, build
+from weft.saved_run import saved_data, saved_model
 from weft.schema import to_table
-from weft.serve.generate import load_for_generation, saved_data, saved_model
+from weft.serve.generate import load_for_generation
 from weft.train import resume
 
 pytestmark = pytest.mark.processes

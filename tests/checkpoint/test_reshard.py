@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.checkpoint import Checkpoint, Piece, Region, Saver, TensorEntry, latest, save, steps
-from weft.checkpoint import model_state as state
-from weft.checkpoint.model_state import load_state, make_optimizer, pieces_to_save
 from weft.errors import CheckpointError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import build, initial_value
+from weft.optim import saved_state as state
+from weft.optim.saved_state import load_state, make_optimizer, pieces_to_save
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import named_pieces
 from weft.run_file import Run

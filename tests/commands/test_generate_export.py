@@ -61,8 +61,8 @@ def test_training_goes_on_from_an_export(folder: Path, tmp_path: Path) -> None:
     export(folder, tmp_path / "model")
     text = (folder.parent / "tiny.toml").read_text()
     file = tmp_path / "again.toml"
-    file.write_text(f'[model]\nfolder = "{tmp_path / "model"}"\n' + text[text.index("[data]") :])
-    run = load_run(file, [f"folder={tmp_path / 'run'}", "train.steps=4", "plan.data=2"])
+    file.write_text(f'[model]\nfrom = "{tmp_path / "model"}"\n' + text[text.index("[data]") :])
+    run = load_run(file, [f"folder={tmp_path / 'run'}", "train.steps=4", "plan.data=2", "data.tokenizer=bytes"])
     train_on_ranks(run)
     new = make_run(folder.parent / "tiny.toml", "new", "train.steps=4", "plan.data=2")
     train_on_ranks(new)

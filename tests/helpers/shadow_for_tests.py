@@ -23,7 +23,6 @@ from pipeline_for_tests import CLASSES, WIDTH, Block, vectors
 from torch import Tensor, nn
 
 from weft.checkpoint import Saver
-from weft.checkpoint.model_state import pieces_to_save
 from weft.comm import Ledger
 from weft.health import lost_ranks as losses
 from weft.health.rank_status import Status
@@ -32,6 +31,7 @@ from weft.launch.environment import detect, init_process_group
 from weft.launch.fork_server import ForkServer
 from weft.mesh import Mesh
 from weft.optim import AdamW
+from weft.optim.saved_state import pieces_to_save
 from weft.parallel.apply import parallelize
 from weft.pipeline import step_run as run_module
 from weft.pipeline.runtime import Pipeline

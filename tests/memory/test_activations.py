@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import weft
 import weft.memory.activation_copies
 import weft.train.loop
-from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.compile.blocks import compile_blocks
 from weft.compile.saved_bytes import compiled_profile
@@ -36,6 +35,7 @@ from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, build, initialise
 from weft.models.loss import token_loss
 from weft.optim import AdamW
+from weft.optim.saved_state import make_optimizer
 from weft.parallel.apply import Cost, cost, parallelize
 from weft.parallel.model_state import host_bytes, named_pieces, state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Recompute, Shard, Tile, split_batch

@@ -16,12 +16,12 @@ import weft.memory.recompute
 import weft.parallel.shard
 import weft.pipeline.cost
 import weft.profiling.peak_bytes
-from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.hardware import local_cluster
 from weft.inspection.live_bytes import LiveTensors
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, GPT2Config, build, initialise, token_loss
+from weft.optim.saved_state import make_optimizer
 from weft.parallel.apply import cost, parallelize
 from weft.parallel.model_state import state_tensors
 from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint, Saver
-from weft.checkpoint.model_state import load_state, pieces_to_save
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.models.loss_head import install_loss_head
 from weft.optim import AdamW
+from weft.optim.saved_state import load_state, pieces_to_save
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import named_pieces, state_bytes
 from weft.plan import Memory, Plan, Shard

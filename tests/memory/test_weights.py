@@ -26,7 +26,6 @@ import weft.optim.adamw
 import weft.sharding.streamed_buffer
 import weft.train.loop
 from weft.checkpoint import Checkpoint, Saver
-from weft.checkpoint.model_state import load_state, make_optimizer, pieces_to_save
 from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.compile.blocks import compile_blocks
 from weft.errors import ConfigError, PlanError
@@ -36,6 +35,7 @@ from weft.memory.prune import prune
 from weft.mesh import Mesh
 from weft.models import DecoderConfig, build
 from weft.optim import AdamW
+from weft.optim.saved_state import load_state, make_optimizer, pieces_to_save
 from weft.parallel.apply import Cost, cost, parallelize
 from weft.parallel.gradient_norm import clip_grad_norm, grad_norm
 from weft.parallel.model_state import all_flats, host_bytes, host_tensors, named_pieces, state_bytes, state_tensors

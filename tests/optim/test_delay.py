@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint, Saver
-from weft.checkpoint.model_state import load_state, pieces_to_save
 from weft.errors import CheckpointError, PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.optim import AdamW
+from weft.optim.saved_state import load_state, pieces_to_save
 from weft.parallel.apply import cost, parallelize
 from weft.parallel.model_state import all_flats, named_pieces, state_bytes
 from weft.plan import Memory, Plan, Shard, split_batch

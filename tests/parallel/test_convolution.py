@@ -22,12 +22,12 @@ from tensor_for_tests import counted, failures, saved_bytes
 from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint, Saver
-from weft.checkpoint.model_state import pieces_to_save
 from weft.comm import Axis
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
 from weft.models import token_loss
+from weft.optim.saved_state import pieces_to_save
 from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.tensor import convolution
 from weft.parallel.tensor import cuts as tensor_cuts

@@ -176,7 +176,7 @@ def test_empty_data(run_file: Path, tmp_path: Path, refuse: Refuse) -> None:
 
 
 def test_a_model_folder_and_a_model_table(run_file: Path, refuse: Refuse) -> None:
-    assert "model.folder already says what the model is; remove model.hidden_size" in refuse(run_file, "model.folder=x")
+    assert "model.from already says what the model is; remove model.hidden_size" in refuse(run_file, "model.from=x")
 
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}

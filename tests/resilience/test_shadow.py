@@ -29,11 +29,11 @@ from shadow_for_tests import (
 from torch import Tensor as TorchTensor
 
 from weft.checkpoint import Checkpoint, Saver, steps
-from weft.checkpoint.model_state import load_state, pieces_to_save
 from weft.errors import ConfigError, LostRankError, PlanError
 from weft.launch.agent import Restarts
 from weft.launch.local_ranks import LocalError, run_local
 from weft.mesh import Mesh
+from weft.optim.saved_state import load_state, pieces_to_save
 from weft.parallel.apply import cost, refuse
 from weft.pipeline.build import stage as cut_into_stages
 from weft.pipeline.sections import Sections

@@ -18,11 +18,11 @@ from tiles_for_tests import Mixed, Streams, UNet, dry, images
 from torch import Tensor, nn
 
 import weft
-from weft.checkpoint.model_state import pieces_to_save
 from weft.comm import Axis, barrier
 from weft.errors import PlanError
 from weft.launch.local_ranks import run_local
 from weft.mesh import Mesh
+from weft.optim.saved_state import pieces_to_save
 from weft.parallel.apply import cost, parallelize, refuse
 from weft.parallel.tile import TileGradients, tile
 from weft.plan import Context, Memory, Pipe, Plan, Shard, Tile, split_batch

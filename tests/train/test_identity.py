@@ -255,8 +255,11 @@ def test_ranks_that_start_from_different_weights_are_refused(run_file: Path, tmp
     for name in ("a", "b"):
         save_folder(tmp_path / name, build(config))
     text = run_file.read_text()
-    run_file.write_text('[model]\nfolder = "FOLDER"\n' + text[text.index("[data]") :])
-    runs = [make_run(run_file, "run", "plan.data=2", f"model.folder={tmp_path / name}") for name in ("a", "b")]
+    run_file.write_text('[model]\nfrom = "FOLDER"\n' + text[text.index("[data]") :])
+    runs = [
+        make_run(run_file, "run", "plan.data=2", "data.tokenizer=bytes", f"model.from={tmp_path / name}")
+        for name in ("a", "b")
+    ]
     with pytest.raises(LocalError, match=r"weights to start from is [0-9a-f]{64} on rank 0, [0-9a-f]{64} on rank 1"):
         train_each(runs)
 
@@ -382,7 +385,8 @@ def test_a_frozen_run_is_the_run(run_file: Path, tmp_path: Path, monkeypatch: py
     save_folder(tmp_path / "model", build(config))
     text = run_file.read_text()
     pretrained = tmp_path / "pretrained.toml"
-    pretrained.write_text(f'[model]\nfolder = "{tmp_path / "model"}"\n' + text[text.index("[data]") :])
+    data = text[text.index("[data]") :].replace("[data]", '[data]\ntokenizer = "bytes"')
+    pretrained.write_text(f'[model]\nfrom = "{tmp_path / "model"}"\n' + data)
     examples = sorted((Path(__file__).parents[2] / "examples").glob("*.toml"))
     assert examples
     monkeypatch.chdir(Path(__file__).parents[2])

@@ -421,10 +421,10 @@ def test_training_starts_from_a_hugging_face_folder(run_file: Path, tmp_path: Pa
     model = build(plain.model)
     initialise(model, seed=77)
     save_folder(tmp_path / "model", model)
-    text = f'[model]\nfolder = "{tmp_path / "model"}"\n' + run_file.read_text()[run_file.read_text().index("[data]") :]
+    text = f'[model]\nfrom = "{tmp_path / "model"}"\n' + run_file.read_text()[run_file.read_text().index("[data]") :]
     file = tmp_path / "from.toml"
     file.write_text(text)
-    run = load_run(file, [f"folder={tmp_path / 'run'}", "plan.shard=2", "train.steps=4"])
+    run = load_run(file, [f"folder={tmp_path / 'run'}", "plan.shard=2", "train.steps=4", "data.tokenizer=bytes"])
     assert run.model == plain.model
     expected = dict(model.named_parameters())
 

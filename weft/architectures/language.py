@@ -57,7 +57,7 @@ class DecoderConfig:
     Architectures with experts need num_experts and num_experts_per_tok. moe_intermediate_size is the inner size of one
     expert (0: intermediate_size). Every decoder_sparse_step-th layer has experts, except mlp_only_layers.
     norm_topk_prob: do the weights of a token's experts sum to 1?
-    router_aux_loss_coef, router_z_loss_coef: the weights of the routers' own losses in training (`experts.py`).
+    router_aux_loss_coef, router_z_loss_coef: the weights of the routers' own losses in training (`models/experts.py`).
     """
 
     architecture: DecoderArchitecture = "llama"

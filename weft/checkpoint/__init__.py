@@ -1,7 +1,7 @@
 """Checkpoints that do not depend on the layout: saved under one plan, loaded under any other.
 
-A checkpoint is a folder with safetensors files and one manifest. Except for `model_state`, this package handles pieces
-of named tensors, not models, optimizers or process groups. `region` describes which part of a global tensor a piece
+A checkpoint is a folder with safetensors files and one manifest. This package handles pieces of named
+tensors; `optim/saved_state.py` knows models and optimizers. `region` describes which part of a global tensor a piece
 is, `manifest` describes the contents of a checkpoint, `save` writes one and `load` reads one.
 """
 

@@ -197,11 +197,32 @@ def chaos_command(
         run_chaos(fork_server, run_file, overrides or [], options, make_console(as_json), as_json)
 
 
+@app.command("evaluate", epilog="Example: weft evaluate runs/chat --data questions.jsonl")
+def evaluate_command(
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    data: Annotated[Path, typer.Option(help="what to measure it on, read as the run read its own data")],
+    kind: Annotated[str | None, typer.Option(help="text or chat, if not as the run")] = None,
+    sequence: Annotated[int | None, typer.Option(help="tokens of a sequence, if not as the run", min=1)] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure a model on data: mean loss, perplexity and accuracy of the targets."""
+    from weft.commands.console import make_console, print_json
+    from weft.commands.evaluate import evaluate_folder
+
+    found = evaluate_folder(source, data, kind, sequence)
+    if as_json:
+        print_json(found)
+        return
+    words = ", ".join(f"{key} {found[key]:.4f}" for key in ("loss", "perplexity", "accuracy"))
+    make_console().print(f"{words} over {found['targets']:,} targets")
+
+
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")
 def export_command(
     source: Annotated[Path, typer.Argument(help="a run folder or a checkpoint")],
     target: Annotated[Path, typer.Argument(help="the Hugging Face folder to write; must not exist")],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16; as trained if not given")] = None,
+    adapter: Annotated[bool, typer.Option("--adapter", help="write LoRA's updates alone, for PEFT")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder that transformers loads."""
@@ -211,11 +232,12 @@ def export_command(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     with byte_progress(make_console(as_json), "exporting") as progress:
-        export(source, target, dtype, progress)
+        export(source, target, dtype, progress, adapter)
     if as_json:
         print_json({"folder": str(target)})
-    else:
-        make_console().print(f"wrote {target}; load it with AutoModelForCausalLM.from_pretrained('{target}')")
+        return
+    load = "PeftModel.from_pretrained(model, " if adapter else "AutoModelForCausalLM.from_pretrained("
+    make_console().print(f"wrote {target}; load it with {load}'{target}')")
 
 
 @app.command("generate", epilog='Example: weft generate runs/quickstart --prompt "def main():" --tokens 100')

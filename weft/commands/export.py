@@ -9,39 +9,63 @@ import torch
 from torch import Tensor
 
 from weft.checkpoint import Checkpoint
+from weft.data.chat_template import TEMPLATE_FILE, TOKENIZER_CONFIG
 from weft.errors import ConfigError
 from weft.models import write_weights
-from weft.serve.generate import open_checkpoint, saved_data, saved_model, saved_tokenizer
+from weft.models.adapter import write_adapter
+from weft.models.hf import parameter_shapes
+from weft.models.lora import is_adapter
+from weft.saved_run import (
+    open_checkpoint,
+    parameter_reader,
+    saved_data,
+    saved_model,
+    saved_tokenizer,
+    saved_tuning,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER = "tokenizer.json"
 
 
 def export(
-    source: Path, target: Path, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
+    source: Path,
+    target: Path,
+    dtype: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    adapter: bool = False,
 ) -> None:
     """Write the newest checkpoint under `source`, with the run's tokenizer, to the folder `target`.
 
-    Parameters get the given dtype, or else stay in that of training. The folder appears when it is complete.
-    `progress` is called with the number of tensors written and that of all.
+    LoRA's updates are merged into the weights or, with `adapter`, written alone in PEFT's format. Parameters get the
+    given dtype, or else stay in that of training. The folder appears when it is complete. `progress` is called with the
+    number of tensors written and that of all.
     """
     checkpoint = open_checkpoint(source)
-    entries = checkpoint.entries("parameter")
     config = saved_model(checkpoint)  # refuses a model of images, which has no tokenizer
-    files = _tokenizer_file(checkpoint)
+    lora = saved_tuning(checkpoint).lora
+    if adapter and lora is None:
+        raise ConfigError(f"{checkpoint.path} has no adapter: its run had no [lora]; export it without --adapter")
+    read, names = parameter_reader(checkpoint), list(parameter_shapes(config))
+    if adapter:
+        names = [entry.name for entry in checkpoint.entries("parameter") if is_adapter(entry.name)]
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        for done, entry in enumerate(entries, 1):
-            tensor = checkpoint.read(entry.name, "parameter")
-            yield entry.name, tensor if dtype is None else tensor.to(DTYPES[dtype])
+        for done, name in enumerate(names, 1):
+            tensor = read(name)
+            yield name, tensor if dtype is None else tensor.to(DTYPES[dtype])
             if progress is not None:
-                progress(done, len(entries))
+                progress(done, len(names))
 
-    write_weights(target, config, tensors(), files=files)
+    if adapter:
+        assert lora is not None
+        write_adapter(target, config, lora, tensors())
+    else:
+        write_weights(target, config, tensors(), files=_tokenizer_file(checkpoint))
 
 
 def _tokenizer_file(checkpoint: Checkpoint) -> dict[str, Path]:
-    """Returns the tokenizer's file by its name in a Hugging Face folder; the "bytes" tokenizer has none."""
+    """Returns the tokenizer's files by their names in a Hugging Face folder; the "bytes" tokenizer has none."""
     spec = saved_tokenizer(checkpoint)
     if spec == "bytes":
         return {}
@@ -49,4 +73,5 @@ def _tokenizer_file(checkpoint: Checkpoint) -> dict[str, Path]:
     if not path.is_file():
         stated = saved_data(checkpoint).tokenizer
         raise ConfigError(f"the tokenizer '{stated}' of the run is not there ({path.absolute()}); put it there")
-    return {TOKENIZER: path}
+    beside = {name: path.with_name(name) for name in (TOKENIZER_CONFIG, TEMPLATE_FILE)}
+    return {TOKENIZER: path, **{name: other for name, other in beside.items() if other.is_file()}}

@@ -73,7 +73,7 @@ def image_run(name: str, cluster: str, images: int, size: int) -> Run:
 def _catalog_run(name: str, config: ModelConfig, data: Data, batch: int, cluster: str) -> Run:
     train = TrainConfig(steps=1000, batch=batch)
     return Run(
-        name=name, folder=Path("runs") / name, model=config, model_folder=None, data=data, train=train, plan=Plan(),
+        name=name, folder=Path("runs") / name, model=config, source=None, data=data, train=train, plan=Plan(),
         cluster=cluster,
     )  # fmt: skip
 

@@ -50,6 +50,23 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class ChatConfig(DataConfig):
+    """Conversations (`data/chat.py`): a .jsonl file, or a folder of them, packed into sequences of `sequence` tokens.
+
+    `template` is a file with a chat template; if it is not given, the one in the tokenizer's folder is used.
+    """
+
+    kind: Literal["chat"] = "chat"  # type: ignore[assignment]
+    documents: Literal["separate"] = "separate"  # type: ignore[assignment]
+    template: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.text_field != "text":
+            raise ConfigError(f"data.text_field = '{self.text_field}' is for data.kind = 'text'; leave it out")
+
+
+@dataclass(frozen=True)
 class SlidesConfig:
     """Synthetic slides, generated from `seed`: `images` images of `size` × `size` pixels, whose labels depend on the
     whole image.
@@ -100,7 +117,7 @@ class ImagesConfig:
 
 
 Data = DataConfig | SlidesConfig | ImagesConfig
-KINDS: dict[str, type[Data]] = {"text": DataConfig, "slides": SlidesConfig, "images": ImagesConfig}
+KINDS: dict[str, type[Data]] = {"text": DataConfig, "chat": ChatConfig, "slides": SlidesConfig, "images": ImagesConfig}
 
 
 def data_class(table: Mapping[str, Any]) -> type[Data]:
@@ -117,7 +134,7 @@ def data_from_table(table: Mapping[str, Any]) -> Data:
 
 
 # Keys that say where the data is and how it is read. If they change the samples, they change the data's fingerprint.
-_PLACES = ("source", "cache", "tokenizer", "end_token", "text_field", "on_bad")
+_PLACES = ("source", "cache", "tokenizer", "end_token", "text_field", "on_bad", "template")
 
 
 def changed_keys(saved: Mapping[str, Any], data: Data) -> tuple[list[str], list[str]]:

@@ -325,7 +325,7 @@ class _Finder:
                 f"each place its own, or use tensor.x = tensor.y = 1"
             )
         self.splits[name] = Split(name, kind, parts, parent, has_transposed_weight(module), num_spatial_dims(module))
-        self.done |= {f"{name}.weight", f"{name}.bias"}
+        self.done |= {f"{name}.{leaf}" for leaf in module._parameters}
 
 
 def _prove(

@@ -27,6 +27,7 @@ from weft.inspection.parameter_cut import Interval
 
 NUM_TOKENS = 4
 RANK = 4  # of the random linears
+ADAPTER = ("lora_A", "lora_B")  # parameters of a low-rank update [rank, in] and [out, rank] beside a linear's weight
 TOLERANCE = 1e-4  # some modules compute in float32 for any input; the error of a wrong split is far larger
 Intervals = Sequence[Interval]
 _LINEAR: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()  # results of `_equals_linear`
@@ -138,10 +139,20 @@ def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Is the module an nn.Linear, or transformers' Conv1D? A subclass must compute what nn.Linear does."""
+    """Is the module an nn.Linear, or transformers' Conv1D? A subclass must compute what nn.Linear does.
+
+    One with a low-rank update (`models/lora.py`) does: the update is a linear, too.
+    """
+    if has_adapter(module):
+        return True
     if set(module._parameters) != {"weight", "bias"}:
         return False  # such as one under weight_norm, whose weight is computed
     return type(module) is nn.Linear or has_transposed_weight(module) or _computes_linear(module)
+
+
+def has_adapter(module: nn.Module) -> bool:
+    """Is the module a linear with a low-rank update?"""
+    return isinstance(module, nn.Linear) and set(module._parameters) == {"weight", "bias", *ADAPTER}
 
 
 def _computes_linear(module: nn.Module) -> bool:

@@ -116,7 +116,7 @@ def write_weights(
 
     At most one shard is in memory. A tied head may be given and is left out. The folder appears when it is complete.
     """
-    with _published(folder) as partial:
+    with new_folder(folder) as partial:
         write_config(partial, config)
         for name, path in (files or {}).items():
             shutil.copyfile(path, partial / name)
@@ -227,7 +227,7 @@ def _full_name(raw_name: str, config: LanguageConfig) -> str:
 
 
 @contextmanager
-def _published(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder beside the target. It is renamed to the target if the block succeeds, else removed."""
     folder = folder.resolve()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -198,12 +198,12 @@ def _rope_values(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds one object."""
+def read_json(path: Path, wanted: str = "a folder with config.json and safetensors files") -> dict[str, Any]:
+    """Returns a JSON object. Raises CheckpointError if there is none; `wanted` is what to give instead."""
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; give a folder with config.json and safetensors files") from None
+        raise CheckpointError(f"{path} does not exist; give {wanted}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(table, dict):

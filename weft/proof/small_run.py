@@ -20,6 +20,7 @@ from weft.data.config import DataConfig, ImageShape
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
 from weft.models import ModelConfig, build, initialise
+from weft.models.tuning import Tuning
 from weft.plan import Plan
 from weft.run_file import Run
 from weft.schedule.schedules import make_schedule
@@ -40,6 +41,7 @@ class SmallRun:
     """A small copy of a run, which is proved in its place. `not_proved` states what it leaves out, in words."""
 
     config: ModelConfig
+    tuning: Tuning
     task: Task
     plan: Plan
     num_samples: int
@@ -54,6 +56,7 @@ class SmallRun:
     def model(self) -> nn.Module:
         """Returns a new model. Its parameters have the same values on every call."""
         model = build(self.config)
+        self.tuning.apply(model)
         initialise(model, self.seed)
         return model
 
@@ -85,7 +88,10 @@ def _until_left_out(run: Run) -> str:
 def _small_run(run: Run, config: ModelConfig, task: Task, plan: Plan, left_out: tuple[str, ...]) -> SmallRun:
     micro_batch = _micro_batch(run)
     num_samples = plan.num_batch_ranks * micro_batch * _num_micro_batches(run)
-    return SmallRun(config, task, replace(plan, micro_batch=micro_batch), num_samples, run.train.seed, left_out)
+    tuning, unmatched = run.tuning.for_copy(_on_meta(config))
+    if unmatched:
+        left_out = (*left_out, f"train.freeze = {list(unmatched)}: the proof's smaller model has no such parameters")
+    return SmallRun(config, tuning, task, replace(plan, micro_batch=micro_batch), num_samples, run.train.seed, left_out)
 
 
 def _options_left_out(run: Run) -> tuple[str, ...]:
@@ -93,6 +99,8 @@ def _options_left_out(run: Run) -> tuple[str, ...]:
     found = []
     if drops := [name for name in _DROPOUTS if getattr(run.model, name, 0)]:
         found.append(f"dropout (model.{drops[0]} = {getattr(run.model, drops[0]):g}): the proof drops nothing")
+    if run.lora is not None and run.lora.dropout:
+        found.append(f"lora.dropout = {run.lora.dropout:g}: the proof drops nothing")
     if run.train.layer_drop is not None:
         found.append("train.layer_drop: the proof skips no blocks")
     if isinstance(run.data, DataConfig) and run.data.documents == "separate":

@@ -10,17 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from weft.checkpoint import Checkpoint, latest
-from weft.checkpoint.model_state import load_parameters
 from weft.cluster.local_gpus import BF16_CAPABILITY
-from weft.data.config import DataConfig
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.errors import CheckpointError, ConfigError
-from weft.models import GPT2, Decoder, LanguageConfig, build, config_from_table, read_config, read_weights
-from weft.models.hf import parameter_shapes
-from weft.schema import build_dataclass, parse_toml
-
-MAX_SIZE = 2**27  # the limit for any number in the model table of a checkpoint
+from weft.errors import ConfigError
+from weft.models import GPT2, Decoder, LanguageConfig, build, read_config, read_weights
+from weft.saved_run import open_checkpoint, parameter_reader, saved_data, saved_model, saved_tokenizer
 
 
 def generate(
@@ -77,7 +71,10 @@ def load_for_generation(
     saved = saved_model(checkpoint)
     data = saved_data(checkpoint)
     model = _empty(saved, device).to(checkpoint.entries("parameter")[0].dtype)
-    load_parameters(checkpoint, model)
+    read = parameter_reader(checkpoint)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(name))
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
     return _prepare(model, device), own, data.sequence
@@ -94,71 +91,6 @@ def _empty(config: LanguageConfig, device: torch.device) -> Decoder | GPT2:
 def _prepare(model: nn.Module, device: torch.device) -> nn.Module:
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
     return (model.to(torch.bfloat16) if has_bf16 else model).eval()
-
-
-def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
-    """The config of the language model in a checkpoint, without a run file. Raises ConfigError for other models."""
-    table = checkpoint.stated("model", dict)
-    if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in table.values()):
-        raise CheckpointError(
-            f"{checkpoint.path} states a model with a size above {MAX_SIZE}; it is not what was saved"
-        )
-    config = config_from_table(table)
-    if not isinstance(config, LanguageConfig):
-        raise ConfigError(
-            f"{checkpoint.path} is of a model of images ('{config.architecture}'), which writes no text and has no "
-            f"Hugging Face folder; read its parameters with weft.checkpoint.Checkpoint"
-        )
-    _refuse_other_shapes(checkpoint, config)
-    return config
-
-
-def _refuse_other_shapes(checkpoint: Checkpoint, config: LanguageConfig) -> None:
-    """Raise CheckpointError unless the config's parameters are those of the checkpoint. Called before memory for the
-    model is allocated.
-    """
-    held = {entry.name: entry.shape for entry in checkpoint.entries("parameter")}
-    if config.num_layers > len(held) or parameter_shapes(config) != held:
-        raise CheckpointError(f"{checkpoint.path} states a model whose parameters are not those that it holds")
-
-
-def saved_data(checkpoint: Checkpoint) -> DataConfig:
-    """The `[data]` table of a checkpoint's run."""
-    data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
-    return build_dataclass(DataConfig, data, "data")
-
-
-def saved_tokenizer(checkpoint: Checkpoint) -> str:
-    """The tokenizer of a checkpoint's run: "bytes", or the path of its file or folder. A relative path starts at the
-    folder in which the run was started, if that can be derived from the run's folder, or else at the current folder.
-    """
-    spec = saved_data(checkpoint).tokenizer
-    if spec == "bytes" or Path(spec).is_absolute():
-        return spec
-    found = [folder / spec for folder in (_started_in(checkpoint), Path()) if folder is not None]
-    return str(next((path for path in found if path.exists()), found[0]))
-
-
-def _started_in(checkpoint: Checkpoint) -> Path | None:
-    """The folder in which a checkpoint's run was started; None if the checkpoint was moved since."""
-    folder = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("folder")
-    if not isinstance(folder, str) or not folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
-        return None
-    parents, below = checkpoint.path.resolve().parents, Path(folder).parts
-    if len(parents) <= 1 + len(below) or parents[1].parts[-len(below) :] != below:  # <folder>/checkpoints/<step>
-        return None
-    return parents[1 + len(below)]
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint at a path, or the newest one of a run folder."""
-    for folder in (path / "checkpoints", path):
-        newest = latest(folder)
-        if newest is not None:
-            return Checkpoint(newest)
-    return Checkpoint(path)
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:

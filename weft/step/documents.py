@@ -12,12 +12,13 @@ from collections.abc import Iterator, MutableMapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from weft.comm import Axis, Traffic
 from weft.comm.ledger import Key
-from weft.data.config import DataConfig
+from weft.data.config import ChatConfig, DataConfig
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
 from weft.inspection.blocks import find_blocks
@@ -30,19 +31,20 @@ from weft.run_file import Run
 TOKEN_BYTES = 8
 
 
-def number_documents(tokens: Tensor, end: int) -> Tensor:
+def number_documents(tokens: Tensor, end: int | None) -> Tensor:
     """Numbers the documents of each sequence: for tokens [batch, sequence], the document of each token.
 
-    The token `end` is the last of its own document.
+    The token `end` is the last of its own document; if it is None, tokens below 0 are (`data/chat.py`).
     """
-    ends = (tokens == end).long()
+    ends = (tokens < 0 if end is None else tokens == end).long()
     return ends.cumsum(1) - ends
 
 
-def separate_documents(model: nn.Module, end: int, axis: Axis) -> None:
+def separate_documents(model: nn.Module, end: int | None, axis: Axis) -> None:
     """Makes the model's attention ignore tokens of other documents.
 
-    `end` is the token that ends a document. `axis` is `context`.
+    `end` is the token that ends a document. If it is None, the last token of a document is given as ~token, which the
+    model's embeddings then take as the token. `axis` is `context`.
     """
     own = rank_model(model)
     stages = own.models
@@ -50,6 +52,9 @@ def separate_documents(model: nn.Module, end: int, axis: Axis) -> None:
         raise PlanError(f"data.documents = 'separate' needs weft's own attention, which {type(model).__name__} lacks")
     gathered = WeakTensorKeyDictionary()
     for stage in stages:
+        for module in stage.modules() if end is None else ():
+            if isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(_unmark, prepend=True)
         # Registered after the stage's other hooks: when a pipeline only traces a batch through the stage, it does not
         # reach this hook.
         stage.register_forward_pre_hook(partial(_tell, _Documents(stage), end, axis, gathered))
@@ -78,8 +83,23 @@ class _Documents:
             attention.documents = value
 
 
+def _unmark(_: nn.Module, args: Any) -> Any:
+    """A forward pre-hook of embeddings: ~token becomes the token. Positions (GPT-2) are not below 0."""
+    return (torch.where(args[0] < 0, ~args[0], args[0]), *args[1:])
+
+
+def document_end(run: Run) -> int | None:
+    """The token that ends a document in the run's data; None if last tokens are marked."""
+    return None if isinstance(run.data, ChatConfig) else run.tokenizer.end
+
+
 def _tell(
-    documents: _Documents, end: int, axis: Axis, gathered: MutableMapping[Tensor, Tensor], _: nn.Module, args: Any
+    documents: _Documents,
+    end: int | None,
+    axis: Axis,
+    gathered: MutableMapping[Tensor, Tensor],
+    _: nn.Module,
+    args: Any,
 ) -> None:
     """A forward pre-hook that sets the documents. Stages of one rank see the same tokens, which are gathered once."""
     tokens = args[0]

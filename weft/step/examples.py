@@ -7,9 +7,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from weft.models import ModelConfig, build
+from weft.models import ModelConfig
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head, is_loss_in_head
+from weft.models.tuning import Tuning
 from weft.profiling import Profile, profile
 from weft.run_file import Run
 from weft.sharding.layout import COMPUTE_DTYPE
@@ -17,9 +18,10 @@ from weft.step.task import Task, task_of
 
 
 @lru_cache(maxsize=8)
-def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch: int, in_head: bool) -> Profile:
-    with torch.device("meta"):
-        module = build(model)
+def _profile_of(
+    model: ModelConfig, tuning: Tuning, task: Task, dtype: torch.dtype, micro_batch: int, in_head: bool
+) -> Profile:
+    module = tuning.build_on_meta(model)
     if in_head:
         install_loss_head(module)
 
@@ -35,7 +37,7 @@ def _profile_of(model: ModelConfig, task: Task, dtype: torch.dtype, micro_batch:
 def micro_batch_profile(run: Run) -> Profile:
     """Returns the profile of the run's model and loss for one micro-batch, in the compute dtype."""
     dtype, in_head = COMPUTE_DTYPE[run.plan.precision], is_loss_in_head(run.plan)
-    return _profile_of(run.model, task_of(run), dtype, run.split.micro_batch, in_head)
+    return _profile_of(run.model, run.tuning, task_of(run), dtype, run.split.micro_batch, in_head)
 
 
 def example_inputs(run: Run) -> tuple[Tensor]:

@@ -25,6 +25,7 @@ from weft.errors import LaunchError
 from weft.health.watchdog import rank_names
 from weft.mesh import Mesh
 from weft.run_file import Run
+from weft.saved_run import weights_fingerprint
 from weft.schema import to_table
 from weft.train.batches import TrainingData
 from weft.train.run_identity import known_run_id, make_run_id
@@ -34,8 +35,7 @@ SEEN_SECONDS = 60.0  # time for a new file to become visible on every host
 _POLL_SECONDS = 0.1
 _MAX_NAMED = 8  # most differences in an error, and most ranks named for one value
 _MAX_VALUE = 100  # characters of a value in an error
-_WEIGHT_BYTES = 1 << 20  # hashed at each end of a file of weights, with its size
-_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log")
+_TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "lora")
 # Paths may differ from host to host: the data at these paths is compared instead.
 _PLACES = ("data.source", "data.cache")
 
@@ -63,8 +63,7 @@ def _data_beliefs(run: Run, data: TrainingData) -> dict[str, str]:
         "the number of held-out samples": str(0 if data.held_out is None else len(data.held_out)),
         "samples that are left out": json.dumps(sorted(data.skipped)),
     }
-    if run.model_folder is not None:
-        found["a hash of the weights to start from"] = _weights_hash(run.model_folder)
+    found["a hash of the weights to start from"] = weights_fingerprint(run.source, run.tuning.adapter)
     return found
 
 
@@ -148,19 +147,6 @@ def _seen_id(folder: Path, run_id: str) -> str:
     while (found := known_run_id(folder)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     return run_id if found == run_id else f"{found or 'none'} in {folder.resolve() / 'checkpoints'}"
-
-
-def _weights_hash(folder: Path) -> str:
-    """A hash of the names, sizes and both ends of the files: detects other weights without reading all of them."""
-    found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        size_bytes = path.stat().st_size
-        found.update(f"{path.name} {size_bytes} ".encode())
-        with open(path, "rb") as file:
-            found.update(file.read(_WEIGHT_BYTES))
-            file.seek(max(0, size_bytes - _WEIGHT_BYTES))
-            found.update(file.read(_WEIGHT_BYTES))
-    return found.hexdigest()
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -15,7 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from weft.comm import Axis
-from weft.data.config import DataConfig, SlidesConfig
+from weft.data.chat import ChatRenderer, packed_chats
+from weft.data.chat_template import load_template
+from weft.data.config import ChatConfig, DataConfig, SlidesConfig
 from weft.data.images import ImageRegion, Images, open_folder
 from weft.data.order import batch_indices, local_indices
 from weft.data.slides import slide_folder
@@ -102,9 +104,19 @@ def _on_tile(samples: Samples, mesh: Mesh) -> Samples:
 
 def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:
     """Finds or makes the run's data and checks it, before any rank starts."""
-    return (
-        _prepare_text(run, run.data, progress) if isinstance(run.data, DataConfig) else _prepare_images(run, progress)
-    )
+    if isinstance(run.data, ChatConfig):
+        return _prepare_chats(run, run.data, progress)
+    if isinstance(run.data, DataConfig):
+        return _prepare_text(run, run.data, progress)
+    return _prepare_images(run, progress)
+
+
+def _prepare_chats(run: Run, data: ChatConfig, progress: Progress | None) -> TrainingData:
+    source = documents(data.source)
+    renderer = ChatRenderer(run.tokenizer, load_template(data.template, data.tokenizer))
+    found = packed_chats(source, renderer, data.sequence, data.held_out, Path(data.cache), progress)
+    held_out = found.held_out if len(found.held_out) else None
+    return TrainingData(found.train, held_out, found.fingerprint, f"{source.description}; {found.note}")
 
 
 def _prepare_text(run: Run, data: DataConfig, progress: Progress | None) -> TrainingData:

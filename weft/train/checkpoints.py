@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from weft.checkpoint import Saver
-from weft.checkpoint.model_state import pieces_to_save
 from weft.health.rank_status import GOING_BACK, RESERVING, SAVING
 from weft.launch.environment import RankInfo
+from weft.optim.saved_state import pieces_to_save
 from weft.resilience.bad_numbers import Bad, Guard, Policy
 from weft.schema import to_table
 from weft.train.parts import TrainingPart, is_due
@@ -83,6 +83,8 @@ class Checkpoints(TrainingPart):
             "numbers": self._policy.to_state(self._guard),
             "seed": run.train.seed,
             "model": to_table(run.model),
+            "source": self._state.source,
+            "tuning": to_table(run.tuning),
             "plan": run.plan.to_toml(),
             "run": run.to_toml(),
         }

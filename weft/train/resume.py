@@ -19,9 +19,9 @@ from typing import Any
 from weft.checkpoint import Checkpoint, Saver, steps
 from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
-from weft.checkpoint.model_state import load_state
 from weft.data.config import changed_keys
 from weft.errors import CheckpointError, DamagedError
+from weft.optim.saved_state import load_state
 from weft.resilience.memory_copies import MemoryCopies, all_agree
 from weft.run_file import Run
 from weft.schema import parse_toml, to_table
@@ -30,6 +30,7 @@ from weft.train.batches import TrainingData
 from weft.train.saving import settle_or_tell
 from weft.train.state import TrainState
 
+_NAMES = {"freeze": "train.freeze", "lora": "[lora]"}  # where a run file states what a model trains
 DAMAGED_PREFIX = "damaged-"
 _POLL_SECONDS = 0.1
 
@@ -131,6 +132,7 @@ def _try(
             _refuse_other_run(checkpoint, state.run_id)
         _refuse_other_data(checkpoint, state.data, state.run)
         _refuse_other_model(checkpoint, state.run)
+        _refuse_other_source(checkpoint, state)
         _refuse_other_order(checkpoint, state.run)
         load_state(checkpoint, state.model, state.optimizer)
     except DamagedError as error:
@@ -202,13 +204,26 @@ def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
     Shapes do not show every difference: with other rotary frequencies, for example, another network would be trained
     without an error.
     """
-    saved, now = checkpoint.stated("model", dict), to_table(run.model)
-    for key in {**now, **saved}:
-        if saved.get(key) != now.get(key):
-            raise CheckpointError(
-                f"{checkpoint.path} was trained with model.{key} = {saved.get(key)}, now it is {now.get(key)}; give "
-                f"the same model, or start anew in another folder (folder = ...)"
-            )
+    for kind, now in (("model", to_table(run.model)), ("tuning", to_table(run.tuning))):
+        saved = checkpoint.stated(kind, dict)
+        for key in {**now, **saved}:
+            if saved.get(key) != now.get(key):
+                name = _NAMES.get(key, f"model.{key}")
+                raise CheckpointError(
+                    f"{checkpoint.path} was trained with {name} = {saved.get(key)}, now it is {now.get(key)}; give the "
+                    f"same model, or start anew in another folder (folder = ...)"
+                )
+
+
+def _refuse_other_source(checkpoint: Checkpoint, state: TrainState) -> None:
+    """Raises if the run started from other weights."""
+    saved, words = checkpoint.stated("source", str), {"": "random weights"}
+    if saved != state.source:
+        raise CheckpointError(
+            f"{checkpoint.path} started from {words.get(saved, f'weights {saved[:12]}')}, now model.from has "
+            f"{words.get(state.source, f'weights {state.source[:12]}')}; give the same, or start anew in another "
+            f"folder (folder = ...)"
+        )
 
 
 def _refuse_other_order(checkpoint: Checkpoint, run: Run) -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.checkpoint import Saver
-from weft.checkpoint.model_state import make_optimizer
 from weft.cluster.local_gpus import gpus
 from weft.comm import Axis, Ledger, broadcast
 from weft.compile.attention_kernel import attention_shape, fastest_attention
@@ -25,8 +24,10 @@ from weft.health.rank_status import Status
 from weft.health.watchdog import Deadline
 from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown, world_store
 from weft.mesh import Mesh
-from weft.models import LanguageConfig, build, initial_value, weight_reader
-from weft.models.hf import parameter_shapes
+from weft.models import initial_value
+from weft.models.adapter import adapter_reader
+from weft.models.lora import initial_adapter, is_adapter
+from weft.optim.saved_state import make_optimizer
 from weft.parallel.apply import parallelize
 from weft.parallel.model_state import all_units
 from weft.pipeline.rank_model import rank_model
@@ -35,9 +36,10 @@ from weft.resilience.memory_copies import MemoryCopies
 from weft.resilience.peer_watch import Lookout
 from weft.resilience.shared_memory import claim, folder_of
 from weft.run_file import Run
+from weft.saved_run import open_source, weights_fingerprint
 from weft.sharding.host_memory import check_memory_fits
 from weft.sharding.layout import COMPUTE_DTYPE, MASTER_DTYPE
-from weft.step.documents import has_separate_documents, separate_documents
+from weft.step.documents import document_end, has_separate_documents, separate_documents
 from weft.step.examples import example_inputs, example_loss, micro_batch_profile, model_flops
 from weft.step.layer_drop import drop_layers
 from weft.strategy import Values
@@ -88,16 +90,22 @@ def build_state(
         build_model(run), run.plan, mesh, first_values(run), partial(example_inputs, run), example_loss(run)
     )
     rank_model(model).check_evaluation()
-    if has_separate_documents(run):
-        separate_documents(model, run.tokenizer.end, mesh["context"])
+    keep_documents_apart(run, model, mesh)
     if wants_compile(run, mesh.device):
         say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
         compile_blocks(model, say)
     optimizer = make_optimizer(model, run.train)
-    state = TrainState(run, run_id, data.on_tile(mesh), mesh, model, optimizer, status, say)
+    source = weights_fingerprint(run.source, run.tuning.adapter)
+    state = TrainState(run, run_id, data.on_tile(mesh), mesh, model, optimizer, status, say, source)
     if run.train.layer_drop is not None:
         state.gates = drop_layers(model, run.train.layer_drop, run.train.seed, run.plan, optimizer)
     return state
+
+
+def keep_documents_apart(run: Run, model: nn.Module, mesh: Mesh) -> None:
+    """Makes attention ignore other documents of a sequence, if the run's data asks for it."""
+    if has_separate_documents(run):
+        separate_documents(model, document_end(run), mesh["context"])
 
 
 @contextmanager
@@ -153,8 +161,7 @@ def build_model(run: Run) -> nn.Module:
 
     Running statistics have the dtype of master weights.
     """
-    with torch.device("meta"):
-        model = build(run.model)
+    model = run.tuning.build_on_meta(run.model)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -163,14 +170,19 @@ def build_model(run: Run) -> nn.Module:
 
 
 def first_values(run: Run) -> Values:
-    """Returns a function from a parameter's name to its initial value: from a Hugging Face folder, or random by
-    (seed, name).
+    """Returns a function from a parameter's name to its initial value: from the weights to start from, or random
+    by (seed, name).
     """
-    if run.model_folder is not None:
-        assert isinstance(run.model, LanguageConfig), "the run file was checked"
-        return weight_reader(run.model_folder, run.model)
-    shapes = parameter_shapes(run.model)
-    return lambda name: initial_value(run.model, name, torch.Size(shapes[name]), run.train.seed)
+    shapes = {name: parameter.shape for name, parameter in build_model(run).named_parameters()}
+    read = None if run.source is None else open_source(run.source).read
+    adapter = None if run.tuning.adapter is None else adapter_reader(Path(run.tuning.adapter), shapes)
+
+    def value(name: str) -> Tensor:
+        if is_adapter(name):
+            return initial_adapter(name, shapes[name], run.train.seed) if adapter is None else adapter(name)
+        return initial_value(run.model, name, shapes[name], run.train.seed) if read is None else read(name)
+
+    return value
 
 
 def make_saver(run: Run, mesh: Mesh) -> Saver:

@@ -20,7 +20,8 @@ from weft.train.batches import TrainingData
 class TrainState:
     """A rank's model, optimizer and data, and where it reports progress.
 
-    `step` counts the finished steps. `say` shows a line, on rank 0.
+    `step` counts the finished steps. `say` shows a line, on rank 0. `source` is the fingerprint of the weights that the
+    run started from; "" if it started from random ones.
     """
 
     run: Run
@@ -31,6 +32,7 @@ class TrainState:
     optimizer: Optimizer
     status: Status
     say: Callable[[str], None]
+    source: str = ""
     graph: Graph | None = None
     gates: Gates | None = None
     step: int = 0

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 from weft.inspection.chain_ends import ChainEnds
 from weft.inspection.parameter_cut import Cut, Interval, share
-from weft.inspection.tensor_splits import Pairing
+from weft.inspection.split_probe import ADAPTER
+from weft.inspection.tensor_splits import Pairing, Split
 from weft.plan import Plan
 
 
@@ -41,6 +42,8 @@ class _CutMaker:
         split = self.pairing.splits.get(module)
         if split is None:
             return self._other(name, shape)
+        if leaf in ADAPTER:
+            return self._adapter(split, leaf, shape)
         over_x, repeats = split.over_x(self.num_x, self.x), split.repeats(self.num_x)
         if split.kind == "row":
             if leaf == "bias":
@@ -53,6 +56,21 @@ class _CutMaker:
         inner, outer = (0, 1) if split.transposed else (1, 0)
         cuts = {outer: over_x, inner: self._over_y(shape[inner])}
         return self._make(shape, cuts, x=1, y=1, repeats=repeats, sums=sums)
+
+    def _adapter(self, split: Split, leaf: str, shape: tuple[int, ...]) -> Cut:
+        """Returns the part of A [rank, in] or B [out, rank] of a low-rank update, whose rank is never split.
+
+        A follows the inputs of the linear and B its outputs. The gradient of A is a partial sum over the axis that
+        splits the outputs, and that of B over the one that splits the inputs.
+        """
+        over_x, repeats = split.over_x(self.num_x, self.x), split.repeats(self.num_x)
+        of_x = ("x",) if self.num_x > 1 else ()
+        of_y = ("y",) if self.num_y > 1 else ()
+        dim = 1 if leaf == ADAPTER[0] else 0
+        if (leaf == ADAPTER[0]) == (split.kind == "row"):  # x splits it: A of a row, B of a column
+            sums = (f"x:{repeats}",) if repeats > 1 else ()
+            return self._make(shape, {dim: over_x}, x=1, repeats=repeats, sums=(*sums, *of_y))
+        return self._make(shape, {dim: self._over_y(shape[dim])}, y=1, sums=of_x)
 
     def _over_y(self, size: int) -> tuple[Interval, ...]:
         return (share(size, self.num_y, self.y),)

@@ -9,7 +9,7 @@ import inspect
 
 from torch import nn
 
-from weft.inspection.split_probe import is_feature_wise, linear_sizes
+from weft.inspection.split_probe import has_adapter, is_feature_wise, linear_sizes
 from weft.inspection.tensor_splits import Pairing, Split, is_norm
 from weft.parallel.tensor.norm import is_plain_norm
 from weft.plan import Plan
@@ -26,6 +26,8 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
         )
     if (reason := _refuse_reads(profile, pairing)) is not None:
         return reason
+    if (reason := _refuse_adapters(profile.model, pairing, plan)) is not None:
+        return reason
     for split in pairing.splits.values():
         in_and_out = linear_sizes(profile.model.get_submodule(split.module))
         reason = _refuse_over_x(split, plan.tensor.x)
@@ -38,6 +40,20 @@ def refuse_sizes(profile: Profile, pairing: Pairing, plan: Plan) -> str | None:
     if plan.tensor.y > 1 and (reason := _refuse_over_y(profile.model, pairing, plan.tensor.y)):
         return reason
     return _refuse_sequence(profile, pairing, plan) if plan.tensor.sequence else None
+
+
+def _refuse_adapters(model: nn.Module, pairing: Pairing, plan: Plan) -> str | None:
+    """Checks that low-rank updates drop nothing and have whole sequences: their products are not gathered in pieces."""
+    for name in pairing.splits:
+        module = model.get_submodule(name)
+        if has_adapter(module) and plan.tensor.sequence:
+            return f"tensor.sequence = true does not split the low-rank update (lora) of '{name}'; use false"
+        if has_adapter(module) and vars(module)["dropout"]:
+            return (
+                f"lora.dropout = {vars(module)['dropout']} drops inputs of the low-rank update of '{name}' only, and x "
+                f"and y multiply them together with the weight's; use lora.dropout = 0, or tensor.x = tensor.y = 1"
+            )
+    return None
 
 
 def _refuse_reads(profile: Profile, pairing: Pairing) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.comm import Axis
 from weft.errors import PlanError
 from weft.inspection.rng import INNER, PART, WHOLE, ScopedRng
-from weft.inspection.split_probe import linear_sizes
+from weft.inspection.split_probe import has_adapter, linear_sizes
 from weft.inspection.tensor_splits import Split
 from weft.parallel.tensor.operations import gather, leave, own_part, scatter
 from weft.parallel.tensor.overlapped_matmul import SEQUENCE_DIM, StreamSplit, into_region, out_of_region
@@ -39,18 +39,21 @@ class SplitLinear:
         residual stream has all its features on every rank of y.
         """
         self.module, self.split, self.transposed = module, split, split.transposed
+        self.is_adapted = has_adapter(module)
         self.has_parent = split.parent is not None
         self.x, self.y, self.stream, self.chain, self.rng = x, y, stream, chain, rng
         self.is_whole = is_whole and y.degree > 1
         self.width = linear_sizes(module)[0] // (1 if self.is_whole else y.degree)  # features of a column's input
-        self.given: Tensor | None = None  # the input for which `product` was computed
-        self.product: Tensor | None = None  # set by `SharedInput` before the module's forward runs
+        self.given: Tensor | None = None  # the input for which `products` were computed
+        self.products: Sequence[Tensor] | None = (
+            None  # those of `weights`, set by `SharedInput` before the module's forward runs
+        )
 
     def column(self, value: Tensor) -> Tensor:
         """Forward of a linear that is split by outputs and followed by a row."""
-        given, product = self.given, self.product
-        self.given = self.product = None
-        if product is None or given is not value:
+        given, products = self.given, self.products
+        self.given = self.products = None
+        if products is None or given is not value:
             if self.has_parent and self.stream is not None:
                 raise PlanError(
                     f"'{self.split.module}' was called twice, or given something else than '{self.split.parent}' was, "
@@ -58,8 +61,8 @@ class SplitLinear:
                 )
             if self.rng is not None:
                 self.rng.enter(INNER)
-            product = self._enter(value)
-        return self._add_bias(leave(product, self.y))
+            products = self._enter(value)
+        return self._add_bias(leave(self._add_update(products), self.y))
 
     def row(self, value: Tensor) -> Tensor:
         """Forward of a linear that is split by inputs; its results are summed over x."""
@@ -68,23 +71,36 @@ class SplitLinear:
         if self.stream is not None:
             out = out_of_region(value, self.module.weight, self.transposed, self.x, self.y, self.stream)
         else:
-            out = leave(into_region(value, [self.module.weight], self.transposed, self.y)[0], self.x)
+            products = into_region(value, self.weights, self.transposed, self.y)
+            out = leave(self._add_update(products), self.x)
         out = self._add_bias(out)
         return gather(out, self.y, -1) if self.is_whole else out
 
     def gathered(self, value: Tensor) -> Tensor:
         """Forward of a linear that is split by outputs, which are gathered over x."""
-        out = gather(self._add_bias(leave(self._enter(value), self.y)), self.x, -1)
+        out = gather(self._add_bias(leave(self._add_update(self._enter(value)), self.y)), self.x, -1)
         return out if self.stream is None else scatter(out, self.x, SEQUENCE_DIM)
 
     def head(self, value: Tensor) -> Tensor:
         """Forward of the head. It is split by outputs (the classes), which stay split."""
         if self.stream is not None:
             self.chain.check_input(value, f"'{self.split.module}'")
-        return self._add_bias(leave(self._enter(value), self.y))
+        return self._add_bias(leave(self._add_update(self._enter(value)), self.y))
 
-    def _enter(self, value: Tensor) -> Tensor:
-        return into_region(self.own(value), [self.module.weight], self.transposed, self.x, self.stream)[0]
+    def _enter(self, value: Tensor) -> Sequence[Tensor]:
+        return into_region(self.own(value), self.weights, self.transposed, self.x, self.stream)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weight and, if the linear has a low-rank update, its A: both are multiplied with the input."""
+        return [self.module.weight, self.module.lora_A] if self.is_adapted else [self.module.weight]
+
+    def _add_update(self, products: Sequence[Tensor]) -> Tensor:
+        """Returns the linear's product from those of `weights`."""
+        if not self.is_adapted:
+            return products[0]
+        out: Tensor = self.module.add_update(*products)
+        return out
 
     def own(self, value: Tensor) -> Tensor:
         """Returns this rank's features of an input that is whole over y; any other input unchanged."""
@@ -99,7 +115,7 @@ class SharedInput:
     """A module whose columns share its input, so that the input's gradient is summed over x once for all columns.
 
     All columns are multiplied before the module's own forward runs. When that forward calls a column with the input,
-    the column returns the product. If the input is a part of the sequence, the module's forward gets a placeholder of
+    the column uses its products. If the input is a part of the sequence, the module's forward gets a placeholder of
     the whole sequence's shape, filled with NaN.
     """
 
@@ -120,13 +136,14 @@ class SharedInput:
         if first.rng is not None:
             first.rng.enter(INNER)
         value = given[inputs[0]]
-        weights = [column.module.weight for column in self.columns]
+        weights = [weight for column in self.columns for weight in column.weights]
         products = into_region(first.own(value), weights, first.transposed, first.x, first.stream)
         if first.stream is not None:
             value = given[inputs[0]] = value.new_full((), float("nan")).expand(*products[0].shape[:-1], width)
-        for column, product in zip(self.columns, products, strict=True):
-            column.given, column.product = value, product
-        del products  # so that only its column refers to each product
+        rest = iter(products)
+        for column in self.columns:
+            column.given, column.products = value, [next(rest) for _ in column.weights]
+        del products, rest  # so that only its column refers to each product
         return self.inner(*(given[number] for number in range(len(args))), **{key: given[key] for key in kwargs})
 
 

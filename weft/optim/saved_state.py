@@ -100,11 +100,6 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
     refresh(model)
 
 
-def load_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """Read the parameters and buffers only, for evaluation, generation or export."""
-    load_state(checkpoint, model, None)
-
-
 def _refuse_unknown_parameters(checkpoint: Checkpoint, model: nn.Module) -> None:
     """Raise CheckpointError if the checkpoint has a parameter that the model lacks: it is of another model."""
     names = parameter_names(model)

@@ -1,0 +1,202 @@
+"""A tiny model of transformers in a folder with a chat template, conversations, and a plain training loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.architectures.lora import Lora
+from weft.models.lora import initial_adapter
+
+SEQUENCE, STEPS, LEARNING_RATE, DECAY = 48, 20, 1e-2, 0.1
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+BOS, EOS = "<|endoftext|>", "<|im_end|>"
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d!"},
+        ]
+    },
+    {"prompt": "say hi: ", "completion": "hi"},
+    {"prompt": [{"role": "user", "content": "x"}], "completion": [{"role": "assistant", "content": "yz"}]},
+    {"prompt": "count: ", "completion": "one two"},
+    {"prompt": "the last one is rather long: ", "completion": "yes"},
+]
+# The texts of each conversation, and whether they are answers: what the rows above mean, written by hand.
+EXPECTED: list[list[tuple[str, bool]]] = [
+    [(f"{BOS}<user>2+2?<assistant>", False), (f"4{EOS}", True)],
+    [
+        (f"{BOS}<user>a<assistant>", False),
+        (f"b{EOS}", True),
+        ("<user>c<assistant>", False),
+        (f"d!{EOS}", True),
+    ],
+    [("say hi: ", False), (f"hi{BOS}", True)],
+    [(f"{BOS}<user>x<assistant>", False), (f"yz{EOS}", True)],
+    [("count: ", False), (f"one two{BOS}", True)],
+    [("the last one is rather long: ", False), (f"yes{BOS}", True)],
+]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of single bytes with two special tokens, and the chat template beside it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([BOS, EOS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": BOS, "eos_token": {"content": EOS}, "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def write_model(folder: Path, name: str) -> nn.Module:
+    """A tiny model of transformers (`Llama` or `Qwen2`) with random float64 weights, written to a folder."""
+    import transformers
+
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=258, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return with_exact_norms(model)
+
+
+def with_exact_norms(model: nn.Module) -> nn.Module:
+    """Returns a model of transformers whose norms do not cast to float32, which rounds float64 models to 1e-7."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            setattr(module, "forward", partial(_norm, module))  # noqa: B010 (a method to mypy)
+    return model
+
+
+def _norm(module: Any, hidden: Tensor) -> Tensor:
+    variance = hidden.square().mean(-1, keepdim=True)
+    normed: Tensor = module.weight * (hidden * torch.rsqrt(variance + module.variance_epsilon))
+    return normed
+
+
+def write_chats(path: Path) -> Path:
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    return path
+
+
+def write_run_file(folder: Path, model: Path, more: str = "") -> Path:
+    """A run file that fine-tunes a model on `CHATS`: all rows in every step, in float64."""
+    path = folder / "chat.toml"
+    path.write_text(f"""
+folder = "{folder / "run"}"
+[model]
+from = "{model}"
+[data]
+kind = "chat"
+source = "{write_chats(folder / "chats.jsonl")}"
+sequence = {SEQUENCE}
+held_out = 0.0
+cache = "{folder / "cache"}"
+[train]
+steps = {STEPS}
+batch = 4
+learning_rate = {LEARNING_RATE}
+schedule = "constant"
+weight_decay = {DECAY}
+device = "cpu"
+[plan]
+precision = "fp64"
+{more}
+""")
+    return path
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation alone: its tokens, the mask of its targets, and where it begins in its row."""
+
+    tokens: Tensor
+    is_target: Tensor
+    start: int
+
+
+def examples(encode: Callable[[str], Sequence[int]], texts: Iterable[Sequence[tuple[str, bool]]]) -> list[Example]:
+    """Conversations one after another, each where it lies if rows of `SEQUENCE` are filled in order."""
+    found: list[Example] = []
+    used = SEQUENCE
+    for parts in texts:
+        ids = [(token, counts) for text, counts in parts for token in encode(text)]
+        if used + len(ids) - 1 > SEQUENCE:
+            used = 0
+        found.append(Example(torch.tensor([i for i, _ in ids]), torch.tensor([c for _, c in ids]), used))
+        used += len(ids) - 1
+    return found
+
+
+def add_plain_lora(model: nn.Module, lora: Lora) -> None:
+    """LoRA in a few lines of PyTorch, as its paper has it; with weft's initial values."""
+    model.requires_grad_(False)
+    for name, linear in list(model.named_modules()):
+        if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in lora.targets:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, PlainLora(name, linear, lora))
+
+
+class PlainLora(nn.Module):
+    def __init__(self, name: str, base: nn.Linear, lora: Lora) -> None:
+        super().__init__()
+        self.base, self.scaling = base, lora.alpha / lora.rank
+        down = initial_adapter(f"{name}.lora_A", (lora.rank, base.in_features), seed=0).double()
+        self.down = nn.Parameter(down)
+        self.up = nn.Parameter(torch.zeros(base.out_features, lora.rank, dtype=torch.float64))
+
+    def forward(self, value: Tensor) -> Tensor:
+        out: Tensor = self.base(value) + (value @ self.down.T) @ self.up.T * self.scaling
+        return out
+
+
+def sum_of_losses(model: nn.Module, given: Sequence[Example]) -> Tensor:
+    """The cross-entropy summed over the targets of conversations, each computed alone."""
+    total = torch.zeros((), dtype=torch.float64)
+    for one in given:
+        positions = one.start + torch.arange(len(one.tokens) - 1)
+        logits = model(one.tokens[None, :-1], position_ids=positions[None], use_cache=False).logits[0]
+        picked = logits.log_softmax(-1).gather(1, one.tokens[1:, None])[:, 0]
+        total = total - picked[one.is_target[1:]].sum()
+    return total
+
+
+def train_plainly(model: nn.Module, given: Sequence[Example], steps: int = STEPS) -> list[float]:
+    """A plain loop: each conversation alone, mean over all targets, clipping at 1, torch's AdamW. Returns losses."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": DECAY},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8)
+    count = sum(int(one.is_target[1:].sum()) for one in given)
+    losses = []
+    for _ in range(steps):
+        total = sum_of_losses(model, given) / count
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total.item())
+    return losses

@@ -1,0 +1,226 @@
+"""Fine-tuning on conversations against a plain PyTorch loop over transformers' models, in float64 to 1e-9."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from chats_for_tests import (
+    CHATS,
+    EXPECTED,
+    add_plain_lora,
+    examples,
+    sum_of_losses,
+    train_plainly,
+    with_exact_norms,
+    write_model,
+    write_run_file,
+)
+from commands_for_tests import caller
+from runs_for_tests import Silent, losses, train_on_ranks
+from safetensors.torch import load_file
+
+from weft.architectures.lora import Lora
+from weft.checkpoint import Checkpoint
+from weft.commands.evaluate import evaluate_folder
+from weft.commands.export import export
+from weft.data.chat import ChatRenderer
+from weft.data.chat_template import ChatTemplate, load_template
+from weft.data.tokenizer import load_tokenizer
+from weft.errors import CheckpointError, ConfigError, DataError
+from weft.launch.environment import RankInfo
+from weft.run_file import load_run
+from weft.step.documents import number_documents
+from weft.train.batches import prepare_data
+from weft.train.loop import train
+from weft.train.setup import first_values
+
+LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+LORA_TABLE = f"[lora]\nrank = 4\nalpha = 8.0\ntargets = {json.dumps(LORA.targets)}\n"
+
+
+def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+def weft_name(path: str) -> str:
+    """The name of a parameter of the plain model (`PlainLora` has base, down and up) in weft."""
+    for theirs, own in (("base.weight", "weight"), ("base.bias", "bias"), ("down", "lora_A"), ("up", "lora_B")):
+        if path.endswith(f".{theirs}"):
+            return path.removesuffix(theirs) + own
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "tuning"),
+    [("Llama", "full"), ("Qwen2", "full"), ("Qwen2", "frozen"), ("Llama", "lora"), ("Qwen2", "lora")],
+)
+def test_training_equals_a_plain_loop(tmp_path: Path, name: str, tuning: str) -> None:
+    theirs = write_model(tmp_path / "model", name)
+    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE if tuning == "lora" else "")
+    patterns = ["model.embed*", "model.layers.0.*"]
+    run = load_run(run_file, [f"train.freeze={json.dumps(patterns)}"] if tuning == "frozen" else [])
+    data = prepare_data(run)
+    assert len(data.train) == run.split.batch, "every step has all rows"
+    if tuning == "lora":
+        add_plain_lora(theirs, LORA)
+    if tuning == "frozen":
+        theirs.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr, operator]
+        theirs.model.layers[0].requires_grad_(False)  # type: ignore[union-attr, index]
+    expected = train_plainly(theirs, examples(lambda text: run.tokenizer.encode(text).tolist(), EXPECTED))
+    train(run, RankInfo(), Silent())
+    worst = max(abs(a - b) for a, b in zip(losses(run.folder), expected, strict=True))
+    assert worst < 1e-9
+    assert expected[-1] < 0.7 * expected[0]
+    checkpoint = Checkpoint(run.folder / "checkpoints" / f"step-{run.train.steps:08d}")
+    for path, parameter in theirs.named_parameters():
+        difference = largest_difference(checkpoint.read(weft_name(path), "parameter"), parameter.detach())
+        assert difference < 1e-9, path
+    with_state = {entry.name for entry in checkpoint.entries() if entry.kind not in ("parameter", "buffer")}
+    trained = {weft_name(path) for path, parameter in theirs.named_parameters() if parameter.requires_grad}
+    assert with_state == trained, "nothing else has optimizer state"
+    if tuning == "full" and name == "Llama":
+        found = evaluate_folder(run.folder, tmp_path / "chats.jsonl")
+        given = examples(lambda text: run.tokenizer.encode(text).tolist(), EXPECTED)
+        assert found["targets"] == sum(int(one.is_target[1:].sum()) for one in given)
+        with torch.no_grad():
+            assert found["loss"] == pytest.approx(sum_of_losses(theirs, given).item() / found["targets"], rel=1e-4)
+        assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+        assert 0.5 < found["accuracy"] <= 1
+    if tuning == "lora" and name == "Qwen2":
+        check_exports(tmp_path, run.folder, theirs)
+
+
+def check_exports(tmp_path: Path, run_folder: Path, theirs: torch.nn.Module) -> None:
+    """The export is the model with the updates merged; the adapter has PEFT's names, and is read again."""
+    export(run_folder, tmp_path / "merged")
+    merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    with_exact_norms(merged)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        assert largest_difference(merged(tokens).logits, theirs(tokens).logits) < 1e-9
+    assert "chat_template" in (tmp_path / "merged" / "tokenizer_config.json").read_text()
+    export(run_folder, tmp_path / "adapter", adapter=True)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8.0)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    assert tensors[name].shape == (24, 4)
+    assert len(tensors) == 2 * 2 * len(LORA.targets)
+    (tmp_path / "again").mkdir()
+    run = load_run(
+        write_run_file(tmp_path / "again", tmp_path / "model", f'[lora]\nadapter = "{tmp_path / "adapter"}"')
+    )
+    assert run.lora is not None
+    assert (run.lora.rank, run.lora.scaling, set(run.lora.targets)) == (4, 2.0, set(LORA.targets))
+    assert torch.equal(first_values(run)("model.layers.1.mlp.up_proj.lora_B"), tensors[name])
+    merged_run = load_run(write_run_file(tmp_path / "again", run_folder))
+    value = first_values(merged_run)("model.layers.1.mlp.up_proj.weight")
+    assert largest_difference(value, merged.model.layers[1].mlp.up_proj.weight.detach()) < 1e-12
+
+
+PLANS = {
+    "data 2": ["plan.data=2"],
+    "shard 3": ["plan.shard={degree=2, stage=3}"],
+    "x 2": ["plan.tensor.x=2"],
+    "pipe 2": ["plan.pipe=2", "plan.micro_batch=1"],
+}
+
+
+@pytest.mark.processes
+def test_every_plan_has_the_losses_of_one_rank(tmp_path: Path) -> None:
+    """Packed conversations with LoRA: masks of documents, answers and updates under every axis."""
+    write_model(tmp_path / "model", "Llama")
+    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE)
+    one = load_run(run_file, ["train.steps=4"])
+    train(one, RankInfo(), Silent())
+    for name, plan in PLANS.items():
+        run = load_run(run_file, ["train.steps=4", f"folder={tmp_path / name}", *plan])
+        train_on_ranks(run)
+        worst = max(abs(a - b) for a, b in zip(losses(run.folder), losses(one.folder), strict=True))
+        assert worst < 1e-9, name
+    other = load_run(run_file, ["train.steps=5", "lora.alpha=9.0"])
+    with pytest.raises(CheckpointError, match=r"was trained with \[lora\] = .*'alpha': 8\.0.*, now it is .*9\.0"):
+        train(other, RankInfo(), Silent())
+
+
+@pytest.mark.processes
+def test_the_command_line_fine_tunes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`weft train` with the proof of the plan, and `weft export --adapter`."""
+    write_model(tmp_path / "model", "Qwen2")
+    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE)
+    weft = caller(monkeypatch, capfd)
+    left = weft("train", run_file, "train.steps=2", "plan.tensor.x=2")
+    assert left.status == 0, left.err
+    assert weft("export", tmp_path / "run", tmp_path / "adapter", "--adapter").status == 0
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+
+
+# --- conversations
+
+
+def test_rows_hold_conversations_as_documents_with_answers_as_labels(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "Llama")
+    run = load_run(write_run_file(tmp_path, tmp_path / "model"))
+    inputs, labels = prepare_data(run).train.get(torch.arange(4).numpy())
+    found, texts = [], []
+    for row, targets, numbers in zip(inputs, labels, number_documents(inputs, None), strict=True):
+        for number in numbers.unique():
+            own = numbers == number
+            if (targets[own] != -100).any():
+                tokens = torch.where(row[own] < 0, ~row[own], row[own])
+                found.append(run.tokenizer.decode(targets[own][targets[own] != -100].numpy()))
+                texts.append(run.tokenizer.decode(tokens.numpy()))
+    end = run.tokenizer.decode(run.tokenizer.encode("<|im_end|>"))
+    assert found == [f"4{end}", f"b{end}d!{end}", "hi", f"yz{end}", "one two", "yes"]
+    assert texts[2] == "say hi: hi"
+    assert texts[1].endswith(f"b{end}<user>c<assistant>d!")
+
+
+def test_bad_conversations_are_refused_in_a_line(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "Llama")
+    folder = str(tmp_path / "model")
+    renderer = ChatRenderer(load_tokenizer(folder), load_template(None, folder))
+
+    def refusal(row: dict[str, object], used: ChatRenderer = renderer) -> str:
+        with pytest.raises(DataError) as found:
+            used.tokens(row, "chats.jsonl, line 7")
+        assert "\n" not in str(found.value)
+        return str(found.value)
+
+    assert "line 7 has neither 'messages' nor 'prompt'" in refusal({"text": "x"})
+    assert "is no message" in refusal({"messages": [{"role": "user"}]})
+    bare = ChatRenderer(load_tokenizer("bytes"), None)
+    assert "no chat template; give data.template" in refusal(CHATS[0], bare)
+    strict = ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "x")
+    assert "refuses the messages: roles must alternate" in refusal(CHATS[0], ChatRenderer(renderer.tokenizer, strict))
+    unsafe = ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}, "x")
+    assert "refuses the messages" in refusal(CHATS[0], ChatRenderer(renderer.tokenizer, unsafe))
+    shortens = ChatTemplate("{{ messages[-1].content }}", {}, "x")
+    assert "give a template that only appends" in refusal(CHATS[1], ChatRenderer(renderer.tokenizer, shortens))
+    with pytest.raises(DataError, match="not valid Jinja"):
+        ChatTemplate("{% if %}", {}, "x")
+
+
+def test_bad_tuning_is_refused_in_a_line(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", "Llama")
+    run_file = write_run_file(tmp_path, tmp_path / "model")
+    for override, words in (
+        ('train.freeze=["model.embedding*"]', r"no parameter of the model matches 'model\.embedding\*'; did you mean"),
+        ('train.freeze=["*"]', "leaves nothing to train"),
+        ('lora={targets=["qproj"]}', "no linear of a block is named 'qproj'; the blocks have down_proj"),
+        ("lora={rank=0}", r"lora\.rank = 0"),
+        ('lora={adapter="nowhere"}', r"adapter_config\.json does not exist"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=words) as found:
+            load_run(run_file, [override])
+        assert "\n" not in str(found.value)
+    with pytest.raises(ConfigError, match=r"leave train\.freeze out"):
+        load_run(run_file, ["lora={}", 'train.freeze=["model.norm*"]'])

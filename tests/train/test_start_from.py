@@ -1,0 +1,107 @@
+"""Runs that start from weights: of Hugging Face folders, and of runs and checkpoints under any plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from chats_for_tests import write_tokenizer
+from runs_for_tests import make_run, train_on_ranks, write_run_file
+
+from weft.checkpoint import Checkpoint, latest
+from weft.errors import CheckpointError, WeftError
+from weft.launch.local_ranks import LocalError
+from weft.models import DecoderConfig, build, initialise, save_folder, write_weights
+from weft.run_file import Run, load_run
+from weft.saved_run import open_source
+from weft.train.setup import first_values
+
+CONFIG = DecoderConfig(
+    architecture="qwen2",
+    vocab_size=260,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+def run_from(tmp_path: Path, source: Path, *overrides: str) -> Run:
+    """A run whose file says no more of its model than `model.from`."""
+    run_file = write_run_file(tmp_path)
+    text = run_file.read_text()
+    run_file.write_text(f'[model]\nfrom = "{source}"\n' + text[text.index("[data]") :])
+    return make_run(run_file, "run", "train.steps=2", "train.warmup_steps=0", "train.batch=4", *overrides)
+
+
+def test_a_sharded_folder_gives_model_tokenizer_and_weights(tmp_path: Path) -> None:
+    model, folder = build(CONFIG), tmp_path / "model"
+    initialise(model, seed=5)
+    write_weights(folder, CONFIG, model.named_parameters(), max_shard_bytes=8000)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    with pytest.raises(WeftError, match=r"model\.from = .* has no tokenizer\.json; give data\.tokenizer"):
+        run_from(tmp_path, folder)
+    write_tokenizer(folder)
+    run = run_from(tmp_path, folder)
+    assert run.model == CONFIG
+    assert run.tokenizer.end == 256
+    assert f'from = "{folder}"' in run.to_toml()
+    values = first_values(run)
+    assert all(torch.equal(values(name), parameter) for name, parameter in model.named_parameters())
+    assert run_from(tmp_path, folder, "data.tokenizer=bytes").tokenizer.vocab_size == 257
+
+
+def test_bad_folders_are_refused_in_a_line(tmp_path: Path) -> None:
+    def refusal(folder: Path) -> str:
+        with pytest.raises(WeftError) as found:
+            run_from(tmp_path, folder, "data.tokenizer=bytes")
+        assert "\n" not in str(found.value)
+        return str(found.value)
+
+    good = tmp_path / "good"
+    save_folder(good, build(CONFIG))
+    config = json.loads((good / "config.json").read_text())
+    assert "model.from: '" in refusal(tmp_path / "missing")
+    assert "is no folder" in refusal(tmp_path / "missing")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "holds neither config.json (a Hugging Face folder) nor a complete checkpoint" in refusal(empty)
+    (empty / "config.json").write_text((good / "config.json").read_text())
+    (empty / "pytorch_model.bin").write_text("")
+    assert "pytorch_model.bin is pickled and never opened" in refusal(empty)
+    (good / "config.json").write_text(json.dumps({**config, "intermediate_size": 25}))
+    assert "mlp.down_proj.weight has shape (16, 24), but the config needs (16, 25)" in refusal(good)
+    (good / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    assert "architectures = ['MambaForCausalLM'] is not supported" in refusal(good)
+
+
+@pytest.mark.processes
+def test_a_run_starts_from_a_checkpoint_of_another_plan_and_keeps_to_it(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    first = make_run(run_file, "first", "plan.tensor.x=2", "train.steps=3", "train.batch=4", "checkpoint.every=1")
+    train_on_ranks(first)
+    newest = latest(first.folder / "checkpoints")
+    assert newest is not None
+    for source in (first.folder, newest):
+        run = run_from(tmp_path, source, "plan.shard=2")
+        assert run.model == first.model
+        values, stored = first_values(run), Checkpoint(newest)
+        for entry in stored.entries("parameter"):
+            assert torch.equal(values(entry.name), stored.read(entry.name, "parameter"))
+    train_on_ranks(run)
+    assert Checkpoint(run.folder / "checkpoints" / "step-00000002").state["source"] == open_source(newest).fingerprint
+    other = run_from(tmp_path, first.folder / "checkpoints" / "step-00000002", "plan.shard=2", "train.steps=3")
+    with pytest.raises((CheckpointError, LocalError), match=r"started from weights [0-9a-f]{12}, now model\.from has"):
+        train_on_ranks(other)
+
+
+def test_a_frozen_run_does_not_ask_the_folder_again(tmp_path: Path) -> None:
+    save_folder(tmp_path / "model", build(CONFIG))
+    run = run_from(tmp_path, tmp_path / "model", "data.tokenizer=bytes")
+    frozen = tmp_path / "job.frozen"
+    frozen.write_text(run.to_json())
+    (tmp_path / "model" / "config.json").unlink()
+    assert load_run(frozen) == run

@@ -1,0 +1,65 @@
+"""Measures a trained model on data, in this process: mean loss, perplexity and accuracy of its targets."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from weft.errors import ConfigError
+from weft.mesh import Mesh
+from weft.models.hf_config import CONFIG_FILE
+from weft.parallel.apply import parallelize
+from weft.run_file import Run, run_from_tables
+from weft.saved_run import open_checkpoint, saved_data
+from weft.schema import to_table
+from weft.step.objective import CLASSIFICATION
+from weft.step.train_step import evaluate
+from weft.train.batches import prepare_data
+from weft.train.setup import build_model, device_type, first_values, keep_documents_apart
+
+ROWS = 4  # sequences that are computed at once
+_OF_KIND = ("kind", "text_field", "documents", "template")  # keys of [data] that are not shared by all kinds of text
+
+
+def evaluate_folder(folder: Path, source: Path, kind: str | None = None, sequence: int | None = None) -> dict[str, Any]:
+    """Returns the measures of a run, a checkpoint or a Hugging Face folder on all of `source`.
+
+    The data is read as the run read its own, unless `kind` or `sequence` say otherwise.
+    """
+    run = _run(folder, source, kind, sequence)
+    device = torch.device(device_type(run))
+    mesh = Mesh(run.plan, device)
+    samples = prepare_data(run).train
+    rows = [np.arange(begin, min(begin + ROWS, len(samples))) for begin in range(0, len(samples), ROWS)]
+    batches = [tuple(tensor.to(device) for tensor in samples.get(row)) for row in rows]
+    model = parallelize(build_model(run), run.plan, mesh, first_values(run))
+    keep_documents_apart(run, model, mesh)
+    loss, accuracy = evaluate(model, batches, mesh, CLASSIFICATION).tolist()
+    num_targets = sum(int(CLASSIFICATION.count(batch)) for batch in batches)
+    perplexity = math.exp(loss) if loss < math.log(torch.finfo(torch.float64).max) else math.inf
+    return {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, "targets": num_targets}
+
+
+def _run(folder: Path, source: Path, kind: str | None, sequence: int | None) -> Run:
+    """Returns a run of one rank that starts from the folder, with `source` as its data."""
+    data: dict[str, Any] = {}
+    if not (folder / CONFIG_FILE).is_file():
+        data = to_table(saved_data(open_checkpoint(folder)))
+        del data["tokenizer"]  # that of the folder, whose place is found from here
+        data.pop("end_token", None)
+    if kind is not None:
+        data = {key: value for key, value in data.items() if key not in _OF_KIND} | {"kind": kind}
+    if sequence is not None:
+        data["sequence"] = sequence
+    if "sequence" not in data:
+        raise ConfigError(f"{folder} does not say how long sequences are; give --sequence")
+    tables = {
+        "model": {"from": str(folder)},
+        "data": {**data, "source": str(source), "held_out": 0.0},
+        "train": {"steps": 1, "batch": ROWS},
+    }
+    return run_from_tables(tables, {}, "evaluation")

@@ -1,0 +1,258 @@
+"""Conversations to learn from: lines of JSON with `messages`, or with `prompt` and `completion`, packed into sequences.
+
+    {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}
+    {"prompt": "2+2? ", "completion": "4"}           texts as they are; lists of messages are rendered by the template
+
+Only answers are targets: messages of the assistant, with what the template writes after them, and completions. A
+conversation is tokenized part by part, so that what comes before an answer has the same tokens as when the model is
+asked. Conversations follow each other in a sequence, each a document of its own to attention; one that does not fit
+into the rest of a sequence begins the next. An input of ~token, below 0, marks the last token of a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weft.data.cache import build_folder, flush_to_disk, lock
+from weft.data.chat_template import ChatTemplate, Messages
+from weft.data.sources import DocumentSource, json_lines
+from weft.data.tokenizer import Tokenizer
+from weft.data.tokens import is_held_out
+from weft.errors import DataError
+from weft.models.loss import IGNORE
+
+FORMAT_VERSION = 1
+RECORD = "chats.json"
+ASSISTANT = "assistant"
+SIDES = ("train", "held_out")
+Part = tuple[str, bool]  # a text, and whether its tokens are targets
+
+
+@dataclass(frozen=True)
+class ChatRenderer:
+    """Turns a line of the data into tokens and targets."""
+
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def tokens(self, row: Mapping[str, Any], place: str) -> tuple[list[int], list[bool]]:
+        """Returns the tokens of a conversation, and which of them are targets. `place` names the line in errors."""
+        ids: list[int] = []
+        is_target: list[bool] = []
+        for text, counts in self._parts(row, place):
+            part = self.tokenizer.encode(text).tolist()
+            ids += part
+            is_target += [counts] * len(part)
+        if isinstance(row.get("completion"), str):  # no template ends it
+            ids.append(self.tokenizer.end)
+            is_target.append(True)
+        return ids, is_target
+
+    def _parts(self, row: Mapping[str, Any], place: str) -> Iterator[Part]:
+        if "messages" in row:
+            yield from self._rendered(_messages(row["messages"], place), 0, place)
+            return
+        prompt, completion = row.get("prompt"), row.get("completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            yield from ((prompt, False), (completion, True))
+        elif isinstance(prompt, list) and isinstance(completion, list):
+            before = _messages(prompt, place)
+            yield from self._rendered([*before, *_messages(completion, place)], len(before), place)
+        else:
+            raise DataError(
+                f"{place} has neither 'messages' nor 'prompt' and 'completion' (two texts, or two lists of messages); "
+                f"it has {', '.join(map(repr, row))}"
+            )
+
+    def _rendered(self, messages: Messages, first: int, place: str) -> Iterator[Part]:
+        """Yields the text of messages in parts. Those of the assistant from number `first` on are targets."""
+        if self.template is None:
+            raise DataError(
+                f"{place} has messages, and the tokenizer's folder has no chat template; give data.template, a file"
+            )
+        done = ""
+        for number, message in enumerate(messages):
+            if message["role"] != ASSISTANT or number < first:
+                continue
+            for text, counts in (
+                (self.template.render(messages[:number], asks=True), False),
+                (self.template.render(messages[: number + 1]), True),
+            ):
+                yield self._following(done, text, f"{place}, message {number + 1}"), counts
+                done = text
+        rest = self._following(done, self.template.render(messages), place)
+        if rest:
+            yield rest, False
+
+    def _following(self, done: str, text: str, place: str) -> str:
+        if not text.startswith(done):
+            raise DataError(
+                f"{place}: the chat template writes earlier messages in another way when later ones follow, so answers "
+                f"cannot be told from the rest; give a template that only appends (data.template)"
+            )
+        return text[len(done) :]
+
+
+def _messages(value: Any, place: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{place}: messages are {value!r:.100}; give a list of {{'role': ..., 'content': ...}}")
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(f"{place}: {message!r:.100} is no message; give {{'role': ..., 'content': ...}}")
+    return value
+
+
+@dataclass
+class _Packer:
+    """Fills rows of `length` inputs and labels with conversations."""
+
+    length: int
+    inputs: list[NDArray[np.int32]] = field(default_factory=list)
+    labels: list[NDArray[np.int32]] = field(default_factory=list)
+    used: int = 0
+
+    def add(self, ids: list[int], is_target: list[bool]) -> None:
+        """Add a conversation of at least 2 tokens, of which at most `length` + 1 are used."""
+        tokens = np.array(ids[: self.length + 1], dtype=np.int32)
+        targets = np.where(is_target[: self.length + 1], tokens, IGNORE)[1:]
+        count = len(tokens) - 1
+        if not self.inputs or self.used + count > self.length:
+            self.inputs.append(np.full(self.length, ~0, dtype=np.int32))  # padding: documents of one token each
+            self.labels.append(np.full(self.length, IGNORE, dtype=np.int32))
+            self.used = 0
+        place = slice(self.used, self.used + count)
+        self.inputs[-1][place] = tokens[:-1]
+        self.inputs[-1][place.stop - 1] = ~tokens[-2]
+        self.labels[-1][place] = targets
+        self.used += count
+
+
+class PackedChats:
+    """Rows of packed conversations."""
+
+    def __init__(self, inputs: NDArray[np.int32], labels: NDArray[np.int32]) -> None:
+        self._inputs, self._labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns inputs and labels, int64 [num_indices, sequence]. The last input of a document is ~token."""
+        rows = (torch.from_numpy(array[indices].astype(np.int64)) for array in (self._inputs, self._labels))
+        inputs, labels = rows
+        return inputs, labels
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Training and held-out rows. `fingerprint` is a hash of them, and `note` says in words what was left out."""
+
+    train: PackedChats
+    held_out: PackedChats
+    fingerprint: str
+    note: str
+
+
+def packed_chats(
+    source: DocumentSource,
+    renderer: ChatRenderer,
+    length: int,
+    held_out: float,
+    folder: Path,
+    progress: Callable[[int, int], None] | None = None,
+) -> Chats:
+    """Returns the conversations of .jsonl files from the cache in `folder`, which is built first if it does not exist.
+
+    A conversation is held out whole, as documents are. One that is longer than a sequence is cut at its end, and one
+    without a target is left out.
+    """
+    if source.kind != "jsonl":
+        raise DataError(f"data.kind = 'chat' reads .jsonl files, and the source is {source.description}")
+    template = "" if renderer.template is None else renderer.template.fingerprint
+    made_of = [source.fingerprint, renderer.tokenizer.fingerprint, template]
+    identity = json.dumps(["chat", FORMAT_VERSION, *made_of, length, float(held_out)])
+    cache = folder / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    if not cache.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder / f"{cache.name}.lock", "the packed conversations"):
+            if not cache.exists():
+                build_folder(cache, partial(_build, source, renderer, length, held_out, progress))
+    return _open(cache)
+
+
+def _build(
+    source: DocumentSource,
+    renderer: ChatRenderer,
+    length: int,
+    held_out: float,
+    progress: Callable[[int, int], None] | None,
+    building: Path,
+) -> None:
+    packers = {side: _Packer(length) for side in SIDES}
+    num_chats = num_cut = num_left_out = 0
+    for done_bytes, place, row in _rows(source):
+        ids, is_target = renderer.tokens(row, place)
+        is_out = is_held_out(num_chats, held_out)
+        num_chats += 1
+        if not any(is_target[1 : length + 1]):
+            num_left_out += 1
+            continue
+        num_cut += len(ids) > length + 1
+        packers["held_out" if is_out else "train"].add(ids, is_target)
+        if progress is not None:
+            progress(done_bytes, source.total_bytes)
+    if not packers["train"].inputs:
+        raise DataError(f"{source.description} has no conversation with an answer in its first {length} tokens")
+    if held_out and not packers["held_out"].inputs:  # few conversations: the last row is held out
+        if len(packers["train"].inputs) < 2:
+            raise DataError(
+                f"{source.description} fills one sequence of {length}; give data.held_out = 0, or more data"
+            )
+        packers["held_out"].inputs.append(packers["train"].inputs.pop())
+        packers["held_out"].labels.append(packers["train"].labels.pop())
+    digest = hashlib.sha256()
+    for side, packer in packers.items():
+        for kind, rows in (("inputs", packer.inputs), ("labels", packer.labels)):
+            array = np.stack(rows) if rows else np.zeros((0, length), dtype=np.int32)
+            digest.update(array.tobytes())
+            with (building / f"{side}_{kind}.npy").open("wb") as file:
+                np.save(file, array, allow_pickle=False)
+                flush_to_disk(file)
+    note = (
+        f"{num_chats:,} conversations, {num_cut:,} cut at {length} tokens, {num_left_out:,} without an answer left out"
+    )
+    with (building / RECORD).open("w") as text:
+        json.dump({"fingerprint": digest.hexdigest(), "note": note}, text)
+        flush_to_disk(text)
+
+
+def _rows(source: DocumentSource) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    before = 0
+    for name in source.names:
+        path = source.root / name
+        for place, row, read_bytes in json_lines(path, "'messages', or 'prompt' and 'completion'"):
+            yield before + read_bytes, place, row
+        before += path.stat().st_size
+
+
+def _open(cache: Path) -> Chats:
+    try:
+        record = json.loads((cache / RECORD).read_bytes())
+        arrays = [
+            np.load(cache / f"{side}_{kind}.npy", mmap_mode="r", allow_pickle=False)
+            for side in SIDES
+            for kind in ("inputs", "labels")
+        ]
+        return Chats(PackedChats(*arrays[:2]), PackedChats(*arrays[2:]), record["fingerprint"], record["note"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"the cache {cache} is damaged ({error}); remove it, and it is built again") from None

@@ -1,0 +1,109 @@
+"""LoRA (Hu et al. 2021): linears with a trained update of low rank beside a frozen weight.
+
+    y = x·W' + scaling · dropout(x)·A'·B'        A [rank, in], B [out, rank], scaling = alpha / rank
+
+`add_lora` replaces the chosen linears inside a model's blocks and freezes everything else. B starts at zero, so the
+model starts unchanged. The names of other parameters stay. A plan splits A and B with their linear
+(`parallel/tensor/cuts.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.architectures.lora import Lora
+from weft.errors import ConfigError
+from weft.inspection.blocks import find_blocks
+from weft.inspection.split_probe import ADAPTER
+
+A_SUFFIX, B_SUFFIX = (f".{leaf}" for leaf in ADAPTER)
+Read = Callable[[str], Tensor]
+
+
+class LoraLinear(nn.Linear):
+    """A linear with a low-rank update. It takes the weight and bias of an nn.Linear over."""
+
+    def __init__(self, linear: nn.Linear, lora: Lora) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = linear.weight
+        self.register_parameter("bias", linear.bias)
+        like = {"dtype": linear.weight.dtype, "device": linear.weight.device}
+        self.lora_A = nn.Parameter(torch.empty(lora.rank, self.in_features, **like))  # type: ignore[call-overload]
+        self.lora_B = nn.Parameter(torch.empty(self.out_features, lora.rank, **like))  # type: ignore[call-overload]
+        self.scaling, self.dropout = lora.scaling, lora.dropout
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = F.linear(input, self.weight, self.bias)
+        kept = F.dropout(input, self.dropout, self.training) if self.dropout else input
+        return self.add_update(out, F.linear(kept, self.lora_A))
+
+    def add_update(self, out: Tensor, low: Tensor) -> Tensor:
+        """Returns the result with the update, from the product `low` of the input with A."""
+        return out + F.linear(low, self.lora_B) * self.scaling
+
+
+def add_lora(model: nn.Module, lora: Lora, seed: int = 0) -> None:
+    """Freeze a model and add updates to the linears of its blocks whose names end with one of `lora.targets`.
+
+    A and B get their initial values, unless the model is on the meta device.
+    """
+    chosen, names = dict[str, nn.Linear](), set[str]()
+    for block, inside in find_blocks(model).items():
+        for name, module in inside.named_modules():
+            if type(module) is nn.Linear:
+                names.add(name.rpartition(".")[2])
+                if any(name == target or name.endswith(f".{target}") for target in lora.targets):
+                    chosen[f"{block}.{name}"] = module
+    for target in lora.targets:
+        if not any(name.endswith(f".{target}") for name in chosen):
+            raise ConfigError(
+                f"lora.targets: no linear of a block is named '{target}'; the blocks have {', '.join(sorted(names))}"
+            )
+    model.requires_grad_(False)
+    for name, linear in chosen.items():
+        parent, _, leaf = name.rpartition(".")
+        made = LoraLinear(linear, lora)
+        setattr(model.get_submodule(parent), leaf, made)
+        for own, parameter in ((own, getattr(made, own)) for own in ADAPTER):
+            if not parameter.is_meta:
+                parameter.data.copy_(initial_adapter(f"{name}.{own}", tuple(parameter.shape), seed))
+
+
+def is_adapter(name: str) -> bool:
+    """Is this the name of a parameter that `add_lora` adds?"""
+    return name.endswith((A_SUFFIX, B_SUFFIX))
+
+
+def initial_adapter(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The initial value of A (uniform, as torch initialises a linear) or B (zero), by (seed, name); float32."""
+    if name.endswith(B_SUFFIX):
+        return torch.zeros(shape, device="cpu")
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little") >> 1)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape, device="cpu", dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+
+
+def merged(read: Read, lora: Lora, adapters: set[str]) -> Read:
+    """Returns a function that reads parameters of the model without adapters: each weight with its update.
+
+    `read(name)` reads a parameter of the model with adapters, and `adapters` are the names of those of A and B.
+    """
+
+    def merge(name: str) -> Tensor:
+        module = name.removesuffix(".weight")
+        if name == module or f"{module}{A_SUFFIX}" not in adapters:
+            return read(name)
+        weight = read(name)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        update = read(f"{module}{B_SUFFIX}").to(wide) @ read(f"{module}{A_SUFFIX}").to(wide)
+        return (weight.to(wide) + update * lora.scaling).to(weight.dtype)
+
+    return merge

@@ -1,0 +1,177 @@
+"""What a folder of weights says of its model: a Hugging Face folder, or a run or checkpoint of weft under any plan.
+
+    source = open_source(Path("runs/first"))     # or a Hugging Face folder
+    source.model                                 # the model's config
+    source.read("model.norm.weight")             # a whole parameter, one at a time
+
+Runs start from it (`model.from`), and `weft generate`, `weft export` and `weft evaluate` read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from weft.checkpoint import Checkpoint, latest
+from weft.checkpoint.manifest import MANIFEST
+from weft.data.config import DataConfig, data_from_table
+from weft.errors import CheckpointError, ConfigError
+from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
+from weft.models.adapter import WEIGHTS_FILE as ADAPTER_FILE
+from weft.models.hf_config import CONFIG_FILE
+from weft.models.lora import is_adapter, merged
+from weft.models.tuning import Tuning
+from weft.schema import build_dataclass, parse_toml
+
+MAX_SIZE = 2**27  # the limit for any number in the model table of a checkpoint
+TOKENIZER_FILE = "tokenizer.json"
+_HASHED_BYTES = 1 << 20  # at each end of a file of weights, with its size
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with its weights, to start from or to read.
+
+    `tokenizer` and `end_token` are what `[data]` would say; `tokenizer` is None if the folder has none. `read(name)`
+    returns a whole parameter. `fingerprint` is a hash that detects other weights without reading all of them.
+    """
+
+    folder: Path
+    model: LanguageConfig
+    tokenizer: str | None
+    end_token: str | None
+    read: Callable[[str], Tensor]
+    fingerprint: str
+
+
+def open_source(folder: Path) -> Source:
+    """Open a Hugging Face folder, a run or a checkpoint. Names and shapes of all its weights are checked."""
+    if not folder.is_dir():
+        raise ConfigError(f"'{folder}' is no folder; give a Hugging Face folder, a run or a checkpoint of weft")
+    if (folder / CONFIG_FILE).is_file():
+        config = read_config(folder)
+        tokenizer = str(folder) if (folder / TOKENIZER_FILE).is_file() else None
+        files = sorted(folder.glob("*.safetensors"))
+        return Source(folder, config, tokenizer, None, weight_reader(folder, config), _hash(files))
+    if not (folder / MANIFEST).is_file() and latest(folder / "checkpoints") is None and latest(folder) is None:
+        raise ConfigError(
+            f"'{folder}' holds neither {CONFIG_FILE} (a Hugging Face folder) nor a complete checkpoint of weft; give a "
+            f"folder that does"
+        )
+    checkpoint = open_checkpoint(folder)
+    config, data, read = saved_model(checkpoint), saved_data(checkpoint), parameter_reader(checkpoint)
+    fingerprint = _hash([checkpoint.path / MANIFEST])
+    return Source(folder, config, saved_tokenizer(checkpoint), data.end_token, read, fingerprint)
+
+
+def weights_fingerprint(source: Path | None, adapter: str | None) -> str:
+    """Returns a hash of the weights, and of the adapter, that a run starts from; "" if it starts from neither."""
+    of_model = "" if source is None else open_source(source).fingerprint
+    return of_model if adapter is None else f"{of_model} adapter {_hash([Path(adapter) / ADAPTER_FILE])}".strip()
+
+
+def parameter_reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
+    """Returns a function that reads a whole parameter of `saved_model(checkpoint)`, with LoRA's updates merged."""
+
+    def read(name: str) -> Tensor:
+        return checkpoint.read(name, "parameter")
+
+    lora = saved_tuning(checkpoint).lora
+    names = {entry.name for entry in checkpoint.entries("parameter") if is_adapter(entry.name)}
+    return read if lora is None else merged(read, lora, names)
+
+
+def saved_tuning(checkpoint: Checkpoint) -> Tuning:
+    """What the run of a checkpoint trained of its model."""
+    table = checkpoint.state.get("tuning", {})
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{checkpoint.path} states tuning = {table!r}, which is no table")
+    return build_dataclass(Tuning, table, "tuning")
+
+
+def _hash(files: list[Path]) -> str:
+    """A hash of the names, sizes and both ends of files."""
+    found = hashlib.sha256()
+    for path in files:
+        size_bytes = path.stat().st_size
+        found.update(f"{path.name} {size_bytes} ".encode())
+        with open(path, "rb") as file:
+            found.update(file.read(_HASHED_BYTES))
+            file.seek(max(0, size_bytes - _HASHED_BYTES))
+            found.update(file.read(_HASHED_BYTES))
+    return found.hexdigest()
+
+
+def saved_model(checkpoint: Checkpoint) -> LanguageConfig:
+    """The config of the language model in a checkpoint, without a run file. Raises ConfigError for other models."""
+    table = checkpoint.stated("model", dict)
+    if any(isinstance(value, int) and abs(value) > MAX_SIZE for value in table.values()):
+        raise CheckpointError(
+            f"{checkpoint.path} states a model with a size above {MAX_SIZE}; it is not what was saved"
+        )
+    config = config_from_table(table)
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(
+            f"{checkpoint.path} is of a model of images ('{config.architecture}'), which writes no text and has no "
+            f"Hugging Face folder; read its parameters with weft.checkpoint.Checkpoint"
+        )
+    _refuse_other_shapes(checkpoint, config)
+    return config
+
+
+def _refuse_other_shapes(checkpoint: Checkpoint, config: LanguageConfig) -> None:
+    """Raise CheckpointError unless the config's parameters are those of the checkpoint. Called before memory for the
+    model is allocated.
+    """
+    held = {entry.name: entry.shape for entry in checkpoint.entries("parameter")}
+    if config.num_layers <= len(held):
+        model = saved_tuning(checkpoint).build_on_meta(config)
+        wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if config.num_layers > len(held) or wanted != held:
+        raise CheckpointError(f"{checkpoint.path} states a model whose parameters are not those that it holds")
+
+
+def saved_data(checkpoint: Checkpoint) -> DataConfig:
+    """The `[data]` table of a checkpoint's run."""
+    data = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("data")
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{checkpoint.path} states a run without [data]; it was not saved by weft train")
+    found = data_from_table(data)
+    if not isinstance(found, DataConfig):
+        raise CheckpointError(f"{checkpoint.path} states a run with data.kind = '{found.kind}', which is no text")
+    return found
+
+
+def saved_tokenizer(checkpoint: Checkpoint) -> str:
+    """The tokenizer of a checkpoint's run: "bytes", or the path of its file or folder. A relative path starts at the
+    folder in which the run was started, if that can be derived from the run's folder, or else at the current folder.
+    """
+    spec = saved_data(checkpoint).tokenizer
+    if spec == "bytes" or Path(spec).is_absolute():
+        return spec
+    found = [folder / spec for folder in (_started_in(checkpoint), Path()) if folder is not None]
+    return str(next((path for path in found if path.exists()), found[0]))
+
+
+def _started_in(checkpoint: Checkpoint) -> Path | None:
+    """The folder in which a checkpoint's run was started; None if the checkpoint was moved since."""
+    folder = parse_toml(checkpoint.stated("run", str), str(checkpoint.path)).get("folder")
+    if not isinstance(folder, str) or not folder or Path(folder).is_absolute() or ".." in Path(folder).parts:
+        return None
+    parents, below = checkpoint.path.resolve().parents, Path(folder).parts
+    if len(parents) <= 1 + len(below) or parents[1].parts[-len(below) :] != below:  # <folder>/checkpoints/<step>
+        return None
+    return parents[1 + len(below)]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open the checkpoint at a path, or the newest one of a run folder."""
+    for folder in (path / "checkpoints", path):
+        newest = latest(folder)
+        if newest is not None:
+            return Checkpoint(newest)
+    return Checkpoint(path)
