@@ -280,9 +280,13 @@ def _best(
 def _fastest(model: Model, question: Question, say: Progress, mtbf_seconds: float | None) -> tuple[Model, SearchResult]:
     """Searches the whole cluster, and parts with fewer nodes for plans that are faster.
 
-    Some numbers of devices divide a batch badly, so that a part of the cluster is faster than all of it.
+    If the number of devices has a factor that divides neither the batch nor the blocks, a part of the cluster may be
+    faster than all of it.
     """
     best = model, _search(model, question, say, mtbf_seconds)
+    count = model.cluster.num_devices
+    if question.batch * model.num_blocks % (count // (count & -count)) == 0:
+        return best
     for cluster in fewer_nodes(model.cluster):
         say(f"searching plans for {cluster.num_devices} of {model.cluster.num_devices} devices")
         limit = best[1].best[0].seconds if best[1].best else math.inf

@@ -95,17 +95,19 @@ class StepModel(MicroBatchModel):
         return equal_stages(len(self.workload.blocks), plan.pipe.num_stages if plan.pipe.degree > 1 else 1)
 
     @cached_property
-    def _rank_units(self) -> dict[tuple[StageUnits, ...], tuple[StageUnits, ...]]:
+    def _rank_units(self) -> dict[tuple[int, int], tuple[tuple[StageUnits, ...], tuple[StageUnits, ...]]]:
         return {}
 
     def rank_units(self, plan: Plan) -> tuple[StageUnits, ...]:
         """The different sums of stages that the plan's pipeline ranks hold."""
-        stages = self.stage_units(plan)
-        if stages not in self._rank_units:
-            ranks = (stages[rank :: plan.pipe.degree] for rank in range(plan.pipe.degree))
+        stages, degree = self.stage_units(plan), plan.pipe.degree
+        key = id(stages), degree
+        if key not in self._rank_units:
+            ranks = (stages[rank::degree] for rank in range(degree))
             sums = (tuple(map(sum, zip(*own, strict=True))) for own in ranks)
-            self._rank_units[stages] = tuple(dict.fromkeys(StageUnits(*one) for one in sums))
-        return self._rank_units[stages]
+            found = tuple(dict.fromkeys(StageUnits(*one) for one in sums))
+            self._rank_units[key] = stages, found  # holds the stages: their id stays unique
+        return self._rank_units[key][1]
 
     def estimate(self, plan: Plan, num_micro_batches: int) -> float:
         """Seconds of a step in closed form, with 1f1b's waits. For the search; `step` simulates the schedule."""
