@@ -87,7 +87,7 @@ def test_what_is_asked_for_is_searched(asked: list[str]) -> None:
 
 def test_more_memory_is_searched() -> None:
     cluster = load("h100:1x8")
-    question = Question(16, SEQUENCE, constraints=parse_constraints(["no offload", "no pipe"]))
+    question = Question(256, SEQUENCE, constraints=parse_constraints(["no offload", "no pipe"]))
     best = search(tiny(), question, keep=1).best[0]
     limit = int(best.memory.total_bytes - 0.5 * GB)
     device = replace(cluster.node.device, memory_bytes=limit)

@@ -27,7 +27,9 @@ def question_of(seed: int) -> tuple[LanguageConfig, str, int, int]:
     layers = rng.randint(2, 6)
     sequence = rng.choice([128, 256, 512])
     vocabulary = rng.choice([4096, 8192, 32000])
-    config: LanguageConfig = GPT2Config(vocabulary, sequence, hidden, layers, heads)
+    config: LanguageConfig = GPT2Config(
+        vocab_size=vocabulary, n_positions=sequence, n_embd=hidden, n_layer=layers, n_head=heads
+    )
     if rng.random() < 0.5:
         config = DecoderConfig(
             vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
