@@ -207,7 +207,8 @@ def ask(
 def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
     """Profiles the model of a question and returns it with its cost model on a cluster."""
     if isinstance(config, LanguageConfig):
-        return planned_model(config, question.sequence, cluster, software_for_text(cluster, question.compiles))
+        software = software_for_text(cluster, question.compiles)
+        return planned_model(config, question.sequence, cluster, software, question.precision)
     assert question.shape is not None
     software = software_for_images(config, cluster, question.compiles)
     return planned_images(config, question.shape, question.precision, cluster, software)

@@ -198,7 +198,7 @@ def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
     """Returns the planner's time model for the run's model."""
     if isinstance(run.model, LanguageConfig):
         software = software_for_text(cluster, run.train.compile)
-        return planned_model(run.model, run.split.sequence, cluster, software).steps
+        return planned_model(run.model, run.split.sequence, cluster, software, run.plan.precision).steps
     assert not isinstance(run.data, DataConfig), "the run file was checked"
     shape, software = run.data.shape(run.model.in_channels), software_for_images(run.model, cluster, compiles)
     return planned_images(run.model, shape, run.plan.precision, cluster, software).steps
