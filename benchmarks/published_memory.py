@@ -27,7 +27,7 @@ from dataclasses import replace
 from published_tables import Case
 
 from weft.plan import Memory, Plan
-from weft.planner.closed_form_memory import alive_at_once, num_chunks, sizes
+from weft.planner.closed_form_memory import alive_at_once, sizes
 from weft.profiling import Profile
 
 MEGATRON_STATE_BYTES = 18
@@ -57,7 +57,7 @@ def _megatron(case: Case, plan: Plan, count: int, profile: Profile) -> float:
     blocks = model.layers / plan.pipe.degree
     alive = alive_at_once(plan.pipe.schedule, plan.pipe.degree, count, tuple(plan.pipe.options.items()))[0]
     state = MEGATRON_STATE_BYTES * blocks * local.block_numel
-    return state + saved * micro_batch * blocks / num_chunks(plan) * alive
+    return state + saved * micro_batch * blocks * plan.pipe.degree / plan.pipe.num_stages * alive
 
 
 def _titan(case: Case, plan: Plan, count: int, profile: Profile) -> float:
@@ -75,7 +75,7 @@ def _titan_rank(case: Case, plan: Plan, count: int, profile: Profile, rank: int)
     pools = 2 * (2 * local.block_numel + ends) + 4 * (local.block_numel + ends)
     per_micro_batch = (plan.micro_batch or 1) / plan.context.degree
     alive = alive_at_once(plan.pipe.schedule, pipe, count, tuple(plan.pipe.options.items()))[rank]
-    saved = _titan_saved(case, plan, profile) * blocks / num_chunks(plan) * alive
+    saved = _titan_saved(case, plan, profile) * blocks * plan.pipe.degree / plan.pipe.num_stages * alive
     logits = case.model.sequence * case.model.vocabulary / x if rank == pipe - 1 else 0.0
     at_loss = logits * _logit_bytes(case, plan) + local.stream_bytes  # and what the head was given, whole
     moment = max(at_loss if logits else 0.0, local.block_saved["none"])

@@ -62,6 +62,7 @@ FOUNDRY = Software(
 # "op" keeps every second matmul only; keys are repeated before attention; asyncTP runs collectives in pieces (its
 # source, not re-checked).
 TITAN = Software(
+    equal_stages=True,
     optimizer_bytes=FUSED_ADAM_BYTES,
     repeats_keys=True,
     hides_input=False,
@@ -71,4 +72,6 @@ TITAN = Software(
 )
 # AxoNN: flash attention, dI's all-reduce behind dW, gathers and scatters of weights overlapped; a layer gathers its
 # weights in forward, in recompute and in backward (its source, not re-checked).
-AXONN = Software(optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True, stops_early=False)
+AXONN = Software(
+    equal_stages=True, optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True, stops_early=False
+)

@@ -258,8 +258,8 @@ def test_nics_that_nobody_shares_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
     assert before < 0.2
     shared = Cluster.axis_link
 
-    def alone(self: Cluster, inner: int, degree: int) -> AxisLink:
-        link = shared(self, inner, degree)
+    def alone(self: Cluster, inner: int, degree: int, is_send: bool = False) -> AxisLink:
+        link = shared(self, inner, degree, is_send)
         whole = self.node.inter.bandwidth_bytes_per_second
         return link._replace(bandwidth_bytes_per_second=whole) if link.crosses_nodes else link
 

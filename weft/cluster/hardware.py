@@ -120,14 +120,15 @@ class Cluster:
     def num_devices(self) -> int:
         return self.num_nodes * self.node.num_devices
 
-    def axis_link(self, inner: int, degree: int) -> AxisLink:
+    def axis_link(self, inner: int, degree: int, is_send: bool = False) -> AxisLink:
         """The link of an axis of `degree` ranks, which are `inner` apart.
 
         `inner` is the product of the degrees of the axes inside this one, whose index varies faster. The axis stays
         in a node, on the intra link, if blocks of inner x degree ranks tile the node. Otherwise some group crosses
         nodes. A collective is as slow as its slowest group, so all groups are assumed to cross: `inner` groups leave
         a node together (at most one per device) and share its NICs, so a rank gets inter / min(num_devices, inner).
-        A ring with several members in a node also uses the intra link and is never faster than that link.
+        A ring with several members in a node also uses the intra link and is never faster than that link. The rings of
+        a collective together use all NICs of the members' node; a single send uses only the NICs next to its device.
         """
         if inner < 1 or degree < 1 or inner * degree > self.num_devices:
             raise PlanError(
@@ -140,6 +141,9 @@ class Cluster:
         bandwidth = node.inter.bandwidth_bytes_per_second / min(node.num_devices, inner)
         if inner < node.num_devices:
             bandwidth = min(bandwidth, node.intra.bandwidth_bytes_per_second)
+        if is_send:
+            num_own = max(1, node.inter.num_nics // node.num_devices)
+            bandwidth = min(bandwidth, node.inter.bandwidth_bytes_per_second * num_own / node.inter.num_nics)
         return AxisLink(bandwidth, node.inter.latency_seconds, True)
 
 

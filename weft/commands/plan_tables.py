@@ -64,7 +64,7 @@ def _plans(answer: Answer) -> Table:
             "" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
             f"{one.memory.total_bytes / GB:.1f}/{limit / GB:.4g} GB",
             f"{exposed_seconds(step.where) / one.seconds:.1%}",
-            f"{step.bubble_share:.1%}",
+            f"{step.wait_share:.1%}",
             style="bold" if index == 0 else "",
         )
     return table

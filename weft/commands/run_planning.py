@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from weft.cluster.cpu_rates import is_cpu, with_assumed_rates
 from weft.cluster.hardware import Cluster, load, local_cluster
@@ -104,9 +105,13 @@ def ask_for(
     """Returns the planner's answer for a run's model and batch; `mtbf_seconds` is that of one device."""
     precision: Precision = run.plan.precision
     if "plan.precision" not in run.origins:
-        precision = "fp32" if is_cpu(cluster) else "bf16"
+        precision = "bf16" if "bf16" in cluster.node.device.peak_flops and not is_cpu(cluster) else "fp32"
         asked = [one.value for one in constraints if one.name == "precision" and one.comparison in ("=", "==")]
         precision = asked[0] if asked else precision  # type: ignore[assignment]
+    device = cluster.node.device
+    if device.peak_flops and precision not in device.peak_flops:
+        have = [name for name in get_args(Precision) if name in device.peak_flops]
+        raise PlanError(f"precision = '{precision}' is not among those of {device.name}; use {' or '.join(have)}")
     alone, shape, exact = replace(run, plan=Plan(precision=precision)), None, run.plan.exact
     if not isinstance(run.data, DataConfig):
         assert not isinstance(run.model, LanguageConfig), "the run file was checked"
@@ -166,11 +171,15 @@ def _divisors_near(degree: int, number: int) -> list[int]:
 
 
 def with_plan(run: Run, answer: Answer) -> Run:
-    """Returns the run with the answer's first plan."""
+    """Returns the run with the answer's first plan, on the part of the cluster that it uses."""
     given = run.plan
-    exact = given.exact and answer.question.exact
-    plan = replace(answer.best.plan, matmul=given.matmul, exact=exact, hierarchical=given.hierarchical)
-    return replace(run, plan=plan, origins={**run.origins, "plan.data": "planner"})
+    plan = answer.best.plan
+    stated = {name: getattr(given, name) for name in ("matmul", "hierarchical") if f"plan.{name}" in run.origins}
+    plan = replace(plan, exact=given.exact and answer.question.exact and plan.exact, **stated)
+    used, cluster = answer.model.cluster, run.cluster
+    if cluster != "local" and used.num_devices != load(cluster).num_devices:
+        cluster = f"{used.name}:{used.num_nodes}x{used.node.num_devices}"
+    return replace(run, plan=plan, cluster=cluster, origins={**run.origins, "plan.data": "planner"})
 
 
 def with_saves(run: Run, cost: Failures, step_seconds: float) -> Run:

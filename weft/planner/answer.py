@@ -6,6 +6,7 @@ hardware would change the result.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from weft.comm import Traffics
 from weft.compile.saved_bytes import assumptions
 from weft.errors import PlanError
 from weft.models import LanguageConfig, ModelConfig
-from weft.planner.explain import Rejected, Sensitivity, rejections, sensitivities, smaller, why
+from weft.planner.explain import Rejected, Sensitivity, fewer_nodes, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.model import planned_model
@@ -142,7 +143,7 @@ class Answer:
             "where": step.where,
             "memory": one.memory.parts(),
             "memory_bytes": one.memory.total_bytes,
-            "bubble_share": step.bubble_share,
+            "bubble_share": step.wait_share,
             "traffic": list(self._traffic(one)) if is_first else [],
             "timeline": _timeline(one) if is_first else None,
         }
@@ -197,13 +198,17 @@ def ask(
     model, found = _best(model, question, objective, say, mtbf_seconds)
     seconds = time.perf_counter() - start
     reason = why(model, question, found)
+    if model.cluster.num_nodes < cluster.num_nodes and objective == "time":
+        idle = f"Use {model.cluster.num_nodes} of {cluster.num_nodes} nodes: no plan for all of them is faster."
+        reason = f"{idle} {reason}"
     return Answer(name, model, question, objective, found, reason, tuple(rejections(model, found)), seconds)
 
 
 def planned(config: ModelConfig, cluster: Cluster, question: Question) -> Model:
     """Profiles the model of a question and returns it with its cost model on a cluster."""
     if isinstance(config, LanguageConfig):
-        return planned_model(config, question.sequence, cluster, software_for_text(cluster, question.compiles))
+        software = software_for_text(cluster, question.compiles)
+        return planned_model(config, question.sequence, cluster, software, question.precision)
     assert question.shape is not None
     software = software_for_images(config, cluster, question.compiles)
     return planned_images(config, question.shape, question.precision, cluster, software)
@@ -254,7 +259,7 @@ def _best(
     result.
     """
     if objective == "time":
-        return model, _search(model, question, say, mtbf_seconds)
+        return _fastest(model, question, say, mtbf_seconds)
     tried: list[tuple[Model, SearchResult]] = []
     for cluster in smaller(model.cluster):
         here = model.on(cluster)
@@ -271,6 +276,26 @@ def _best(
         return effective_seconds(here, question, found.best[0], mtbf_seconds) * here.cluster.num_devices
 
     return min(fitting, key=device_seconds)
+
+
+def _fastest(model: Model, question: Question, say: Progress, mtbf_seconds: float | None) -> tuple[Model, SearchResult]:
+    """Searches the whole cluster, and parts with fewer nodes for plans that are faster.
+
+    If the number of devices has a factor that divides neither the batch nor the blocks, a part of the cluster may be
+    faster than all of it.
+    """
+    best = model, _search(model, question, say, mtbf_seconds)
+    count = model.cluster.num_devices
+    if question.batch * model.num_blocks % (count // (count & -count)) == 0:
+        return best
+    for cluster in fewer_nodes(model.cluster):
+        say(f"searching plans for {cluster.num_devices} of {model.cluster.num_devices} devices")
+        limit = best[1].best[0].seconds if best[1].best else math.inf
+        here = model.on(cluster)
+        found = search(here, question, keep=NUM_KEPT, limit_seconds=limit)
+        if found.best:
+            best = here, found
+    return best
 
 
 def _scales(cluster: Cluster) -> list[Cluster]:

@@ -178,11 +178,13 @@ def sensitivities(model: Model, question: Question, found: SearchResult) -> list
     for words, faster in links.items():
         again = model.on(replace(model.cluster, node=faster))
         found_changes.append(_changed(words, _timed_again(again, found.best), best))
-    more = [one for one in found.too_large if one.memory.total_bytes <= node.device.memory_bytes + GB]
-    found_changes.append(_changed("+1 GB of memory for each device", [*_timed_again(model, more), found.best[0]], best))
+    device = replace(node.device, memory_bytes=node.device.memory_bytes + int(GB))
+    roomier = model.on(replace(model.cluster, node=replace(node, device=device)))
+    more = search(roomier, question, keep=1, limit_seconds=best).best
+    found_changes.append(_changed("+1 GB of memory for each device", [*more, found.best[0]], best))
     for words, num_nodes in (("one more node", 1), ("twice the nodes", model.cluster.num_nodes)):
         larger = replace(model.cluster, num_nodes=model.cluster.num_nodes + num_nodes)
-        found_changes.append(_changed(words, search(model.on(larger), question, keep=1).best, best))
+        found_changes.append(_changed(words, search(model.on(larger), question, keep=1, limit_seconds=best).best, best))
     return found_changes
 
 
@@ -197,14 +199,19 @@ def _timed_again(model: Model, candidates: Sequence[Candidate]) -> list[Candidat
 
 def _changed(change: str, candidates: Sequence[Candidate], before: float) -> Sensitivity:
     if not candidates:
-        return Sensitivity(change, before, 0.0, "as before; the batch does not divide over all devices")
+        return Sensitivity(change, before, 0.0, "as before; no plan for all devices is faster")
     now = min(candidates, key=lambda one: one.seconds)
-    if now.seconds > before:  # some device counts divide the batch badly; the old plan with idle devices is then faster
-        return Sensitivity(change, before, 0.0, f"as before; all devices in use would take {now.seconds:.3g} s")
     return Sensitivity(change, now.seconds, before - now.seconds, short(now.plan))
 
 
 # --- smaller clusters
+
+
+def fewer_nodes(cluster: Cluster) -> list[Cluster]:
+    """Returns the largest parts of the cluster with a number of nodes that batches divide well over."""
+    counts = {base << shift for base in (1, 3) for shift in range(cluster.num_nodes.bit_length())}
+    most = sorted((count for count in counts if count < cluster.num_nodes), reverse=True)[:2]
+    return [replace(cluster, num_nodes=count) for count in most]
 
 
 def smaller(cluster: Cluster) -> list[Cluster]:

@@ -119,8 +119,8 @@ class Kernels:
         return self.device.memory_bandwidth_bytes_per_second * MEMORY_SHARE
 
     def product(self, rows: int, inner: int, columns: int, share: float = 1.0) -> float:
-        """Seconds of a matmul [rows, inner] · [inner, columns] in 16 bits, at a share of full speed."""
-        return self._product(rows, inner, columns, self.flops_per_second * share, 2)
+        """Seconds of a matmul [rows, inner] · [inner, columns] at a share of full speed."""
+        return self._product(rows, inner, columns, self.flops_per_second * share, self.item_bytes)
 
     def linear(self, rows: int, inputs: int, outputs: int, given_share: float = 1.0) -> tuple[float, float]:
         """(forward, backward) seconds of a linear layer, in the software's precision.
@@ -149,10 +149,13 @@ class Kernels:
         return UNALIGNED[self.device.is_newer, inputs % 2 == outputs % 2 == 0]
 
     def _product(self, rows: int, inner: int, columns: int, rate: float, size: int) -> float:
-        """Seconds of a matmul at `rate` FLOP/s for full tiles; operands have `size` bytes an element, the result 2."""
+        """Seconds of a matmul at `rate` FLOP/s for full tiles; operands have `size` bytes an element."""
         if min(rows, inner, columns) < 1:
             return 0.0
-        flops, num_bytes = 2 * rows * inner * columns, size * (rows * inner + inner * columns) + 2 * rows * columns
+        flops, num_bytes = (
+            2 * rows * inner * columns,
+            size * (rows * inner + inner * columns) + self.item_bytes * rows * columns,
+        )
         burst = self.device.burst if self.software.many_tiles else None
         share = tile_share(rows, inner, columns, self.device.num_processors, burst is not None)
         # Processors that are idle, or fill or write a tile, leave their power to the others.

@@ -89,7 +89,7 @@ class MicroBatchModel:
         return {}
 
     @cached_property
-    def _links(self) -> dict[tuple[int, int], tuple[float, float, float]]:
+    def _links(self) -> dict[tuple[int, int, bool], tuple[float, float, float]]:
         return {}
 
     @cached_property
@@ -280,15 +280,16 @@ class MicroBatchModel:
         inner, degree = place(plan, axis, self.software.pipe_outside)
         if degree == 1 or not num_bytes:
             return 0.0
-        link = self._links.get((inner, degree))
+        is_send = operation == "send"
+        link = self._links.get((inner, degree, is_send))
         if link is None:
-            link = self._links[inner, degree] = self._link(inner, degree)
+            link = self._links[inner, degree, is_send] = self._link(inner, degree, is_send)
         bandwidth, latency, start = link
-        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start * (operation != "send")
+        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start * (not is_send)
 
-    def _link(self, inner: int, degree: int) -> tuple[float, float, float]:
+    def _link(self, inner: int, degree: int, is_send: bool = False) -> tuple[float, float, float]:
         """Returns (bandwidth of collectives, latency of a hop, fixed time of a collective) of a link."""
-        link = self.cluster.axis_link(inner, degree)
+        link = self.cluster.axis_link(inner, degree, is_send)
         wire, kind = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
         bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind])
         return bandwidth, link.latency_seconds, wire.start_seconds

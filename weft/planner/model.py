@@ -17,7 +17,7 @@ from weft.compile.saved_bytes import compiled_profile
 from weft.models import GPT2Config, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head
-from weft.plan import Plan
+from weft.plan import Plan, Precision
 from weft.planner.closed_form_memory import IN_HEAD, sizes
 from weft.planner.search import Model
 from weft.planner.stage_units import ModelUnits
@@ -25,15 +25,22 @@ from weft.planner.step import StepModel
 from weft.profiling import Profile, profile
 from weft.profiling.software import Software, software_for_text
 from weft.profiling.workload import workload
+from weft.sharding.layout import COMPUTE_DTYPE
 
 NUM_PROFILED = 2
 
 
 @lru_cache(maxsize=8)
-def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, software: Software | None = None) -> Model:
+def planned_model(
+    config: LanguageConfig,
+    sequence: int,
+    cluster: Cluster,
+    software: Software | None = None,
+    precision: Precision = "bf16",
+) -> Model:
     """Returns the model for sequences of `sequence` tokens on a cluster.
 
-    `software` defaults to how weft itself trains.
+    `software` defaults to how weft itself trains. Activations are those of plans in `precision`.
     """
     shallow = (
         replace(config, n_layer=NUM_PROFILED)
@@ -46,7 +53,7 @@ def planned_model(config: LanguageConfig, sequence: int, cluster: Cluster, softw
 
     def profiled(in_head: bool) -> Profile:
         with torch.device("meta"):
-            module = build(shallow).to(torch.bfloat16)
+            module = build(shallow).to(COMPUTE_DTYPE[precision])
         if in_head:
             install_loss_head(module)
         return profile(module, lambda: (tokens(),), ExampleLoss(tokens))

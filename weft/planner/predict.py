@@ -198,7 +198,7 @@ def _step_model(run: Run, cluster: Cluster, compiles: bool) -> StepModel:
     """Returns the planner's time model for the run's model."""
     if isinstance(run.model, LanguageConfig):
         software = software_for_text(cluster, run.train.compile)
-        return planned_model(run.model, run.split.sequence, cluster, software).steps
+        return planned_model(run.model, run.split.sequence, cluster, software, run.plan.precision).steps
     assert not isinstance(run.data, DataConfig), "the run file was checked"
     shape, software = run.data.shape(run.model.in_channels), software_for_images(run.model, cluster, compiles)
     return planned_images(run.model, shape, run.plan.precision, cluster, software).steps
@@ -244,7 +244,7 @@ def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster,
 
 def _run_schedule(run: Run, staging: Staging, times: Sequence[StageSeconds], cluster: Cluster) -> Timeline:
     """Simulates the pipeline's schedule with the times of its stages."""
-    link = link_of("pipe", run.plan, cluster)
+    link = link_of("pipe", run.plan, cluster, is_send=True)
     return simulate(
         staging.schedule(run.split.accumulation),
         [one.forward for one in times],
@@ -307,7 +307,7 @@ def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> d
     """Seconds of communication by axis, by the ring formulas."""
     seconds: dict[str, float] = {}
     for (axis, operation), value in traffic.items():
-        link = link_of(axis, plan, cluster)
+        link = link_of(axis, plan, cluster, operation == "send")
         one = ring_seconds(
             operation,
             value.num_bytes / max(1, value.calls),
@@ -319,9 +319,9 @@ def _communication_seconds(traffic: Traffics, plan: Plan, cluster: Cluster) -> d
     return seconds
 
 
-def link_of(axis: str, plan: Plan, cluster: Cluster) -> AxisLink:
+def link_of(axis: str, plan: Plan, cluster: Cluster, is_send: bool = False) -> AxisLink:
     """The link of an axis. The two ranks of a pair may be as far apart as the ends of the axis along which they are."""
-    return cluster.axis_link(*_span(PAIRS_ALONG.get(axis, axis), plan, cluster.node.num_devices))
+    return cluster.axis_link(*_span(PAIRS_ALONG.get(axis, axis), plan, cluster.node.num_devices), is_send)
 
 
 def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:

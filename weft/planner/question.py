@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -77,6 +77,10 @@ class Constraint:
     @property
     def is_inner(self) -> bool:
         """Does it concern settings that are chosen before pipe, shard and data?"""
+        return self.name not in NOT_TRIED and self._is_inner
+
+    @property
+    def _is_inner(self) -> bool:
         return self.name == "memory.recompute" or self.name.partition(".")[0] not in OUTER
 
 
@@ -111,6 +115,31 @@ class Question:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.sequence < 1:
             raise ConfigError(f"a batch of {self.batch} sequences of {self.sequence} tokens is empty; both at least 1")
+
+
+# Fields that the search has no candidates for. A question that asks for a value of one is answered with that value.
+NOT_TRIED = (
+    *(f"memory.{name}" for name in ("accumulate", "master", "state", "delay", "activations", "weights")),
+    *(f"pipe.{name}" for name in ("batches", "in_flight", "balance", "shadow")),
+    *("matmul", "exact", "hierarchical", "statistics", "tensor.chunks"),
+)
+
+
+def asked_fields(constraints: Sequence[Constraint]) -> dict[str, Any]:
+    """The values that constraints state for fields that the search does not try by itself."""
+    return {one.name: one.value for one in constraints if one.name in NOT_TRIED and one.comparison in ("=", "==")}
+
+
+def with_fields(plan: Plan, values: Mapping[str, Any]) -> Plan:
+    """Returns the plan with these values of its fields, by their names. Raises PlanError if they contradict."""
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        table, _, key = name.rpartition(".")
+        if table:
+            changes[table] = replace(changes.get(table, getattr(plan, table)), **{key: value})
+        else:
+            changes[name] = value
+    return replace(plan, **changes)
 
 
 def parse_constraints(texts: Sequence[str]) -> tuple[Constraint, ...]:

@@ -12,6 +12,7 @@ deterministic: the same question has the same answer.
 from __future__ import annotations
 
 import heapq
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,13 +20,16 @@ from functools import cached_property
 from typing import Any, Literal, Self
 
 from weft.cluster.hardware import Cluster
+from weft.errors import PlanError
 from weft.parallel.apply import STRATEGIES
+from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard
 from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
-from weft.planner.question import Question, inner_settings, size_settings
+from weft.planner.question import Question, asked_fields, inner_settings, size_settings, with_fields
 from weft.planner.step import StepModel, StepTime
 from weft.profiling import Profile
+from weft.schedule.schedules import SCHEDULES
 from weft.sharding.host_memory import KEPT_FREE_BYTES
 from weft.strategy import SearchSpace, Strategy, divisors
 
@@ -115,9 +119,11 @@ class Model:
         return TextSearch(self, question, keep)
 
 
-def search(model: Model, question: Question, keep: int = 10) -> SearchResult:
-    """Returns the `keep` fastest plans that fit, in order."""
-    return model.seeker(question, keep).run()
+def search(model: Model, question: Question, keep: int = 10, limit_seconds: float = math.inf) -> SearchResult:
+    """Returns the `keep` fastest plans that fit, in order. A step of theirs takes less than `limit_seconds`."""
+    seeker = model.seeker(question, keep)
+    seeker.limit_seconds = limit_seconds
+    return seeker.run()
 
 
 class Search(ABC):
@@ -127,6 +133,7 @@ class Search(ABC):
         self.model, self.question, self.keep = model, question, keep
         self.steps = model.steps
         self.num_devices = model.steps.cluster.num_devices
+        self.limit_seconds = math.inf
         self.limit_bytes = model.steps.cluster.node.device.memory_bytes
         self.num_considered, self._room = 0, max(keep, NUM_TIMED)
         self._best: list[tuple[float, int, Candidate]] = []  # a heap with the slowest plan on top
@@ -135,7 +142,10 @@ class Search(ABC):
         self._refused: dict[str, str] = {}  # by reason, the first plan that was refused for it
         self._inner = [one for one in question.constraints if one.is_inner]
         self._outer = [one for one in question.constraints if not one.is_inner and one.name != OFFLOAD]
+        self._asked = asked_fields(question.constraints)
         self._regathers = not any(one.name == REGATHER for one in question.constraints)  # else only if needed to fit
+        self._names = frozenset(one.name for one in question.constraints)
+        self._of_pipe = [one for one in question.constraints if one.name in ("pipe.schedule", "pipe.chunks")]
         limits = [one for one in question.constraints if one.name == OFFLOAD]
         self._shares = [share for share in SHARES if all(one.compare(share) for one in limits)]
 
@@ -147,7 +157,8 @@ class Search(ABC):
                 break
             self._lay_out(plan)
         kept = sorted((item[2] for item in self._best), key=_rank)
-        timed = sorted((self._time(candidate) for candidate in kept), key=_rank)[: self.keep]
+        timed = sorted((self._time(candidate) for candidate in kept), key=_rank)
+        timed = [one for one in timed if one.seconds < self.limit_seconds][: self.keep]
         fastest = timed[0].seconds if timed else float("inf")
         large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
         large = sorted(large, key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
@@ -195,7 +206,7 @@ class Search(ABC):
         """Yields (lower bound of the step's seconds, plan) for each micro-batch and recompute policy."""
         batch = self.question.batch
         for micro_batch in divisors(batch):
-            if micro_batch > MAX_MICRO_BATCH:
+            if micro_batch > MAX_MICRO_BATCH and "micro_batch" not in self._names:
                 break
             if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
                 continue
@@ -240,12 +251,31 @@ class Search(ABC):
                 for shard in divisors(ranks):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
                         plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
+                        if self._asked:
+                            made = self._with_asked(plan)
+                            if made is None:
+                                continue
+                            plan = made
                         if all(one.holds(plan) for one in self._outer) and self._allows(plan, num_micro_batches):
                             self._consider(plan, num_micro_batches)
 
+    def _with_asked(self, plan: Plan) -> Plan | None:
+        """Returns the plan with the fields that the question asks for and the search does not try by itself.
+
+        Returns None, and remembers the reason, if such a plan is refused.
+        """
+        try:
+            plan = with_fields(plan, self._asked)
+            reason = refuse_pipeline(self.model.profile, plan) or self._reason(plan)
+        except PlanError as error:
+            reason = str(error)
+        if reason is not None:
+            self._refused.setdefault(reason, plan.describe_axes())
+        return plan if reason is None else None
+
     def _is_slow(self, seconds: float) -> bool:
         """Are all plans kept so far faster than `seconds`, and are there enough of them?"""
-        return len(self._best) >= self._room and seconds >= -self._best[0][0]
+        return seconds >= self.limit_seconds or (len(self._best) >= self._room and seconds >= -self._best[0][0])
 
     # --- costs
 
@@ -319,11 +349,20 @@ class TextSearch(Search):
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
         if degree == 1:
             return [Pipe()]
+        if "pipe.schedule" in self._names or "pipe.chunks" in self._names:
+            return self._asked_pipes(degree)
         found = [Pipe(degree)]
         found += [Pipe(degree, "interleaved", chunks=c) for c in (2, 4) if degree * c <= self.model.num_blocks]
         if inner.tensor.x * inner.tensor.y == 1:
             found.append(Pipe(degree, "zero-bubble"))
         return found
+
+    def _asked_pipes(self, degree: int) -> list[Pipe]:
+        """Every schedule, and any number of stages on each rank, for questions that ask for one."""
+        most = self.model.num_blocks // degree
+        found = [Pipe(degree, name) for name in SCHEDULES if name != "interleaved"]  # type: ignore[arg-type]
+        found += [Pipe(degree, "interleaved", chunks=chunks) for chunks in range(2, most + 1)]
+        return [pipe for pipe in found if all(one.holds(Plan(pipe=pipe)) for one in self._of_pipe)]
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from weft.models.loss_head import is_loss_in_head
@@ -61,6 +61,7 @@ class ModelUnits:
         )
 
 
+@lru_cache(maxsize=1 << 10)
 def equal_stages(num_blocks: int, num_stages: int) -> tuple[StageUnits, ...]:
     """Stages of equal numbers of blocks, the remainder spread over them."""
     bounds = [-(-index * num_blocks // num_stages) for index in range(num_stages + 1)]

@@ -27,11 +27,10 @@ from weft.profiling.workload import BlockWork, Call
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 from weft.schedule.simulate import Timeline, simulate
-from weft.sharding.layout import evenly_spaced
+from weft.sharding.layout import COMPUTE_DTYPE, evenly_spaced
 from weft.strategy import Buffer, Strategy
 
 BUFFER_AXES = [one for one in STRATEGIES if type(one).buffer_calls is not Strategy.buffer_calls]
-ELEMENT_BYTES = 2  # of parameters that are gathered
 FIXED_SECONDS = 3e-3  # per step: the norm, the loss's copy to the host, the loop
 # Parameters in a bucket of gradients where buckets grow: the minimum, and the number for each rank of data. This is
 # Megatron-Core's rule (megatron/core/distributed/distributed_data_parallel.py). It keeps collectives of many ranks from
@@ -55,6 +54,11 @@ class StepTime:
     optimizer_seconds: float
     where: dict[str, float] = field(default_factory=dict)  # the busiest rank's seconds: compute, axes, bubble, ...
     make_timeline: Callable[[], Timeline | None] = field(default=lambda: None, repr=False, compare=False)
+
+    @cached_property
+    def wait_share(self) -> float:
+        """The share of the step in which the busiest pipeline rank waits."""
+        return self.where.get("bubble", 0.0) / self.seconds
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -91,18 +95,19 @@ class StepModel(MicroBatchModel):
         return equal_stages(len(self.workload.blocks), plan.pipe.num_stages if plan.pipe.degree > 1 else 1)
 
     @cached_property
-    def _rank_units(self) -> dict[tuple[int, tuple[StageUnits, ...]], tuple[StageUnits, ...]]:
+    def _rank_units(self) -> dict[tuple[int, int], tuple[tuple[StageUnits, ...], tuple[StageUnits, ...]]]:
         return {}
 
     def rank_units(self, plan: Plan) -> tuple[StageUnits, ...]:
         """The different sums of stages that the plan's pipeline ranks hold."""
         stages, degree = self.stage_units(plan), plan.pipe.degree
-        key = degree, stages
+        key = id(stages), degree
         if key not in self._rank_units:
             ranks = (stages[rank::degree] for rank in range(degree))
             sums = (StageUnits(sum(one.num_blocks for one in own), own[0].has_first, own[-1].has_last) for own in ranks)
-            self._rank_units[key] = tuple(dict.fromkeys(sums))
-        return self._rank_units[key]
+            found = tuple(dict.fromkeys(sums))
+            self._rank_units[key] = stages, found  # holds the stages: their id stays unique
+        return self._rank_units[key][1]
 
     def estimate(self, plan: Plan, num_micro_batches: int) -> float:
         """Seconds of a step in closed form, with 1f1b's waits. For the search; `step` simulates the schedule."""
@@ -157,7 +162,9 @@ class StepModel(MicroBatchModel):
     def _message_bytes(self, plan: Plan) -> float:
         """Bytes of one micro-batch's message between two stages."""
         assert plan.micro_batch is not None
-        message = 2 * self.workload.stream_numel * plan.micro_batch / plan.num_parts("tokens") / plan.tensor.y
+        element_bytes = COMPUTE_DTYPE[plan.precision].itemsize
+        message = element_bytes * self.workload.stream_numel * plan.micro_batch / plan.num_parts("tokens")
+        message /= plan.tensor.y
         return message / plan.tensor.x if self.software.splits_messages else message
 
     def stages(self, plan: Plan) -> list[PlannedStage]:
@@ -234,7 +241,8 @@ class StepModel(MicroBatchModel):
 
     def _buffer_calls(self, numel: float, plan: Plan) -> list[Call]:
         """The collectives of all axes over a flat buffer of `numel` parameters."""
-        buffer = Buffer(numel, ELEMENT_BYTES, self.software.gradient_bytes)
+        width = COMPUTE_DTYPE[plan.precision].itemsize
+        buffer = Buffer(numel, width, max(width, self.software.gradient_bytes))
         return [call for strategy in BUFFER_AXES for call in strategy.buffer_calls(buffer, plan, self.software)]
 
     def _beside_buffers(

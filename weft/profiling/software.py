@@ -88,6 +88,8 @@ def software_for_text(cluster: Cluster, compiles: bool | None = None) -> Softwar
     """
     is_newer = cluster.node.device.is_newer and not is_cpu(cluster)
     attention = "flash3" if is_newer else "flash2"  # cuDNN has a kernel for Hopper
+    if "bf16" not in cluster.node.device.peak_flops and cluster.node.device.peak_flops:
+        attention = "plain"  # FlashAttention-2 needs an A100 or newer
     if not (not is_cpu(cluster) if compiles is None else compiles):
         return Software(attention, pads_head=not is_cpu(cluster), many_tiles=True)
     loss_bytes = COMPILED_LOSS_BYTES if is_cpu(cluster) else FUSED_LOSS_BYTES

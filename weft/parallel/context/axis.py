@@ -119,9 +119,12 @@ class ContextAxis(Strategy):
         return Cost(tally(pairs))
 
     def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
-        is_long = space.samples == "sequences" and space.sequence >= LONG_SEQUENCE
-        degrees = divisors(space.num_devices)[1:] if is_long else ()
-        return [{}, *({"context": Context(one)} for one in degrees if space.sequence % (2 * one) == 0)]
+        is_asked = bool({"context.degree", "context.kind"} & space.asked)
+        is_tried = space.samples == "sequences" and (space.sequence >= LONG_SEQUENCE or is_asked)
+        degrees = divisors(space.num_devices)[1:] if is_tried else ()
+        kinds: list[Any] = ["ring", *(["all-to-all"] * ("context.kind" in space.asked))]
+        settings = [Context(one, kind) for one in degrees if space.sequence % (2 * one) == 0 for kind in kinds]
+        return [{}, *({"context": one} for one in settings)]
 
     def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
         is_split = plan.context.degree > 1 and block.work.attention_flops

@@ -1,6 +1,6 @@
 """Collectives of `context` in one block, in closed form for the planner.
 
-They are those of `attention.py` for elements of 16 bits, whose gradients are summed in 32 bits. The keys and values of
+They are those of `attention.py`. Gradients are summed in 32 bits at least. The keys and values of
 a ring go together in one message.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from weft.plan import Plan
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import BlockWork, Call
+from weft.sharding.layout import COMPUTE_DTYPE
 
 
 def block_calls(block: BlockPass, plan: Plan) -> Iterator[Call]:
@@ -22,11 +23,12 @@ def block_calls(block: BlockPass, plan: Plan) -> Iterator[Call]:
     degree, scale = plan.context.degree, block.micro_batch / plan.context.degree
     keys = key_numel(block.work, plan, block.software) * scale
     queries = block.work.query_numel * scale / plan.tensor.x
-    forward = [Call("context", "send", 2 * keys, "forward", beside="attention")] * (degree - 1)
-    sent = [Call("context", "send", size * keys, "backward", beside="attention") for size in (2, 4)]
+    width = COMPUTE_DTYPE[plan.precision].itemsize
+    forward = [Call("context", "send", width * keys, "forward", beside="attention")] * (degree - 1)
+    sent = [Call("context", "send", size * keys, "backward", beside="attention") for size in (width, max(width, 4))]
     backward = sent * (degree - 1)
     if plan.context.kind == "all-to-all":
-        traded = (2 * (queries + keys), 2 * queries)
+        traded = (width * (queries + keys), width * queries)
         forward = [Call("context", "all_to_all", num_bytes, "forward", beside="nothing") for num_bytes in traded]
         backward = [call._replace(phase="backward") for call in forward]
     yield from forward

@@ -1,6 +1,6 @@
 """Collectives of the tensor axes in one block, in closed form for the planner.
 
-They are those of `cost.py` for layers of 16-bit elements, from a block's matmuls alone: without norms' moments, the
+They are those of `cost.py`, from a block's matmuls alone: without norms' moments, the
 embedding, the loss, and uneven shares. A sum over x counts as an all-reduce with `tensor.sequence` too, because the
 reduce-scatter and the all-gather that replace it take as long together.
 """
@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from weft.plan import Plan
 from weft.profiling.software import BlockPass, Software
 from weft.profiling.workload import Call
-
-ELEMENT_BYTES = 2
+from weft.sharding.layout import COMPUTE_DTYPE
 
 
 def block_calls(block: BlockPass, plan: Plan) -> Iterator[Call]:
@@ -23,9 +22,8 @@ def block_calls(block: BlockPass, plan: Plan) -> Iterator[Call]:
     outputs.
     """
     x, y, software = plan.tensor.x, plan.tensor.y, block.software
-    scale = (
-        ELEMENT_BYTES * block.micro_batch / plan.num_parts("tokens")
-    )  # bytes of an element of all of the rank's tokens
+    element_bytes = COMPUTE_DTYPE[plan.precision].itemsize
+    scale = element_bytes * block.micro_batch / plan.num_parts("tokens")  # bytes of an element of all own tokens
     is_recomputed = plan.memory.recompute == "full" and block.is_block
     for product in block.work.products:
         over_out, over_in = (y, x) if product.kind == "row" else (x, y)

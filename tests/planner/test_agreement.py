@@ -1,0 +1,139 @@
+"""Answers of the planner that must agree: with the run, with each other, and words with numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from weft.cluster.hardware import load
+from weft.commands.run_planning import ask_for, catalog_run, planning_cluster, with_plan
+from weft.errors import PlanError
+from weft.models import GPT2Config
+from weft.parallel.context.axis import ContextAxis
+from weft.parallel.tensor.axis import TensorAxes
+from weft.plan import Context, Pipe, Plan, Tensor
+from weft.planner.answer import Answer, ask
+from weft.planner.explain import GB, sensitivities
+from weft.planner.model import planned_model
+from weft.planner.question import Question, parse_constraints
+from weft.planner.search import Model, search
+from weft.profiling.software import BlockPass
+from weft.run_file import Run
+
+TINY = GPT2Config(vocab_size=8192, n_positions=512, n_embd=512, n_layer=8, n_head=8)
+SEQUENCE = 512
+
+
+@lru_cache(maxsize=8)
+def tiny(cluster: str = "h100:1x8") -> Model:
+    return planned_model(TINY, SEQUENCE, load(cluster))
+
+
+@lru_cache(maxsize=8)
+def answer(cluster: str, batch: int, *where: str) -> Answer:
+    return ask("tiny", TINY, load(cluster), Question(batch, SEQUENCE, constraints=parse_constraints(where)))
+
+
+def tiny_run(cluster: str, batch: int) -> Run:
+    run = catalog_run("mpt-125m", cluster, batch * SEQUENCE, SEQUENCE)
+    return replace(run, model=TINY)
+
+
+def test_a_device_without_bf16_is_planned_in_fp32() -> None:
+    run = tiny_run("v100-32:1x4", 16)
+    assert ask_for(run, planning_cluster(run)).best.plan.precision == "fp32"
+    with pytest.raises(PlanError, match="precision = 'bf16' is not among those of V100"):
+        ask_for(run, planning_cluster(run), parse_constraints(["precision=bf16"]))
+
+
+def test_nodes_that_do_not_help_stay_idle() -> None:
+    eight, eleven = answer("h100:8x8", 64), answer("h100:11x8", 64)
+    assert eleven.best.seconds <= eight.best.seconds
+    assert eleven.model.cluster.num_nodes == 8  # 8 blocks are no pipeline of 11, and 64 sequences not 11 parts
+    assert eleven.why.startswith("Use 8 of 11 nodes")
+    run = with_plan(tiny_run("h100:11x8", 64), eleven)
+    assert run.cluster == "h100:8x8"
+    assert load(run.cluster).num_devices == run.plan.num_ranks
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["context=2"],
+        ["context=2", "context.kind=all-to-all"],
+        ["schedule=gpipe"],
+        ["chunks=3", "pipe=2"],
+        ["matmul=fp8", "exact=false"],
+        ["memory.state=bf16", "exact=false"],
+        ["memory.activations=0.5"],
+        ["memory.accumulate=slice"],
+        ["micro_batch=128"],
+        ["pipe.balance=memory", "pipe=4"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_asked_for_is_searched(asked: list[str]) -> None:
+    constraints = parse_constraints(asked)
+    found = search(tiny(), Question(256, SEQUENCE, constraints=constraints), keep=2).best
+    assert found
+    assert all(one.holds(candidate.plan) for candidate in found for one in constraints)
+    fastest = search(tiny(), Question(256, SEQUENCE), keep=1).best[0]
+    exact = [one for one in found if one.plan.exact and one.plan.memory.accumulate == "whole"]
+    assert all(one.seconds >= fastest.seconds * 0.999 for one in exact)
+
+
+def test_more_memory_is_searched() -> None:
+    cluster = load("h100:1x8")
+    question = Question(256, SEQUENCE, constraints=parse_constraints(["no offload", "no pipe"]))
+    best = search(tiny(), question, keep=1).best[0]
+    limit = int(best.memory.total_bytes - 0.5 * GB)
+    device = replace(cluster.node.device, memory_bytes=limit)
+    model = tiny().on(replace(cluster, node=replace(cluster.node, device=device)))
+    found = search(model, question, keep=1)
+    more = next(one for one in sensitivities(model, question, found) if "memory" in one.change)
+    assert found.best[0].seconds > best.seconds
+    assert more.seconds == best.seconds
+    assert more.saved_seconds == found.best[0].seconds - best.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("axis", "plan"),
+    [
+        (TensorAxes(), Plan(tensor=Tensor(2, 2), micro_batch=1)),
+        (ContextAxis(), Plan(context=Context(2), micro_batch=1)),
+    ],
+)
+def test_bytes_of_communication_follow_the_precision(axis: Any, plan: Plan) -> None:
+    model = tiny()
+    block = BlockPass(model.steps.workload.blocks[0], 1, model.steps.software)
+    narrow, wide = (
+        [call.num_bytes for call in axis.block_calls(block, replace(plan, precision=name))] for name in ("bf16", "fp32")
+    )
+    assert len(narrow) == len(wide)
+    sums_of_gradients = isinstance(axis, ContextAxis)  # in 32 bits under both
+    assert all(b == 2 * a or (sums_of_gradients and b == a) for a, b in zip(narrow, wide, strict=True))
+    assert sum(wide) > 1.3 * sum(narrow)
+    plans = [replace(Plan(pipe=Pipe(2), micro_batch=1), precision=name) for name in ("bf16", "fp32")]
+    assert model.steps._message_bytes(plans[1]) == 2 * model.steps._message_bytes(plans[0])
+
+
+def test_a_send_uses_the_nics_of_its_device() -> None:
+    cluster = load("h100:4x8")
+    inter = cluster.node.inter
+    assert cluster.axis_link(8, 4, is_send=True) == cluster.axis_link(8, 4)
+    assert cluster.axis_link(1, 16).bandwidth_bytes_per_second == inter.bandwidth_bytes_per_second
+    assert cluster.axis_link(1, 16, is_send=True).bandwidth_bytes_per_second == inter.bandwidth_bytes_per_second / 8
+    two_of_four = load("frontier:4")  # two devices share a NIC
+    nic = two_of_four.node.inter.bandwidth_bytes_per_second / two_of_four.node.inter.num_nics
+    assert two_of_four.axis_link(1, 16, is_send=True).bandwidth_bytes_per_second == nic
+
+
+def test_words_equal_numbers() -> None:
+    found = answer("h100:1x8", 64, "pipe=8", "schedule=1f1b")
+    shown = found.to_json()["plans"][0]
+    assert shown["bubble_share"] == pytest.approx(shown["where"]["bubble"] / shown["seconds"])
+    assert f"waiting in the pipeline ({shown['bubble_share']:.1%})" in found.why
+    assert sum(shown["where"].values()) == pytest.approx(shown["seconds"])
