@@ -794,3 +794,25 @@ def test_no_backward_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DecoderConfig(vocab_size=8, hidden_size=8, num_hidden_layers=2, num_attention_heads=2)
     found = pair(Decoder(config).double())
     assert {split.kind for split in found.splits.values()} == {"column", "row", "head"}
+
+
+class OddlyNamed(nn.Module):
+    """Attention, or each token alone, by projections whose names say nothing."""
+
+    def __init__(self, mixes: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.mixes = mixes
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        one, two, three = self.a(hidden), self.b(hidden), self.c(hidden)
+        out: Tensor = torch.softmax(one @ two.mT, -1) @ three if self.mixes else one * two.sigmoid() + three
+        return out
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_attention_without_known_names_is_seen_to_mix_tokens(mixes: bool) -> None:
+    found = pair(Around(OddlyNamed(mixes)))
+    assert found.splits["blocks.0.a"].kind == "gathered"
+    reason = "its tokens depend on each other, and weft does not know it as attention"
+    assert found.mixers == ({"blocks.0": reason} if mixes else {})

@@ -77,6 +77,32 @@ def test_frozen_parts_say_nothing_backward(frozen: tuple[str, ...], plan: Plan) 
     check("", plan, make=made(decoder(num_key_value_heads=4), *frozen)).require()
 
 
+def windowed_mistral() -> nn.Module:
+    """transformers' model, inside of another one, with a config that other models use, too, and dynamic caches."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 5}
+    return Logits(transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, **heads)))
+
+
+class Logits(nn.Module):
+    """Returns only the logits of a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens).logits
+        return logits
+
+
+@pytest.mark.parametrize("plan", [over(2), over(2, "all-to-all")], ids=Plan.describe_axes)
+def test_the_attention_interface_of_transformers(plan: Plan) -> None:
+    check("", plan, make=windowed_mistral).require()
+
+
 # --- negative controls
 
 
@@ -102,7 +128,7 @@ def test_finds_gradients_that_are_not_summed(monkeypatch: Patch) -> None:
 
 
 def test_finds_positions_that_are_not_dealt(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(weft.parallel.context.axis, "_add_positions", lambda axis, model, args, kwargs: (args, kwargs))
+    monkeypatch.setattr(weft.parallel.context.axis, "_add_positions", lambda *given: given[-2:])
     for name in ("tied", "gpt2"):
         found = broken(name, over(2))
         assert "loss" in found
@@ -278,9 +304,9 @@ def test_too_few_heads_for_all_to_all() -> None:
 
 
 def test_attention_that_weft_cannot_split_along_the_sequence() -> None:
-    assert reason(shared.transformers_model("Llama"), over(2)) == (
-        "context = 2, but no attention of LlamaForCausalLM is one that weft can split along the sequence (weft.models' "
-        "CausalAttention); use weft's own models, or context = 1"
+    assert reason(lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4)), over(2)) == (
+        "context = 2, but no attention of Sequential is one that weft can split along the sequence (weft.models' "
+        "CausalAttention, or transformers' attention interface); use context = 1"
     )
 
 

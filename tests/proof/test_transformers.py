@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import weft
@@ -111,3 +113,15 @@ class Summed(nn.Module):
 def test_a_loss_that_is_no_mean_over_labels_is_refused() -> None:
     with pytest.raises(PlanError, match="the loss of Summed is not a mean over its labels"):
         weft.verify(Summed, batch, weft.Plan(data=2))
+
+
+def test_an_error_of_the_models_own_code_is_a_refusal() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+
+    def pairs(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch(step)["input_ids"], batch(step)["labels"]
+
+    with pytest.raises(
+        PlanError, match=r"T5ForConditionalGeneration fails before it is split, .*: ValueError: You must"
+    ):
+        weft.verify(lambda: T5ForConditionalGeneration(T5Config(**sizes)), pairs, weft.Plan(context=weft.Context(2)))

@@ -17,9 +17,11 @@ from torch import nn
 from weft.inspection.split_probe import SplitProof, is_linear, linear_sizes
 from weft.inspection.tensor_splits import ScaledAttributes, SplitPart, is_norm
 
-QUERY, KEY, VALUE = ("q_proj", "query", "wq", "q"), ("k_proj", "key", "wk", "k"), ("v_proj", "value", "wv", "v")
+QUERY = ("q_proj", "query", "wq", "q_lin", "q")
+KEY = ("k_proj", "key", "wk", "k_lin", "k")
+VALUE = ("v_proj", "value", "wv", "v_lin", "v")
 FUSED = ("c_attn", "qkv", "Wqkv", "qkv_proj", "query_key_value")
-OUT = ("o_proj", "out_proj", "c_proj", "proj", "wo", "dense", "out", "o")
+OUT = ("o_proj", "out_proj", "c_proj", "proj", "wo", "dense", "out_lin", "out", "o")
 HEAD_SIZES = ("head_dim", "head_size")
 HEAD_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads")
@@ -125,7 +127,7 @@ def _fused_layouts(width: int, heads: SplitPart) -> list[tuple[SplitPart, ...]]:
     return [(heads, keys, keys), (SplitPart(num_keys, width // num_keys),)]
 
 
-def mixes_tokens(linears: Iterable[str]) -> bool:
+def is_named_attention(linears: Iterable[str]) -> bool:
     """Do the names of a module's linears say that it is (a part of) attention?"""
     return any(name in linears for name in (*QUERY, *FUSED))
 

@@ -27,8 +27,8 @@ from weft.inspection.attention_heads import (
     AttentionHeads,
     find_attention,
     first_named,
+    is_named_attention,
     made_up_arguments,
-    mixes_tokens,
 )
 from weft.inspection.blocks import find_blocks
 from weft.inspection.embedding_lookup import reason_lookup_not_split
@@ -43,6 +43,7 @@ from weft.inspection.split_probe import (
     is_convolution,
     is_linear,
     linear_sizes,
+    mixes_tokens,
     num_spatial_dims,
     prove_pair,
 )
@@ -61,6 +62,7 @@ def pair(model: nn.Module, proofs: dict[Any, SplitProof | str] | None = None) ->
         finder.visit(name, module)
     finder.resolve_ties()
     finder.check_logits()
+    finder.check_tokens()
     finder.list_whole_matrices()
     return finder.result()
 
@@ -75,6 +77,7 @@ class _Finder:
         self.scaled: dict[str, ScaledAttributes] = {}
         self.kept: dict[str, str] = {}
         self.mixers: dict[str, str] = {}
+        self.mixing: dict[Any, bool] = {}  # results of `mixes_tokens`
         self.done: set[str] = set()
         self.places: dict[int, Kind] = {}
         self.names = {id(module): name for name, module in model.named_modules()}
@@ -129,6 +132,25 @@ class _Finder:
         for name, split in self.splits.items():
             if split.kind == "head" and reason_logits_need_all_classes(self.model, self.model.get_submodule(name)):
                 self.splits[name] = replace(split, kind="gathered")
+
+    def check_tokens(self) -> None:
+        """List modules in blocks whose linears are gathered, and in which tokens are seen to depend on each other."""
+        for name, split in list(self.splits.items()):
+            parent = name.rpartition(".")[0]
+            if split.kind != "gathered" or split.num_spatial or parent in self.mixers or not self._is_in_block(parent):
+                continue
+            if any(other.kind == "column" and other.module.startswith(f"{parent}.") for other in self.splits.values()):
+                continue  # tokens may meet between a column and its row, which get whole sequences
+            module = self.model.get_submodule(parent)
+            width = linear_sizes(self.model.get_submodule(name))[0]
+            key = module_key(module), width
+            if key not in self.mixing:
+                self.mixing[key] = mixes_tokens(module, width, made_up_arguments(module, width, NUM_TOKENS))
+            if self.mixing[key]:
+                self.mixers[parent] = "its tokens depend on each other, and weft does not know it as attention"
+
+    def _is_in_block(self, name: str) -> bool:
+        return any(name == block or name.startswith(f"{block}.") for block in self.blocks)
 
     def list_whole_matrices(self) -> None:
         """List the matrices outside of split layers. Vectors (norms, biases, tokens) are not worth a line."""
@@ -212,7 +234,7 @@ class _Finder:
                 self.mixers[name] = "it may attend to a second input"
             self._add_pair(name, linears, found.columns, found.out, (found.heads,), proof)
             return {*found.columns, found.out}
-        if not candidates and mixes_tokens(linears):
+        if not candidates and is_named_attention(linears):
             self.mixers[name] = "it has projections of attention and no output projection"
         return set()
 
@@ -288,11 +310,10 @@ class _Finder:
         return self.proofs[key]
 
     def _single(self, name: str, module: nn.Module) -> None:
-        in_block = any(name == block or name.startswith(f"{block}.") for block in self.blocks)
         self._add(
             name,
             module,
-            "head" if name == self.last and not in_block else "gathered",
+            "head" if name == self.last and not self._is_in_block(name) else "gathered",
             (SplitPart(linear_sizes(module)[1]),),
         )
 

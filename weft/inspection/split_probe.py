@@ -114,6 +114,22 @@ def is_token_wise(module: nn.Module) -> bool:
         return False
 
 
+def mixes_tokens(module: nn.Module, width: int, arguments: Mapping[str, Any]) -> bool:
+    """Does a token of [batch, token, width] change the results of others? False, too, if the module cannot be tried."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(2, NUM_TOKENS, width, dtype=torch.float64, generator=generator)
+    other = value.clone()
+    other[:, 1] = torch.randn(2, width, dtype=torch.float64, generator=generator)
+    try:
+        whole = random_copy(module, generator)
+        with torch.no_grad():
+            before, after = (_first_tensor(whole(one, **arguments)) for one in (value, other))
+        alone = [token for token in range(NUM_TOKENS) if token != 1]
+        return before.shape[:2] == value.shape[:2] and not _equal(after[:, alone], before[:, alone])
+    except Exception:  # anything that the user's code may raise
+        return False
+
+
 def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
     """Returns a float64 copy on the CPU with random parameters, and with linears replaced by random low-rank ones.
 

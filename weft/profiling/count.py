@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from weft.inspection.attention_interface import watch_attention
 from weft.inspection.blocks import find_blocks, find_units
 from weft.inspection.checkpoints import CheckpointKind, checkpoint_around
 from weft.inspection.functional_call import call_with
@@ -162,7 +163,7 @@ class Tally(TorchDispatchMode):
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Count the operations of the model inside the context."""
-        handles = []
+        handles, see = [], partial(self._measure_heads, {id(module): name for name, module in model.named_modules()})
         for name, module in find_units(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter_unit, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave_node, name)))
@@ -171,12 +172,13 @@ class Tally(TorchDispatchMode):
                 handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
                 handles.append(module.register_forward_hook(partial(self._measure, name), with_kwargs=True))
             if isinstance(module, CausalAttention):
-                handles.append(module.register_forward_pre_hook(partial(self._measure_heads, name)))
+                handles.append(module.register_forward_pre_hook(lambda inner, args: see(inner, *args)))
         for name, module in find_blocks(model).items():
             handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._leave, name)))
         try:
-            with self, torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            packing = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+            with self, torch.enable_grad(), packing, watch_attention(see):
                 yield
         finally:
             for handle in handles:
@@ -292,10 +294,13 @@ class Tally(TorchDispatchMode):
             self._last_layer = name
             self.flow.leave(name, [output])
 
-    def _measure_heads(self, name: str, _: nn.Module, args: Any) -> None:
-        query, key = args[0], args[1]
+    def _measure_heads(
+        self, names: Mapping[int, str], module: nn.Module, query: Tensor, key: Tensor, value: Tensor
+    ) -> None:
         batch, num_heads, sequence, head_dim = query.shape
-        self.attentions[name] = Heads(batch, num_heads, key.shape[1], sequence, head_dim)
+        needs_gradient = any(tensor.requires_grad for tensor in (query, key, value))
+        heads = Heads(batch, num_heads, key.shape[1], sequence, max(head_dim, value.shape[-1]), needs_gradient)
+        self.attentions[names[id(module)]] = heads
 
 
 def _is_product(module: nn.Module) -> bool:

@@ -150,13 +150,14 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Heads:
-    """Shape of one attention in one forward of the example batch."""
+    """Shape of one attention in one forward of the example batch. `needs_gradient`: its result requires a gradient."""
 
     batch: int
     num_heads: int
     num_key_heads: int
     sequence: int
     head_dim: int
+    needs_gradient: bool = True
 
 
 class Flops(NamedTuple):

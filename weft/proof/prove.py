@@ -33,7 +33,7 @@ from weft.plan import Memory, Plan, split_batch
 from weft.planner.predict import refuse_run
 from weft.profiling import profile
 from weft.proof.float64 import Float64
-from weft.proof.rank import STEPS, Case, Trial, answer_of_rank, refused
+from weft.proof.rank import STEPS, Case, Trial, answer_of_rank, refused, unsplit
 from weft.proof.report import TOLERANCE, Check, ProofReport, report_of
 from weft.proof.result import arguments_of
 from weft.proof.sequential import BatchFn, ModelFn, double_of, make_model, to_double
@@ -152,12 +152,13 @@ def _case(model_fn: ModelFn, batch_fn: BatchFn, objective: Objective | None, pla
         _refuse_parts(plan)
     split = split_batch(plan, num_samples(batch), _sequence(batch) if plan.context.degree > 1 else 1)
     model, wide = make_model(model_fn), to_double(batch)
-    with Float64():
-        if objective is None:
-            objective = model_loss(model, wide) if isinstance(batch, dict) else CROSS_ENTROPY
-        args, kwargs = arguments_of(model, objective, take_samples(wide, slice(0, split.micro_batch)))
-    given = _by_name(model, args, kwargs) if kwargs else args
-    counted = profile(model, partial(_example, given), dtype=COMPUTE_DTYPE[plan.precision])
+    with unsplit(type(model).__name__):
+        with Float64():
+            if objective is None:
+                objective = model_loss(model, wide) if isinstance(batch, dict) else CROSS_ENTROPY
+            args, kwargs = arguments_of(model, objective, take_samples(wide, slice(0, split.micro_batch)))
+        given = _by_name(model, args, kwargs) if kwargs else args
+        counted = profile(model, partial(_example, given), dtype=COMPUTE_DTYPE[plan.precision])
     counted = replace(counted, gathers_logits=not objective.splits_logits)
     refuse(counted, plan)
     return Case(model_fn, batch_fn, objective, split, counted)

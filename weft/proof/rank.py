@@ -120,7 +120,8 @@ def _device(trial: Trial) -> torch.device:
 def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     plan, split, objective, device = trial.plan, case.split, case.objective, _device(trial)
     run = _sequential(case, trial, device)
-    expected = run(False)
+    with unsplit(type(case.counted.model).__name__):
+        expected = run(False)
     mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
     model = make_model(case.model_fn).to(device)
     arithmetic = _arithmetic(trial)
@@ -174,12 +175,30 @@ def _explained(plan: Plan, name: str) -> Iterator[None]:
     except (WeftError, dist.DistError):
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise PlanError(
-            f"{name} runs unsplit and fails under {plan.describe_axes()}: {type(error).__name__}: {error} "
-            f"({Path(frame.filename).name}:{frame.lineno}). Its code does something that this plan changes, and no "
-            f"rule of weft names it; use another plan"
+            f"{name} runs unsplit and fails under {plan.describe_axes()}: {_described(error)}. Its code does something "
+            f"that this plan changes, and no rule of weft names it; use another plan"
         ) from error
+
+
+@contextmanager
+def unsplit(name: str) -> Iterator[None]:
+    """Raise a PlanError where a model's own code fails before it is split."""
+    try:
+        yield
+    except WeftError:
+        raise
+    except Exception as error:
+        raise PlanError(
+            f"{name} fails before it is split, on a batch of batch_fn: {_described(error)}; return what its forward "
+            f"takes: (inputs, labels) for one input, or a dict of arguments for several (not under context and tile)"
+        ) from error
+
+
+def _described(error: Exception) -> str:
+    """Returns an error of a model's own code in words: its class, its message and the line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 # --- the unsplit model

@@ -9,6 +9,7 @@ tokens. Gradients are summed over the axis: one all-reduce of each trained slice
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,16 +17,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
 from weft.comm import Axis
 from weft.comm.ledger import Key
 from weft.errors import PlanError
+from weft.inspection.attention_interface import POSITIONS, interface_models, refuse_interface, use_attention
 from weft.inspection.nested_tensors import map_tensors
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
 from weft.models.decoder import CausalAttention
 from weft.models.experts import Router
+from weft.models.loss import IGNORE
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.parallel.context import closed_form
 from weft.parallel.context.attention import (
@@ -59,19 +63,26 @@ class ContextAxis(Strategy):
             return None
         assert profile.model is not None
         attentions = {n: m for n, m in profile.model.named_modules() if isinstance(m, CausalAttention)}
-        if not attentions:
+        models = interface_models(profile.model)
+        if not attentions and not models:
             return (
                 f"context = {degree}, but no attention of {type(profile.model).__name__} is one that weft can split "
-                f"along the sequence (weft.models' CausalAttention); use weft's own models, or context = 1"
+                f"along the sequence (weft.models' CausalAttention, or transformers' attention interface); use context "
+                f"= 1"
             )
         if any(isinstance(module, Router) and module.balance for module in profile.model.modules()):
             return (
                 f"context = {degree} splits sequences, over whose tokens routers balance their experts "
                 f"(router_aux_loss_coef); use router_aux_loss_coef = 0, or context = 1"
             )
+        reason = next((why for why in map(refuse_interface, models) if why is not None), None)
+        if reason is not None:
+            return f"context = {degree}, but {reason}; use context = 1"
         dropping = next((name for name, module in attentions.items() if module.dropout > 0), None)
         if dropping is not None:
             return f"context = {degree}, but '{dropping}' drops attention weights; set its dropout (attn_pdrop) to 0"
+        if profile.counted and not profile.attentions:
+            return f"context = {degree}, but the forward of {type(profile.model).__name__} calls no attention; use 1"
         return self._refuse_heads(profile, plan)
 
     def _refuse_heads(self, profile: Profile, plan: Plan) -> str | None:
@@ -113,8 +124,8 @@ class ContextAxis(Strategy):
                 forward, backward = all_to_all_traffic(
                     heads.batch, local, keys, tokens, heads.head_dim, size, plan.context.degree
                 )
-            times, has_backward = _forwards(profile, plan, name)
-            calls = [*(forward * times), *(backward * has_backward)] * split.accumulation
+            again = _num_forwards(profile, plan, name)
+            calls = [*(forward * again), *(backward * heads.needs_gradient)] * split.accumulation
             pairs += [(("context", operation), num_bytes) for operation, num_bytes in calls]
         return Cost(tally(pairs))
 
@@ -142,7 +153,12 @@ class ContextAxis(Strategy):
         for module in model.modules():
             if isinstance(module, CausalAttention):
                 setattr(module, "forward", partial(_attend, module, plan.context.kind, axis))  # noqa: B010 (to mypy)
-        model.register_forward_pre_hook(partial(_add_positions, axis), with_kwargs=True)
+        models = interface_models(model)
+        for one in models:
+            use_attention(one, partial(_attend_interface, plan.context.kind, axis))
+            one.register_forward_pre_hook(partial(_add_positions, axis, POSITIONS), with_kwargs=True)
+        if not models:
+            model.register_forward_pre_hook(partial(_add_positions, axis, "positions"), with_kwargs=True)
         rng = ScopedRng({"context": [axis]}, mesh.device)  # every element in the model is of this rank's own tokens
         model.register_forward_pre_hook(partial(_use_own_rng, rng))
         model.register_forward_hook(lambda *_: rng.end())
@@ -164,14 +180,10 @@ def _divide(block: Block, degree: int) -> Block:
     )
 
 
-def _forwards(profile: Profile, plan: Plan, name: str) -> tuple[int, bool]:
-    """Returns how often an attention's forward runs in a micro-batch, and whether its result requires a gradient."""
+def _num_forwards(profile: Profile, plan: Plan, name: str) -> int:
+    """Returns how often an attention's forward runs in a micro-batch."""
     block = next((block for block in profile.blocks if name.startswith(f"{block.name}.")), None)
-    is_again = block is not None and block.in_backward and plan.memory.recompute != "none"
-    around = f"{name.rpartition('.')[0]}."
-    inside = [layer for path, layer in profile.layers.items() if path.startswith(around)]
-    # The last layer is the projection of the attention's result.
-    return (2 if is_again else 1), not inside or inside[-1].needs_gradient
+    return 2 if block is not None and block.in_backward and plan.memory.recompute != "none" else 1
 
 
 def own_tokens(batch: Any, axis: Axis) -> Any:
@@ -186,14 +198,39 @@ def own_tokens(batch: Any, axis: Axis) -> Any:
     return map_tensors(own, batch)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and the ledger are not part of a compiled graph
 def _attend(module: CausalAttention, kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Replaces a module's attention; `module.documents` must be those of the whole sequence."""
+    return _compute(kind, axis, query, key, value, None, module.sliding_window, module.documents)
+
+
+def _attend_interface(
+    kind: str, axis: Axis, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """Replaces the attention of a model of transformers. Values may have fewer or more features than keys."""
+    scale, head_dim, features = query.shape[-1] ** -0.5 if scale is None else scale, query.shape[-1], value.shape[-1]
+    if head_dim != features:  # zeros change no score, and add no feature that is kept
+        query, key, value = (
+            functional.pad(one, (0, max(head_dim, features) - one.shape[-1])) for one in (query, key, value)
+        )
+    return _compute(kind, axis, query, key, value, scale, window, None)[..., :features]
+
+
+@torch._disable_dynamo  # type: ignore[attr-defined]  # collectives and the ledger are not part of a compiled graph
+def _compute(
+    kind: str,
+    axis: Axis,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    sliding_window: int | None,
+    documents: Tensor | None,
+) -> Tensor:
     attention = ring_attention if kind == "ring" else all_to_all_attention
     # Selective recompute uses a dispatch mode to save the results of matmuls. Inside attention these would be scores,
     # which are large and are changed in place, so modes are disabled here.
     with _disable_current_modes():
-        return attention(query, key, value, axis, sliding_window=module.sliding_window, documents=module.documents)
+        return attention(query, key, value, axis, scale=scale, sliding_window=sliding_window, documents=documents)
 
 
 def _use_own_rng(rng: ScopedRng, *_: Any) -> None:
@@ -201,11 +238,18 @@ def _use_own_rng(rng: ScopedRng, *_: Any) -> None:
     rng.enter("context")
 
 
-def _add_positions(axis: Axis, model: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Pass the positions of this rank's tokens in the sequence to the model."""
+def _add_positions(axis: Axis, name: str, model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Pass the positions of this rank's tokens in the sequence to the model, as its argument `name`."""
     tokens = args[0] if args else next(iter(kwargs.values()))
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         raise PlanError(f"{type(model).__name__} got no tokens [batch, sequence] to split over context = {axis.degree}")
+    given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+    told = next((one for one in (name, "attention_mask") if given.get(one) is not None), None)
+    if told is not None:
+        raise PlanError(
+            f"{type(model).__name__} is given {told}, and context = {axis.degree} splits sequences of one document "
+            f"without padding; leave it out (the label of a token that does not count is {IGNORE}), or use context = 1"
+        )
     sequence = tokens.shape[SEQUENCE_DIM] * axis.degree
     positions = zigzag(sequence, axis.degree, axis.index).to(tokens.device)
-    return args, {**kwargs, "positions": positions}
+    return args, {**kwargs, name: positions[None] if name == POSITIONS else positions}
