@@ -20,7 +20,7 @@ from weft.cluster.local_gpus import gpus
 from weft.commands.chaos import ChaosOptions, run_chaos
 from weft.commands.console import byte_progress, make_console, print_json, show_findings, show_report
 from weft.commands.doctor import examine
-from weft.commands.evaluate import evaluate_folder
+from weft.commands.evaluate import evaluate_folder, in_words
 from weft.commands.export import DTYPES, export
 from weft.commands.jobs import command_fork_server, prove
 from weft.commands.plan import PlanOptions, named_run, predict_plan, search_plans, split_off_file
@@ -178,11 +178,7 @@ def evaluate_command(
 ) -> None:
     """Measure a model on data: mean loss, perplexity and accuracy of the targets."""
     found = evaluate_folder(source, data, kind, sequence)
-    if as_json:
-        print_json(found)
-        return
-    words = ", ".join(f"{key} {found[key]:.4f}" for key in ("loss", "perplexity", "accuracy"))
-    make_console().print(f"{words} over {found['targets']:,} targets")
+    print_json(found) if as_json else make_console().print(in_words(found))
 
 
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def evaluate_folder(folder: Path, source: Path, kind: str | None = None, sequenc
     num_targets = sum(int(CLASSIFICATION.count(batch)) for batch in batches)
     perplexity = math.exp(loss) if loss < math.log(torch.finfo(torch.float64).max) else math.inf
     return {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, "targets": num_targets}
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """Returns what `evaluate_folder` found as a line."""
+    words = ", ".join(f"{key} {found[key]:.4f}" for key in ("loss", "perplexity", "accuracy"))
+    return f"{words} over {found['targets']:,} targets"
 
 
 def _run(folder: Path, source: Path, kind: str | None, sequence: int | None) -> Run:
