@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from weft.cluster.hardware import usual_precision
 from weft.data import slides
-from weft.data.config import Data, DataConfig, SlidesConfig, data_from_table
+from weft.data.config import Data, DataConfig, PreferenceConfig, SlidesConfig, data_from_table
 from weft.data.tokenizer import Tokenizer, load_tokenizer
 from weft.errors import ConfigError, WeftError
 from weft.models import LanguageConfig, ModelConfig, config_from_table
@@ -202,6 +202,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         if getattr(run.train, key) and not isinstance(data, DataConfig):
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
     _refuse_tuning(run)
+    _refuse_preferences(run)
     _refuse_numbers(run)
     if run.plan.pipe.shadow and run.checkpoint.memory_every is not None:
         raise ConfigError(
@@ -229,6 +230,20 @@ def _refuse_tuning(run: Run) -> None:
         raise ConfigError("[lora] freezes all but its own updates; leave train.freeze out")
     if run.lora is not None or run.train.freeze:
         run.tuning.build_on_meta(run.model)
+
+
+def _refuse_preferences(run: Run) -> None:
+    """Raise ConfigError if options do not go with preferences, whose loss is of whole answers."""
+    if not isinstance(run.data, PreferenceConfig):
+        return
+    for key in ("z_loss", "goldfish"):
+        if getattr(run.train, key):
+            raise ConfigError(f"train.{key} is for the loss of tokens, and data.kind = 'preference'; leave it out")
+    if run.plan.context.degree > 1:
+        raise ConfigError(
+            f"plan.context = {run.plan.context.degree} cuts sequences into parts, and data.kind = 'preference' "
+            f"compares whole answers; use context = 1"
+        )
 
 
 def _refuse_numbers(run: Run) -> None:
@@ -263,7 +278,7 @@ def _open_source(table: Mapping[str, Any]) -> Source | None:
 
 def _with_tokenizer(table: Mapping[str, Any], source: Source | None) -> Mapping[str, Any]:
     """Returns the table `[data]` with the tokenizer of the weights' folder, unless it names one."""
-    if source is None or "tokenizer" in table or table.get("kind", "text") not in ("text", "chat"):
+    if source is None or "tokenizer" in table or table.get("kind", "text") not in ("text", "chat", "preference"):
         return table
     if source.tokenizer is None:
         raise ConfigError(f"model.from = '{source.folder}' has no {TOKENIZER_FILE}; give data.tokenizer")
