@@ -23,6 +23,7 @@ from chats_for_tests import (
     train_plainly,
     with_exact_norms,
     write_model,
+    write_rows,
     write_run_file,
 )
 from commands_for_tests import caller
@@ -187,12 +188,15 @@ def test_every_plan_has_the_losses_of_one_rank(tmp_path: Path, kind: str) -> Non
 def test_the_command_line_fine_tunes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`weft train` with the proof of the plan, and `weft export --adapter`."""
+    """`weft train` with the proof of the plan (preferences and LoRA), `weft evaluate` and `weft export --adapter`."""
     write_model(tmp_path / "model", "Qwen2")
-    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE)
+    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE, "preference")
     weft = caller(monkeypatch, capfd)
     left = weft("train", run_file, "train.steps=2", "plan.tensor.x=2")
     assert left.status == 0, left.err
+    chats = write_rows(tmp_path / "chats.jsonl", CHATS)
+    assert "use --kind chat or text" in weft("evaluate", tmp_path / "run", "--data", chats).err
+    assert weft("evaluate", tmp_path / "run", "--data", chats, "--kind", "chat", "--json").json["targets"] > 10
     assert weft("export", tmp_path / "run", tmp_path / "adapter", "--adapter").status == 0
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 

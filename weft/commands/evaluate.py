@@ -64,6 +64,8 @@ def _run(folder: Path, source: Path, kind: str | None, sequence: int | None) -> 
         data["sequence"] = sequence
     if "sequence" not in data:
         raise ConfigError(f"{folder} does not say how long sequences are; give --sequence")
+    if data.get("kind") == "preference":
+        raise ConfigError("preferences are measured beside their reference, in training only; use --kind chat or text")
     tables = {
         "model": {"from": str(folder)},
         "data": {**data, "source": str(source), "held_out": 0.0},
