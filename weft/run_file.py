@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 from weft.architectures import VISION_CONFIGS, LanguageConfig, ModelConfig, config_from_table
 from weft.architectures.lora import Lora
 from weft.cluster.hardware import usual_precision
-from weft.data.config import SLIDE_CLASSES, Data, DataConfig, SlidesConfig, data_class, data_from_table
+from weft.data.config import (
+    SLIDE_CLASSES,
+    Data,
+    DataConfig,
+    PreferenceConfig,
+    SlidesConfig,
+    data_class,
+    data_from_table,
+)
 from weft.errors import ConfigError, WeftError
 from weft.plan import BatchSplit, Plan, split_batch
 from weft.run_tables import CheckpointConfig, LogConfig, NumbersConfig, RestartConfig, TrainConfig
@@ -128,7 +136,7 @@ class Run:
 FROZEN_SUFFIX = ".frozen"  # suffix of a file with the text of `Run.to_json`
 _TABLES = ("model", "data", "train", "plan", "checkpoint", "restart", "numbers", "log", "lora")
 _VALUES = ("name", "folder", "cluster")
-TEXT_KINDS = ("text", "chat")  # kinds of data with a tokenizer
+TEXT_KINDS = ("text", "chat", "preference")  # kinds of data with a tokenizer
 # Tables that can be given as a number, and the key that the number sets.
 _SHORT_TABLES = {
     f"plan.{name}": fields(hint)[0].name
@@ -268,6 +276,7 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         if getattr(run.train, key) and not isinstance(data, DataConfig):
             raise ConfigError(f"train.{key} is for text, and data.kind = '{data.kind}'; leave it out")
     _refuse_tuning(run)
+    _refuse_preferences(run)
     _refuse_numbers(run)
     if run.plan.pipe.shadow and run.checkpoint.memory_every is not None:
         raise ConfigError(
@@ -296,6 +305,20 @@ def _refuse_tuning(run: Run) -> None:
         raise ConfigError("[lora] freezes all but its own updates; leave train.freeze out")
     if run.lora is not None or run.train.freeze:
         run.tuning.build_on_meta(run.model)
+
+
+def _refuse_preferences(run: Run) -> None:
+    """Raise ConfigError if options do not go with preferences, whose loss is of whole answers."""
+    if not isinstance(run.data, PreferenceConfig):
+        return
+    for key in ("z_loss", "goldfish"):
+        if getattr(run.train, key):
+            raise ConfigError(f"train.{key} is for the loss of tokens, and data.kind = 'preference'; leave it out")
+    if run.plan.context.degree > 1:
+        raise ConfigError(
+            f"plan.context = {run.plan.context.degree} cuts sequences into parts, and data.kind = 'preference' "
+            f"compares whole answers; use context = 1"
+        )
 
 
 def _refuse_numbers(run: Run) -> None:

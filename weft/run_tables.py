@@ -18,6 +18,7 @@ LIMITS = {
     "beta2": (0.0, 1.0),
     "epsilon": (0.0, math.inf),
     "z_loss": (0.0, math.inf),
+    "dpo_beta": (0.0, math.inf),
     "seed": (-(2**63), 2**63),
 }
 
@@ -34,6 +35,7 @@ class TrainConfig:
     `layer_drop` skips blocks (`step/layer_drop.py`). `share_gpus` allows more ranks than GPUs, for tests.
     `evaluate_sequences` is the number of held-out sequences or images. `timeline` is a file in which the last step of a
     pipeline is drawn. `freeze` has patterns of names of parameters that are not trained (`model.embed*`).
+    `dpo_beta` is the strength of the reference in the loss of preferences (`step/preference.py`).
     """
 
     steps: int
@@ -57,6 +59,7 @@ class TrainConfig:
     goldfish: Goldfish | None = None
     layer_drop: LayerDrop | None = None
     freeze: tuple[str, ...] = ()
+    dpo_beta: float = 0.1
     device: Literal["auto", "cpu", "cuda"] = "auto"
     share_gpus: bool = False
     timeout_seconds: int = 600

@@ -36,6 +36,16 @@ CHATS: list[dict[str, Any]] = [
     {"prompt": "count: ", "completion": "one two"},
     {"prompt": "the last one is rather long: ", "completion": "yes"},
 ]
+PREFERENCES: list[dict[str, Any]] = [
+    {"prompt": "say: ", "chosen": "yes", "rejected": "no, never"},
+    {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
+    {"prompt": "a", "chosen": "bc", "rejected": "xyz"},
+    {
+        "prompt": [{"role": "user", "content": "q"}],
+        "chosen": [{"role": "assistant", "content": "r"}],
+        "rejected": [{"role": "assistant", "content": "sss"}],
+    },
+]
 # The texts of each conversation, and whether they are answers: what the rows above mean, written by hand.
 EXPECTED: list[list[tuple[str, bool]]] = [
     [(f"{BOS}<user>2+2?<assistant>", False), (f"4{EOS}", True)],
@@ -49,6 +59,15 @@ EXPECTED: list[list[tuple[str, bool]]] = [
     [(f"{BOS}<user>x<assistant>", False), (f"yz{EOS}", True)],
     [("count: ", False), (f"one two{BOS}", True)],
     [("the last one is rather long: ", False), (f"yes{BOS}", True)],
+]
+
+
+# The prompt of each preference, and its two answers.
+EXPECTED_PAIRS = [
+    ("say: ", f"yes{BOS}", f"no, never{BOS}"),
+    ("2+2=", f"4{BOS}", f"5{BOS}"),
+    ("a", f"bc{BOS}", f"xyz{BOS}"),
+    (f"{BOS}<user>q<assistant>", f"r{EOS}", f"sss{EOS}"),
 ]
 
 
@@ -75,7 +94,7 @@ def write_model(folder: Path, name: str) -> nn.Module:
         vocab_size=258, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.2,
     )  # fmt: skip
-    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    model: Any = getattr(transformers, f"{name}ForCausalLM")(config).double()
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return with_exact_norms(model)
@@ -95,21 +114,22 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:
     return normed
 
 
-def write_chats(path: Path) -> Path:
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def write_run_file(folder: Path, model: Path, more: str = "") -> Path:
-    """A run file that fine-tunes a model on `CHATS`: all rows in every step, in float64."""
+def write_run_file(folder: Path, model: Path, more: str = "", kind: str = "chat") -> Path:
+    """A run file that fine-tunes a model on `CHATS` or `PREFERENCES`: all rows in every step, in float64."""
+    rows = CHATS if kind == "chat" else PREFERENCES
     path = folder / "chat.toml"
     path.write_text(f"""
 folder = "{folder / "run"}"
 [model]
 from = "{model}"
 [data]
-kind = "chat"
-source = "{write_chats(folder / "chats.jsonl")}"
+kind = "{kind}"
+source = "{write_rows(folder / f"{kind}s.jsonl", rows)}"
 sequence = {SEQUENCE}
 held_out = 0.0
 cache = "{folder / "cache"}"
@@ -182,18 +202,33 @@ def sum_of_losses(model: nn.Module, given: Sequence[Example]) -> Tensor:
     return total
 
 
-def train_plainly(model: nn.Module, given: Sequence[Example], steps: int = STEPS) -> list[float]:
-    """A plain loop: each conversation alone, mean over all targets, clipping at 1, torch's AdamW. Returns losses."""
+def mean_loss(model: nn.Module, given: Sequence[Example]) -> Tensor:
+    """The mean cross-entropy of all targets."""
+    return sum_of_losses(model, given) / sum(int(one.is_target[1:].sum()) for one in given)
+
+
+def preference_loss(model: nn.Module, reference: nn.Module, pairs: Sequence[Sequence[Example]], beta: float) -> Tensor:
+    """DPO's mean loss, as its paper has it, with a second model as the reference."""
+    losses = []
+    for chosen, rejected in pairs:
+        with torch.no_grad():
+            before = sum_of_losses(reference, [rejected]) - sum_of_losses(reference, [chosen])
+        now = sum_of_losses(model, [rejected]) - sum_of_losses(model, [chosen])
+        losses.append(-(beta * (now - before)).sigmoid().log())
+    return torch.stack(losses).mean()
+
+
+def train_plainly(model: nn.Module, loss: Callable[[], Tensor], steps: int = STEPS) -> list[float]:
+    """A plain loop: clipping at 1, torch's AdamW. Returns losses."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": DECAY},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8)
-    count = sum(int(one.is_target[1:].sum()) for one in given)
     losses = []
     for _ in range(steps):
-        total = sum_of_losses(model, given) / count
+        total = loss()
         total.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()

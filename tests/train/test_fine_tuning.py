@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,15 @@ import transformers
 from chats_for_tests import (
     CHATS,
     EXPECTED,
+    EXPECTED_PAIRS,
     add_plain_lora,
     examples,
-    sum_of_losses,
+    mean_loss,
+    preference_loss,
     train_plainly,
     with_exact_norms,
     write_model,
+    write_rows,
     write_run_file,
 )
 from commands_for_tests import caller
@@ -34,7 +39,7 @@ from weft.data.chat_template import ChatTemplate, load_template
 from weft.data.tokenizer import load_tokenizer
 from weft.errors import CheckpointError, ConfigError, DataError
 from weft.launch.environment import RankInfo
-from weft.run_file import load_run
+from weft.run_file import Run, load_run
 from weft.step.documents import number_documents
 from weft.train.batches import prepare_data
 from weft.train.loop import train
@@ -42,6 +47,14 @@ from weft.train.setup import first_values
 
 LORA = Lora(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
 LORA_TABLE = f"[lora]\nrank = 4\nalpha = 8.0\ntargets = {json.dumps(LORA.targets)}\n"
+
+
+def encoder(run: Run) -> Callable[[str], list[int]]:
+    def encode(text: str) -> list[int]:
+        ids: list[int] = run.tokenizer.encode(text).tolist()
+        return ids
+
+    return encode
 
 
 def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -72,7 +85,8 @@ def test_training_equals_a_plain_loop(tmp_path: Path, name: str, tuning: str) ->
     if tuning == "frozen":
         theirs.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr, operator]
         theirs.model.layers[0].requires_grad_(False)  # type: ignore[union-attr, index]
-    expected = train_plainly(theirs, examples(lambda text: run.tokenizer.encode(text).tolist(), EXPECTED))
+    given = examples(encoder(run), EXPECTED)
+    expected = train_plainly(theirs, lambda: mean_loss(theirs, given))
     train(run, RankInfo(), Silent())
     worst = max(abs(a - b) for a, b in zip(losses(run.folder), expected, strict=True))
     assert worst < 1e-9
@@ -86,10 +100,9 @@ def test_training_equals_a_plain_loop(tmp_path: Path, name: str, tuning: str) ->
     assert with_state == trained, "nothing else has optimizer state"
     if tuning == "full" and name == "Llama":
         found = evaluate_folder(run.folder, tmp_path / "chats.jsonl")
-        given = examples(lambda text: run.tokenizer.encode(text).tolist(), EXPECTED)
         assert found["targets"] == sum(int(one.is_target[1:].sum()) for one in given)
         with torch.no_grad():
-            assert found["loss"] == pytest.approx(sum_of_losses(theirs, given).item() / found["targets"], rel=1e-4)
+            assert found["loss"] == pytest.approx(mean_loss(theirs, given).item(), rel=1e-4)
         assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
         assert 0.5 < found["accuracy"] <= 1
     if tuning == "lora" and name == "Qwen2":
@@ -124,6 +137,27 @@ def check_exports(tmp_path: Path, run_folder: Path, theirs: torch.nn.Module) -> 
     assert largest_difference(value, merged.model.layers[1].mlp.up_proj.weight.detach()) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["Llama", "Qwen2"])
+def test_preferences_equal_a_plain_loop_with_a_second_model(tmp_path: Path, name: str) -> None:
+    theirs = write_model(tmp_path / "model", name)
+    reference = copy.deepcopy(theirs)
+    run = load_run(write_run_file(tmp_path, tmp_path / "model", kind="preference"), ["train.dpo_beta=0.3"])
+    pairs = [
+        [examples(encoder(run), [[(prompt, False), (answer, True)]])[0] for answer in answers]
+        for prompt, *answers in EXPECTED_PAIRS
+    ]
+    with_exact_norms(reference)
+    expected = train_plainly(theirs, lambda: preference_loss(theirs, reference, pairs, 0.3))
+    train(run, RankInfo(), Silent())
+    found = losses(run.folder)
+    assert found[0] == pytest.approx(math.log(2), abs=1e-12)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-9
+    assert expected[-1] < 0.5 * expected[0]
+    checkpoint = Checkpoint(run.folder / "checkpoints" / f"step-{run.train.steps:08d}")
+    for path, parameter in theirs.named_parameters():
+        assert largest_difference(checkpoint.read(path, "parameter"), parameter.detach()) < 1e-9, path
+
+
 PLANS = {
     "data 2": ["plan.data=2"],
     "shard 3": ["plan.shard={degree=2, stage=3}"],
@@ -133,10 +167,11 @@ PLANS = {
 
 
 @pytest.mark.processes
-def test_every_plan_has_the_losses_of_one_rank(tmp_path: Path) -> None:
-    """Packed conversations with LoRA: masks of documents, answers and updates under every axis."""
+@pytest.mark.parametrize("kind", ["chat", "preference"])
+def test_every_plan_has_the_losses_of_one_rank(tmp_path: Path, kind: str) -> None:
+    """Packed conversations and preferences with LoRA: documents, answers, references and updates under every axis."""
     write_model(tmp_path / "model", "Llama")
-    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE)
+    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE, kind)
     one = load_run(run_file, ["train.steps=4"])
     train(one, RankInfo(), Silent())
     for name, plan in PLANS.items():
@@ -153,12 +188,15 @@ def test_every_plan_has_the_losses_of_one_rank(tmp_path: Path) -> None:
 def test_the_command_line_fine_tunes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """`weft train` with the proof of the plan, and `weft export --adapter`."""
+    """`weft train` with the proof of the plan (preferences and LoRA), `weft evaluate` and `weft export --adapter`."""
     write_model(tmp_path / "model", "Qwen2")
-    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE)
+    run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE, "preference")
     weft = caller(monkeypatch, capfd)
     left = weft("train", run_file, "train.steps=2", "plan.tensor.x=2")
     assert left.status == 0, left.err
+    chats = write_rows(tmp_path / "chats.jsonl", CHATS)
+    assert "use --kind chat or text" in weft("evaluate", tmp_path / "run", "--data", chats).err
+    assert weft("evaluate", tmp_path / "run", "--data", chats, "--kind", "chat", "--json").json["targets"] > 10
     assert weft("export", tmp_path / "run", tmp_path / "adapter", "--adapter").status == 0
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 

@@ -207,14 +207,10 @@ def evaluate_command(
 ) -> None:
     """Measure a model on data: mean loss, perplexity and accuracy of the targets."""
     from weft.commands.console import make_console, print_json
-    from weft.commands.evaluate import evaluate_folder
+    from weft.commands.evaluate import evaluate_folder, in_words
 
     found = evaluate_folder(source, data, kind, sequence)
-    if as_json:
-        print_json(found)
-        return
-    words = ", ".join(f"{key} {found[key]:.4f}" for key in ("loss", "perplexity", "accuracy"))
-    make_console().print(f"{words} over {found['targets']:,} targets")
+    print_json(found) if as_json else make_console().print(in_words(found))
 
 
 @app.command("export", epilog="Example: weft export runs/quickstart my-model --dtype bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,12 @@ def evaluate_folder(folder: Path, source: Path, kind: str | None = None, sequenc
     return {"loss": loss, "perplexity": perplexity, "accuracy": accuracy, "targets": num_targets}
 
 
+def in_words(found: Mapping[str, Any]) -> str:
+    """Returns what `evaluate_folder` found as a line."""
+    words = ", ".join(f"{key} {found[key]:.4f}" for key in ("loss", "perplexity", "accuracy"))
+    return f"{words} over {found['targets']:,} targets"
+
+
 def _run(folder: Path, source: Path, kind: str | None, sequence: int | None) -> Run:
     """Returns a run of one rank that starts from the folder, with `source` as its data."""
     data: dict[str, Any] = {}
@@ -57,6 +64,8 @@ def _run(folder: Path, source: Path, kind: str | None, sequence: int | None) -> 
         data["sequence"] = sequence
     if "sequence" not in data:
         raise ConfigError(f"{folder} does not say how long sequences are; give --sequence")
+    if data.get("kind") == "preference":
+        raise ConfigError("preferences are measured beside their reference, in training only; use --kind chat or text")
     tables = {
         "model": {"from": str(folder)},
         "data": {**data, "source": str(source), "held_out": 0.0},

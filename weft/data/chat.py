@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +26,8 @@ from numpy.typing import NDArray
 
 from weft.data.cache import build_folder, flush_to_disk, lock
 from weft.data.chat_template import ChatTemplate, Messages
-from weft.data.sources import DocumentSource, json_lines
+from weft.data.json_lines import json_lines
+from weft.data.sources import DocumentSource
 from weft.data.tokenizer import Tokenizer
 from weft.data.tokens import is_held_out
 from weft.errors import DataError
@@ -35,6 +37,8 @@ FORMAT_VERSION = 1
 RECORD = "chats.json"
 ASSISTANT = "assistant"
 SIDES = ("train", "held_out")
+ANSWERS = ("chosen", "rejected")
+Added = Literal["whole", "cut", "left out"]  # what became of a conversation
 Part = tuple[str, bool]  # a text, and whether its tokens are targets
 
 
@@ -112,29 +116,55 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     return value
 
 
-@dataclass
-class _Packer:
-    """Fills rows of `length` inputs and labels with conversations."""
+class Packer:
+    """Fills rows of `length` inputs and labels with conversations, one after another."""
 
-    length: int
-    inputs: list[NDArray[np.int32]] = field(default_factory=list)
-    labels: list[NDArray[np.int32]] = field(default_factory=list)
-    used: int = 0
+    def __init__(self, length: int) -> None:
+        self.length, self.used = length, 0
+        self.inputs: list[NDArray[np.int32]] = []
+        self.labels: list[NDArray[np.int32]] = []
 
-    def add(self, ids: list[int], is_target: list[bool]) -> None:
-        """Add a conversation of at least 2 tokens, of which at most `length` + 1 are used."""
-        tokens = np.array(ids[: self.length + 1], dtype=np.int32)
-        targets = np.where(is_target[: self.length + 1], tokens, IGNORE)[1:]
-        count = len(tokens) - 1
-        if not self.inputs or self.used + count > self.length:
-            self.inputs.append(np.full(self.length, ~0, dtype=np.int32))  # padding: documents of one token each
-            self.labels.append(np.full(self.length, IGNORE, dtype=np.int32))
+    def add(self, renderer: ChatRenderer, row: Mapping[str, Any], place: str) -> Added:
+        """Add a line of the data."""
+        ids, is_target = renderer.tokens(row, place)
+        if not any(is_target[1 : self.length + 1]):
+            return "left out"
+        inputs, labels = self._shifted(ids, is_target)
+        inputs[-1] = ~inputs[-1]
+        if not self.inputs or self.used + len(inputs) > self.length:
+            self._new_row((self.length,), ~0)  # padding: documents of one token each
             self.used = 0
-        place = slice(self.used, self.used + count)
-        self.inputs[-1][place] = tokens[:-1]
-        self.inputs[-1][place.stop - 1] = ~tokens[-2]
-        self.labels[-1][place] = targets
-        self.used += count
+        self._put(..., self.used, inputs, labels)
+        self.used += len(inputs)
+        return "cut" if len(ids) > self.length + 1 else "whole"
+
+    def _shifted(self, ids: list[int], is_target: list[bool]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Returns the inputs and labels of at most `length` + 1 tokens."""
+        tokens = np.array(ids[: self.length + 1], dtype=np.int32)
+        return tokens[:-1].copy(), np.where(is_target[: self.length + 1], tokens, IGNORE)[1:].astype(np.int32)
+
+    def _new_row(self, shape: tuple[int, ...], padding: int) -> None:
+        self.inputs.append(np.full(shape, padding, dtype=np.int32))
+        self.labels.append(np.full(shape, IGNORE, dtype=np.int32))
+
+    def _put(self, side: Any, begin: int, inputs: NDArray[np.int32], labels: NDArray[np.int32]) -> None:
+        self.inputs[-1][side, begin : begin + len(inputs)] = inputs
+        self.labels[-1][side, begin : begin + len(inputs)] = labels
+
+
+class PairPacker(Packer):
+    """Makes a row of two sequences, [2, length], of each `prompt` with its `chosen` and its `rejected` answer."""
+
+    def add(self, renderer: ChatRenderer, row: Mapping[str, Any], place: str) -> Added:
+        if missing := [key for key in ("prompt", *ANSWERS) if key not in row]:
+            raise DataError(f"{place} has no '{missing[0]}'; a preference has 'prompt', 'chosen' and 'rejected'")
+        both = [renderer.tokens({"prompt": row["prompt"], "completion": row[key]}, place) for key in ANSWERS]
+        if not all(any(is_target[1 : self.length + 1]) for _, is_target in both):
+            return "left out"
+        self._new_row((2, self.length), 0)
+        for side, (ids, is_target) in enumerate(both):
+            self._put(side, 0, *self._shifted(ids, is_target))
+        return "cut" if any(len(ids) > self.length + 1 for ids, _ in both) else "whole"
 
 
 class PackedChats:
@@ -166,6 +196,7 @@ class Chats:
 def packed_chats(
     source: DocumentSource,
     renderer: ChatRenderer,
+    packer: type[Packer],
     length: int,
     held_out: float,
     folder: Path,
@@ -180,35 +211,30 @@ def packed_chats(
         raise DataError(f"data.kind = 'chat' reads .jsonl files, and the source is {source.description}")
     template = "" if renderer.template is None else renderer.template.fingerprint
     made_of = [source.fingerprint, renderer.tokenizer.fingerprint, template]
-    identity = json.dumps(["chat", FORMAT_VERSION, *made_of, length, float(held_out)])
+    identity = json.dumps([packer.__name__, FORMAT_VERSION, *made_of, length, float(held_out)])
     cache = folder / hashlib.sha256(identity.encode()).hexdigest()[:32]
     if not cache.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder / f"{cache.name}.lock", "the packed conversations"):
             if not cache.exists():
-                build_folder(cache, partial(_build, source, renderer, length, held_out, progress))
+                build_folder(cache, partial(_build, source, renderer, packer, length, held_out, progress))
     return _open(cache)
 
 
 def _build(
     source: DocumentSource,
     renderer: ChatRenderer,
+    packer: type[Packer],
     length: int,
     held_out: float,
     progress: Callable[[int, int], None] | None,
     building: Path,
 ) -> None:
-    packers = {side: _Packer(length) for side in SIDES}
-    num_chats = num_cut = num_left_out = 0
-    for done_bytes, place, row in _rows(source):
-        ids, is_target = renderer.tokens(row, place)
-        is_out = is_held_out(num_chats, held_out)
-        num_chats += 1
-        if not any(is_target[1 : length + 1]):
-            num_left_out += 1
-            continue
-        num_cut += len(ids) > length + 1
-        packers["held_out" if is_out else "train"].add(ids, is_target)
+    packers = {side: packer(length) for side in SIDES}
+    counts: Counter[Added] = Counter()
+    for number, (done_bytes, place, row) in enumerate(_rows(source)):
+        side = "held_out" if is_held_out(number, held_out) else "train"
+        counts[packers[side].add(renderer, row, place)] += 1
         if progress is not None:
             progress(done_bytes, source.total_bytes)
     if not packers["train"].inputs:
@@ -221,16 +247,15 @@ def _build(
         packers["held_out"].inputs.append(packers["train"].inputs.pop())
         packers["held_out"].labels.append(packers["train"].labels.pop())
     digest = hashlib.sha256()
-    for side, packer in packers.items():
-        for kind, rows in (("inputs", packer.inputs), ("labels", packer.labels)):
+    for side, own in packers.items():
+        for kind, rows in (("inputs", own.inputs), ("labels", own.labels)):
             array = np.stack(rows) if rows else np.zeros((0, length), dtype=np.int32)
             digest.update(array.tobytes())
             with (building / f"{side}_{kind}.npy").open("wb") as file:
                 np.save(file, array, allow_pickle=False)
                 flush_to_disk(file)
-    note = (
-        f"{num_chats:,} conversations, {num_cut:,} cut at {length} tokens, {num_left_out:,} without an answer left out"
-    )
+    num_chats, num_cut, num_left_out = counts.total(), counts["cut"], counts["left out"]
+    note = f"{num_chats:,} conversations, {num_cut:,} cut at {length} tokens, {num_left_out:,} without answer left out"
     with (building / RECORD).open("w") as text:
         json.dump({"fingerprint": digest.hexdigest(), "note": note}, text)
         flush_to_disk(text)
@@ -240,7 +265,7 @@ def _rows(source: DocumentSource) -> Iterator[tuple[int, str, dict[str, Any]]]:
     before = 0
     for name in source.names:
         path = source.root / name
-        for place, row, read_bytes in json_lines(path, "'messages', or 'prompt' and 'completion'"):
+        for place, row, read_bytes in json_lines(path, "the keys of a conversation"):
             yield before + read_bytes, place, row
         before += path.stat().st_size
 

@@ -67,6 +67,14 @@ class ChatConfig(DataConfig):
 
 
 @dataclass(frozen=True)
+class PreferenceConfig(ChatConfig):
+    """Preferences for DPO: a .jsonl file of prompts, each with a chosen and a rejected answer. A sample is a pair."""
+
+    kind: Literal["preference"] = "preference"  # type: ignore[assignment]
+    documents: Literal["joined"] = "joined"  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
 class SlidesConfig:
     """Synthetic slides, generated from `seed`: `images` images of `size` × `size` pixels, whose labels depend on the
     whole image.
@@ -117,7 +125,13 @@ class ImagesConfig:
 
 
 Data = DataConfig | SlidesConfig | ImagesConfig
-KINDS: dict[str, type[Data]] = {"text": DataConfig, "chat": ChatConfig, "slides": SlidesConfig, "images": ImagesConfig}
+KINDS: dict[str, type[Data]] = {
+    "text": DataConfig,
+    "chat": ChatConfig,
+    "preference": PreferenceConfig,
+    "slides": SlidesConfig,
+    "images": ImagesConfig,
+}
 
 
 def data_class(table: Mapping[str, Any]) -> type[Data]:

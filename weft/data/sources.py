@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from weft.data.json_lines import json_lines
 from weft.errors import DataError
 
 TEXT_SUFFIXES = frozenset(
@@ -213,26 +214,6 @@ def _read_jsonl(path: Path, text_field: str) -> RowReader:
     for place, row, read_bytes in json_lines(path, f"'{text_field}'"):
         _check_field(place, text_field, row)
         yield _checked_text(row[text_field], place, text_field), True, read_bytes
-
-
-def json_lines(path: Path, wanted: str) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yields each JSON object of a .jsonl file, with its place for messages and the bytes read up to it.
-
-    `wanted` names the keys that it should have.
-    """
-    read_bytes = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            read_bytes += len(line)
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{path}, line {number} is not valid JSON ({error}); correct the line") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number} is not a JSON object; each line must be one, with {wanted}")
-            yield f"{path}, line {number}", row, read_bytes
 
 
 def _read_parquet(path: Path, text_field: str) -> RowReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -31,7 +32,8 @@ def _profile_of(
     def labels() -> Tensor:
         return task.example(micro_batch, dtype)[1]
 
-    return profile(module, example, ExampleLoss(labels), dtype)
+    counted = profile(module, example, ExampleLoss(labels), dtype)
+    return replace(counted, gathers_logits=not task.objective.splits_logits)
 
 
 def micro_batch_profile(run: Run) -> Profile:

@@ -12,10 +12,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from weft.data.config import DataConfig, ImageShape
+from weft.data.config import DataConfig, ImageShape, PreferenceConfig
 from weft.models import IGNORE, LanguageConfig, ModelConfig, VisionConfig
 from weft.run_file import Run
 from weft.step.objective import CLASSIFICATION, Objective, with_z_loss
+from weft.step.preference import preference
 
 SMALL_SEQUENCE = 16
 SMALL_SIZE = 64  # pixels: after five halvings 2 × 2 are left
@@ -41,7 +42,7 @@ class Task(ABC):
         """Returns the same task with small samples that still suit a (shrunk) model."""
 
     @abstractmethod
-    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, ...]:
         """Returns random inputs and labels of a whole batch; some labels are ignored."""
 
 
@@ -67,11 +68,31 @@ class LanguageTask(Task):
     def shrunk(self, model: ModelConfig) -> LanguageTask:
         return replace(self, sequence=min(SMALL_SEQUENCE, self.sequence))
 
-    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, ...]:
         assert isinstance(model, LanguageConfig)
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(0, model.vocab_size, (num_samples, self.sequence + 1), generator=generator)
         return tokens[:, :-1].contiguous(), _masked(tokens[:, 1:].clone(), generator)
+
+
+@dataclass(frozen=True)
+class PreferenceTask(LanguageTask):
+    """Prefers the chosen of two answers (DPO). A sample is a pair of sequences."""
+
+    beta: float = 0.1
+
+    @property
+    def objective(self) -> Objective:
+        return preference(self.beta)
+
+    def example(self, num_samples: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return super().example(2 * num_samples, dtype)
+
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, ...]:
+        inputs, labels = super().random(model, 2 * num_samples, seed)
+        generator = torch.Generator().manual_seed(seed)
+        reference = -50 * torch.rand(num_samples, 2, dtype=torch.float64, generator=generator)
+        return inputs.unflatten(0, (-1, 2)), labels.unflatten(0, (-1, 2)), reference
 
 
 @dataclass(frozen=True)
@@ -113,6 +134,8 @@ def _masked(labels: Tensor, generator: torch.Generator) -> Tensor:
 
 def task_of(run: Run) -> Task:
     """Returns the task of a run."""
+    if isinstance(run.data, PreferenceConfig):
+        return PreferenceTask(run.data.sequence, beta=run.train.dpo_beta)
     if isinstance(run.data, DataConfig):
         return LanguageTask(run.data.sequence, run.train.z_loss)
     assert isinstance(run.model, VisionConfig), "the run file was checked"

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from weft.comm import Axis
-from weft.data.chat import ChatRenderer, packed_chats
+from weft.data.chat import ChatRenderer, Packer, PairPacker, packed_chats
 from weft.data.chat_template import load_template
-from weft.data.config import ChatConfig, DataConfig, SlidesConfig
+from weft.data.config import ChatConfig, DataConfig, PreferenceConfig, SlidesConfig
 from weft.data.images import ImageRegion, Images, open_folder
 from weft.data.order import batch_indices, local_indices
 from weft.data.slides import slide_folder
@@ -39,8 +39,11 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns inputs and labels of the samples with these indices; the first dimension is the sample."""
+    def get(self, indices: NDArray[np.integer[Any]]) -> tuple[torch.Tensor, ...]:
+        """Returns inputs and labels of the samples with these indices; the first dimension is the sample.
+
+        Pairs of answers have more tensors (`train/reference.py`).
+        """
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class TrainingData:
         samples = (self.train.get(chosen) for chosen in rows)
         goldfish = run.train.goldfish
         if goldfish is not None:
-            samples = ((inputs, goldfish.apply(labels)) for inputs, labels in samples)
+            samples = ((inputs, goldfish.apply(labels)) for inputs, labels, *_ in samples)
         return [_to(batch, run, device) for batch in samples]
 
     def evaluation_batches(self, run: Run, axis: Axis, device: torch.device) -> list[Batch]:
@@ -87,9 +90,9 @@ class TrainingData:
         padded = -(-num // (micro_batch * axis.degree)) * micro_batch * axis.degree
         batches = []
         for chosen in local_indices(np.arange(padded), micro_batch, axis.degree, axis.index):
-            inputs, labels = self.held_out.get(np.minimum(chosen, num - 1))
+            inputs, labels, *more = self.held_out.get(np.minimum(chosen, num - 1))
             repeats = torch.from_numpy(chosen >= num).view(-1, *[1] * (labels.dim() - 1))
-            batches.append(_to((inputs, labels.masked_fill(repeats, IGNORE)), run, device))
+            batches.append(_to((inputs, labels.masked_fill(repeats, IGNORE), *more), run, device))
         return batches
 
 
@@ -114,7 +117,8 @@ def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:
 def _prepare_chats(run: Run, data: ChatConfig, progress: Progress | None) -> TrainingData:
     source = documents(data.source)
     renderer = ChatRenderer(run.tokenizer, load_template(data.template, data.tokenizer))
-    found = packed_chats(source, renderer, data.sequence, data.held_out, Path(data.cache), progress)
+    packer = PairPacker if isinstance(data, PreferenceConfig) else Packer
+    found = packed_chats(source, renderer, packer, data.sequence, data.held_out, Path(data.cache), progress)
     held_out = found.held_out if len(found.held_out) else None
     return TrainingData(found.train, held_out, found.fingerprint, f"{source.description}; {found.note}")
 
@@ -145,9 +149,9 @@ def _prepare_images(run: Run, progress: Progress | None) -> TrainingData:
 
 
 def _to(batch: Batch, run: Run, device: torch.device) -> Batch:
-    """Moves a batch to the device, with floating-point tensors in the compute dtype."""
-    dtype = COMPUTE_DTYPE[run.plan.precision]
-    batch = tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in batch)
+    """Moves a batch to the device, with floating-point inputs in the compute dtype."""
+    inputs, *targets = batch
+    batch = (inputs.to(COMPUTE_DTYPE[run.plan.precision]) if inputs.is_floating_point() else inputs, *targets)
     if device.type == "cuda":
         return tuple(as_on_gpus(tensor.pin_memory().to(device, non_blocking=True)) for tensor in batch)
     return batch

@@ -46,6 +46,7 @@ from weft.strategy import Values
 from weft.train.agreement import agree, all_say, run_beliefs
 from weft.train.batches import TrainingData
 from weft.train.metrics import Clock
+from weft.train.reference import with_reference
 from weft.train.saving import finish_on_error
 from weft.train.state import TrainState
 from weft.train.timeline import refuse_timeline
@@ -96,7 +97,8 @@ def build_state(
         compile_blocks(model, say)
     optimizer = make_optimizer(model, run.train)
     source = weights_fingerprint(run.source, run.tuning.adapter)
-    state = TrainState(run, run_id, data.on_tile(mesh), mesh, model, optimizer, status, say, source)
+    data = with_reference(run, data.on_tile(mesh), model, mesh)
+    state = TrainState(run, run_id, data, mesh, model, optimizer, status, say, source)
     if run.train.layer_drop is not None:
         state.gates = drop_layers(model, run.train.layer_drop, run.train.seed, run.plan, optimizer)
     return state
