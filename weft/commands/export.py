@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,21 +12,30 @@ from torch import Tensor
 from weft.checkpoint import Checkpoint
 from weft.errors import ConfigError
 from weft.models import write_weights
-from weft.serve.generate import open_checkpoint, saved_data, saved_model, saved_tokenizer
+from weft.serve.generate import saved_data, saved_model, saved_tokenizer, with_intact_checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOKENIZER = "tokenizer.json"
 
 
 def export(
-    source: Path, target: Path, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
+    source: Path,
+    target: Path,
+    dtype: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] = lambda message: None,
 ) -> None:
-    """Write the newest checkpoint under `source`, with the run's tokenizer, to the folder `target`.
+    """Write the newest undamaged checkpoint under `source`, with the run's tokenizer, to the folder `target`.
 
     Parameters get the given dtype, or else stay in that of training. The folder appears when it is complete.
-    `progress` is called with the number of tensors written and that of all.
+    `progress` is called with the number of tensors written and that of all, `say` with what is left out.
     """
-    checkpoint = open_checkpoint(source)
+    with_intact_checkpoint(source, partial(_export, target=target, dtype=dtype, progress=progress), say)
+
+
+def _export(
+    checkpoint: Checkpoint, target: Path, dtype: str | None, progress: Callable[[int, int], None] | None
+) -> None:
     entries = checkpoint.entries("parameter")
     config = saved_model(checkpoint)  # refuses a model of images, which has no tokenizer
     files = _tokenizer_file(checkpoint)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from weft.checkpoint import Checkpoint, latest
+from weft.checkpoint import Checkpoint, steps
+from weft.checkpoint.folder import step_name
 from weft.checkpoint.model_state import load_parameters
 from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.config import DataConfig
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError, ConfigError, DamagedError, NumbersError
 from weft.models import GPT2, Decoder, LanguageConfig, build, config_from_table, read_config, read_weights
 from weft.models.hf import parameter_shapes
 from weft.schema import build_dataclass, parse_toml
 
+T = TypeVar("T")
 MAX_SIZE = 2**27  # the limit for any number in the model table of a checkpoint
 
 
@@ -50,6 +55,11 @@ def generate(
                 break
             given = tokens[None, -context:].to(device)
             logits = model(given)[0, -1].float()[: tokenizer.vocab_size].cpu()  # [vocab]
+            if logits.isnan().any():
+                raise NumbersError(
+                    f"the model gives NaN after {tokens.numel()} tokens: its weights are damaged or its training "
+                    f"diverged; use an older checkpoint"
+                )
             chosen = _choose(logits, temperature, top_k, generator)
             if int(chosen) == tokenizer.end:
                 break
@@ -58,10 +68,13 @@ def generate(
 
 
 def load_for_generation(
-    path: Path, tokenizer: str | None = None, device: torch.device | str = "cpu"
+    path: Path,
+    tokenizer: str | None = None,
+    device: torch.device | str = "cpu",
+    say: Callable[[str], None] = lambda message: None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
-    GPU that supports it, the model computes in bf16.
+    GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out.
     """
     device = torch.device(device)
     if (path / "config.json").is_file():
@@ -73,7 +86,12 @@ def load_for_generation(
             raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
         return _prepare(model, device), load_tokenizer(spec), context
-    checkpoint = open_checkpoint(path)
+    return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, device=device), say)
+
+
+def _load_checkpoint(
+    checkpoint: Checkpoint, tokenizer: str | None, device: torch.device
+) -> tuple[nn.Module, Tokenizer, int]:
     saved = saved_model(checkpoint)
     data = saved_data(checkpoint)
     model = _empty(saved, device).to(checkpoint.entries("parameter")[0].dtype)
@@ -152,13 +170,19 @@ def _started_in(checkpoint: Checkpoint) -> Path | None:
     return parents[1 + len(below)]
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open the checkpoint at a path, or the newest one of a run folder."""
-    for folder in (path / "checkpoints", path):
-        newest = latest(folder)
-        if newest is not None:
-            return Checkpoint(newest)
-    return Checkpoint(path)
+def with_intact_checkpoint(path: Path, use: Callable[[Checkpoint], T], say: Callable[[str], None]) -> T:
+    """Returns `use` of the checkpoint at a path, or of the newest one of a run folder whose files are not damaged.
+
+    `say` is told of each that is left out.
+    """
+    folder = path / "checkpoints" if steps(path / "checkpoints") else path
+    found = [folder / step_name(step) for step in reversed(steps(folder))]
+    for newer in found[:-1]:
+        try:
+            return use(Checkpoint(newer))
+        except DamagedError as error:
+            say(f"{error}; an older checkpoint is used")
+    return use(Checkpoint(found[-1] if found else path))
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
