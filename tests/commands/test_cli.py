@@ -139,7 +139,7 @@ def test_plan_says_which_form_of_the_tensor_axes_is_better(
 
 
 def test_a_plan_that_does_not_fit_is_flagged(run_file: Path, weft: Weft) -> None:
-    left = weft("plan", run_file, "plan.data=2", "model.intermediate_size=99999999", "cluster=h100:1x8")
+    left = weft("plan", run_file, "plan.data=2", "model.intermediate_size=15000000", "cluster=h100:1x8")
     assert left.status == 2
     assert "predicted memory per device" in left.out
     assert "weft: the plan does not fit: data 2, micro-batch 8, needs " in left.err
@@ -360,7 +360,7 @@ def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft) -> None:
     left = weft("train", *own, "train.steps=5", "plan.micro_batch=4", "train.learning_rate=0.5")
     assert left.status == 0
     assert "It was trained with train.learning_rate = " in left.out
-    assert "plan.micro_batch = not given, now 4" in left.out
+    assert re.search(r"plan\.micro_batch = \d+, now 4\.", left.out)
     Path("run/metrics.jsonl").rename("kept")  # a checkpoint that was copied here without them
     assert weft("train", *own, "train.steps=5", "--json").json["step"] is None
     Path("kept").rename("run/metrics.jsonl")
