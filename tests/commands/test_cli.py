@@ -401,7 +401,7 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_2(run_file: Pat
 def test_generate_and_export_name_what_is_missing(tmp_path: Path, weft: Weft) -> None:
     for command in (["generate", tmp_path / "absent"], ["export", tmp_path / "absent", tmp_path / "out"]):
         left = weft(*command)
-        assert left.status == 1
+        assert left.status == 2
         assert left.err == f"weft: {tmp_path / 'absent'} is no checkpoint folder\n"
     left = weft("export", tmp_path, tmp_path / "out", "--dtype", "fp8")
     assert left.status == 2

@@ -23,6 +23,7 @@ except ImportError:
 
 from weft.commands import PROMPT
 from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
+from weft.launch.one_speaker import is_first_to_say
 from weft.version import VERSION
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -368,7 +369,8 @@ def _warn(message: str) -> None:
 
 
 def _fail(message: str, status: int) -> None:
-    print(f"weft: {message}", file=sys.stderr)
+    if is_first_to_say(message, os.environ):
+        print(f"weft: {message}", file=sys.stderr)
     raise SystemExit(status)
 
 
