@@ -260,7 +260,9 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
         precision, reason = usual_precision(cluster, on_cpu=built.train.device == "cpu")
         built = built._replace(plan=replace(built.plan, precision=precision))
     if built.lora is not None:
-        built = built._replace(lora=_with_adapter(built.lora, tables["lora"]))
+        from weft.models.adapter import with_adapter
+
+        built = built._replace(lora=with_adapter(built.lora, tables["lora"]))
     run = Run(
         name=name,
         folder=Path(tables.get("folder", f"runs/{name}")),
@@ -284,19 +286,6 @@ def run_from_tables(tables: Mapping[str, Any], origins: Mapping[str, str], defau
             f"{run.checkpoint.memory_every} copies it once more, for a fixed number of ranks; leave one of them out"
         )
     return run
-
-
-def _with_adapter(given: Lora, table: Mapping[str, Any]) -> Lora:
-    """Returns `given`, the value of the table `[lora]`, with what the adapter says that it starts from, if any."""
-    if given.adapter is None:
-        return given
-    from weft.models.adapter import read_adapter_table
-
-    found = build_dataclass(Lora, {**read_adapter_table(Path(given.adapter)), "adapter": given.adapter}, "lora")
-    for key in ("rank", "alpha", "targets"):
-        if key in table and getattr(given, key) != getattr(found, key):
-            raise ConfigError(f"lora.{key} = {table[key]}, and the adapter has {getattr(found, key)}; leave it out")
-    return replace(found, dropout=given.dropout if "dropout" in table else found.dropout)
 
 
 def _refuse_tuning(run: Run) -> None:

@@ -8,8 +8,9 @@ from typing import Literal
 
 from weft.data.goldfish import Goldfish
 from weft.errors import ConfigError
-from weft.schema import at_least
+from weft.schema import at_least, at_most
 
+MAX_BATCH, MAX_BATCH_TOKENS = 1 << 24, 1 << 36  # of a step; more micro-batches could not be listed
 # Limits of AdamW and torch's generators: a value is at least the first number and below the second.
 LIMITS = {
     "learning_rate": (0.0, math.inf),
@@ -73,6 +74,8 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 at_least(f"train.{name}", getattr(self, name), 1)
         at_least("train.warmup_steps", self.warmup_steps, 0)
+        at_most("train.batch", self.batch or 0, MAX_BATCH)
+        at_most("train.batch_tokens", self.batch_tokens or 0, MAX_BATCH_TOKENS)
         for name, (low, high) in LIMITS.items():
             value = getattr(self, name)
             if not low <= value < high:

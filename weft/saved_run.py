@@ -13,13 +13,15 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
-from weft.checkpoint import Checkpoint, latest
+from weft.checkpoint import Checkpoint, latest, steps
+from weft.checkpoint.folder import step_name
 from weft.checkpoint.manifest import MANIFEST
 from weft.data.config import DataConfig, data_from_table
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError, ConfigError, DamagedError
 from weft.models import LanguageConfig, config_from_table, read_config, weight_reader
 from weft.models.adapter import WEIGHTS_FILE as ADAPTER_FILE
 from weft.models.hf_config import CONFIG_FILE
@@ -27,6 +29,7 @@ from weft.models.lora import is_adapter, merged
 from weft.models.tuning import Tuning
 from weft.schema import build_dataclass, parse_toml
 
+T = TypeVar("T")
 MAX_SIZE = 2**27  # the limit for any number in the model table of a checkpoint
 TOKENIZER_FILE = "tokenizer.json"
 _HASHED_BYTES = 1 << 20  # at each end of a file of weights, with its size
@@ -175,3 +178,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if newest is not None:
             return Checkpoint(newest)
     return Checkpoint(path)
+
+
+def with_intact_checkpoint(path: Path, use: Callable[[Checkpoint], T], say: Callable[[str], None]) -> T:
+    """Returns `use` of the checkpoint at a path, or of the newest one of a run folder whose files are not damaged.
+
+    `say` is told of each that is left out.
+    """
+    folder = path / "checkpoints" if steps(path / "checkpoints") else path
+    found = [folder / step_name(step) for step in reversed(steps(folder))]
+    for newer in found[:-1]:
+        try:
+            return use(Checkpoint(newer))
+        except DamagedError as error:
+            say(f"{error}; an older checkpoint is used")
+    return use(Checkpoint(found[-1] if found else path))

@@ -141,6 +141,12 @@ def at_least(name: str, value: int, smallest: int) -> None:
         raise ConfigError(f"{name} = {value}; it must be at least {smallest}")
 
 
+def at_most(name: str, value: int, largest: int) -> None:
+    """Raise ConfigError if a value is above `largest`."""
+    if value > largest:
+        raise ConfigError(f"{name} = {value}; it must be at most {largest}")
+
+
 def to_table(value: Any) -> Any:
     """Returns a dataclass as plain tables without None, the inverse of `build_dataclass`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

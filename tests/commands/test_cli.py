@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from weft.train.metrics import StepMetrics
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ("train", "plan", "verify", "chaos", "export", "generate", "doctor")
+COMMANDS = ("init", "train", "plan", "verify", "chaos", "evaluate", "export", "generate", "doctor")
 
 
 @pytest.fixture
@@ -63,6 +65,26 @@ def test_the_list_of_commands_is_complete() -> None:
 
 def test_version(weft: Weft) -> None:
     assert weft("--version").out.strip() == __version__
+
+
+# --- statuses
+
+
+def test_a_run_that_was_stopped_leaves_with_75(run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.commands.train.start_ranks", lambda *_: 0)  # as ranks that save and stop
+    assert weft("train", run_file, "folder=run", "--no-verify").status == 75
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_anything_was_done_is_one_line(
+    run_file: Path, weft: Weft, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr("weft.run_file.check_run_file", lambda *_: os.kill(os.getpid(), number))
+    left = weft("plan", run_file)
+    assert left.status == 128 + number
+    assert left.err == f"weft: stopped by {number.name}; there was nothing to save\n"
+    assert signal.getsignal(number) is before
 
 
 # --- plan
@@ -116,6 +138,14 @@ def test_plan_says_which_form_of_the_tensor_axes_is_better(
     assert "better_form" not in weft("plan", run_file, "plan.data=2", cluster, "--json").json
 
 
+def test_a_plan_that_does_not_fit_is_flagged(run_file: Path, weft: Weft) -> None:
+    left = weft("plan", run_file, "plan.data=2", "model.intermediate_size=15000000", "cluster=h100:1x8")
+    assert left.status == 2
+    assert "predicted memory per device" in left.out
+    assert "weft: the plan does not fit: data 2, micro-batch 8, needs " in left.err
+    assert "The nearest plan that needs less: " in left.err
+
+
 def test_a_plan_larger_than_its_cluster_is_refused(run_file: Path, weft: Weft) -> None:
     left = weft("plan", run_file, "plan.data=16", "cluster=h100:1x8")
     assert left.status == 2
@@ -156,10 +186,14 @@ def metrics(step: int, mfu: float | None = None) -> StepMetrics:
 
 def test_a_step_is_one_line_with_its_rates() -> None:
     assert step_line(metrics(7, 0.412), 10) == (
-        "step 7/10  loss 2.5000  grad norm 0.100  1,000 tokens/s (500/device)  0.250 TFLOP/s/device  MFU 41.2%  "
-        "1.0 MiB  3.00 s left"
+        "step 7/10  loss 2.5000  grad norm 0.100  lr 1.00e-03  1,000 tokens/s  (500/device)  0.250 TFLOP/s/device  "
+        "MFU 41.2%  3.00 s left  1.0 MiB"
     )
     assert "MFU" not in step_line(metrics(7), 10)
+    line = "step 7/10  loss 2.5000  grad norm 0.100  lr 1.00e-03  1,000 tokens/s  3.00 s left"
+    assert step_line(metrics(7, 0.412), 10, 81) == line
+    assert step_line(metrics(7, 0.412), 10, 80) == line.replace("  grad norm 0.100", "")
+    assert step_line(metrics(7), 10, 3) == "step 7/10"
 
 
 def test_a_long_run_shows_about_twenty_lines_where_there_is_no_terminal() -> None:
@@ -181,6 +215,25 @@ def test_a_terminal_shows_a_bar_and_the_lines_above_it() -> None:
     reporter.close()
     assert "held-out loss 2.0000" in shown.getvalue()
     assert "step 3/3" in shown.getvalue()
+
+
+def test_a_terminal_of_80_columns_breaks_no_word_and_a_log_has_no_escapes() -> None:
+    text = "Of the two forms of x, the sequence-sharded one is better " * 4
+    for is_terminal in (True, False):
+        shown = io.StringIO()
+        reporter = LiveReporter(Console(file=shown, width=80, force_terminal=is_terminal), 3)
+        reporter.say(text)
+        for step in range(1, 4):
+            reporter.step(metrics(step, 0.5))
+        reporter.close()
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+        lines = plain.replace("\r", "\n").splitlines()
+        if is_terminal:
+            assert max(map(len, lines)) <= 80
+            assert {word for line in lines[:3] for word in line.split()} <= set(text.split())
+        else:
+            assert plain == shown.getvalue()
+            assert lines[0] == text
 
 
 # --- verify
@@ -293,9 +346,21 @@ def test_a_run_from_its_start_to_fresh(run_file: Path, weft: Weft) -> None:
     left = weft("train", *own, "train.steps=5")
     assert left.status == 0
     assert "This run is finished: step 5 of 5 is in run." in left.out
-    assert f"weft train {run_file} --fresh" in left.out
-    assert "train.steps=10" in left.out
+    kept = f"weft train {run_file} folder=run train.schedule=constant"  # suggestions keep what was given
+    assert f"{kept} train.steps=5 --fresh" in left.out
+    assert f"{kept} train.steps=10" in left.out
+    assert "It was trained with" not in left.out
     assert losses(Path("run")) == first
+    left = weft("train", *own, "train.steps=5", "model.rope_theta=9.0")  # not finished, and no old sample
+    assert left.status == 2
+    assert "was trained with model.rope_theta = 10000.0, now it is 9.0" in left.err
+    left = weft("train", *own, "train.steps=5", "data.held_out=0.25")
+    assert left.status == 2
+    assert "was trained on other data: data.held_out = " in left.err
+    left = weft("train", *own, "train.steps=5", "plan.micro_batch=4", "train.learning_rate=0.5")
+    assert left.status == 0
+    assert "It was trained with train.learning_rate = " in left.out
+    assert re.search(r"plan\.micro_batch = \d+, now 4\.", left.out)
     Path("run/metrics.jsonl").rename("kept")  # a checkpoint that was copied here without them
     assert weft("train", *own, "train.steps=5", "--json").json["step"] is None
     Path("kept").rename("run/metrics.jsonl")
@@ -325,10 +390,10 @@ def test_double_precision_trains_and_speaks(run_file: Path, weft: Weft) -> None:
     assert "the model continues" in left.out
 
 
-def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_1(run_file: Path, weft: Weft) -> None:
+def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_2(run_file: Path, weft: Weft) -> None:
     assert weft("train", run_file, "folder=run", "train.steps=3", "--no-verify").status == 0
     left = weft("train", run_file, "folder=run", "model.rope_theta=9.0", "--no-verify")
-    assert left.status == 1
+    assert left.status == 2
     assert left.err.splitlines() == [line for line in left.err.splitlines() if line.startswith("weft: ")]
     assert "was trained with model.rope_theta = 10000.0, now it is 9.0" in left.err
 
@@ -336,7 +401,7 @@ def test_a_checkpoint_that_cannot_be_used_is_one_line_and_status_1(run_file: Pat
 def test_generate_and_export_name_what_is_missing(tmp_path: Path, weft: Weft) -> None:
     for command in (["generate", tmp_path / "absent"], ["export", tmp_path / "absent", tmp_path / "out"]):
         left = weft(*command)
-        assert left.status == 1
+        assert left.status == 2
         assert left.err == f"weft: {tmp_path / 'absent'} is no checkpoint folder\n"
     left = weft("export", tmp_path, tmp_path / "out", "--dtype", "fp8")
     assert left.status == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from weft.checkpoint import Checkpoint, Piece, Region, Saver
 from weft.commands.export import export
 from weft.data.tokenizer import load_tokenizer
-from weft.errors import CheckpointError, ConfigError
+from weft.errors import CheckpointError, ConfigError, DamagedError, NumbersError
 from weft.models import Decoder, DecoderConfig, build, initialise, read_config
 from weft.run_file import load_run
 from weft.schema import to_table
@@ -99,16 +100,17 @@ def test_export_takes_a_checkpoint_or_the_newest_of_a_run(folder: Path, tmp_path
         assert torch.equal(tensors["model.norm.weight"], stored.read("model.norm.weight", "parameter"))
 
 
-CONFIG = DecoderConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+CONFIG = DecoderConfig(vocab_size=257, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
 
 
-def saved_with(tokenizer: str, checkpoints: Path, run_folder: str) -> Path:
+def saved_with(tokenizer: str, checkpoints: Path, run_folder: str, step: int = 2, value: float = 0.5) -> Path:
     """A checkpoint of a run that names this tokenizer and this folder, as its run file did."""
     text = f'folder = "{run_folder}"\n[data]\nsource = "stdlib"\nsequence = 8\ntokenizer = "{tokenizer}"\n'
     state = {"model": to_table(CONFIG), "run": text}
     named = build(CONFIG).named_parameters()
-    pieces = [Piece(name, "parameter", Region.whole(tuple(p.shape)), p.detach()) for name, p in named]
-    Saver(checkpoints, 0, 1, "abcd").save(2, pieces, state, asynchronous=False)
+    whole = Region.whole
+    pieces = [Piece(name, "parameter", whole(tuple(p.shape)), torch.full_like(p, value).detach()) for name, p in named]
+    Saver(checkpoints, 0, 1, "abcd").save(step, pieces, state, asynchronous=False)
     return checkpoints.parent
 
 
@@ -155,6 +157,31 @@ def test_an_export_appears_with_its_tokenizer_or_not_at_all(tmp_path: Path, monk
 
 
 # --- generation
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000.safetensors"])
+def test_a_damaged_newest_checkpoint_is_left_out(tmp_path: Path, file: str) -> None:
+    for step in (2, 4):
+        saved_with("bytes", tmp_path / "run" / "checkpoints", "run", step, value=step / 8)
+    path = tmp_path / "run" / "checkpoints" / "step-00000004" / file
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    said: list[str] = []
+    export(tmp_path / "run", tmp_path / "model", say=said.append)
+    assert float(load_file(tmp_path / "model" / "model.safetensors")["model.norm.weight"][0]) == 2 / 8
+    model, _, _ = load_for_generation(tmp_path / "run", say=said.append)
+    assert {float(parameter.detach().max()) for parameter in model.parameters()} == {2 / 8}
+    assert len(said) == 2
+    assert all("step-00000004" in text and text.endswith("; an older checkpoint is used") for text in said)
+    with pytest.raises(DamagedError):  # a checkpoint that was asked for by name
+        export(path.parent, tmp_path / "other")
+
+
+def test_weights_that_are_nan_are_said(tmp_path: Path) -> None:
+    model, tokenizer, context = load_for_generation(saved_with("bytes", tmp_path / "checkpoints", ".", value=math.nan))
+    with pytest.raises(NumbersError, match="the model gives NaN after 3 tokens: its weights are damaged or"):
+        generate(model, tokenizer, "abc", context=context)
 
 
 def test_text_repeats_by_its_seed(folder: Path) -> None:

@@ -394,6 +394,25 @@ def test_pixels_that_cannot_be_decoded(tmp_path: Path, name: str, caplog: pytest
         images.get(np.array([1]), rows=(0, HEIGHT), columns=(0, WIDTH))
 
 
+def test_pixels_that_are_nan_and_archives_of_arrays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def save(path: Path, pixels: Any) -> None:
+        np.save(path, np.asarray(pixels, dtype=np.float32))
+
+    make_folder(tmp_path, 3, ".npy", save)
+    spoiled = np.load(tmp_path / "1.npy")
+    spoiled[3, 4] = np.nan
+    np.save(tmp_path / "1.npy", spoiled)
+    with pytest.raises(DataError, match=r"1\.npy cannot be read: it has pixels that are NaN or infinite; remove it"):
+        opened(tmp_path).train.get(np.arange(3))
+    with caplog.at_level(logging.WARNING, logger="weft"):
+        assert opened(tmp_path, on_bad="skip").train.get(np.arange(3))[1].tolist() == [0, IGNORE, 2]
+    assert "1.npy cannot be read and is skipped: it has pixels that are NaN" in caplog.text
+    with (tmp_path / "2.npy").open("wb") as file:
+        np.savez(file, one=spoiled, other=spoiled)
+    with pytest.raises(DataError, match=r"2\.npy cannot be used: it holds no single array"):
+        opened(tmp_path)
+
+
 def test_no_more_is_decoded_at_once_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("png", "tiff in one strip", "tiff in tiles", "npy"):
         suffix, save = SAVERS[name]

@@ -16,7 +16,7 @@ import pytest
 from weft.errors import ConfigError, CorruptionError, LaunchError, LostRankError
 from weft.health import watchdog
 from weft.health.rank_status import Status
-from weft.launch.agent import Restarts, ResumePoint, start_local
+from weft.launch.agent import Restarts, ResumePoint, memory_kills, start_local
 from weft.launch.folder_lock import locked, refuse_if_used
 from weft.launch.fork_server import ForkServer
 
@@ -106,6 +106,19 @@ def test_a_killed_rank_is_started_again(tmp_path: Path, capfd: pytest.CaptureFix
         "start again (restart 1 of at most 2 within 600 s) and go on after step 5, from "
         "runs/x/checkpoints/step-00000005; 2 finished steps to do again.\n"
     )
+
+
+def test_a_rank_killed_for_memory_before_the_first_step_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("weft.launch.agent.memory_kills", iter(range(10)).__next__)  # one more at each look
+    assert run(lambda: die() if rank() == 1 else time.sleep(60)) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err == (
+        "weft: rank 1 was killed by SIGKILL (by hand, or by the kernel when memory ran out); the kernel did it, for "
+        "memory: use a smaller model or batch, or fewer ranks on this machine\n"
+    )
+    (tmp_path / "vmstat").write_text("nr_free_pages 5\noom_kill 7\n")
+    assert (memory_kills(tmp_path / "vmstat"), memory_kills(tmp_path / "absent")) == (7, 0)
 
 
 def test_an_error_in_the_middle_is_tried_again(capfd: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.errors import LaunchError
-from weft.launch import agent
 from weft.launch import environment as launch
+from weft.launch import stop_signal
 from weft.launch.agent import describe_failures, start_local
 from weft.launch.environment import RankInfo, check_world, detect, expand_hosts, rendezvous
 from weft.launch.fork_server import ForkServer
@@ -558,7 +558,7 @@ def test_a_rank_that_is_killed(start: Start) -> None:
 def test_a_signal_lets_the_ranks_save(start: Start, number: signal.Signals) -> None:
     def before() -> None:
         signal.signal(number, signal.SIG_DFL)
-        agent._SAME_PRESS_SECONDS = DEADLINE_SECONDS
+        stop_signal.SAME_PRESS_SECONDS = DEADLINE_SECONDS
 
     parent = start.script(2, WAIT_AND_SAVE, before=before)
     for rank in range(2):
@@ -584,7 +584,7 @@ def test_ignored_signals_stay_ignored(start: Start) -> None:
 
 
 def test_a_second_interrupt_kills(start: Start) -> None:
-    parent = start.script(2, WAIT_WHATEVER_HAPPENS, before=lambda: setattr(agent, "_SAME_PRESS_SECONDS", 0))
+    parent = start.script(2, WAIT_WHATEVER_HAPPENS, before=lambda: setattr(stop_signal, "SAME_PRESS_SECONDS", 0))
     pids = [int(parent.read(f"ready{rank}")) for rank in range(2)]
     os.kill(parent.pid, signal.SIGINT)
     for rank in range(2):
@@ -596,7 +596,7 @@ def test_a_second_interrupt_kills(start: Start) -> None:
 
 
 def test_ranks_that_never_save_are_killed(start: Start) -> None:
-    parent = start.script(1, WAIT_WHATEVER_HAPPENS, before=lambda: setattr(agent, "SAVE_SECONDS", 0.3))
+    parent = start.script(1, WAIT_WHATEVER_HAPPENS, before=lambda: setattr(stop_signal, "SAVE_SECONDS", 0.3))
     pid = int(parent.read("ready0"))
     os.kill(parent.pid, signal.SIGTERM)
     assert parent.end() == 128 + signal.SIGKILL

@@ -82,7 +82,7 @@ def test_a_run_that_is_stopped_twice_ends_like_one_that_is_not(tmp_path: Path, s
         command.wait_for_step(stopped + 5)
         command.process.send_signal(number)
         status, out, err = command.end()
-        assert status == 0, err
+        assert status == 75, err
         assert f"weft: {number.name}: the ranks save and stop" in err
         if stopped:
             assert f"resumed at step {stopped}" in out

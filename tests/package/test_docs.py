@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
@@ -47,7 +48,7 @@ def test_readme_commands_run(
     monkeypatch.chdir(tmp_path)
     commands = readme_commands()
     assert {shlex.split(command)[1] for command in commands} == {
-        "train", "plan", "verify", "generate", "export", "doctor",
+        "init", "train", "plan", "verify", "generate", "export", "doctor",
     }  # fmt: skip
     for command in commands:
         arguments = shlex.split(command)
@@ -72,6 +73,20 @@ def test_the_example_of_an_own_model_proves_and_trains(capsys: pytest.CaptureFix
     runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
     last = capsys.readouterr().out.splitlines()[-1]
     found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+) on 4 processes", last)
+    assert found is not None
+    assert float(found[2]) < float(found[1])
+
+
+def test_the_notebook_proves_and_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells in order, as a kernel runs them; the script beside it has the same code."""
+    notebook = json.loads((ROOT / "examples" / "own_model.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    names: dict[str, object] = {"__name__": "__main__"}
+    for number, cell in enumerate(notebook["cells"]):
+        if cell["cell_type"] == "code":
+            assert cell["outputs"] == []
+            exec(compile("".join(cell["source"]), f"cell {number}", "exec"), names)
+    found = re.fullmatch(r"loss ([\d.]+) -> ([\d.]+) on 4 processes", capsys.readouterr().out.splitlines()[-1])
     assert found is not None
     assert float(found[2]) < float(found[1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -119,9 +120,14 @@ BAD_OVERRIDES = {
     "checkpoint.keep_last=0": "checkpoint.keep_last = 0; it must be at least 1",
     "data.held_out=1": "data.held_out = 1.0; it is a fraction from 0 to below 1",
     "data.sequence=0": "data.sequence = 0; it must be at least 1",
+    # sizes that could not even be counted
+    "data.sequence=1000000000": "data.sequence = 1000000000; it must be at most 16777216",
+    "model.hidden_size=1000000000": "hidden_size = 1000000000 is larger than that of any model; give at most",
+    "model.num_hidden_layers=10000000": "num_hidden_layers = 10000000 is larger than that of any model",
+    "train.batch=1000000000000": "train.batch = 1000000000000; it must be at most 16777216",
     # data
     "data.source=absent.txt": "there is no data at absent.txt",
-    "data.sequence=1000000": "needs at least 1000001 tokens, but the training data holds",
+    "data.sequence=20000": "needs at least 20001 tokens, but the held-out data holds",
     "data.tokenizer=absent.json": "cannot read the tokenizer absent.json",
     # a device that is not there
     "train.device=cuda": "train.device = 'cuda' but torch sees no GPU",
@@ -158,6 +164,36 @@ def test_the_run_file_itself(tmp_path: Path, refuse: Refuse) -> None:
 def test_numbers_may_be_short(run_file: Path) -> None:
     run = load_run(run_file, ["train.steps=4M", "train.batch=1.6e1", "train.warmup_steps=2k"])
     assert (run.train.steps, run.train.batch, run.train.warmup_steps) == (4 * 1024 * 1024, 16, 2048)
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_the_remedy(run_file: Path, refuse: Refuse) -> None:
+    line = refuse(run_file, "plan.data=1", "model.intermediate_size=99999999")
+    assert line.startswith("weft: the plan does not fit: 1 process, micro-batch 16, needs ")
+    assert "No plan near it needs less than" in line
+
+
+def test_files_that_cannot_be_read_or_written_are_one_line(
+    run_file: Path, refuse: Refuse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = run_file.with_name("loop.toml")
+    loop.symlink_to(loop)  # root may read any file, but not this
+    assert "loop.toml cannot be read" in refuse(loop)
+    assert "/cache" in (line := refuse(run_file, f"data.cache={run_file.name}/cache"))
+    assert "weft: cannot prepare the data: " in line
+    source = run_file.with_name("texts")
+    source.mkdir()
+    (source / "a.txt").symlink_to("a.txt")
+    (source / "b.txt").write_text("some words " * 100)
+    assert "texts" in refuse(run_file, "data.source=texts")
+    assert f"{run_file.name}/run" in refuse(run_file, f"folder={run_file.name}/run")
+    assert "page.html" in refuse(run_file, "--report", f"{run_file.name}/page.html", command="plan")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/cache/tokens")
+
+    monkeypatch.setattr("weft.data.tokens.build_folder", full)
+    line = refuse(run_file, "data.cache=another")
+    assert line.startswith("weft: cannot prepare the data: runs/cache/tokens: No space left on device; give the folder")
 
 
 def test_neither_batch_nor_batch_tokens(run_file: Path, refuse: Refuse) -> None:

@@ -202,7 +202,7 @@ def test_files_are_there_when_nobody_reads_what_is_printed(
 
 
 def test_in_words(weft: Weft) -> None:
-    left = weft(*NAMED)
+    left = weft(*NAMED, "--what-if")
     assert left.status == 0, left.err
     for words in ("mpt-1b, 1.3", "the best plan of each layout", "MFU", "/80 GB", "why  ", "what more would change"):
         assert words in left.out, words

@@ -118,7 +118,7 @@ class DeepResNetConfig:
     is_dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_classes", "in_channels", "width")
+        require_positive(self, "depth", "num_classes", "in_channels", "width")
         step = LAYERS_OF[self.version]
         if self.depth < step + 2 or (self.depth - 2) % step:
             near = max(step + 2, (self.depth - 2) // step * step + 2)

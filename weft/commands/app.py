@@ -23,6 +23,7 @@ except ImportError:
 
 from weft.commands import PROMPT
 from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
+from weft.launch.one_speaker import is_first_to_say
 from weft.version import VERSION
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -41,18 +42,44 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="changes to it: sect
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
 
+@app.command("init", epilog="Example: weft init run.toml --data my-texts --cluster h100:1x8")
+def init_command(
+    run_file: Annotated[Path, typer.Argument(help="the run file to write; must not exist")],
+    model: Annotated[str | None, typer.Option(help="a model of the catalog; a small Llama if not given")] = None,
+    data: Annotated[str, typer.Option(help="a file or folder of text, or stdlib")] = "stdlib",
+    cluster: Annotated[str, typer.Option(help="local, name:nodes or name:nodesxdevices")] = "local",
+    interactive: Annotated[bool, typer.Option("--interactive", help="ask for what is not given")] = False,
+) -> None:
+    """Write a commented run file to begin with."""
+    from weft.commands.init import init
+
+    if interactive:
+        model = typer.prompt("model of the catalog, or small", default=model or "small")
+        data, cluster = typer.prompt("text", default=data), typer.prompt("machine", default=cluster)
+    init(run_file, None if model == "small" else model, data, cluster)
+    print(f"wrote {run_file}; what it costs: weft plan {run_file}; run it: weft train {run_file}")
+
+
 @app.command("train", epilog="Example: weft train examples/quickstart.toml train.steps=50")
 def train_command(
     run_file: RunFile,
     overrides: Overrides = None,
     verify: Annotated[bool, typer.Option(help="prove the plan on local processes first")] = True,
     fresh: Annotated[bool, typer.Option(help="move an earlier run of this name aside and start anew")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print every value and where it came from; train nothing")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
-    from weft.run_file import check_run_file
+    from weft.run_file import check_run_file, load_run
 
     check_run_file(run_file, overrides or [])
+    if print_config:
+        from weft.commands.run_reference import configuration
+
+        print(configuration(load_run(run_file, overrides or [])), end="")
+        return
     from weft.commands.jobs import command_fork_server
     from weft.commands.train import train_here, train_under_launcher
     from weft.launch.environment import detect
@@ -88,6 +115,12 @@ def plan_command(
     search: Annotated[bool, typer.Option("--search", help="search, though the run file has a [plan]")] = False,
     write: Annotated[Path | None, typer.Option(help="write the run with the best plan, for weft train")] = None,
     report: Annotated[Path | None, typer.Option(help="write a page (HTML) about what was found")] = None,
+    write_job: Annotated[
+        str | None, typer.Option(help="slurm or kubernetes: write the file that starts the run, beside the run file")
+    ] = None,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")
+    ] = False,
     mtbf: Annotated[str | None, typer.Option(help="time between failures of a device, e.g. 5y: adds goodput")] = None,
     mtbf_cluster: Annotated[str | None, typer.Option(help="the same of the whole cluster, e.g. 3h")] = None,
     timeline: Annotated[
@@ -97,15 +130,7 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
-    if model is not None and run_file is not None:
-        raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
-    if model is None and run_file is None:
-        raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
-    if model is None and any(given is not None for given in (tokens_per_step, sequence, images_per_step, size)):
-        raise ConfigError(
-            "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
-            "[data]"
-        )
+    _refuse_two_models(model, run_file, (tokens_per_step, sequence, images_per_step, size))
     from weft.run_file import check_run_file, load_run
 
     changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
@@ -115,10 +140,11 @@ def plan_command(
         check_run_file(run_file, changes)
     from weft.commands.console import make_console
     from weft.commands.jobs import command_fork_server
-    from weft.commands.plan import PlanOptions, named_run, predict_plan, search_plans
+    from weft.commands.plan import JobFile, PlanOptions, named_run, predict_plan, search_plans
     from weft.commands.run_planning import has_layout
 
-    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster)
+    job = None if write_job is None else JobFile(write_job, run_file, changes)
+    options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job)
     with command_fork_server(_run_as_rank, warms=False):
         if model is not None:
             run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
@@ -228,7 +254,7 @@ def export_command(
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
     with byte_progress(make_console(as_json), "exporting") as progress:
-        export(source, target, dtype, progress, adapter)
+        export(source, target, dtype, progress, adapter, _warn)
     if as_json:
         print_json({"folder": str(target)})
         return
@@ -260,7 +286,7 @@ def generate_command(
     kind = "cuda" if device != "cpu" and gpus() else "cpu"
     console = make_console(as_json)
     with console.status("generating"):
-        model, tokens_of, context = load_for_generation(source, tokenizer, kind)
+        model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn)
         text = generate(
             model,
             tokens_of,
@@ -308,6 +334,19 @@ def doctor_command(
         raise SystemExit(1)
 
 
+def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:
+    """Raise ConfigError unless one of `--model`, with its sizes, and a run file says what is to be planned."""
+    if model is not None and run_file is not None:
+        raise ConfigError(f"--model {model} and the run file {run_file} both say what the model is; give one")
+    if model is None and run_file is None:
+        raise ConfigError("give a run file, or --model with --cluster and --tokens-per-step; see weft plan --help")
+    if model is None and any(given is not None for given in sizes):
+        raise ConfigError(
+            "--tokens-per-step, --sequence, --images-per-step and --size go with --model; a run file has [train] and "
+            "[data]"
+        )
+
+
 def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
     """Splits arguments into overrides (`a.b=c`), and the file to draw to, if there is one among them."""
     files = [text for text in arguments if "=" not in text]
@@ -343,8 +382,13 @@ def _run_as_rank(arguments: list[str]) -> None:
     app(arguments, standalone_mode=False)
 
 
-def _fail(message: str, status: int) -> None:
+def _warn(message: str) -> None:
     print(f"weft: {message}", file=sys.stderr)
+
+
+def _fail(message: str, status: int) -> None:
+    if is_first_to_say(message, os.environ):
+        print(f"weft: {message}", file=sys.stderr)
     raise SystemExit(status)
 
 

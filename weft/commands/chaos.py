@@ -20,7 +20,7 @@ from rich.table import Table
 from weft.chaos.report import BaselineRun, ChaosReport, GoodputPrediction, by_kind, differences
 from weft.chaos.storm import Storm, StormForkServer, parse_kinds, schedule, survival_overrides
 from weft.checkpoint.folder import step_name
-from weft.commands.console import format_seconds, print_json
+from weft.commands.console import format_seconds, print_json, say
 from weft.commands.run_planning import has_layout
 from weft.errors import ConfigError
 from weft.launch.environment import detect
@@ -163,7 +163,7 @@ def show(console: Console, report: ChaosReport) -> None:
         )
     lines.append(_verdict(report))
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
 
 
 def _verdict(report: ChaosReport) -> str:

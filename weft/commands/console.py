@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.table import Table
 from rich.text import Text
 
+from weft.cluster.cpu_rates import is_cpu
 from weft.cluster.hardware import Cluster, describe
 from weft.errors import ConfigError
 from weft.planner.predict import Prediction
@@ -24,12 +25,18 @@ from weft.run_file import Run
 from weft.schedule.draw import heading, to_text, write
 from weft.train.metrics import StepMetrics
 
+BAR_WIDTH, ELAPSED_WIDTH = 10, 10  # columns of a progress bar, and of the time beside it
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def make_console(to_stderr: bool = False) -> Console:
     """Returns a console on stdout, or on stderr if stdout is for JSON."""
     return Console(stderr=to_stderr)
+
+
+def say(console: Console, text: str) -> None:
+    """Print a sentence: broken between words on a terminal, whole in a log."""
+    console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -70,8 +77,8 @@ def show_run(console: Console, run: Run, cluster: Cluster, profile: Profile, pre
     if prediction.traffic:
         console.print(_traffic_table(prediction))
     for text in prediction.assumptions:
-        console.print(f"[yellow]assumed[/]  {text}", highlight=False, soft_wrap=True)
-    console.print(f"[bold]time[/]     {_time_text(prediction)}", highlight=False)
+        say(console, f"[yellow]assumed[/]  {text}")
+    console.print(f"[bold]time[/]     {_time_text(prediction, is_cpu(cluster))}", highlight=False)
 
 
 def _memory_table(prediction: Prediction) -> Table:
@@ -106,8 +113,10 @@ def _traffic_table(prediction: Prediction) -> Table:
     return table
 
 
-def _time_text(prediction: Prediction) -> str:
+def _time_text(prediction: Prediction, on_cpu: bool) -> str:
     communication_seconds = sum(prediction.communication_seconds.values())
+    if on_cpu:
+        return "of a step is not predicted on CPUs: small operations take many times what their peak allows"
     if prediction.step_seconds is None or prediction.compute_seconds is None:
         return f"unknown: this device's peak is not known; communication {format_seconds(communication_seconds)}"
     timeline = prediction.timeline
@@ -147,7 +156,7 @@ def show_report(console: Console, report: ProofReport, what: str) -> None:
     if report.checks:
         console.print(table)
     for one in report.not_proved:
-        console.print(f"[bold]not proved[/]  {escape(one)}", highlight=False, soft_wrap=True)
+        say(console, f"[bold]not proved[/]  {escape(one)}")
 
 
 def show_table(console: Console, rows: Mapping[str, Any]) -> None:
@@ -199,6 +208,8 @@ def byte_progress(console: Console, title: str) -> Iterator[Any]:
     with bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+        whole = bar.tasks[task].total or 1
+        bar.update(task, completed=whole, total=whole)  # also if nothing was to be done
 
 
 class _StepColumn(ProgressColumn):
@@ -219,21 +230,22 @@ class LiveReporter:
 
     def step(self, metrics: StepMetrics) -> None:
         """Show one step."""
-        line = step_line(metrics, self._num_steps)
         if self._console.is_terminal:
             if self._bar is None:
-                self._bar = Progress(BarColumn(20), _StepColumn(), TimeElapsedColumn(), console=self._console)
+                self._bar = Progress(BarColumn(BAR_WIDTH), _StepColumn(), TimeElapsedColumn(), console=self._console)
                 self._bar.start()
                 self._task = self._bar.add_task("", total=self._num_steps)
+            line = step_line(metrics, self._num_steps, self._console.width - BAR_WIDTH - ELAPSED_WIDTH)
             self._bar.update(self._task, completed=metrics.step, line=line)
         every = max(1, self._num_steps // 20)
         if metrics.step == 1 or metrics.step // every > self._lines or metrics.step == self._num_steps:
             self._lines = metrics.step // every
-            self.say(line)
+            self.say(step_line(metrics, self._num_steps, self._console.width if self._console.is_terminal else None))
 
     def say(self, message: str) -> None:
         """Print a line, above the bar if there is one."""
-        (self._bar.console if self._bar is not None else self._console).print(message, highlight=False, soft_wrap=True)
+        console = self._bar.console if self._bar is not None else self._console
+        say(console, message)
 
     def close(self) -> None:
         """End the live display."""
@@ -254,18 +266,27 @@ class QuietReporter:
         """Does nothing."""
 
 
-def step_line(metrics: StepMetrics, num_steps: int) -> str:
-    """Formats the metrics of one step as a line."""
-    mfu = "" if metrics.mfu is None else f"  MFU {metrics.mfu:.1%}"
-    begin = f"step {metrics.step}/{num_steps}  loss {metrics.loss:.4f}  grad norm {metrics.grad_norm:.3f}  "
+def step_line(metrics: StepMetrics, num_steps: int, width: int | None = None) -> str:
+    """Formats the metrics of one step as a line, without what does not fit into `width` columns."""
+    words = {  # in the order of the line; a smaller number is left out later
+        f"step {metrics.step}/{num_steps}": 0,
+        f"loss {metrics.loss:.4f}": 1,
+        f"grad norm {metrics.grad_norm:.3f}": 5,
+        f"lr {metrics.learning_rate:.2e}": 3,
+    }
     if metrics.start_seconds is not None:
-        return f"{begin}{format_seconds(metrics.start_seconds)} to start  {format_bytes(metrics.memory_bytes)}"
-    return (
-        f"{begin}"
-        f"{_rate(metrics.units_per_second)} {metrics.unit}/s ({_rate(metrics.units_per_second_per_device)}/device)  "
-        f"{metrics.tflops_per_second_per_device:.3f} TFLOP/s/device{mfu}  "
-        f"{format_bytes(metrics.memory_bytes)}  {format_seconds(metrics.seconds_left)} left"
-    )
+        words[f"{format_seconds(metrics.start_seconds)} to start"] = 2
+    else:
+        words[f"{_rate(metrics.units_per_second)} {metrics.unit}/s"] = 4
+        words[f"({_rate(metrics.units_per_second_per_device)}/device)"] = 8
+        words[f"{metrics.tflops_per_second_per_device:.3f} TFLOP/s/device"] = 9
+        if metrics.mfu is not None:
+            words[f"MFU {metrics.mfu:.1%}"] = 6
+        words[f"{format_seconds(metrics.seconds_left)} left"] = 2
+    words[format_bytes(metrics.memory_bytes)] = 7
+    while width is not None and len(words) > 1 and len("  ".join(words)) > width:
+        del words[max(words, key=words.__getitem__)]
+    return "  ".join(words)
 
 
 def _rate(number: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,12 +17,12 @@ from weft.models.adapter import write_adapter
 from weft.models.hf import parameter_shapes
 from weft.models.lora import is_adapter
 from weft.saved_run import (
-    open_checkpoint,
     parameter_reader,
     saved_data,
     saved_model,
     saved_tokenizer,
     saved_tuning,
+    with_intact_checkpoint,
 )
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,14 +35,24 @@ def export(
     dtype: str | None = None,
     progress: Callable[[int, int], None] | None = None,
     adapter: bool = False,
+    say: Callable[[str], None] = lambda message: None,
 ) -> None:
-    """Write the newest checkpoint under `source`, with the run's tokenizer, to the folder `target`.
+    """Write the newest undamaged checkpoint under `source`, with the run's tokenizer, to the folder `target`.
 
     LoRA's updates are merged into the weights or, with `adapter`, written alone in PEFT's format. Parameters get the
     given dtype, or else stay in that of training. The folder appears when it is complete. `progress` is called with the
-    number of tensors written and that of all.
+    number of tensors written and that of all, `say` with what is left out.
     """
-    checkpoint = open_checkpoint(source)
+    with_intact_checkpoint(source, partial(_export, target, dtype, progress, adapter), say)
+
+
+def _export(
+    target: Path,
+    dtype: str | None,
+    progress: Callable[[int, int], None] | None,
+    adapter: bool,
+    checkpoint: Checkpoint,
+) -> None:
     config = saved_model(checkpoint)  # refuses a model of images, which has no tokenizer
     lora = saved_tuning(checkpoint).lora
     if adapter and lora is None:

@@ -1,4 +1,7 @@
-"""The error message when a device runs out of memory: the predicted memory of the plan, and the nearest that fits."""
+"""The errors of plans that do not fit the memory: before a run by prediction, during it by the allocator.
+
+Both state the predicted memory of the plan and the nearest plan that fits.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,22 @@ def out_of_memory(run: Run, cluster: Cluster, error: BaseException) -> PlanError
         f"{run.split.micro_batch}, the prediction is {_size(total)} of {_size(limit)}: {held}. "
         f"{_advice(run, cluster, prediction)}"
     )
+
+
+def refuse_if_too_large(run: Run, cluster: Cluster, prediction: Prediction) -> None:
+    """Raise PlanError, with the nearest plan that fits, if the prediction exceeds the memory of a device or host."""
+    needed, limit = prediction.cost.memory_bytes, prediction.memory_limit_bytes
+    hosted, host_limit = sum(prediction.cost.host_bytes.values()), prediction.host_limit_bytes
+    if needed > limit:
+        raise PlanError(
+            f"the plan does not fit: {run.plan.describe_axes()}, micro-batch {run.split.micro_batch}, needs "
+            f"{_size(needed)} on a device of {_size(limit)}. {_advice(run, cluster, prediction)}"
+        )
+    if hosted > host_limit > 0:
+        raise PlanError(
+            f"the plan does not fit: it keeps {_size(hosted)} of each rank in host memory, of which a rank has "
+            f"{_size(host_limit)}; lower plan.memory.offload, activations or weights"
+        )
 
 
 def _advice(run: Run, cluster: Cluster, prediction: Prediction) -> str:

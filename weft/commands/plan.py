@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from weft.cluster.hardware import Cluster
-from weft.commands.console import format_bytes, print_json, show_run, show_timeline
+from weft.commands.console import format_bytes, print_json, say, show_run, show_timeline
+from weft.commands.job_files import refuse_kind, write_job
+from weft.commands.out_of_memory import refuse_if_too_large
 from weft.commands.plan_tables import show_answer
 from weft.commands.run_planning import (
     ask_for,
@@ -32,6 +34,23 @@ from weft.step.examples import micro_batch_profile
 from weft.train.timeline import refuse_timeline
 
 
+class JobFile(NamedTuple):
+    """What `--write-job` asks for: the kind of job, and the run file that it starts with changes, if one is given."""
+
+    kind: str
+    run_file: Path | None
+    changes: list[str]
+
+    def write(self, run: Run, cluster: Cluster, planned: Path | None, console: Console) -> None:
+        """Write the job of a planned run; of the file `planned` if the plan was written to one."""
+        refuse_kind(self.kind)
+        run_file = planned or self.run_file
+        if run_file is None:
+            raise ConfigError("--write-job starts a run file; give one, or --write FILE")
+        path = write_job(self.kind, run, run_file, [] if planned else self.changes, cluster)
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
 class PlanOptions(NamedTuple):
     """Options of a search."""
 
@@ -41,11 +60,13 @@ class PlanOptions(NamedTuple):
     report: Path | None
     mtbf: str | None = None
     mtbf_cluster: str | None = None
+    what_if: bool = False
+    job: JobFile | None = None
 
     @property
     def is_search(self) -> bool:
         """Do the options ask for a search?"""
-        return bool(self.where or self.best != "time" or self.write or self.report)
+        return bool(self.where or self.best != "time" or self.write or self.report or self.what_if)
 
     def device_mtbf(self, cluster: Cluster) -> float | None:
         """Returns the mean seconds between failures of a device; None if no option gives them."""
@@ -86,7 +107,8 @@ def search_plans(run: Run, options: PlanOptions, console: Console, as_json: bool
             raise ConfigError(f"{path} cannot be written: its folder {path.parent} does not exist")
     with console.status("planning") as status:
         answer = ask_for(run, cluster, constraints, options.best, status.update, mtbf_seconds)  # type: ignore[arg-type]
-        answer = with_more(answer, status.update)
+        if options.what_if or as_json or options.report is not None:
+            answer = with_more(answer, status.update)
         if answer.found.best and (as_json or options.report is not None):
             status.update("traffic of the first plan")
             answer = with_traffic(answer, run)
@@ -109,6 +131,8 @@ def search_plans(run: Run, options: PlanOptions, console: Console, as_json: bool
         console.print(f"wrote {options.report}", highlight=False, soft_wrap=True)
     if planned is None:
         _planned(run, answer, cost)  # raises, with the reason why there is no plan
+    if options.job is not None and planned is not None:
+        options.job.write(planned, answer.model.cluster, options.write, console)
     if options.write is not None:
         console.print(
             f"wrote {options.write}; run it with: weft train {options.write}", highlight=False, soft_wrap=True
@@ -132,7 +156,7 @@ def _failures(
 
 def _show_failures(console: Console, cost: Failures | None) -> None:
     for line in [] if cost is None else cost.lines():
-        console.print(f"[bold]failures[/] {line}", highlight=False, soft_wrap=True)
+        say(console, f"[bold]failures[/] {line}")
 
 
 def predict_plan(
@@ -162,7 +186,7 @@ def predict_plan(
         show_run(console, run, cluster, profile, prediction)
         _show_failures(console, failing)
         if form is not None:
-            console.print(f"Of the two forms of x, {form.describe()}.", highlight=False, soft_wrap=True)
+            say(console, f"Of the two forms of x, {form.describe()}.")
         for name, one in fitting.items():
             if one is None:
                 continue
@@ -175,3 +199,6 @@ def predict_plan(
             )
     if timeline and (path is not None or not as_json):
         show_timeline(console, prediction, path)
+    refuse_if_too_large(run, cluster, prediction)
+    if options.job is not None:
+        options.job.write(run, cluster, None, console)

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.cluster.hardware import describe
-from weft.commands.console import format_seconds
+from weft.commands.console import format_seconds, say
 from weft.planner.answer import Answer
 from weft.planner.explain import GB
 from weft.planner.report.page import exposed_seconds
@@ -32,16 +32,16 @@ def show_answer(console: Console, answer: Answer) -> None:
     )
     if answer.found.best:
         console.print(_plans(answer))
-    console.print(f"[bold]why[/]      {answer.why}", highlight=False, soft_wrap=True)
+    say(console, f"[bold]why[/]      {answer.why}")
     for text in answer.assumptions:
-        console.print(f"[yellow]assumed[/]  {text}", highlight=False, soft_wrap=True)
+        say(console, f"[yellow]assumed[/]  {text}")
     for one in answer.rejected:
         remedy = f"; {one.remedy}" if one.remedy else ""
         axes = f"{one.candidate.plan.describe_axes()}, micro-batch {one.candidate.plan.micro_batch}"
         faster = f" ({format_seconds(one.candidate.seconds)} a step)"
-        console.print(f"[bold]rejected[/] {axes}{faster}: {one.reason}{remedy}", highlight=False, soft_wrap=True)
+        say(console, f"[bold]rejected[/] {axes}{faster}: {one.reason}{remedy}")
     for what, reason in answer.found.refused[:MAX_REFUSED]:
-        console.print(f"[bold]refused[/]  {what}: {reason}", highlight=False, soft_wrap=True)
+        say(console, f"[bold]refused[/]  {what}: {reason}")
     if answer.sensitivities:
         console.print(_sensitivities(answer))
 

@@ -14,7 +14,7 @@ from typing import get_args
 
 from weft.cluster.cpu_rates import is_cpu, with_assumed_rates
 from weft.cluster.hardware import Cluster, load, local_cluster
-from weft.data.config import Data, DataConfig, ImagesConfig
+from weft.data.config import MAX_SEQUENCE, Data, DataConfig, ImagesConfig
 from weft.errors import ConfigError, PlanError
 from weft.launch.environment import RankInfo
 from weft.models import GPT2Config, LanguageConfig, ModelConfig
@@ -31,7 +31,6 @@ from weft.step.examples import micro_batch_profile
 from weft.train.setup import device_type
 
 NOT_LAYOUT = ("plan.precision", "plan.matmul", "plan.exact", "plan.hierarchical")
-MAX_SEQUENCE = 1 << 24
 
 
 def has_layout(run: Run) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 from torch import OutOfMemoryError
 
-from weft.checkpoint import steps
+from weft.checkpoint import Checkpoint, steps
+from weft.checkpoint.folder import step_name
 from weft.commands import PROMPT
 from weft.commands.console import (
     LiveReporter,
@@ -21,13 +25,14 @@ from weft.commands.console import (
     byte_progress,
     make_console,
     print_json,
+    say,
     show_report,
     show_run,
 )
 from weft.commands.jobs import prove
-from weft.commands.out_of_memory import out_of_memory
+from weft.commands.out_of_memory import out_of_memory, refuse_if_too_large
 from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
-from weft.errors import UNFINISHED, ConfigError, LocalError
+from weft.errors import UNFINISHED, ConfigError, DamagedError, LocalError
 from weft.launch.environment import RankInfo, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
 from weft.launch.fork_server import ForkServer
@@ -36,9 +41,10 @@ from weft.planner.predict import predict, run_cluster
 from weft.run_file import Run, load_run
 from weft.step.examples import micro_batch_profile
 from weft.step.task import task_of
-from weft.train.batches import prepare_data
+from weft.train.batches import TrainingData, prepare_data
 from weft.train.local_job import start_ranks
 from weft.train.loop import train
+from weft.train.resume import changed_settings, refuse_other_training
 from weft.train.setup import device_type
 from weft.train.timeline import refuse_timeline
 
@@ -87,15 +93,11 @@ def train_here(
     if fresh:
         _move_aside(run, console)
     _show(run, console)
-    done = steps(run.folder / "checkpoints")
-    if done and done[-1] >= run.train.steps:
-        console.print(
-            f"\nThis run is finished: step {done[-1]} of {run.train.steps} is in {run.folder}. "
-            f"To start anew: weft train {run_file} --fresh. To go on: weft train {run_file} "
-            f"train.steps={done[-1] + run.train.steps}",
-            highlight=False,
-            soft_wrap=True,
-        )
+    again = partial(_command, run_file, overrides)
+    finished = _finished(run)
+    if finished is not None:
+        refuse_other_training(finished, _prepare(run, console), run)
+        _say_finished(finished, run, again, console)
     else:
         refuse_if_used(run.folder)  # now, not after the proof
         _prepare(run, console)
@@ -107,11 +109,46 @@ def train_here(
         print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif is_finished:
         if isinstance(run.model, LanguageConfig):
-            _show_sample(fork_server, run, run_file, console)
+            _show_sample(fork_server, run, again, console)
         else:
-            _show_accuracy(run, run_file, console)
+            _show_accuracy(run, again, console)
     if not is_finished:
         raise SystemExit(UNFINISHED)
+
+
+Again = Callable[..., str]  # (a command, changes to the run) -> what to type, with the overrides that were given
+
+
+def _command(run_file: Path, overrides: list[str], name: str, *changes: str) -> str:
+    changed = {change.partition("=")[0] for change in changes}
+    kept = [override for override in overrides if override.partition("=")[0] not in changed]
+    return shlex.join(["weft", name, str(run_file), *kept, *changes])
+
+
+def _finished(run: Run) -> Checkpoint | None:
+    """Returns the last checkpoint of a run that has done all its steps. None if it has not, or if that checkpoint is
+    damaged: training then resumes from an older one, and says so.
+    """
+    done = steps(run.folder / "checkpoints")
+    if not done or done[-1] < run.train.steps:
+        return None
+    try:
+        return Checkpoint(run.folder / "checkpoints" / step_name(done[-1]))
+    except DamagedError:
+        return None
+
+
+def _say_finished(finished: Checkpoint, run: Run, again: Again, console: Console) -> None:
+    changed = "; ".join(changed_settings(finished, run))
+    then = f"It was trained with {changed}. " if changed else ""
+    console.print(
+        f"\nThis run is finished: step {finished.step} of {run.train.steps} is in {run.folder}. "
+        f"{then}"
+        f"To start anew: {again('train', '--fresh')}. To go on: "
+        f"{again('train', f'train.steps={finished.step + run.train.steps}')}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _plan_first(run: Run, rank_info: RankInfo | None, console: Console) -> Run:
@@ -121,7 +158,7 @@ def _plan_first(run: Run, rank_info: RankInfo | None, console: Console) -> Run:
         answer = ask_for(run, planning_cluster(run, rank_info))
         planned = with_plan(run, answer)
     if prints:
-        console.print(f"[bold]planned[/]  no \\[plan] is given. {answer.why}", highlight=False, soft_wrap=True)
+        say(console, f"[bold]planned[/]  no \\[plan] is given. {answer.why}")
     return planned
 
 
@@ -134,6 +171,7 @@ def _train_rank(run: Run, rank_info: RankInfo, as_json: bool) -> None:
         cluster = run_cluster(run, rank_info.num_hosts)
         prediction = predict(run, cluster)
         step_seconds = prediction.step_seconds
+        refuse_if_too_large(run, cluster, prediction)
         if prints:
             show_run(console, run, cluster, micro_batch_profile(run), prediction)
             console.print("Prove this plan with: weft verify (not done under a launcher)")
@@ -161,7 +199,9 @@ def _run_ranks(fork_server: ForkServer, run: Run, as_json: bool) -> None:
 
 def _show(run: Run, console: Console) -> None:
     cluster = run_cluster(run)
-    show_run(console, run, cluster, micro_batch_profile(run), predict(run, cluster))
+    prediction = predict(run, cluster)
+    show_run(console, run, cluster, micro_batch_profile(run), prediction)
+    refuse_if_too_large(run, cluster, prediction)
 
 
 def _verify(fork_server: ForkServer, run: Run, console: Console) -> None:
@@ -178,7 +218,7 @@ def _verify(fork_server: ForkServer, run: Run, console: Console) -> None:
         report.require()
 
 
-def _prepare(run: Run, console: Console) -> None:
+def _prepare(run: Run, console: Console) -> TrainingData:
     with byte_progress(console, task_of(run).unit) as progress:
         data = prepare_data(run, progress)
     held_out = 0 if data.held_out is None else len(data.held_out)
@@ -186,6 +226,7 @@ def _prepare(run: Run, console: Console) -> None:
         f"[bold]data[/]     {data.description}: {len(data.train):,} {run.split.samples}, {held_out:,} held out",
         highlight=False,
     )
+    return data
 
 
 def _move_aside(run: Run, console: Console) -> None:
@@ -208,7 +249,7 @@ def _last_event(run: Run) -> dict[str, Any]:
     return {"step": last.get("step"), "evaluation": last.get("evaluation")}
 
 
-def _show_sample(fork_server: ForkServer, run: Run, run_file: Path, console: Console) -> None:
+def _show_sample(fork_server: ForkServer, run: Run, again: Again, console: Console) -> None:
     options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
     try:
         with console.status("generating"):
@@ -216,20 +257,21 @@ def _show_sample(fork_server: ForkServer, run: Run, run_file: Path, console: Con
         console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
         print(PROMPT + text)
     except LocalError as error:  # the model may be too large for one GPU; the run is finished all the same
-        console.print(f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}", highlight=False, soft_wrap=True)
+        say(console, f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}")
+    more = f"train.steps={2 * run.train.steps}"
     console.print(
         f"\n[bold]what to try next[/]\n"
-        f"  weft train {run_file} train.steps={2 * run.train.steps}                 # train on, from the checkpoint\n"
-        f"  weft train {run_file} train.steps={2 * run.train.steps} plan.tensor.x=2 plan.data=1  # under another plan\n"
-        f"  weft plan {run_file} plan.shard.stage=2           # what another plan would cost\n"
-        f'  weft generate {run.folder} --prompt "import "     # more text\n'
-        f"  weft export {run.folder} my-model                 # a folder that transformers loads",
+        f"train on:        {again('train', more)}\n"
+        f"another plan:    {again('train', more, 'plan.tensor.x=2', 'plan.data=1')}\n"
+        f"what it costs:   {again('plan', 'plan.shard.stage=2')}\n"
+        f"more text:       {shlex.join(['weft', 'generate', str(run.folder), '--prompt', 'import '])}\n"
+        f"for others:      {shlex.join(['weft', 'export', str(run.folder), 'my-model'])}",
         highlight=False,
         soft_wrap=True,
     )
 
 
-def _show_accuracy(run: Run, run_file: Path, console: Console) -> None:
+def _show_accuracy(run: Run, again: Again, console: Console) -> None:
     assert isinstance(run.model, VisionConfig)
     found = _last_event(run)["evaluation"]
     if found is not None:
@@ -240,8 +282,8 @@ def _show_accuracy(run: Run, run_file: Path, console: Console) -> None:
         )
     console.print(
         f"\n[bold]what to try next[/]\n"
-        f"  weft train {run_file} train.steps={2 * run.train.steps}              # train on, from the checkpoint\n"
-        f"  weft plan {run_file} plan.memory.recompute=full  # what another plan would cost",
+        f"train on:        {again('train', f'train.steps={2 * run.train.steps}')}\n"
+        f"what it costs:   {again('plan', 'plan.memory.recompute=full')}",
         highlight=False,
         soft_wrap=True,
     )

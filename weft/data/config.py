@@ -7,8 +7,10 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from weft.errors import ConfigError
-from weft.schema import at_least, build_dataclass, nearest
+from weft.schema import at_least, at_most, build_dataclass, nearest
 
+MAX_SEQUENCE = 1 << 24
+MAX_PIXELS = 1 << 20  # rows or columns of an image
 OnBad = Literal["skip", "stop"]
 SLIDE_CLASSES = 2
 SMALLEST_SLIDE = 32  # pixels; in a smaller slide a lesion would have only a few pixels
@@ -46,6 +48,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least("data.sequence", self.sequence, 1)
+        at_most("data.sequence", self.sequence, MAX_SEQUENCE)
         _check_held_out(self.held_out)
 
 
@@ -117,6 +120,7 @@ class ImagesConfig:
     def __post_init__(self) -> None:
         for name, smallest in (("height", 1), ("width", 1), ("level", 0)):
             at_least(f"data.{name}", getattr(self, name), smallest)
+            at_most(f"data.{name}", getattr(self, name), MAX_PIXELS)
         _check_held_out(self.held_out)
 
     def shape(self, channels: int) -> ImageShape:

@@ -90,7 +90,9 @@ class NumpyReader:
     def _map(self, path: Path) -> Pixels:
         with _bad_image():
             array: Pixels = np.load(path, mmap_mode="r", allow_pickle=False)
-            return array
+        if not isinstance(array, np.ndarray):  # an archive of arrays (.npz) under this name
+            raise BadImageError("it holds no single array")
+        return array
 
 
 class PngReader:

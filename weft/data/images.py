@@ -76,6 +76,8 @@ class Images:
             entry = self._entries[int(index)]
             try:
                 region = reader_of(entry.path).read(entry.path, self._level, rows, columns)
+                if not np.isfinite(region).all():
+                    raise BadImageError("it has pixels that are NaN or infinite")
                 pixels[place] = torch.from_numpy(_scaled(region)).movedim(-1, 0)
                 labels[place] = entry.label
             except BadImageError as error:

@@ -16,27 +16,25 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from weft.health.lost_ranks import LostRankTracker, describe_failures
 from weft.health.rank_status import FOLDER_VARIABLE, Failure, clear, read_failures, read_page
 from weft.health.watchdog import Deadline, Watchdog, ask_for_stacks, collect_stacks
 from weft.launch.environment import LOCAL_RUN_ID_PREFIX
-from weft.launch.fork_server import SAVE_SECONDS, ForkServer
+from weft.launch.fork_server import ForkServer
+from weft.launch.stop_signal import StopSignal, say
 
 _POLL_SECONDS = 0.1
 _CAUSE_SECONDS = 0.5  # how long to wait for the exit of the rank that caused another rank's error
 _END_SECONDS = 30.0  # how long ranks that were asked to stop may take, once one of them has failed
 _HUNG = 124  # the exit status of a job that hung, as timeout(1) uses it
-_SAME_PRESS_SECONDS = 0.5  # a wrapper may forward a Ctrl-C that the terminal also sends: both count as one request
 
 
 @dataclass(frozen=True)
@@ -81,11 +79,12 @@ def start_local(
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     threads = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_ranks))}
     ended_at: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="weft-") as name, _StopSignal.watching() as stop:
+    with tempfile.TemporaryDirectory(prefix="weft-") as name, StopSignal.watching() as stop:
         own = {"TORCHELASTIC_RUN_ID": run_id, FOLDER_VARIABLE: name}
         while True:
             clear(Path(name))
             began_at = newest().step
+            kills = memory_kills()
             count = {"TORCHELASTIC_RESTART_COUNT": str(len(ended_at))}
             pids = fork_server.start(num_ranks, arguments, {**threads, **os.environ, **own, **count, **environ})
             watchdog = Watchdog(Path(name), num_ranks, Deadline(restarts.hang_seconds, restarts.step_seconds))
@@ -95,18 +94,18 @@ def start_local(
                 return 0
             if hang is not None and stacks is not None:
                 hang += f"; their stacks are in {collect_stacks(Path(name), num_ranks, stacks)}"
-            attempt = _FailedAttempt.of(Path(name), codes, num_ranks, began_at, hang)
+            attempt = _FailedAttempt.of(Path(name), codes, num_ranks, began_at, hang, memory_kills() > kills)
             now = time.monotonic()
             recent = [at for at in ended_at if at > now - restarts.window_seconds]
             if stop.order is not None or not attempt.may_succeed_on_restart or len(recent) >= restarts.limit:
-                _say(attempt.final_message(restarts if recent and stop.order is None else None))
+                say(attempt.final_message(restarts if recent and stop.order is None else None))
                 return attempt.status
             ended_at.append(now)
-            _say(attempt.restart_message(newest(), len(recent) + 1, restarts))
+            say(attempt.restart_message(newest(), len(recent) + 1, restarts))
 
 
 def _watch(
-    fork_server: ForkServer, pids: Sequence[int], stop: _StopSignal, watchdog: Watchdog, lost_ranks: LostRankTracker
+    fork_server: ForkServer, pids: Sequence[int], stop: StopSignal, watchdog: Watchdog, lost_ranks: LostRankTracker
 ) -> tuple[dict[int, int], str | None]:
     """Wait until all ranks have exited, one has failed, or they hang. Kills all ranks that are left.
 
@@ -124,11 +123,11 @@ def _watch(
                 lost_ranks.accept_loss(codes)
                 takeover = lost_ranks.poll(codes)
                 if takeover is not None:
-                    _say(f"weft: {takeover}")
+                    say(f"weft: {takeover}")
             if not codes:
                 hang, slow = watchdog.check()
                 if slow is not None:
-                    _say(f"weft: {slow}")
+                    say(f"weft: {slow}")
         deadline = time.monotonic() + _END_SECONDS
         while stop.order is not None and len(codes) + lost_ranks.num_lost < len(pids) and time.monotonic() < deadline:
             _collect(fork_server, codes)  # all were asked to stop: the others may still be saving
@@ -168,9 +167,12 @@ class _FailedAttempt:
     done: int  # the last step that any rank finished
     began_at: int
     hang: str | None = None
+    for_memory: bool = False  # did the system kill a rank for memory?
 
     @staticmethod
-    def of(folder: Path, codes: Mapping[int, int], num_ranks: int, began_at: int, hang: str | None) -> _FailedAttempt:
+    def of(
+        folder: Path, codes: Mapping[int, int], num_ranks: int, began_at: int, hang: str | None, memory_killed: bool
+    ) -> _FailedAttempt:
         codes = {rank: code for rank, code in codes.items() if code}
         seen = {rank: found.step for rank in range(num_ranks) if (found := read_page(folder, rank)) is not None}
         done = max(seen.values(), default=began_at)
@@ -179,13 +181,19 @@ class _FailedAttempt:
         killed = [rank for rank, code in codes.items() if code < 0]
         errors = read_failures(folder, num_ranks)
         if killed or not errors:  # a killed rank explains the others' errors
-            return _FailedAttempt(codes, None, None, seen.get(min(killed or codes)), done, began_at)
+            step = seen.get(min(killed or codes))
+            for_memory = memory_killed and -signal.SIGKILL in codes.values()
+            return _FailedAttempt(codes, None, None, step, done, began_at, None, for_memory)
         culprit = next(iter(errors))
         return _FailedAttempt(codes, culprit, errors[culprit], seen.get(culprit), done, began_at)
 
     @property
     def may_succeed_on_restart(self) -> bool:
-        """Whether a restart may succeed: after a kill, a hang or flipped bits; after an error only if a step ended."""
+        """Whether a restart may succeed: after a kill, a hang or flipped bits; after an error, or a kill for memory,
+        only if a step ended.
+        """
+        if self.for_memory and self.done <= self.began_at:
+            return False
         if self.hang is not None or any(code < 0 for code in self.codes.values()):
             return True
         if self.failure is None or self.failure.final:
@@ -201,6 +209,11 @@ class _FailedAttempt:
     def _cause(self) -> str:
         if self.hang is not None:
             return self.hang
+        if self.failure is None and self.for_memory:
+            return (
+                f"{describe_failures(self.codes)[0]}; the kernel did it, for memory: use a smaller model or batch, or "
+                f"fewer ranks on this machine"
+            )
         if self.failure is None:
             return describe_failures(self.codes)[0]
         return f"rank {self.culprit} failed: {self.failure.message}"
@@ -231,67 +244,14 @@ class _FailedAttempt:
         )
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def memory_kills(path: Path = Path("/proc/vmstat")) -> int:
+    """Returns how many processes the kernel has killed for memory since it started; 0 if it does not say."""
+    with suppress(OSError):
+        for line in path.read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class _StopSignal:
-    """The stop signal that was sent to the ranks: none, then SIGTERM, then SIGKILL."""
-
-    def __init__(self) -> None:
-        self.order: signal.Signals | None = None
-        self._pids: list[int] = []
-        self._asked_at = 0.0
-
-    @staticmethod
-    @contextmanager
-    def watching() -> Iterator[_StopSignal]:
-        """Forward stop signals of this process to the ranks, which have their own sessions and do not receive them."""
-        stop = _StopSignal()
-        before = {}
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some signals
-                before[number] = signal.signal(number, stop._handle)
-        try:
-            yield stop
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def watch(self, pids: Sequence[int]) -> None:
-        """Send signals to these ranks from now on. A signal that came before they started is sent to them now."""
-        self._pids = list(pids)
-        self._send()
-
-    def kill_if_overdue(self) -> None:
-        """Kill the ranks if they were asked to stop and did not save within `SAVE_SECONDS`."""
-        if self.order is signal.SIGTERM and time.monotonic() - self._asked_at > SAVE_SECONDS:
-            self._set_order(signal.SIGKILL, f"weft: not saved within {SAVE_SECONDS:.0f} s; killing the ranks")
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.order is None:
-            self._asked_at = now
-            name = signal.Signals(number).name
-            self._set_order(signal.SIGTERM, f"weft: {name}: the ranks save and stop; Ctrl-C once more kills them")
-        elif number == signal.SIGINT and now - self._asked_at > _SAME_PRESS_SECONDS:
-            self._set_order(signal.SIGKILL, "weft: killing the ranks")
-
-    def _set_order(self, order: signal.Signals, message: str) -> None:
-        self.order = order
-        _say(message)
-        self._send()
-
-    def _send(self) -> None:
-        if self.order is None:
-            return
-        for pid in self._pids:
-            with suppress(ProcessLookupError):
-                if self.order is signal.SIGTERM:
-                    os.kill(pid, self.order)  # only the rank, not its group: it may need its data workers to save
-                else:
-                    os.killpg(pid, self.order)

@@ -67,9 +67,16 @@ def _opened(folder: Path) -> IO[str]:
 
 
 def refuse_if_used(folder: Path) -> None:
-    """Raise LaunchError if another job holds the folder's lock: an early check, before the work that
-    precedes `locked`.
+    """Raise LaunchError if another job holds the folder's lock, or if the folder cannot be made: an early check, before
+    the work that precedes `locked`.
     """
     if folder.exists():
         with locked(folder):
             pass
+        return
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise LaunchError(
+            f"the run's folder {folder} cannot be made: {above} is no folder that can be written; choose another "
+            f"(folder = ...)"
+        )

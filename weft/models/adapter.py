@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from weft.errors import CheckpointError, ConfigError
 from weft.models.hf import new_folder
 from weft.models.hf_config import read_json
 from weft.models.lora import Read, is_adapter
+from weft.schema import build_dataclass
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -104,3 +106,14 @@ def adapter_reader(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Read:
         return tensor
 
     return read
+
+
+def with_adapter(given: Lora, table: Mapping[str, Any]) -> Lora:
+    """Returns `given`, the value of the table `[lora]`, with what the adapter says that it starts from, if any."""
+    if given.adapter is None:
+        return given
+    found = build_dataclass(Lora, {**read_adapter_table(Path(given.adapter)), "adapter": given.adapter}, "lora")
+    for key in ("rank", "alpha", "targets"):
+        if key in table and getattr(given, key) != getattr(found, key):
+            raise ConfigError(f"lora.{key} = {table[key]}, and the adapter has {getattr(found, key)}; leave it out")
+    return replace(found, dropout=given.dropout if "dropout" in table else found.dropout)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
+from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.errors import ConfigError
+from weft.errors import ConfigError, NumbersError
 from weft.models import GPT2, Decoder, LanguageConfig, build, read_config, read_weights
-from weft.saved_run import open_checkpoint, parameter_reader, saved_data, saved_model, saved_tokenizer
+from weft.saved_run import parameter_reader, saved_data, saved_model, saved_tokenizer, with_intact_checkpoint
 
 
 def generate(
@@ -44,6 +47,11 @@ def generate(
                 break
             given = tokens[None, -context:].to(device)
             logits = model(given)[0, -1].float()[: tokenizer.vocab_size].cpu()  # [vocab]
+            if logits.isnan().any():
+                raise NumbersError(
+                    f"the model gives NaN after {tokens.numel()} tokens: its weights are damaged or its training "
+                    f"diverged; use an older checkpoint"
+                )
             chosen = _choose(logits, temperature, top_k, generator)
             if int(chosen) == tokenizer.end:
                 break
@@ -52,10 +60,13 @@ def generate(
 
 
 def load_for_generation(
-    path: Path, tokenizer: str | None = None, device: torch.device | str = "cpu"
+    path: Path,
+    tokenizer: str | None = None,
+    device: torch.device | str = "cpu",
+    say: Callable[[str], None] = lambda message: None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
-    GPU that supports it, the model computes in bf16.
+    GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out.
     """
     device = torch.device(device)
     if (path / "config.json").is_file():
@@ -67,7 +78,12 @@ def load_for_generation(
             raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
         return _prepare(model, device), load_tokenizer(spec), context
-    checkpoint = open_checkpoint(path)
+    return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, device=device), say)
+
+
+def _load_checkpoint(
+    checkpoint: Checkpoint, tokenizer: str | None, device: torch.device
+) -> tuple[nn.Module, Tokenizer, int]:
     saved = saved_model(checkpoint)
     data = saved_data(checkpoint)
     model = _empty(saved, device).to(checkpoint.entries("parameter")[0].dtype)

@@ -51,7 +51,7 @@ def agree_on_run(run: Run, data: TrainingData, mesh: Mesh) -> str:
 def run_beliefs(run: Run) -> dict[str, str]:
     """Returns the run by key, with overrides and defaults, and the versions of weft and torch."""
     tables = {key: to_table(getattr(run, key)) for key in _TABLES}
-    found = {"weft": VERSION, "torch": str(torch.__version__), "cluster": run.cluster, **_flat(tables)}
+    found = {"weft": VERSION, "torch": str(torch.__version__), "cluster": run.cluster, **flat(tables)}
     return {key: value for key, value in found.items() if key not in _PLACES}
 
 
@@ -149,15 +149,15 @@ def _seen_id(folder: Path, run_id: str) -> str:
     return run_id if found == run_id else f"{found or 'none'} in {folder.resolve() / 'checkpoints'}"
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Flattens nested tables into one with dotted keys."""
-    flat: dict[str, str] = {}
+    found: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = str(value)
-    return flat
+            found[f"{prefix}{key}"] = str(value)
+    return found
 
 
 def _unrecorded(world: Axis) -> Axis:

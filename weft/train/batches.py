@@ -23,6 +23,7 @@ from weft.data.order import batch_indices, local_indices
 from weft.data.slides import slide_folder
 from weft.data.sources import documents
 from weft.data.tokens import Sequences, token_cache
+from weft.errors import DataError
 from weft.inspection.parameter_cut import share
 from weft.mesh import Mesh
 from weft.models import VisionConfig
@@ -107,11 +108,17 @@ def _on_tile(samples: Samples, mesh: Mesh) -> Samples:
 
 def prepare_data(run: Run, progress: Progress | None = None) -> TrainingData:
     """Finds or makes the run's data and checks it, before any rank starts."""
-    if isinstance(run.data, ChatConfig):
-        return _prepare_chats(run, run.data, progress)
-    if isinstance(run.data, DataConfig):
-        return _prepare_text(run, run.data, progress)
-    return _prepare_images(run, progress)
+    try:
+        if isinstance(run.data, ChatConfig):
+            return _prepare_chats(run, run.data, progress)
+        if isinstance(run.data, DataConfig):
+            return _prepare_text(run, run.data, progress)
+        return _prepare_images(run, progress)
+    except OSError as error:
+        raise DataError(
+            f"cannot prepare the data: {error.filename or 'a file'}: {error.strerror or error}; give the folder of "
+            f"data.source or data.cache permission and space, or choose another"
+        ) from error
 
 
 def _prepare_chats(run: Run, data: ChatConfig, progress: Progress | None) -> TrainingData:

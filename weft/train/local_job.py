@@ -14,6 +14,7 @@ from weft.errors import CheckpointError
 from weft.launch.agent import Restarts, ResumePoint, start_local
 from weft.launch.environment import LOCAL_RUN_ID_PREFIX, RankInfo, is_elastic
 from weft.launch.fork_server import ForkServer
+from weft.launch.one_speaker import parent_identity
 from weft.planner.predict import predict, run_cluster
 from weft.resilience.shared_memory import claim, complete_steps, copies_folder, job_folder
 from weft.run_file import FROZEN_SUFFIX, Run, load_run
@@ -87,7 +88,7 @@ def run_of_job(
 
 def _freeze_for_job(run_file: Path, overrides: Sequence[str], environ: Mapping[str, str], held: ExitStack) -> Path:
     """Returns the frozen run of the agent that has started this rank. The first rank writes it."""
-    folder = job_folder(f"run {_parent()} {environ.get('TORCHELASTIC_RUN_ID')}")
+    folder = job_folder(f"run {parent_identity()} {environ.get('TORCHELASTIC_RUN_ID')}")
     held.enter_context(claim(folder))
     frozen = folder / f"run{FROZEN_SUFFIX}"
     if not frozen.exists():
@@ -97,12 +98,6 @@ def _freeze_for_job(run_file: Path, overrides: Sequence[str], environ: Mapping[s
             os.link(temporary, frozen)
         temporary.unlink()
     return frozen
-
-
-def _parent() -> str:
-    """Identifies the parent process by its pid and start time, because pids are reused."""
-    parent = os.getppid()
-    return f"{parent} {Path(f'/proc/{parent}/stat').read_text().rpartition(')')[2].split()[19]}"
 
 
 def newest_source(run: Run, copies: Path | None) -> ResumePoint:

@@ -157,7 +157,13 @@ class MetricsLog:
         run.folder.mkdir(parents=True, exist_ok=True)
         path = run.folder / "metrics.jsonl"
         _forget_after(path, step)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (see close)
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (see close)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror or error}; give it space or permission, or choose another "
+                f"folder (folder = ...)"
+            ) from error
         self._is_full = False
         self._writers: list[Callable[[str, float, int], None]] = []
         self._closers: list[Callable[[], object]] = [self._file.close]

@@ -25,7 +25,7 @@ from weft.optim.saved_state import load_state
 from weft.resilience.memory_copies import MemoryCopies, all_agree
 from weft.run_file import Run
 from weft.schema import parse_toml, to_table
-from weft.train.agreement import SEEN_SECONDS, first_says
+from weft.train.agreement import SEEN_SECONDS, first_says, flat
 from weft.train.batches import TrainingData
 from weft.train.saving import settle_or_tell
 from weft.train.state import TrainState
@@ -130,10 +130,8 @@ def _try(
         checkpoint = Checkpoint(path)
         if found.path is None:
             _refuse_other_run(checkpoint, state.run_id)
-        _refuse_other_data(checkpoint, state.data, state.run)
-        _refuse_other_model(checkpoint, state.run)
+        refuse_other_training(checkpoint, state.data, state.run)
         _refuse_other_source(checkpoint, state)
-        _refuse_other_order(checkpoint, state.run)
         load_state(checkpoint, state.model, state.optimizer)
     except DamagedError as error:
         return {}, error
@@ -162,6 +160,24 @@ def _put_aside(path: Path) -> None:
         number += 1
         aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}-{number}")
     path.rename(aside)
+
+
+def refuse_other_training(checkpoint: Checkpoint, data: TrainingData, run: Run) -> None:
+    """Raises CheckpointError if a checkpoint was trained on other data, with another model, or in another order."""
+    _refuse_other_data(checkpoint, data, run)
+    _refuse_other_model(checkpoint, run)
+    _refuse_other_order(checkpoint, run)
+
+
+def changed_settings(checkpoint: Checkpoint, run: Run) -> list[str]:
+    """Returns the keys of [train] and [plan] that have changed since a checkpoint was saved, as texts
+    "train.key = then, now ...". The number of steps may change.
+    """
+    saved = parse_toml(checkpoint.stated("run", str), str(checkpoint.path))
+    then = flat({table: saved.get(table, {}) for table in ("train", "plan")})
+    now = flat({"train": to_table(run.train), "plan": to_table(run.plan)})
+    keys = [key for key in {**now, **then} if now.get(key) != then.get(key) and key != "train.steps"]
+    return [f"{key} = {then.get(key, 'not given')}, now {now.get(key, 'not given')}" for key in keys]
 
 
 def _refuse_other_run(checkpoint: Checkpoint, run_id: str) -> None:

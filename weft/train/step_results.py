@@ -20,6 +20,7 @@ from weft.train.prefetch import PendingResult
 from weft.train.setup import make_clock
 from weft.train.state import TrainState
 
+MEAN_SHARE = 0.1  # the share of the newest reading in the mean time of a step
 MAX_NAMED = 100  # most names of skipped images in the log
 
 
@@ -43,6 +44,7 @@ class StepResults:
         self._state, self._policy, self._reporter = state, policy, reporter
         self._clock = make_clock(state.run, state.mesh, state.step)
         self._pending: PendingResult | None = None
+        self._mean_seconds: float | None = None  # of a step, for the time that is left
         model = state.run.model
         self._num_classes = model.vocab_size if isinstance(model, LanguageConfig) else model.num_classes
         if self.log is not None and state.data.skipped:
@@ -109,6 +111,9 @@ class StepResults:
     def _metrics(self, done: PendingResult, loss: float, grad_norm: float) -> StepMetrics:
         run = self._state.run
         rates = self._clock.read(done.step, done.moment)
+        if not rates.is_start:  # a mean that moves: single steps may take far longer or shorter
+            mean = self._mean_seconds or rates.step_seconds
+            self._mean_seconds = mean + MEAN_SHARE * (rates.step_seconds - mean)
         return StepMetrics(
             step=done.step,
             loss=loss,
@@ -119,7 +124,7 @@ class StepResults:
             tflops_per_second_per_device=rates.tflops_per_second_per_device,
             mfu=rates.mfu,
             memory_bytes=memory_bytes(self._state.mesh.device),
-            seconds_left=(run.train.steps - done.step) * rates.step_seconds,
+            seconds_left=(run.train.steps - done.step) * (self._mean_seconds or rates.step_seconds),
             unit=task_of(run).unit,
             start_seconds=rates.step_seconds if rates.is_start else None,
         )
