@@ -104,8 +104,8 @@ class StepModel(MicroBatchModel):
         key = id(stages), degree
         if key not in self._rank_units:
             ranks = (stages[rank::degree] for rank in range(degree))
-            sums = (tuple(map(sum, zip(*own, strict=True))) for own in ranks)
-            found = tuple(dict.fromkeys(StageUnits(*one) for one in sums))
+            sums = (StageUnits(sum(s.num_blocks for s in own), own[0].has_first, own[-1].has_last) for own in ranks)
+            found = tuple(dict.fromkeys(sums))
             self._rank_units[key] = stages, found  # holds the stages: their id stays unique
         return self._rank_units[key][1]
 
