@@ -14,7 +14,7 @@ from weft.planner.answer import Answer, ask
 from weft.planner.predict import predict
 from weft.planner.question import Question, parse_constraints
 
-NUM_SAMPLED, NUM_SOAK = 3, 500
+NUM_SAMPLED, NUM_SOAK = 1, 500
 # The search orders plans by a closed form and simulates the best of them, so equal plans may change places.
 TOLERANCE = 1.01
 WORDS = ("no pipe", "no recompute", "x=1", "shard<=2", "pipe<=2", "schedule=gpipe", "stage=1", "micro_batch<=2")
