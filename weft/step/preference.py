@@ -34,7 +34,8 @@ def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     valid = labels.flatten(0, 1) != IGNORE
     target = labels.flatten(0, 1).masked_fill(~valid, 0)
     picked = wide.log_softmax(-1).gather(-1, target[..., None])[..., 0]
-    return (picked * valid).sum(-1).unflatten(0, (-1, 2))
+    found: Tensor = (picked * valid).sum(-1).unflatten(0, (-1, 2))
+    return found
 
 
 def count_pairs(batch: Batch) -> Tensor:

@@ -69,7 +69,7 @@ class LanguageTask(Task):
     def shrunk(self, model: ModelConfig) -> LanguageTask:
         return replace(self, sequence=min(SMALL_SEQUENCE, self.sequence))
 
-    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
+    def random(self, model: ModelConfig, num_samples: int, seed: int) -> tuple[Tensor, ...]:
         assert isinstance(model, LanguageConfig)
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(0, model.vocab_size, (num_samples, self.sequence + 1), generator=generator)
