@@ -146,7 +146,7 @@ def test_tables_choose_the_kind() -> None:
         ({"architecture": "gpt2", "hidden_size": 64}, "unknown key 'model.hidden_size'"),
         ({"hidden_size": "64"}, "'model.hidden_size' = '64' (a string) but it expects an integer"),
         ({"hidden_size": True}, "'model.hidden_size' = True (true or false) but it expects an integer"),
-        ({"rope_scaling": {"factor": 8.0}}, "missing key 'model.rope_scaling.low_freq_factor'"),
+        ({"rope_scaling": {"factor": 8.0}}, "missing keys 'model.rope_scaling.low_freq_factor'"),
         ({"architecture": "lama"}, "unknown 'model.architecture' = 'lama'; did you mean 'llama'?"),
     ],
 )
