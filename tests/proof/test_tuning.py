@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import weft
+from weft.architectures.lora import Lora
 from weft.errors import PlanError
 from weft.models import DecoderConfig, build, initialise
-from weft.models.lora import Lora
 from weft.models.tuning import Tuning
 from weft.plan import Pipe, Plan, Shard
 from weft.plan import Tensor as TensorSetting
