@@ -232,6 +232,33 @@ class Casting(models.MLP):
         return super().forward(functional.dropout(narrow.to(torch.float32).type_as(value), 0.5))
 
 
+class CastingBlock(nn.Linear):
+    """Computes in float32 for a while."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value.float().sin().type_as(value))
+
+
+class CastingBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(CastingBlock(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in self.blocks:
+            value = block(value)
+        logits: Tensor = self.head(value)
+        return logits
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_casts_keep_float64_when_a_block_is_recomputed(recompute: Any) -> None:
+    verify(CastingBlocks, models.vector_batch, Plan(data=2, memory=Memory(recompute))).require()
+
+
 @pytest.mark.processes
 def test_casts_inside_a_model_keep_float64_and_dropout_drops_nothing_and_both_are_said() -> None:
     report = verify(Casting, models.vector_batch, Plan(data=2)).require()

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from weft.memory.recompute_context import register_state
 from weft.models.grouped_matmul import grouped_product
 
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
@@ -83,6 +84,11 @@ class Float64(TorchFunctionMode):
         optimizer.register_step_pre_hook(lambda *_: self._pause(True))
         optimizer.register_step_post_hook(lambda *_: self._pause(False))
 
+    def stay_in_recompute(self, model: nn.Module) -> None:
+        """Compute in the mode, too, where backward recomputes a block: torch runs backward outside of modes."""
+        for module in model.modules():
+            register_state(module, _Entered(self))
+
     def _pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused
         if self._is_wide:
@@ -127,6 +133,23 @@ class Float64(TorchFunctionMode):
         place, file = _place()
         if not file.startswith(_WEFT) or what.startswith("dropout"):
             self._places.setdefault(what, {})[place] = None
+
+
+class _Entered:
+    """Is a mode entered? A state of forwards (`memory/recompute_context.py`)."""
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+
+    def get(self) -> bool:
+        return self._mode in _get_current_function_mode_stack()
+
+    def set(self, value: bool) -> None:
+        """Enter or leave the mode; not by its own methods, because it has been entered by these before."""
+        if value and not self.get():
+            TorchFunctionMode.__enter__(self._mode)
+        elif not value and self.get():
+            TorchFunctionMode.__exit__(self._mode, None, None, None)
 
 
 def _place() -> tuple[str, str]:

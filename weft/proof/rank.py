@@ -287,6 +287,7 @@ def _train(model: nn.Module, case: Case, trial: Trial, mesh: Mesh, arithmetic: A
     recorder = _StateRecorder(model, optimizer)
     if isinstance(arithmetic, Float64):
         arithmetic.pause_in(optimizer)
+        arithmetic.stay_in_recompute(model)
     mesh.ledger.clear()
     losses, norms = [], []
     for step in range(trial.steps):
