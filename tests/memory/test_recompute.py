@@ -9,6 +9,7 @@ from collections.abc import Callable
 import models_for_tests as models
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -127,3 +128,21 @@ def test_attention_that_drops_weights_is_not_kept() -> None:
             assert recompute._policy(None, packet.default, *heads, *before, dropout_p=dropout) == expected, packet
         assert recompute._policy(None, packet.default, *heads, *before) == CheckpointPolicy.MUST_SAVE, packet
     assert recompute._policy(None, torch.ops.aten.mm.default, *heads[:2]) == CheckpointPolicy.MUST_SAVE
+
+
+def test_a_cache_of_keys_for_generation_is_left_out() -> None:
+    """A model of transformers fills one in training, too: a block that is computed again would find its keys there."""
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+    )
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    found = {}
+    for policy in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        plan = Plan(memory=Memory(policy), precision="fp64")  # type: ignore[arg-type]
+        model = parallelize(transformers.LlamaForCausalLM(config), plan)
+        logits = model(tokens).logits
+        logits.sum().backward()
+        found[policy] = [logits, *(parameter.grad for parameter in model.parameters())]
+    for policy in ("selective", "full"):
+        assert all(map(torch.equal, found[policy], found["none"]))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -83,12 +84,19 @@ def _refuse_checkpoints(profile: Profile, plan: Plan) -> str | None:
     return None
 
 
+# Arguments of blocks of transformers: caches of keys and values for generation. In training they are of no use, and a
+# block that is computed again would add its keys a second time. transformers' own checkpointing leaves them out, too.
+KEY_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
 def _recomputed(policy: str, block: nn.Module) -> Callable[..., Any]:
     """Return a block's forward under a policy. Recompute restores the registered states that it reads."""
     forward, states = block.forward, registered_states(block)
     alone = _with_policy(policy, forward)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            kwargs = {name: None if name in KEY_CACHES else value for name, value in kwargs.items()}
         if not states:
             return alone(*args, **kwargs)
         return _with_policy(policy, with_states(forward, states))(*args, **kwargs)
