@@ -31,7 +31,7 @@ def test_a_model_has_the_parameters_of_its_name(name: str, billions: float) -> N
 
 
 def test_every_file_loads_and_names_its_source() -> None:
-    assert len(names()) == 51
+    assert len(names()) == 55
     for name in names():
         assert load_model(name).num_layers > 0
         assert (CATALOG / f"{name}.toml").read_text().splitlines()[0].startswith("# ")

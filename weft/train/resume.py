@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -220,8 +220,11 @@ def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
     Shapes do not show every difference: with other rotary frequencies, for example, another network would be trained
     without an error.
     """
-    for kind, now in (("model", to_table(run.model)), ("tuning", to_table(run.tuning))):
-        saved = checkpoint.stated(kind, dict)
+    of_model, of_tuning = checkpoint.stated("model", dict), checkpoint.state.get("tuning", {})
+    for config, given in ((run.model, of_model), (run.tuning, of_tuning if isinstance(of_tuning, dict) else {})):
+        # A key that an earlier weft did not know had the effect of its default.
+        saved = {**{field.name: to_table(field.default) for field in fields(config) if field.init}, **given}
+        now = to_table(config)
         for key in {**now, **saved}:
             if saved.get(key) != now.get(key):
                 name = _NAMES.get(key, f"model.{key}")
@@ -233,7 +236,7 @@ def _refuse_other_model(checkpoint: Checkpoint, run: Run) -> None:
 
 def _refuse_other_source(checkpoint: Checkpoint, state: TrainState) -> None:
     """Raises if the run started from other weights."""
-    saved, words = checkpoint.stated("source", str), {"": "random weights"}
+    saved, words = str(checkpoint.state.get("source", "")), {"": "random weights"}  # an earlier weft had no key for it
     if saved != state.source:
         raise CheckpointError(
             f"{checkpoint.path} started from {words.get(saved, f'weights {saved[:12]}')}, now model.from has "
