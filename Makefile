@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml
 train: install   ## the main job: plan, prove, train, save and sample a small Llama on 4 processes
 	$(BIN)/weft train examples/quickstart.toml
 
-test: install    ## every test, in three processes (about 24 minutes on 2 slow cores)
+test: install    ## every test, of many cases a sample, in three processes (about 22 minutes on 2 slow cores)
 	$(PYTEST) --numprocesses 3 --dist loadfile
 
 # With the python that has CUDA's torch, pytest, pytest-xdist and hypothesis: .venv has the CPU's.

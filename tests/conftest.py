@@ -90,13 +90,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _mark_sampled(items: list[pytest.Item]) -> None:
-    """Mark as soak all but one in `count` of the cases of each test with the marker sampled(count)."""
+    """Mark as soak all but one in `count` of the cases of each test with the marker sampled(count).
+
+    Of a test that starts processes and has more than two cases, every second runs, unless it says which.
+    """
+    test_of = {item: item.nodeid.partition("[")[0] for item in items}
+    num_cases = Counter(test_of.values())
+    chosen = {test_of[item] for item in items if item.get_closest_marker("soak")}
     numbers: Counter[str] = Counter()
-    for item in items:
+    for item, test in test_of.items():
         marker = item.get_closest_marker("sampled")
-        if marker is None or item.get_closest_marker("soak"):
+        is_costly = item.get_closest_marker("processes") and num_cases[test] > 2 and test not in chosen
+        count = marker.args[0] if marker else 2 if is_costly else 1
+        if item.get_closest_marker("soak"):
             continue
-        test = item.nodeid.partition("[")[0]
-        if numbers[test] % marker.args[0]:
+        if numbers[test] % count:
             item.add_marker("soak")
         numbers[test] += 1

@@ -399,6 +399,7 @@ def test_faults_change_nothing(weft: Weft, run_file: Path, tmp_path: Path, kinds
     assert "start again (restart 1 of" in Path(found["log"]).read_text()
 
 
+@pytest.mark.soak
 def test_a_fault_that_is_not_cured_is_told(weft: Weft, run_file: Path, tmp_path: Path) -> None:
     """The negative control: bits flip, and nobody compares."""
 

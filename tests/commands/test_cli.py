@@ -139,10 +139,10 @@ def test_plan_says_which_form_of_the_tensor_axes_is_better(
 
 
 def test_a_plan_that_does_not_fit_is_flagged(run_file: Path, weft: Weft) -> None:
-    left = weft("plan", run_file, "plan.data=2", "model.intermediate_size=15000000", "cluster=h100:1x8")
+    left = weft("plan", run_file, "plan.data=2", "train.batch=16000000", "cluster=h100:1x8")
     assert left.status == 2
     assert "predicted memory per device" in left.out
-    assert "weft: the plan does not fit: data 2, micro-batch 8, needs " in left.err
+    assert "weft: the plan does not fit: data 2, micro-batch 8000000, needs " in left.err
     assert "The nearest plan that needs less: " in left.err
 
 

@@ -78,6 +78,7 @@ def test_rejected_plans_say_how_much_and_what_would_fit() -> None:
     assert sizes == sorted(sizes)  # the nearest first
 
 
+@pytest.mark.soak
 def test_what_does_not_fit_says_how_many_nodes_would() -> None:
     found = ask("huge", load_model("gpt-145b"), load("a100-40:1x8"), Question(64, 2048))
     assert not found.found.best

@@ -81,6 +81,7 @@ def test_tiles_are_handed_over_at_a_block_that_the_small_model_has_too(images: P
     assert report.not_proved == ()
 
 
+@pytest.mark.soak
 def test_an_image_is_large_enough_for_tiles_up_to_where_they_are_handed_over(images: Path) -> None:
     options = ["data.size=128", 'plan.tile={columns=4, until="layer4.2"}', "plan.micro_batch=1"]
     run = make_run(images, "run", *options)

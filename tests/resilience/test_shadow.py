@@ -124,6 +124,7 @@ def test_a_pipeline_of_two_ranks_goes_on_in_one(tmp_path: Path, capfd: pytest.Ca
     assert_same_end(tmp_path / "lost", tmp_path / "whole")
 
 
+@pytest.mark.soak
 def test_checkpoints_after_a_loss_are_whole(undisturbed: Path, tmp_path: Path) -> None:
     assert run_chain(tmp_path / "run", [Death(1, 1, "backward 0")]) == 0
     folder = tmp_path / "run" / "checkpoints"
@@ -144,6 +145,7 @@ def test_a_second_loss_starts_all_again(undisturbed: Path, tmp_path: Path, capfd
     assert_same_end(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.soak
 def test_a_loss_that_is_not_made_good_starts_all_again(
     undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
