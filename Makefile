@@ -1,29 +1,37 @@
-# Two commands do everything on a fresh machine: `make train` and `make test`. See also `make help`.
+# Three commands do everything on a fresh machine: `make train`, `make test` and `make serve`. See also `make help`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
 TORCH ?= torch==2.13.0
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install train test test-gpu check soak bench format clean
+# A stamp is named after the extras that it has installed. Training needs few: what is installed for more is enough.
+ALL := $(VENV)/.installed-cli,data,hf,images,log,serve,dev
+TRAIN := $(or $(wildcard $(ALL)),$(VENV)/.installed-cli)
+SERVE := $(or $(wildcard $(ALL)),$(VENV)/.installed-cli,serve)
+
+.PHONY: help install train serve test test-gpu check soak bench format clean
 
 help:            ## list the commands
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(STAMP) ## make .venv with weft and all it needs to train and test
+install: $(ALL)  ## make .venv with weft and all it needs to train and test
 
-# torch first and exactly: without it, a looser requirement pulls the CUDA build and gigabytes with it.
-$(STAMP): pyproject.toml
+# torch exactly: without it, a looser requirement pulls the CUDA build and gigabytes with it.
+# PIP_NO_COMPILE: python compiles a file when it is first imported, and most files never are.
+$(VENV)/.installed-%: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[cli,data,hf,images,log,dev]"
-	touch $(STAMP)
+	PIP_NO_COMPILE=1 $(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[$*]"
+	touch $@
 
-train: install   ## the main job: plan, prove, train, save and sample a small Llama on 4 processes
+train: $(TRAIN)  ## the main job: plan, prove, train, save and sample a small Llama on 4 processes
 	$(BIN)/weft train examples/quickstart.toml
 
-test: install    ## every test, of many cases a sample, in three processes (about 22 minutes on 2 slow cores)
+serve: $(SERVE)  ## the model that `make train` trained, at http://127.0.0.1:8000 (OpenAI's API, and a page to try it)
+	test -d runs/quickstart/checkpoints || $(BIN)/weft train examples/quickstart.toml
+	$(BIN)/weft serve runs/quickstart
+
+test: install    ## every test, of many cases a sample, in three processes (about 20 minutes on 2 slow cores)
 	$(PYTEST) --numprocesses 3 --dist loadfile
 
 # With the python that has CUDA's torch, pytest, pytest-xdist and hypothesis: .venv has the CPU's.

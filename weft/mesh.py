@@ -22,13 +22,17 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from weft.cluster.collective_choice import Levels
+from weft.cluster.communication import Communication
+from weft.cluster.hardware import AxisLink, Cluster
+from weft.cluster.rounds import Algorithm
 from weft.comm import Axis, Ledger, all_reduce
 from weft.comm.call_order import call_order
 from weft.errors import LaunchError
@@ -50,10 +54,17 @@ JOINT_AXES = {
 class Mesh:
     """The plan's axes as one rank sees them. `mesh["shard"]` is an `Axis`.
 
-    torch.distributed must be initialised with the plan's number of ranks. `ranks_per_node` is for hierarchical plans.
+    torch.distributed must be initialised with the plan's number of ranks. `ranks_per_node` is for hierarchical plans,
+    and `cluster` has the links by which they choose the fastest collectives; all ranks must give the same.
     """
 
-    def __init__(self, plan: Plan, device: torch.device | str = "cpu", ranks_per_node: int | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device | str = "cpu",
+        ranks_per_node: int | None = None,
+        cluster: Cluster | None = None,
+    ) -> None:
         self.plan = plan
         self.device = torch.device(device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -69,8 +80,9 @@ class Mesh:
         self._groups = self._make_groups() if found > 1 else {}
         self._made: dict[tuple[Any, ...], dist.ProcessGroup | None] = {}
         self._levels: dict[str, tuple[Axis, Axis]] = {}
+        self.levels: dict[str, Levels] = {}  # how collectives of the axes with two levels are carried out
         if plan.hierarchical and found > 1:
-            self._make_levels(self._agree(ranks_per_node))
+            self._make_levels(self._agree(ranks_per_node), cluster)
 
     def __getitem__(self, name: str) -> Axis:
         members = JOINT_AXES.get(name, (name,))
@@ -78,7 +90,7 @@ class Mesh:
         for axis in members:
             degree, index = degree * self.plan.degree(axis), index * self.plan.degree(axis) + self.coordinates[axis]
         group = self._groups.get(self._split(members))
-        return Axis(name, degree, index, group, self.ledger, self._levels.get(name))
+        return Axis(name, degree, index, group, self.ledger, self._levels.get(name), self.levels.get(name))
 
     def neighbours(self, name: str, degree: int) -> Axis:
         """Returns this rank's part of an axis that is cut into parts of `degree` neighbours.
@@ -126,7 +138,7 @@ class Mesh:
 
     def release_groups(self) -> None:
         """Drop all references to groups. When no other is left, their connections close, and ranks that wait fail."""
-        self._groups, self._made, self._levels = {}, {}, {}
+        self._groups, self._made, self._levels, self.levels = {}, {}, {}, {}
 
     def drop_pipe_rank(self) -> None:
         """Reduce `pipe`, which must be the plan's only axis, by one rank.
@@ -209,7 +221,7 @@ class Mesh:
         largest, smallest = bounds.tolist()
         return given if given and largest == -smallest else None
 
-    def _make_levels(self, ranks_per_node: int | None) -> None:
+    def _make_levels(self, ranks_per_node: int | None, cluster: Cluster | None) -> None:
         if ranks_per_node is None:
             self._log("plan.hierarchical: the ranks per node are not known or differ; collectives stay flat")
             return
@@ -219,10 +231,13 @@ class Mesh:
                 f"plan.hierarchical: the ranks of {', '.join(uneven)} do not fill equal parts of nodes of "
                 f"{ranks_per_node}; their collectives stay flat"
             )
-        for name, (num_nodes, num_local) in level_degrees(self.plan, ranks_per_node).items():
+        self.levels = level_degrees(self.plan, ranks_per_node, cluster)
+        for name, levels in self.levels.items():
+            num_nodes, num_local = levels.num_nodes, levels.num_local
             blocks = ranks_of(self.plan, name).view(-1, num_nodes, num_local)
             between = self._group_among(blocks.transpose(1, 2).reshape(-1, num_nodes), f"{name}/node")
-            inside = self._group_among(blocks.reshape(-1, num_local), f"{name}/local")
+            alone = num_local == 1
+            inside = None if alone else self._group_among(blocks.reshape(-1, num_local), f"{name}/local")
             node, local = divmod(self[name].index, num_local)
             self._levels[name] = (
                 Axis(f"{name}/node", num_nodes, node, between, self.ledger),
@@ -262,12 +277,50 @@ def rectangle(plan: Plan, name: str, ranks_per_node: int) -> tuple[int, int] | N
     return (num_nodes, num_local) if is_one_node_a_row and is_another_in_the_next and has_equal_places else None
 
 
-def level_degrees(plan: Plan, ranks_per_node: int | None) -> dict[str, tuple[int, int]]:
-    """Returns (nodes, ranks in each node) of the axes whose collectives have two levels on nodes of this size."""
+def level_degrees(plan: Plan, ranks_per_node: int | None, cluster: Cluster | None = None) -> dict[str, Levels]:
+    """Returns the levels of the axes whose collectives have two levels on nodes of this size.
+
+    `cluster` has the links or times by which `plan.communication.between = "fastest"` chooses.
+    """
     if not plan.hierarchical or ranks_per_node is None:
         return {}
-    found = {name: rectangle(plan, name, ranks_per_node) for name in _names(plan)}
-    return {name: levels for name, levels in found.items() if levels is not None and min(levels) > 1}
+    between, found = plan.communication.between, {}
+    for name in _names(plan):
+        degrees = rectangle(plan, name, ranks_per_node)
+        if degrees is None or degrees[0] == 1 or (degrees[1] == 1 and between == "library"):
+            continue
+        links = None if cluster is None else _level_links(plan, name, degrees, ranks_per_node, cluster)
+        found[name] = Levels(*degrees, between, name, links, () if cluster is None else cluster.collectives)
+    return found
+
+
+def level_axes(num_nodes: int, device: torch.device) -> dict[Algorithm, Axis]:
+    """Returns an axis over all ranks for each algorithm between nodes, as if the ranks were on so many nodes."""
+    degree, found = dist.get_world_size(), dict[Algorithm, Axis]()
+    kinds: tuple[Literal["library", "ring", "doubling"], ...] = ("library", "ring", "doubling")
+    for kind in kinds:
+        plan = Plan(data=degree, hierarchical=True, communication=Communication(between=kind))
+        found[kind] = Mesh(plan, device, degree // num_nodes)["data"]
+    return found
+
+
+def _level_links(
+    plan: Plan, name: str, degrees: tuple[int, int], ranks_per_node: int, cluster: Cluster
+) -> dict[str, AxisLink] | None:
+    """The links of an axis (""), between nodes and inside; None if the cluster has not as many devices."""
+    inner, degree = distance_and_degree(plan, name)
+    spans = {"": (inner, degree), "node": (ranks_per_node, degrees[0]), "local": (inner, degrees[1])}
+    if cluster.node.num_devices != ranks_per_node or cluster.num_devices < plan.num_ranks:
+        return None
+    return {level: cluster.axis_link(*span) for level, span in spans.items()}
+
+
+def distance_and_degree(plan: Plan, name: str) -> tuple[int, int]:
+    """Returns (the distance in ranks between neighbours on an axis, its degree). Joint axes span all their members."""
+    if name in JOINT_AXES:
+        return 1, math.prod(plan.degree(member) for member in JOINT_AXES[name])
+    name, _, neighbours = name.partition(":")
+    return plan.inner(name), int(neighbours) if neighbours else plan.degree(name)
 
 
 def _names(plan: Plan) -> list[str]:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
+from weft.cluster.communication import Communication
 from weft.errors import ConfigError, PlanError
 from weft.schedule.schedules import make_schedule
 from weft.schema import convert, dump_toml, read_toml, to_table
@@ -29,6 +30,7 @@ AXES: dict[str, AxisField] = {
     "data": AxisField("data", ("samples",)),
     "pipe": AxisField("pipe.degree", ("stages",)),
     "shard": AxisField("shard.degree", ("samples", "weights")),
+    "expert": AxisField("expert", ("samples", "weights")),
     "rows": AxisField("tile.rows", ("pixels",)),
     "columns": AxisField("tile.columns", ("pixels",)),
     "context": AxisField("context.degree", ("tokens",)),
@@ -67,11 +69,11 @@ class AxisTable:
 class Pipe(AxisTable):
     """The `pipe` axis: splits the model's chain of blocks into stages over ranks.
 
-    `schedule` is the order of forwards and backwards. `chunks` is the number of stages of each rank (interleaved),
-    `batches` the number of parts of a step that alternate (gems), and `in_flight` the number of micro-batches between a
-    stage's forward and backward (message). Stages are balanced by `balance`; with `split`, all stages but the first
-    begin at the modules that it names. `shadow`: each rank also keeps the next rank's stage, and takes it over if that
-    rank is lost.
+    `schedule` is the order of forwards and backwards. `chunks` is the number of stages of each rank (interleaved), and
+    `batches` the number of parts of a step that alternate (gems). `in_flight` caps the micro-batches between forward
+    and backward that a rank holds, over all of its stages: less memory, more waiting. Stages are balanced by `balance`;
+    with `split`, all stages but the first begin at the modules that it names. `shadow`: each rank also keeps the next
+    rank's stage, and takes it over if that rank is lost.
     """
 
     degree: int = 1
@@ -115,8 +117,8 @@ class Tensor(AxisTable):
 
     `sequence` also splits the activations outside of attention and MLPs along the sequence over x. `regather` then
     gathers the inputs of matmuls again in backward instead of saving them whole: less memory, one more all-gather.
-    `chunks` is the number of pieces of each gather and scatter, so that some pieces are sent while others are
-    multiplied.
+    `chunks` is the number of pieces of each gather and scatter, so that some are sent while others are multiplied.
+    `drop_duplicates`: ranks of x, which hold the same tokens, send different ones over `expert`.
     """
 
     x: int = 1
@@ -124,6 +126,7 @@ class Tensor(AxisTable):
     sequence: bool = False
     regather: bool = False
     chunks: int = 1
+    drop_duplicates: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,12 +208,14 @@ class Plan:
     `exact = false` allows options that change the mathematics, such as statistics over a part of the batch.
     `statistics`: batch norms take statistics over a "rank"'s micro-batch, or over the "batch", which is the
     micro-batches of all ranks together.
-    `hierarchical`: collectives on axes that cross nodes have two levels, inside each node and between nodes.
+    `hierarchical`: collectives on axes that cross nodes have two levels, inside each node and between nodes, as
+    `communication` says.
     """
 
     data: int = 1
     pipe: Pipe = field(default_factory=Pipe)
     shard: Shard = field(default_factory=Shard)
+    expert: int = 1
     tensor: Tensor = field(default_factory=Tensor)
     context: Context = field(default_factory=Context)
     tile: Tile = field(default_factory=Tile)
@@ -220,6 +225,7 @@ class Plan:
     matmul: Literal["compute", "fp8"] = "compute"
     exact: bool = True
     hierarchical: bool = False
+    communication: Communication = field(default_factory=Communication)
     statistics: Literal["rank", "batch"] = "rank"
 
     def __post_init__(self) -> None:
@@ -244,12 +250,11 @@ class Plan:
         if self.tile.fused < 1:
             raise PlanError(f"plan.tile.fused = {self.tile.fused}; an exchange serves at least 1 layer")
         self._check_sequence()
+        self.communication.refuse(self.hierarchical, self.exact)
 
     def _check_bits(self) -> None:
-        fewer = [
-            *(["plan.memory.master = false"] * (not self.memory.master)),
-            *([f"plan.memory.state = '{self.memory.state}'"] * (self.memory.state != "master")),
-        ]
+        fewer = ["plan.memory.master = false"] * (not self.memory.master)
+        fewer += [f"plan.memory.state = '{self.memory.state}'"] * (self.memory.state != "master")
         if self.memory.delay:
             self._check_delay()
         for name in HOST_SHARES:
@@ -281,8 +286,7 @@ class Plan:
         if self.memory.weights:
             raise PlanError(
                 f"plan.memory.delay = true keeps the weights of two steps, and plan.memory.weights = "
-                f"{self.memory.weights:g} keeps those of one step, on the host; use weights = 0 with offload, or "
-                f"delay = false"
+                f"{self.memory.weights:g} keeps those of one step, on the host; use weights = 0, or delay = false"
             )
         is_freed = self.shard.degree > 1 and self.shard.stage == 3
         if self.precision != "bf16" or not self.memory.master or is_freed:
@@ -357,7 +361,8 @@ class Plan:
     def describe_axes(self) -> str:
         """Returns the axes as text, such as `data 2 × shard 4 (stage 3)`, or `1 process`."""
         notes = {"shard": f" (stage {self.shard.stage})", "context": f" ({self.context.kind})"}
-        notes["pipe"] = f" ({self.pipe.schedule}{', shadow' if self.pipe.shadow else ''})"
+        pipe, cap = self.pipe, "" if self.pipe.in_flight is None else f", {self.pipe.in_flight} in flight"
+        notes["pipe"] = f" ({pipe.schedule}{cap}{', named stages' * bool(pipe.split)}{', shadow' * pipe.shadow})"
         if words := [
             *([f"until {self.tile.until}"] * bool(self.tile.until)),
             *([self.tile.hand_over] * (self.tile.hand_over != "gather")),
@@ -365,11 +370,8 @@ class Plan:
         ]:
             notes["columns" if self.tile.columns > 1 else "rows"] = f" ({', '.join(words)})"
         if self.tensor.sequence:
-            words = [
-                *(["regather"] * self.tensor.regather),
-                *([f"{self.tensor.chunks} chunks"] * (self.tensor.chunks > 1)),
-            ]
-            notes["x"] = f" ({', '.join(['sequence', *words])})"
+            words = ["sequence"] + ["regather"] * self.tensor.regather
+            notes["x"] = f" ({', '.join(words + [f'{self.tensor.chunks} chunks'] * (self.tensor.chunks > 1))})"
         parts = [f"{axis} {degree}{notes.get(axis, '')}" for axis, degree in self.degrees.items() if degree > 1]
         return " × ".join(parts) or "1 process"
 
@@ -397,8 +399,9 @@ class BatchSplit:
     def identity(self, plan: Plan) -> str:
         """Returns the identity with its numbers as text, as printed at the start of a run."""
         identity = (
-            f"{self.batch} {self.samples}/step = {plan.data} data × {plan.shard.degree} shard × {self.micro_batch} "
-            f"micro-batch × {self.accumulation} accumulation"
+            f"{self.batch} {self.samples}/step = {plan.data} data × {plan.shard.degree} shard × "
+            f"{f'{plan.expert} expert × ' if plan.expert > 1 else ''}{self.micro_batch} micro-batch × "
+            f"{self.accumulation} accumulation"
         )
         if self.samples == "images":
             return identity
@@ -421,7 +424,8 @@ def split_batch(plan: Plan, batch: int, sequence: int, samples: str = "sequences
         down, up = batch // ranks * ranks, (batch // ranks + 1) * ranks
         raise PlanError(
             f"batch = {batch} {samples} does not divide over {ranks} ranks (data {plan.data} × shard "
-            f"{plan.shard.degree}); use {f'{down} or {up}' if down else up}"
+            f"{plan.shard.degree}{f' × expert {plan.expert}' if plan.expert > 1 else ''}); use "
+            f"{f'{down} or {up}' if down else up}"
         )
     per_rank = batch // ranks
     micro_batch = plan.micro_batch or per_rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,9 +34,12 @@ class TrainConfig:
     `compile`: compile each block with torch.compile; by default on GPUs. `graph`: record forward and backward as a CUDA
     graph (`step/cuda_graph.py`); by default for images on one GPU. `z_loss` is the weight of the squared log of the
     softmax's denominator (language models). `goldfish` leaves targets out of the loss (`data/goldfish.py`), and
-    `layer_drop` skips blocks (`step/layer_drop.py`). `share_gpus` allows more ranks than GPUs, for tests.
+    `layer_drop` skips blocks (`step/layer_drop.py`). `compressed` sends less over `data`, and `kfac`
+    preconditions gradients; both are not exact.
+    `share_gpus` allows more ranks than GPUs, for tests.
     `evaluate_sequences` is the number of held-out sequences or images. `timeline` is a file in which the last step of a
-    pipeline is drawn. `freeze` has patterns of names of parameters that are not trained (`model.embed*`).
+    pipeline is drawn. `profile` = "10:20" records the communication of the ten steps after the tenth. `freeze` has
+    patterns of names of parameters that are not trained (`model.embed*`).
     `dpo_beta` is the strength of the reference in the loss of preferences (`step/preference.py`).
     """
 
@@ -59,6 +63,8 @@ class TrainConfig:
     z_loss: float = 0.0
     goldfish: Goldfish | None = None
     layer_drop: LayerDrop | None = None
+    compressed: CompressedAdam | None = None
+    kfac: Kfac | None = None
     freeze: tuple[str, ...] = ()
     dpo_beta: float = 0.1
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -68,6 +74,7 @@ class TrainConfig:
     evaluate_every: int | None = None
     evaluate_sequences: int = 64
     timeline: str | None = None
+    profile: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):
@@ -95,6 +102,17 @@ class TrainConfig:
             )
         if self.decay_steps is not None and self.schedule != "wsd":
             raise ConfigError(f"train.decay_steps belongs to schedule = 'wsd'; given schedule = '{self.schedule}'")
+        if self.profile is not None and not self.profile_steps:
+            raise ConfigError(
+                f"train.profile = '{self.profile}' is not FIRST:LAST with 0 <= FIRST < LAST <= train.steps = "
+                f"{self.steps}; 10:20 records the ten steps after the tenth"
+            )
+
+    @property
+    def profile_steps(self) -> range:
+        """The steps, counted from 0, whose communication is recorded; empty if there are none."""
+        match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", self.profile or "")
+        return range(int(match[1]), int(match[2])) if match is not None and int(match[2]) <= self.steps else range(0)
 
 
 @dataclass(frozen=True)
@@ -178,6 +196,65 @@ class LogConfig:
 
     tensorboard: bool = False
     wandb: str | None = None
+
+
+@dataclass(frozen=True)
+class CompressedAdam:
+    """An optimizer that sends one bit per parameter over `data` (`optim/one_bit_adam.py`, `optim/zero_one_adam.py`).
+
+    `freeze_step`: the number of updates after which the second moment stays as it is. The others are of 0/1 Adam:
+    the gap between updates of the second moment doubles every `kappa` of them, and after the freeze the number of steps
+    from one exchange to the next doubles every `local_scaler` steps, up to `most_local`.
+    """
+
+    kind: Literal["1bit", "0/1"]
+    freeze_step: int
+    kappa: int = 16
+    local_scaler: int = 32678
+    most_local: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("freeze_step", "kappa", "local_scaler", "most_local"):
+            at_least(f"train.compressed.{name}", getattr(self, name), 1)
+
+
+@dataclass(frozen=True)
+class Kfac:
+    """K-FAC for linears and convolutions, and AdamW for the rest (`optim/kfac.py`).
+
+    `mode`: every rank inverts all factors, or each layer has an owner among the ranks of `data`. `learning_rate` is the
+    peak for layers of K-FAC, on the schedule of [train]. Factors are sampled every `factor_every` updates and inverted
+    every `inverse_every`, with `damping`; `decay` is that of their running average. `kl_clip` limits the size of an
+    update. `exclude` has patterns of names of layers that AdamW updates, and so do factors above `max_size` rows.
+    """
+
+    mode: Literal["inline", "owner-sharded"] = "owner-sharded"
+    learning_rate: float = 0.1
+    momentum: float = 0.9
+    damping: float = 1e-3
+    decay: float = 0.95
+    factor_every: int = 1
+    inverse_every: int = 10
+    kl_clip: float = 1e-3
+    max_size: int = 4096
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("factor_every", "inverse_every", "max_size"):
+            at_least(f"train.kfac.{name}", getattr(self, name), 1)
+        for name in ("momentum", "decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"train.kfac.{name} = {getattr(self, name)}; it must be at least 0 and below 1")
+        for name in ("learning_rate", "damping"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"train.kfac.{name} = {getattr(self, name)}; it must be a number above 0")
+        if not self.kl_clip > 0:
+            raise ConfigError(f"train.kfac.kl_clip = {self.kl_clip}; it must be greater than 0, inf to limit nothing")
+        if self.inverse_every % self.factor_every:
+            raise ConfigError(
+                f"train.kfac.inverse_every = {self.inverse_every} is not a multiple of factor_every = "
+                f"{self.factor_every}; inverses are renewed where factors were sampled"
+            )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(options)}" if options else ""
 
 
+def nearest_of_all(word: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown word: the closest known word if there is one, and all of them."""
+    options = sorted(known)
+    close = difflib.get_close_matches(word, options, n=1, cutoff=0.5)
+    return (f"; did you mean '{close[0]}'?" if close else "") + f"; known: {', '.join(options)}"
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Returns the tables of a TOML file; raises ConfigError with the file and the position of an error."""
     try:

@@ -86,20 +86,28 @@ class Cost:
 
 
 class SearchSpace(NamedTuple):
-    """What a search for plans divides: the devices that are left, and samples. `asked` are fields that it must keep."""
+    """What a search for plans divides: the devices that are left, and samples. `asked` are fields that it must keep.
+
+    `num_experts` is the largest number that divides the experts of every layer; 1 if the model has none.
+    """
 
     num_devices: int
     samples: Literal["sequences", "images"]
     sequence: int = 1
     asked: frozenset[str] = frozenset()
+    num_experts: int = 1
 
 
 class Buffer(NamedTuple):
-    """A flat buffer of `numel` parameters, with the bytes of an element that is gathered and of a reduced gradient."""
+    """A flat buffer of `numel` parameters, with the bytes of an element that is gathered and of a reduced gradient.
+
+    `expert_numel` of them are experts, which each rank of `expert` holds others of.
+    """
 
     numel: float
     compute_bytes: int
     gradient_bytes: int
+    expert_numel: float = 0
 
 
 def _add(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

@@ -165,19 +165,20 @@ def test_a_rank_that_dies_alone_is_named_and_the_old_checkpoint_stays(tmp_path: 
 
 def test_leftovers_of_a_crashed_attempt_are_never_mixed_in(tmp_path: Path) -> None:
     """A crashed run left rank 1's part of the same step; the next run must wait for its own."""
-    crashed = Saver(tmp_path, 1, 2, "aaaa")
+    folder, elsewhere, left_over = tmp_path / "run", tmp_path / "elsewhere", ".saving-step-00000200-aaaa-1"
+    crashed = Saver(folder, 1, 2, "aaaa")
     crashed.save(NEW, pieces_of(OLD, 1, 2), {}, asynchronous=False)
-    assert os.listdir(tmp_path) == [".saving-step-00000200-aaaa-1"]
-    rank_0 = Saver(tmp_path, 0, 2, "bbbb", timeout_seconds=120)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(folder) == [left_over]
+    rank_0 = Saver(folder, 0, 2, "bbbb", timeout_seconds=120)
+    assert os.listdir(folder) == []
     rank_0.save(NEW, pieces_of(NEW, 0, 2), {"step": NEW})
-    crashed_again = Saver(tmp_path, 1, 2, "aaaa")
-    crashed_again.save(NEW, pieces_of(OLD, 1, 2), {}, asynchronous=False)
-    rank_1 = Saver(tmp_path, 1, 2, "bbbb", timeout_seconds=120)
+    Saver(elsewhere, 1, 2, "aaaa").save(NEW, pieces_of(OLD, 1, 2), {}, asynchronous=False)
+    (elsewhere / left_over).rename(folder / left_over)  # at once: rank 0 may remove it at any time
+    rank_1 = Saver(folder, 1, 2, "bbbb", timeout_seconds=120)
     rank_1.save(NEW, pieces_of(NEW, 1, 2), {"step": NEW})
     for saver in (rank_0, rank_1):
         saver.wait(published=True)
-    assert check_whole(tmp_path / "step-00000200") == NEW
+    assert check_whole(folder / "step-00000200") == NEW
 
 
 class CarelessSaver(Saver):

@@ -445,9 +445,9 @@ def test_devices_are_recognised_by_what_the_driver_reports(reported: str, name: 
 
 def test_a_container_limit_caps_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_text", lambda self: "1000000\n" if self.name == "memory.max" else "max")
-    assert clusters._host_memory_bytes() == 1_000_000
+    assert clusters.host_memory_bytes() == 1_000_000
     monkeypatch.setattr(Path, "read_text", lambda self: "max\n")
-    assert clusters._host_memory_bytes() > 1_000_000
+    assert clusters.host_memory_bytes() > 1_000_000
 
 
 def test_describe_is_two_lines_with_the_key_figures() -> None:

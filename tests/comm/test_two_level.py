@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from runs_for_tests import make_run, write_run_file
 from torch import Tensor, nn
 
+from weft.cluster.collective_choice import Levels
 from weft.cluster.hardware import Cluster, Link, local_cluster
 from weft.comm import (
     Axis,
@@ -187,7 +188,7 @@ def test_the_ledger_shows_both_levels_as_predicted(num_nodes: int, num_local: in
         entries = axis.ledger.entries()
         flat = {("data", operation): value for (name, operation), value in entries.items() if name == "flat"}
         counted = {key: value for key, value in entries.items() if key[0] != "flat"}
-        predicted = expand(flat, {"data": (num_nodes, num_local)})
+        predicted = expand(flat, {"data": Levels(num_nodes, num_local)})
         return [counted == predicted, sorted({name for name, _ in counted})]
 
     assert run_local(rank, degree) == [[True, ["data", "data/local", "data/node"]]] * degree
@@ -202,7 +203,7 @@ def test_bytes_by_level() -> None:
         ("data", "send"): Traffic(1, 7),
         ("x", "all_gather"): Traffic(1, 64),
     }
-    assert expand(flat, {"data": (2, 4)}) == {
+    assert expand(flat, {"data": Levels(2, 4)}) == {
         ("data", "all_reduce"): Traffic(2, 200),
         ("data", "send"): Traffic(1, 7),
         ("data/local", "all_gather"): Traffic(2, 1600) + Traffic(1, 256) + Traffic(1, 128),
@@ -223,16 +224,22 @@ traffics = st.dictionaries(
 
 
 @given(traffics, traffics, st.sampled_from([(2, 2), (2, 3), (4, 4)]))
-def test_expanding_is_linear_and_leaves_other_axes_alone(one: Any, other: Any, levels: tuple[int, int]) -> None:
+def test_expanding_is_linear_and_leaves_other_axes_alone(one: Any, other: Any, degrees: tuple[int, int]) -> None:
+    levels = Levels(*degrees)
     both = expand(add_traffic(one, other), {"data": levels})
     assert both == add_traffic(expand(one, {"data": levels}), expand(other, {"data": levels}))
     assert expand(one, {}) == add_traffic(one)
     assert {key: value for key, value in both.items() if key[0] == "shard"} == {
         key: value for key, value in add_traffic(one, other).items() if key[0] == "shard"
     }
-    local, node = (sum(v.num_bytes for k, v in both.items() if k[0] == f"data/{level}") for level in ("local", "node"))
+    equal = ("data/local", "all_to_all"), ("data/node", "all_to_all")
+    assert both.get(equal[0]) == both.get(equal[1])
+    local, node = (
+        sum(v.num_bytes for k, v in both.items() if k[0] == f"data/{level}" and k not in equal)
+        for level in ("local", "node")
+    )
     twice = sum(v.num_bytes for k, v in both.items() if k == ("data/node", "all_reduce"))
-    assert local == (node + twice) * levels[1]  # an all-reduce passes inside a node twice
+    assert local == (node + twice) * degrees[1]  # an all-reduce passes inside a node twice
 
 
 def test_traffic_knows_the_size_of_each_call() -> None:
@@ -373,21 +380,21 @@ def test_a_runs_plan_is_verified_on_the_nodes_of_its_cluster(tmp_path: Path) -> 
 # --- negative controls
 
 
-def without_permute(whole: Tensor, part: Tensor, between: Axis, inside: Axis) -> Iterator[Pending]:
+def without_permute(whole: Tensor, part: Tensor, between: Axis, inside: Axis, _: str) -> Iterator[Pending]:
     of_nodes = part.new_empty(between.degree * part.numel())
     yield collectives.all_gather(of_nodes, part.view(-1), between)
     yield collectives.all_gather(whole.view(-1), of_nodes, inside)
 
 
-def scatter_without_permute(part: Tensor, whole: Tensor, between: Axis, inside: Axis) -> Iterator[Pending]:
+def scatter_without_permute(part: Tensor, whole: Tensor, between: Axis, inside: Axis, _: str) -> Iterator[Pending]:
     of_nodes = part.new_empty(between.degree * part.numel())
     yield collectives.reduce_scatter(of_nodes, whole.view(-1), inside)
     yield collectives.reduce_scatter(part.view(-1), of_nodes, between)
 
 
 def swapped(original: Any) -> Any:
-    def exchanged(first: Tensor, second: Tensor, between: Axis, inside: Axis) -> Iterator[Pending]:
-        return original(first, second, inside, between)  # type: ignore[no-any-return]
+    def exchanged(first: Tensor, second: Tensor, between: Axis, inside: Axis, algorithm: str) -> Iterator[Pending]:
+        return original(first, second, inside, between, algorithm)  # type: ignore[no-any-return]
 
     return exchanged
 
@@ -417,7 +424,7 @@ def test_finds_parts_in_the_wrong_order(
 
 
 def test_finds_an_all_reduce_that_stays_inside_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    def alone(tensor: Tensor, between: Axis, inside: Axis, reduction: Any) -> Iterator[Pending]:
+    def alone(tensor: Tensor, between: Axis, inside: Axis, reduction: Any, _: str) -> Iterator[Pending]:
         yield collectives.all_reduce(tensor, inside, reduction)
 
     monkeypatch.setattr(two_level, "_all_reduce", alone)

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from weft.commands import app as cli
 from weft.commands import train as train_command
 from weft.commands.console import LiveReporter, format_bytes, format_seconds, step_line
 from weft.commands.jobs import prove
+from weft.commands.model_text import print_text
 from weft.planner.predict import run_cluster
 from weft.proof.prove import Check
 from weft.run_file import load_run
@@ -31,7 +33,7 @@ from weft.train.metrics import StepMetrics
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ("init", "train", "plan", "verify", "chaos", "evaluate", "export", "generate", "doctor")
+COMMANDS = ["init", "train", "plan", "verify", "chaos", "evaluate", "export", "generate", "profile", "serve", "doctor"]
 
 
 @pytest.fixture
@@ -139,10 +141,10 @@ def test_plan_says_which_form_of_the_tensor_axes_is_better(
 
 
 def test_a_plan_that_does_not_fit_is_flagged(run_file: Path, weft: Weft) -> None:
-    left = weft("plan", run_file, "plan.data=2", "train.batch=16000000", "cluster=h100:1x8")
+    left = weft("plan", run_file, "plan.data=2", "train.batch=4000000", "cluster=h100:1x8")
     assert left.status == 2
     assert "predicted memory per device" in left.out
-    assert "weft: the plan does not fit: data 2, micro-batch 8000000, needs " in left.err
+    assert "weft: the plan does not fit: data 2, micro-batch 2000000, needs " in left.err
     assert "The nearest plan that needs less: " in left.err
 
 
@@ -194,6 +196,18 @@ def test_a_step_is_one_line_with_its_rates() -> None:
     assert step_line(metrics(7, 0.412), 10, 81) == line
     assert step_line(metrics(7, 0.412), 10, 80) == line.replace("  grad norm 0.100", "")
     assert step_line(metrics(7), 10, 3) == "step 7/10"
+    assert " left" not in step_line(metrics(10), 10)
+
+
+def test_texts_of_a_model_do_not_change_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "a\tb\n\x1b[2Jc\r\x9b1m"
+    print_text(text)
+    assert capsys.readouterr().out == text + "\n", "a file gets the text as it is"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_text(text)
+    assert capsys.readouterr().out == "a\tb\n\ufffd[2Jc\ufffd\ufffd1m\n"
 
 
 def test_a_long_run_shows_about_twenty_lines_where_there_is_no_terminal() -> None:

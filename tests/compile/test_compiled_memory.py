@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,15 @@ from weft.cluster.hardware import Cluster, load, local_cluster
 from weft.compile.saved_bytes import compiled_profile, profile_under
 from weft.compile.torch_partition import Partition
 from weft.inspection.blocks import find_blocks
+from weft.memory.recompute import _with_policy
 from weft.models import DecoderConfig, GPT2Config, build
-from weft.models.loss import token_loss
+from weft.models.loss import ExampleLoss, token_loss
+from weft.models.loss_head import install_loss_head
 from weft.parallel.apply import cost
 from weft.plan import Memory, Plan, split_batch
 from weft.plan import Tensor as TensorPlan
 from weft.planner.predict import predict
-from weft.profiling import Profile, profile
+from weft.profiling import Profile, peak_bytes, profile
 from weft.run_file import load_run
 from weft.step.examples import _profile_of
 
@@ -94,6 +97,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(2)
 def test_kept_bytes_are_those_of_compiled_blocks(name: str) -> None:
     model = MODELS[name]().to(torch.bfloat16)
     predicted = cost(compiled_profile(profiled(model)), Plan(), split_batch(Plan(), 2, 32)).saved_bytes
@@ -240,3 +244,19 @@ MEASURED = json.loads((RESULTS / "one-gpu-h200.json").read_text())["results"]
 def test_memory_on_an_h200_is_predicted_within_5_percent(shape: str, name: str) -> None:
     predicted = one_gpu.predicted_bytes(name, one_gpu.CASES[shape])
     assert predicted == pytest.approx(MEASURED[shape][name]["gpu_bytes"], rel=0.05)
+
+
+def test_the_peaks_of_the_root_beside_compiled_blocks_are_those_of_a_run_under_each_policy() -> None:
+    """They are measured once, with one block of each kind and without recompute."""
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    with torch.device("meta"):
+        model = build(replace(LLAMA, num_hidden_layers=2))
+    install_loss_head(model)
+    found = compiled_profile(profile(model, lambda: (tokens,), ExampleLoss(lambda: tokens)))
+    assert found.source is not None
+    assert found.source.eager is not None
+    for policy in ("none", "selective", "full"):
+        wrap = partial(_with_policy, policy, preserve_rng_state=False)
+        ran = peak_bytes._run(found.source.eager, policy, wrap, is_loss_fused=True)
+        expected = peak_bytes._with_compiled_blocks(ran, found.source.blocks)
+        assert peak_bytes.peaks(found, policy, wrap) == expected

@@ -17,6 +17,9 @@ from typing import Any
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU does not initialise CUDA
 
+# Of many channels each rank holds gigabytes, and some 40 ranks share the GPU at a time.
+os.environ.setdefault("NCCL_MAX_NCHANNELS", "2")
+
 import pytest
 import torch
 from gpu_for_tests import JOBS, ran

@@ -169,26 +169,23 @@ def examples(encode: Callable[[str], Sequence[int]], texts: Iterable[Sequence[tu
     return found
 
 
-def add_plain_lora(model: nn.Module, lora: Lora) -> None:
-    """LoRA in a few lines of PyTorch, as its paper has it; with weft's initial values."""
-    model.requires_grad_(False)
-    for name, linear in list(model.named_modules()):
-        if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in lora.targets:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, PlainLora(name, linear, lora))
+def add_lora_of_peft(model: nn.Module, lora: Lora) -> None:
+    """LoRA by PEFT, in float64 and with weft's initial values."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), lora_dropout=0.0)  # type: ignore[arg-type]
+    inject_adapter_in_model(config, model)  # type: ignore[arg-type]
+    for name, parameter in model.named_parameters():
+        is_down = ".lora_A." in name
+        if is_down or ".lora_B." in name:
+            initial = initial_adapter(weft_name(name), tuple(parameter.shape), seed=0)
+            parameter.data = initial.double() if is_down else torch.zeros_like(parameter, dtype=torch.float64)
 
 
-class PlainLora(nn.Module):
-    def __init__(self, name: str, base: nn.Linear, lora: Lora) -> None:
-        super().__init__()
-        self.base, self.scaling = base, lora.alpha / lora.rank
-        down = initial_adapter(f"{name}.lora_A", (lora.rank, base.in_features), seed=0).double()
-        self.down = nn.Parameter(down)
-        self.up = nn.Parameter(torch.zeros(base.out_features, lora.rank, dtype=torch.float64))
-
-    def forward(self, value: Tensor) -> Tensor:
-        out: Tensor = self.base(value) + (value @ self.down.T) @ self.up.T * self.scaling
-        return out
+def weft_name(path: str) -> str:
+    """The name in weft of a parameter of a model with LoRA by PEFT."""
+    path = path.replace(".base_layer.", ".")
+    return path.removesuffix(".default.weight") if ".lora_" in path else path
 
 
 def sum_of_losses(model: nn.Module, given: Sequence[Example]) -> Tensor:

@@ -21,11 +21,22 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.models import loss_kernel
+from weft.models.decoder import RMSNorm
 from weft.models.loss import IGNORE, rows_loss
 from weft.models.vision.pool_kernel import kernel_pools
 from weft.optim import update_kernel
 from weft.optim.update import update
 from weft.optim.update_kernel import update_by_kernel
+from weft.serve import decode_attention_kernel, fused, sampling_kernel
+from weft.serve.decode_attention_kernel import decode_attention_by_kernel
+from weft.serve.fused_kernel import (
+    gated_by_kernel,
+    norm_by_kernel,
+    rotate_and_store_by_kernel,
+    row_linear_by_kernel,
+)
+from weft.serve.paged_attention import decode_attention
+from weft.serve.sampling import draw
 from weft.sharding import gradient_kernel as take_kernel
 from weft.sharding.gradient_kernel import copy_with_squares
 
@@ -172,6 +183,74 @@ def pools() -> dict[str, dict[str, float]]:
     return found
 
 
+def decodes() -> dict[str, dict[str, float]]:
+    """Of attention of one query of each request over pages: heads, windows, lengths, parts of a sequence."""
+    found = {}
+    decode_attention_kernel._TOKENS = 16
+    for dtype in (torch.float32, torch.float16):  # the interpreter multiplies no matrices of bf16
+        for (num_heads, num_key_heads, head_dim), window, num_programs in (
+            ((4, 2, 8), None, 1),
+            ((3, 3, 20), 5, 1),
+            ((2, 1, 16), None, 32),
+            ((3, 1, 8), 21, 32),
+        ):
+            decode_attention_kernel._PROGRAMS = num_programs
+            lengths = torch.tensor([1, 17, 50], dtype=torch.int32)
+            tables = torch.randperm(48, dtype=torch.int32).reshape(3, 16)[:, :13]  # rows lie apart
+            query = torch.randn(3, num_heads, head_dim).to(dtype)
+            keys, values = (torch.randn(48 * 4, num_key_heads, head_dim).to(dtype) for _ in range(2))
+            given = (query, keys, values, tables, lengths, 4, window)
+            name = f"{dtype} {num_heads} {num_key_heads} {head_dim} {window} {num_programs}"
+            found[name] = {"mixed": difference(decode_attention_by_kernel(*given), decode_attention(*given))}
+    return found
+
+
+def serving() -> dict[str, dict[str, float]]:
+    """Of what lies between the matmuls of a block that is served, and of a matmul of one row."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, residual, gate_up = (torch.randn(3, size).to(dtype) for size in (20, 37, 40))
+        norm = RMSNorm(20, 1e-6).to(dtype)
+        norm.weight.data.normal_()
+        found[f"norm {dtype}"] = {"out": difference(norm_by_kernel(hidden, norm.weight, 1e-6), norm(hidden))}
+        found[f"gated {dtype}"] = {"out": difference(gated_by_kernel(gate_up), fused.gated(gate_up))}
+        row = hidden[:1]
+        for bias in (False, True):
+            layer, pair = (torch.nn.Linear(20, size, bias=bias).to(dtype) for size in (37, 74))
+            weights = (layer.weight, layer.bias)
+            found[f"row {bias} {dtype}"] = {
+                "norm": difference(row_linear_by_kernel(row, *weights, norm=norm), fused.norm_linear(row, norm, layer)),
+                "gated": difference(
+                    row_linear_by_kernel(row, pair.weight, pair.bias, norm=norm, is_gated=True),
+                    fused.norm_linear(row, norm, pair, is_gated=True),
+                ),
+                "added": difference(
+                    row_linear_by_kernel(row, *weights, residual[:1]), fused.add_linear(residual[:1], row, layer)
+                ),
+            }
+        for norms in (None, (RMSNorm(6, 1e-6).to(dtype), RMSNorm(6, 1e-2).to(dtype))):
+            projected, angles = torch.randn(3, (4 + 2 * 2) * 6).to(dtype), torch.randn(9, 3).repeat(1, 2)
+            rotary = (angles.cos().to(dtype), angles.sin().to(dtype))
+            places = (torch.tensor([0, 8, 3], dtype=torch.int32), torch.tensor([7, 2, 5]))
+            sides = []
+            for change in (rotate_and_store_by_kernel, fused.rotate_and_store):
+                keys, values = torch.zeros(8, 2, 6, dtype=dtype), torch.zeros(8, 2, 6, dtype=dtype)
+                query = change(projected, (4, 2, 6), norms, rotary, *places, keys, values)
+                sides.append((query, keys, values))
+            both = zip(*sides, strict=True)
+            found[f"rotate {norms is None} {dtype}"] = {str(i): difference(*side) for i, side in enumerate(both)}
+    sampling_kernel._TOKENS = 64
+    logits, keys = torch.randn(40, 150)[:, :130], torch.randint(-(2**31), 2**31, (40, 2)).int()
+    temperature, positions = torch.rand(40, 3)[:, :1] + 0.5, torch.arange(40) * 77777
+    temperature[5] = 0.0
+    draws = [one(logits, temperature, keys, positions) for one in (sampling_kernel.draw_by_kernel, draw)]
+    found["draws float32"] = {
+        "differ": float((draws[0] != draws[1]).sum()),
+        "alike": float(draws[1].unique().numel() < 9),
+    }
+    return found
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     print(
@@ -183,6 +262,8 @@ if __name__ == "__main__":
                 "pools": pools,
                 "labels": labels,
                 "offsets": offsets,
+                "decodes": decodes,
+                "serving": serving,
             }[sys.argv[1]]()
         )
     )

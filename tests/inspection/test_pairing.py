@@ -18,9 +18,10 @@ from images_for_tests import Text, group_resnet
 from torch import Tensor, nn
 
 from weft.errors import PlanError
+from weft.inspection.live_bytes import LiveTensors
 from weft.inspection.pairing import pair
 from weft.inspection.parameter_cut import Cut, share, share_units, stack_intervals
-from weft.inspection.split_probe import is_feature_wise
+from weft.inspection.split_probe import MAX_PROBED_WIDTH, is_feature_wise
 from weft.inspection.tensor_splits import Pairing, SplitPart, is_norm
 from weft.models import GPT2, Decoder, DecoderConfig, GPT2Config
 from weft.parallel.tensor.cuts import parameter_cuts
@@ -314,6 +315,31 @@ def test_two_linears_with_element_wise_work_between_them(between: str) -> None:
 @pytest.mark.parametrize("between", ["softmax", "norm", "per feature", "input", "weight", "twice"])
 def test_two_linears_that_cannot_be_proved_are_gathered(between: str) -> None:
     assert kinds(Mix(between)) == {"fc1": "gathered", "fc2": "gathered"}
+
+
+class NamesItsWidth(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.up, self.down = width, nn.Linear(2, width), nn.Linear(width, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = F.relu(self.up(hidden))
+        assert inner.shape[-1] in (self.width, self.width // 2)
+        out: Tensor = self.down(inner)
+        return out
+
+
+def test_pairs_of_a_huge_width_are_probed_with_few_features() -> None:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(**sizes, intermediate_size=2 * MAX_PROBED_WIDTH))
+        named = NamesItsWidth(2 * MAX_PROBED_WIDTH)
+    with LiveTensors() as live:
+        found = pair(model)
+    assert live.peak_bytes < 1 << 20
+    assert found.splits["model.layers.0.mlp.down_proj"].kind == "row"
+    assert found.splits["model.layers.0.mlp.down_proj"].parts == (SplitPart(2 * MAX_PROBED_WIDTH),)
+    assert pair(named).splits["down"].kind == "row"  # proved with all of its features
 
 
 def test_a_chain_pairs_over_element_wise_layers_only() -> None:

@@ -8,10 +8,8 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 from commands_for_tests import caller
+from disks_for_tests import small_disk
 from runs_for_tests import losses, make_run, train_on_ranks, write_run_file
 
 from weft.checkpoint import Checkpoint, Piece, Region, Saver, steps
@@ -42,23 +41,6 @@ NOBODY = 65534
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_file(tmp_path_factory.mktemp("bad world"))
-
-
-@contextmanager
-def small_disk(folder: Path, size_bytes: int) -> Iterator[Callable[[str], None]]:
-    """A file system of this size on a folder; the function mounts it again with other options."""
-
-    def mount(options: str) -> None:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
-
-    if os.geteuid() != 0:
-        pytest.skip("a small disk needs root")
-    folder.mkdir()
-    mount(f"size={size_bytes}")
-    try:
-        yield lambda options: mount(f"remount,{options}")
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)  # files may still be mapped
 
 
 def full(*_: object) -> None:

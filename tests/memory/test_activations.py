@@ -486,7 +486,8 @@ def test_verify_of_a_run_sends_some() -> None:
 
 def on_h200(share: float, link: float = 64e9) -> tuple[Run, Cluster]:
     overrides = ["plan.precision=bf16", "plan.data=1", "plan.shard=1", "train.batch=64", "data.sequence=1024"]
-    run = load_run(QUICKSTART, [*overrides, f"plan.memory={{activations={share}}}"])
+    wide = ["model.hidden_size=192", "model.intermediate_size=512", "model.num_hidden_layers=6"]
+    run = load_run(QUICKSTART, [*overrides, *wide, f"plan.memory={{activations={share}}}"])
     cluster = load("h200")
     return run, replace(cluster, node=replace(cluster.node, host_link_bytes_per_second=link))
 

@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import weft
 from weft.errors import ConfigError, PlanError
 from weft.models import DecoderConfig, build, initialise
-from weft.models.experts import SparseMLP, sort_by_expert, take_router_losses
+from weft.models.expert_rows import sort_by_expert
+from weft.models.experts import SparseMLP
+from weft.models.router import take_router_losses
 from weft.plan import Context, Memory, Pipe, Plan, Shard
 from weft.plan import Tensor as TensorAxis
 from weft.proof.prove import verify
@@ -100,8 +102,10 @@ def test_experts_without_tokens_get_zero_gradients() -> None:
 
 
 def test_sorting_keeps_the_order_of_tokens() -> None:
-    order, ends = sort_by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
-    assert order.tolist() == [1, 2, 0, 4, 3, 5]
+    found = sort_by_expert(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
+    assert found.sources.tolist() == [1, 2, 0, 4, 3, 5]
+    ends = found.ends
+    assert ends is not None
     assert (ends.tolist(), ends.dtype) == ([2, 2, 4, 6, 6], torch.int32)
 
 

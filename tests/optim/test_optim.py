@@ -306,7 +306,8 @@ def test_no_update_is_made_where_the_norm_is_not_finite() -> None:
 
 
 def test_the_least_offload_that_fits_is_found() -> None:
-    run = load_run(QUICKSTART, ["plan.precision=bf16", "plan.data=1", "plan.shard=1", "train.batch=4"])
+    wide = ["model.hidden_size=192", "model.intermediate_size=512", "model.num_hidden_layers=6", "plan.micro_batch=4"]
+    run = load_run(QUICKSTART, ["plan.precision=bf16", "plan.data=1", "plan.shard=1", "train.batch=4", *wide])
     cluster = load("h200")
     needs = predict(run, cluster).cost.memory_bytes
     assert fitting_offload(run, cluster) is None  # none is needed

@@ -143,4 +143,4 @@ def test_fewer_bits_learn_as_well() -> None:
         found = losses(replace(Plan(precision="bf16", exact=False), memory=memory))
         assert found[-1] == pytest.approx(exact[-1], rel=0.15)
         assert found != exact
-        assert found == losses(replace(Plan(precision="bf16", exact=False), memory=replace(memory, offload=1.0)))
+    assert found == losses(replace(Plan(precision="bf16", exact=False), memory=replace(memory, offload=1.0)))

@@ -7,19 +7,23 @@ import re
 import runpy
 import shlex
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import weft
 from weft.commands import app as cli
-from weft.run_file import load_run
+from weft.run_file import check_run_file, load_run
 
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
+USAGE_ERROR = typer.BadParameter.__mro__[1]  # of the click that typer uses, which may be its own
 # Added to `weft train` lines, so that the test is about the command and not about training.
 TINY = [
     "train.steps=2",
@@ -48,7 +52,7 @@ def test_readme_commands_run(
     monkeypatch.chdir(tmp_path)
     commands = readme_commands()
     assert {shlex.split(command)[1] for command in commands} == {
-        "init", "train", "plan", "verify", "generate", "export", "doctor",
+        "init", "train", "plan", "verify", "generate", "export", "serve", "doctor",
     }  # fmt: skip
     for command in commands:
         arguments = shlex.split(command)
@@ -56,12 +60,59 @@ def test_readme_commands_run(
             arguments += [*TINY, "--no-verify"]
         if arguments[1] == "generate":
             arguments += ["--tokens", "4"]
+        if arguments[1] == "serve":
+            arguments += ["--help"]  # it would not end
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(SystemExit) as left:
             cli.main()
         captured = capfd.readouterr()
         assert left.value.code in (0, None), f"{command}: {captured.err}"
     assert (tmp_path / "my-model" / "config.json").is_file()
+
+
+def commands_of_docs() -> list[str]:
+    """Every `weft ...` line in code blocks of README and docs, and every example of a help, without comments."""
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
+        found += re.findall(r"^(?:    )?(weft [a-z].*)$", blocks, re.MULTILINE) + re.findall(
+            r"(?m)^    (weft [a-z].*)$", text
+        )
+    for command in leaf_commands(typer.main.get_command(cli.app)):
+        examples = re.split(r"; (?:or: )?|, then: |, after ", (command.epilog or "").removeprefix("Example: "))
+        assert examples[0].startswith("weft "), f"the help of {command.name} has no example"
+        found += [example for example in examples if example.startswith("weft ")]
+    return found
+
+
+def leaf_commands(command: Any) -> Iterator[Any]:
+    for one in getattr(command, "commands", {"": command}).values():
+        yield from leaf_commands(one) if hasattr(one, "commands") else [one]
+
+
+def parsed(line: str) -> tuple[str, dict[str, Any]]:
+    """The command's name and its parameters, by the parser that the command line has."""
+    command: Any = typer.main.get_command(cli.app)
+    name, *words = shlex.split(line.partition(" | ")[0], comments=True)
+    while hasattr(command, "commands"):
+        name = words.pop(0)
+        assert name in command.commands, line
+        command = command.commands[name]
+    return name, command.make_context(name, words).params
+
+
+def test_commands_of_docs_and_helps_are_understood() -> None:
+    """Their options exist, and so do the keys of a run file that they change. README's are run above."""
+    lines = commands_of_docs()
+    assert len(lines) > 50
+    for line in lines:
+        _, params = parsed(line)
+        changes = [change for change in params.get("overrides") or [] if "=" in change]
+        check_run_file(ROOT / "examples" / "quickstart.toml", [*changes])
+    for wrong in ("weft plan run.toml --were pipe=4", "weft bench serv runs/x", "weft export runs/x"):
+        with pytest.raises((USAGE_ERROR, AssertionError)):
+            parsed(wrong)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.toml")), ids=lambda path: path.stem)

@@ -1,4 +1,4 @@
-"""The wheel holds the package with its type information and catalogs, and nothing else."""
+"""The wheel holds the package with its type information, catalogs and page, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,5 +24,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    wanted = [*ROOT.glob("weft/**/*.py"), *ROOT.glob("weft/**/*.toml"), ROOT / "weft" / "py.typed"]
+    wanted = [
+        *ROOT.glob("weft/**/*.py"),
+        *ROOT.glob("weft/**/*.toml"),
+        *ROOT.glob("weft/**/*.csv"),
+        ROOT / "weft" / "serve" / "page.html",
+        ROOT / "weft" / "py.typed",
+    ]
     assert names == {path.relative_to(ROOT).as_posix() for path in wanted}

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, Plan]] = {
 
 
 @pytest.mark.parametrize(("name", "plan"), one_in(2, CASES))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_shipped_models(name: str, plan: Plan) -> None:
     check(name, plan).require()
 

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, Plan]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "plan"), one_in(3, CASES))
+@pytest.mark.parametrize(("name", "plan"), one_in(5, CASES))
 def test_equals_the_unsplit_model(name: str, plan: Plan) -> None:
     check(name, plan).require()
 

@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, Plan, float | None]] = {
 
 
 @pytest.mark.parametrize(("name", "plan", "clip"), one_in(3, CASES))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_shipped_models(name: str, plan: Plan, clip: float | None) -> None:
     check(name, plan, clip).require()
 
@@ -143,7 +143,7 @@ def test_transformers_models(kind: str, plan: Plan, monkeypatch: Patch) -> None:
     ],
     ids=Plan.describe_axes,
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_a_vision_transformer_of_ones_own(plan: Plan) -> None:
     check("vit", plan).require()
 
@@ -594,7 +594,7 @@ class Watch(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ["tied", "one key head", "gpt2"])
 @pytest.mark.parametrize("x", [1, 4])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_no_rank_holds_whole_logits(name: str, x: int) -> None:
     def rank(index: int) -> list[str]:
         plan = grid(x, 1, 2, sequence=x > 1)

@@ -38,9 +38,12 @@ class OldWeightNorm(Chain):
 
 
 class NewWeightNorm(Chain):
+    """One parametrized layer is inside a block. The head is parametrized itself, and has its own `__deepcopy__`."""
+
     def __init__(self) -> None:
         super().__init__()
-        torch.nn.utils.parametrizations.weight_norm(self.get_submodule("layers.1.0"))
+        for name in ("layers.1.0", "head"):
+            torch.nn.utils.parametrizations.weight_norm(self.get_submodule(name))
 
 
 class GradientPenalty(Chain):
@@ -77,6 +80,28 @@ def test_gradients_in_the_objective_are_refused() -> None:
     objective = weft.Objective(lambda batch: torch.tensor(len(batch[1])), penalty)
     with pytest.raises(PlanError, match=r"the objective computes gradients"):
         weft.verify(Chain, batch, PIPE, objective=objective)
+
+
+def test_gradients_of_gradients_are_refused_under_x() -> None:
+    objective = weft.Objective(lambda batch: torch.tensor(len(batch[1])), penalty)
+    plan = weft.Plan(tensor=weft.Tensor(x=2))
+    with pytest.raises(PlanError, match=r"the loss uses gradients of gradients .* under tensor\.x and tensor\.y"):
+        weft.verify(Chain, batch, plan, objective=objective)
+    with pytest.raises(PlanError, match=r"'sum' of its logits needs all classes"):
+        weft.verify(GradientPenalty, batch, plan)
+
+
+def always_penalty(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    inputs = batch[0].clone().requires_grad_()
+    out = model(inputs)
+    (gradient,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    return gradient.square().sum()
+
+
+def test_an_objective_that_needs_gradients_in_an_evaluation_is_refused() -> None:
+    objective = weft.Objective(lambda batch: torch.tensor(len(batch[1])), always_penalty)
+    with pytest.raises(PlanError, match=r"the objective fails in an evaluation.*give Objective a measure"):
+        weft.verify(Chain, batch, weft.Plan(data=2), objective=objective)
 
 
 class Renormalising(nn.Module):

@@ -124,7 +124,15 @@ def test_gems_batches(batches: int, count: int) -> None:
     check(models.UNet, vectors(count), Pipe(4 if batches == 4 else 2, "gems", batches=batches)).require()
 
 
-@pytest.mark.parametrize("pipe", [Pipe(2, "interleaved", chunks=3), Pipe(3, "message", in_flight=2)])
+@pytest.mark.parametrize(
+    "pipe",
+    [
+        Pipe(2, "interleaved", chunks=3),
+        Pipe(3, "message", in_flight=2),
+        Pipe(2, "1f1b", in_flight=1),
+        Pipe(2, "interleaved", chunks=2, in_flight=4),
+    ],
+)
 def test_options_of_schedules(pipe: Pipe) -> None:
     check(models.UNet, vectors(5), pipe).require()
 

@@ -63,3 +63,17 @@ def test_spans(pipe: Pipe) -> None:
         for start, end, action in found["step"]:
             least = SECONDS if action and action[0] != "weight" else 0
             assert end - start >= least  # a block's sleep falls into its own span
+
+
+def test_the_first_step_of_each_kind_goes_through_host_memory() -> None:
+    """Kernels are launched for the first time in it, which waits for receives that run on a GPU."""
+
+    def rank(index: int) -> list[bool]:
+        trainer = Trainer(Pipe(2, "gpipe"), Chain(2, 0.0, 0.0, seed=index))
+        found = []
+        for run, count in ((trainer.step, 2), (trainer.step, 2), (trainer.evaluate, 2), (trainer.step, 4)):
+            run(micro_batches(count))
+            found.append(trainer.model._transport.uses_host)
+        return found
+
+    assert run_ranks(rank, 2) == [[True, False, True, True]] * 2

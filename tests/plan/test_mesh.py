@@ -68,6 +68,7 @@ def test_axes_talk_to_the_ranks_that_differ_in_them_alone() -> None:
         "data": [1, [1, 5]],
         "pipe": [0, [5]],
         "shard": [0, [5, 7]],
+        "expert": [0, [5]],
         "rows": [0, [5]],
         "columns": [0, [5]],
         "context": [0, [5]],
@@ -190,11 +191,17 @@ def test_rectangles_are_groups_with_the_same_places_in_equally_many_nodes(plan: 
     assert rectangle(plan, name, size) == (shapes.pop() if len(shapes) == 1 else None)
 
 
+def shapes(plan: Plan, ranks_per_node: int) -> dict[str, tuple[int, int]]:
+    """The number of nodes, and of ranks in each, of the axes with two levels."""
+    found = level_degrees(plan, ranks_per_node)
+    return {name: (levels.num_nodes, levels.num_local) for name, levels in found.items()}
+
+
 def test_which_axes_have_levels() -> None:
     plan = Plan(data=2, shard=Shard(4), hierarchical=True)
     joint = dict.fromkeys(("batch", "samples", "tokens", "losses", "world"), (4, 2))
-    assert level_degrees(plan, 2) == {"shard": (2, 2), "state": (2, 2), **joint}
-    assert level_degrees(plan, 4) == dict.fromkeys(("batch", "samples", "tokens", "losses", "world"), (2, 4))
+    assert shapes(plan, 2) == {"shard": (2, 2), "state": (2, 2), **joint}
+    assert shapes(plan, 4) == dict.fromkeys(("batch", "samples", "tokens", "losses", "world"), (2, 4))
     for ranks_per_node in (1, 8, None):  # each alone, all in one node, not known
         assert level_degrees(plan, ranks_per_node) == {}
     assert level_degrees(Plan(data=2, shard=Shard(4)), 2) == {}

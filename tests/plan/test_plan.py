@@ -69,8 +69,8 @@ BAD_TABLES = {
     "shard = { degre = 2 }": "unknown key 'plan.shard.degre'; did you mean 'degree'?",
     'memory = { recompute = "selectiv" }': "'plan.memory.recompute' = 'selectiv' (a string) but it expects one of "
     "'none', 'selective', 'full'; did you mean 'selective'?",
-    "zzz = 1": "unknown key 'plan.zzz'; known: context, data, exact, hierarchical, matmul, memory, micro_batch, "
-    "pipe, precision, shard, statistics, tensor",
+    "zzz = 1": "unknown key 'plan.zzz'; known: communication, context, data, exact, expert, hierarchical, "
+    "matmul, memory, micro_batch, pipe, precision, shard, statistics, tensor",
     'data = "2"': "'plan.data' = '2' (a string) but it expects an integer",
     "data = 2.5": "'plan.data' = 2.5 (a number) but it expects an integer",
     "data = true": "'plan.data' = True (true or false) but it expects an integer",
@@ -86,7 +86,8 @@ BAD_TABLES = {
     "shard = 0": "plan.shard = 0; a degree is at least 1",
     "micro_batch = 0": "plan.micro_batch = 0; a micro-batch holds at least 1 sequence",
     "data = 2048\nshard = 1024": "the plan asks for 2097152 ranks (data 2048 × shard 1024 (stage 3)); at most 1048576",
-    "tensor = true": "'plan.tensor' = True but it expects an integer or a table { x, y, sequence, regather, chunks }",
+    "tensor = true": "'plan.tensor' = True but it expects an integer or a table { x, y, sequence, regather, "
+    "chunks, ... }",
     "tensor = { x = 2, chunks = 2 }": "chunks = 2 cuts what tensor.sequence = true gathers and scatters, and sequence "
     "is false; set sequence = true, or chunks = 1",
     "tensor = { x = 2, chunks = 0 }": "plan.tensor.chunks = 0; it must be at least 1",
@@ -144,6 +145,7 @@ plans = st.builds(
         split=st.lists(st.text("abc.", min_size=1), max_size=3).map(tuple),
     ),
     shard=st.builds(Shard, st.integers(1, 32), st.sampled_from([1, 2, 3])),
+    expert=st.integers(1, 4),
     tensor=st.builds(Tensor, st.integers(1, 8), st.integers(1, 4), st.booleans()),
     context=st.builds(Context, st.integers(1, 4), st.sampled_from(["ring", "all-to-all"])),
     micro_batch=st.none() | st.integers(1, 1000),
@@ -163,10 +165,10 @@ def test_a_plan_that_is_written_reads_back(tmp_path_factory: pytest.TempPathFact
 @given(plans)
 def test_ranks_are_the_product_of_degrees_and_inner_is_the_stride(plan: Plan) -> None:
     inside = plan.context.degree * plan.tensor.x * plan.tensor.y
-    assert plan.num_batch_ranks == plan.data * plan.shard.degree
+    assert plan.num_batch_ranks == plan.data * plan.shard.degree * plan.expert
     assert plan.num_ranks == plan.num_batch_ranks * plan.pipe.degree * inside
-    assert list(plan.degrees) == ["data", "pipe", "shard", "rows", "columns", "context", "x", "y"]
-    assert (plan.inner("pipe"), plan.inner("shard")) == (plan.shard.degree * inside, inside)
+    assert list(plan.degrees) == ["data", "pipe", "shard", "expert", "rows", "columns", "context", "x", "y"]
+    assert (plan.inner("pipe"), plan.inner("shard")) == (plan.shard.degree * plan.inner("shard"), plan.expert * inside)
     assert plan.inner("data") == plan.pipe.degree * plan.inner("pipe")
     assert (plan.inner("context"), plan.inner("x"), plan.inner("y")) == (
         plan.tensor.x * plan.tensor.y,

@@ -22,6 +22,10 @@ from weft.models.catalog import CATALOG, load_model, names
         ("mpt-7b", 6.66),
         ("axonn-80b", 76.8),
         ("llama-6.7b", 6.74),
+        ("bloom-176b", 176.2),
+        ("glm-130b", 130),
+        ("mixtral-8x7b", 46.7),
+        ("deepseek-v3", 671.0),
     ],
 )
 def test_a_model_has_the_parameters_of_its_name(name: str, billions: float) -> None:
@@ -31,7 +35,7 @@ def test_a_model_has_the_parameters_of_its_name(name: str, billions: float) -> N
 
 
 def test_every_file_loads_and_names_its_source() -> None:
-    assert len(names()) == 55
+    assert len(names()) == 58
     for name in names():
         assert load_model(name).num_layers > 0
         assert (CATALOG / f"{name}.toml").read_text().splitlines()[0].startswith("# ")

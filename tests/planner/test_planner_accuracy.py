@@ -128,7 +128,10 @@ def test_the_core_table_offers_plans_for_what_it_does_not_print() -> None:
     assert mean_error(core[:4]) < 0.08
 
 
-@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.csv")), ids=lambda path: path.stem)
+TABLES = sorted(set(PUBLISHED.glob("*.csv")) - {PUBLISHED / "famous.csv"})  # that one is for weft plan --like
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_other_rows_of_the_same_columns_are_read(path: Path, tmp_path: Path) -> None:
     comment, header, *rows = path.read_text().splitlines()
     other = tmp_path / "other.csv"

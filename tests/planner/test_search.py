@@ -215,7 +215,7 @@ def test_the_closed_form_is_near_the_list(plan: Plan) -> None:
     ],
     ids=lambda plan: plan.describe_axes() + plan.memory.words,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles: bool) -> None:
     plan, cluster = replace(plan, precision="bf16"), load("h100:1x8")
     model = planned_model(SMALL, 1024, cluster, software_for_text(cluster, compiles))
@@ -244,7 +244,18 @@ def test_memory_in_closed_form_is_what_the_strategies_state(plan: Plan, compiles
 
 
 @pytest.mark.parametrize(
-    "options", [("1f1b", ()), ("gpipe", ()), ("zero-bubble", ()), ("interleaved", (("chunks", 2),))]
+    "options",
+    [
+        ("1f1b", ()),
+        ("1f1b", (("in_flight", 2),)),
+        ("gpipe", ()),
+        ("gpipe", (("in_flight", 3),)),
+        ("zero-bubble", ()),
+        ("zero-bubble", (("in_flight", 2),)),
+        ("interleaved", (("chunks", 2),)),
+        ("interleaved", (("chunks", 2), ("in_flight", 7))),
+        ("bidirectional", (("in_flight", 2),)),
+    ],
 )
 def test_activations_alive_are_those_of_the_list(options: tuple[str, tuple[tuple[str, int], ...]]) -> None:
     name, given = options

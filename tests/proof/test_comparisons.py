@@ -23,6 +23,7 @@ from weft.plan import Context, Memory, Plan, Shard
 from weft.plan import Tensor as TensorAxes
 from weft.proof.float64 import Float64
 from weft.proof.prove import ProofReport, verify
+from weft.proof.sequential import make_model, run_sequential
 from weft.sharding.units import units_of
 from weft.step.objective import CROSS_ENTROPY, Objective
 
@@ -183,6 +184,52 @@ def test_a_linear_that_no_forward_calls_is_passed_over_under_x() -> None:
     verify(_gpt2_with_idle_linear, models.token_batch, Plan(tensor=TensorAxes(x=2))).require()
 
 
+class OtherOrder(nn.Module):
+    """Registers a linear behind its head, of twice as many features as classes, and uses it inside or not at all."""
+
+    def __init__(self, is_used: bool) -> None:
+        super().__init__()
+        self.head, self.beside, self.is_used = nn.Linear(12, 6), nn.Linear(4, 12), is_used
+
+    def forward(self, value: Tensor) -> Tensor:
+        hidden = value[:, :12]
+        out: Tensor = self.head(hidden + self.beside(value[:, :4]) if self.is_used else hidden)
+        return out
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("is_used", "reason"), [(True, "'add' joins its logits"), (False, "the model does not call it")]
+)
+def test_a_linear_behind_the_head_is_refused_under_x(is_used: bool, reason: str) -> None:
+    with pytest.raises(PlanError, match=rf"the result of 'beside', the last linear that the model .*, and {reason}"):
+        verify(lambda: OtherOrder(is_used), models.vector_batch, Plan(tensor=TensorAxes(x=2)))
+
+
+class LeavesOut(nn.Module):
+    """Never calls its last block; with `draws`, calls each of the others or not by a random number."""
+
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4)), nn.Linear(WIDTH, 5)
+        self.draws = draws
+
+    def forward(self, value: Tensor) -> Tensor:
+        for block in list(self.blocks)[:3]:
+            if not (self.training and self.draws and torch.rand(()) < 0.5):
+                value = block(value).tanh()
+        out: Tensor = self.head(value)
+        return out
+
+
+@pytest.mark.processes
+def test_blocks_that_a_forward_leaves_out() -> None:
+    verify(lambda: LeavesOut(False), models.vector_batch, Plan(shard=Shard(2, 3))).require()
+    report = verify(lambda: LeavesOut(True), models.vector_batch, Plan(shard=Shard(2, 3)))
+    with pytest.raises(VerifyError, match=r"was not proved: .*the model draws random numbers"):
+        report.require()
+
+
 # --- a model's own noise
 
 
@@ -205,7 +252,7 @@ def test_an_error_within_the_models_own_noise_passes_and_says_so(monkeypatch: Pa
     assert stated
     assert all(float(check.found) > 1e-9 for check in stated)
 
-    def skip(tensor: Tensor, axis: Axis) -> Pending:
+    def skip(tensor: Tensor, axis: Axis, wire: str) -> Pending:
         weft.comm.collectives._record(axis, "all_reduce", tensor)
         return Pending(None, axis, "all_reduce")
 
@@ -257,6 +304,22 @@ class CastingBlocks(nn.Module):
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_casts_keep_float64_when_a_block_is_recomputed(recompute: Any) -> None:
     verify(CastingBlocks, models.vector_batch, Plan(data=2, memory=Memory(recompute))).require()
+
+
+def test_a_model_that_is_compared_with_compiled_blocks_casts_as_they_do() -> None:
+    """Compiled blocks cannot be kept from casting, so the unsplit model casts too."""
+
+    def loss(keeps_casts: bool) -> float:
+        run = run_sequential(
+            make_model(CastingBlocks), models.vector_batch, CROSS_ENTROPY, 1, None, 8, [], keeps_casts=keeps_casts
+        )
+        return run.losses[0]
+
+    values, labels = models.vector_batch(0)
+    with torch.no_grad():
+        plain = functional.cross_entropy(make_model(CastingBlocks)(values.double()), labels).item()
+    assert loss(True) == pytest.approx(plain, rel=1e-15)
+    assert loss(False) != pytest.approx(plain, rel=1e-12)
 
 
 @pytest.mark.processes

@@ -111,25 +111,25 @@ PLANS: dict[str, Plan] = {
 
 
 @pytest.mark.parametrize("plan", one_in(2, PLANS))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_every_plan_trains_a_tied_decoder(plan: Plan) -> None:
     check("tied decoder", plan).require()
 
 
 @pytest.mark.parametrize("name", one_in(2, list(ALL_MODELS)))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_every_model_is_sharded_in_stage_3(name: str) -> None:
     check(name, shard(2, 3, micro_batch=2)).require()
 
 
 @pytest.mark.parametrize("name", one_in(2, list(ALL_MODELS)))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_every_model_is_trained_over_data_and_shard(name: str) -> None:
     check(name, Plan(data=2, shard=Shard(2, 1)), clip=None).require()
 
 
 @pytest.mark.parametrize("name", one_in(2, list(TOKEN_MODELS | VECTOR_MODELS)))
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_every_model_with_blocks_is_recomputed_in_stage_3(name: str) -> None:
     recompute: Recompute = "full" if name in VECTOR_MODELS else "selective"
     check(name, shard(2, 3, memory=Memory(recompute))).require()
@@ -200,7 +200,7 @@ def counted(axis: Axis, operation: str, whole: Tensor) -> Pending:
 
 def test_finds_a_skipped_all_reduce_over_data(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
-        weft.sharding.flat_buffer, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor)
+        weft.sharding.flat_buffer, "all_reduce", lambda tensor, axis, *_: counted(axis, "all_reduce", tensor)
     )
     found = broken("tied decoder", Plan(data=2, shard=Shard(2, 3)))
     assert {"gradient norm", "worst gradient", "worst parameter after the steps"} <= set(found)
@@ -208,7 +208,7 @@ def test_finds_a_skipped_all_reduce_over_data(monkeypatch: Patch) -> None:
 
 
 def test_finds_a_skipped_reduce_scatter(monkeypatch: Patch) -> None:
-    def own_part(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
+    def own_part(part: Tensor, whole: Tensor, axis: Axis, wire: str) -> Pending:
         part.copy_(whole.chunk(axis.degree)[axis.index])
         return counted(axis, "reduce_scatter", whole)
 
@@ -219,7 +219,7 @@ def test_finds_a_skipped_reduce_scatter(monkeypatch: Patch) -> None:
 
 
 def test_finds_one_wrong_element_of_one_gather_on_one_rank(monkeypatch: Patch) -> None:
-    def corrupt(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
+    def corrupt(whole: Tensor, part: Tensor, axis: Axis, wire: str) -> Pending:
         pending = weft.comm.collectives.all_gather(whole, part, axis)
         pending.wait()
         if axis.index == 1:
@@ -297,7 +297,9 @@ def test_finds_a_norm_that_is_not_summed_over_shard(monkeypatch: Patch) -> None:
 
 def test_finds_a_loss_that_each_rank_normalises_alone(monkeypatch: Patch) -> None:
     # The label masks are uneven, so the mean of the ranks' means is not the mean.
-    monkeypatch.setattr(weft.step.train_step, "all_reduce", lambda tensor, axis: counted(axis, "all_reduce", tensor))
+    monkeypatch.setattr(
+        weft.step.train_step, "all_reduce", lambda tensor, axis, *_: counted(axis, "all_reduce", tensor)
+    )
     assert "loss" in broken("tied decoder", Plan(data=2))
 
 

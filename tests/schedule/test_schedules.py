@@ -9,11 +9,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from weft.errors import PlanError
-from weft.schedule import SCHEDULES, Action, Edge, Message, Schedule, check, make_schedule, with_messages
+from weft.schedule import SCHEDULES, Action, Edge, Message, Schedule, check, make_schedule, simulate, with_messages
 from weft.schedule.actions import Steps
 
 Options = dict[str, object]
 quick = settings(max_examples=40)
+
+
+LEAST_IN_FLIGHT = {"gpipe": 1, "1f1b": 1, "interleaved": 1, "zero-bubble": 1, "bidirectional": 2}  # of one stage
 
 
 @st.composite
@@ -31,6 +34,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
         options["batches"], micro_batches = batches, batches * draw(st.integers(1, 3))
     if name == "bidirectional" or options.get("batches", 1) != 1:
         ranks += ranks % 2
+    if name in LEAST_IN_FLIGHT and draw(st.booleans()):
+        group = -(-micro_batches // max(1, micro_batches // ranks))
+        least = LEAST_IN_FLIGHT[name] + (options.get("chunks", 1) - 1) * group
+        options["in_flight"] = least + draw(st.integers(0, ranks))
     return make_schedule(name, ranks, micro_batches, **options)
 
 
@@ -56,6 +63,8 @@ def sends(schedule: Schedule) -> list[Message]:
     ("name", "ranks", "micro_batches", "options", "expected"),
     [
         ("gpipe", 2, 3, {}, ["F0 F1 F2 B0 B1 B2", "F0 F1 F2 B0 B1 B2"]),
+        ("gpipe", 1, 3, {"in_flight": 2}, ["F0 F1 B0 B1 F2 B2"]),
+        ("1f1b", 3, 3, {"in_flight": 2}, ["F0 F1 B0 F2 B1 B2", "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]),
         ("1f1b", 3, 4, {}, ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]),
         ("zero-bubble", 2, 3, {}, ["F0 F1 B0 W0 F2 B1 W1 B2 W2", "F0 B0 F1 B1 W0 F2 B2 W1 W2"]),
         ("interleaved", 2, 2, {}, ["F0 F1 F0 F1 B0 B1 B0 B1", "F0 F1 F0 B0 F1 B1 B0 B1"]),
@@ -120,6 +129,14 @@ def test_backwards_of_a_stage_follow_the_order_of_micro_batches(schedule: Schedu
             if action.kind == "backward":
                 assert action.micro_batch > last.get((action.stage, action.replica), -1)
                 last[action.stage, action.replica] = action.micro_batch
+
+
+@given(schedules())
+@quick
+def test_no_rank_holds_more_micro_batches_than_its_cap(schedule: Schedule) -> None:
+    cap = schedule.options.get("in_flight")
+    assume(isinstance(cap, int))
+    assert max(simulate(schedule).peak_activations) <= cap
 
 
 @given(st.integers(1, 6), st.integers(1, 14))
@@ -202,9 +219,13 @@ def test_bad_edges_are_refused(edges: list[tuple[int, int, str]], words: str) ->
         ("gems", 2, 6, {"batches": 0}, "batches = 0 must be"),
         ("message", 2, 4, {"in_flight": 0}, "in_flight = 0 must be"),
         ("message", 2, 4, {"in_flight": [2, 1, 1]}, "in_flight has 3 caps for 2 stages"),
+        ("1f1b", 2, 4, {"in_flight": 0}, "1f1b: in_flight = 0 must be"),
+        ("interleaved", 4, 8, {"in_flight": 4}, "groups of 4 micro-batches at 2 stages need at least 5"),
+        ("bidirectional", 4, 8, {"in_flight": 1}, "in_flight = 1 is too few"),
         ("1f1d", 2, 4, {}, "unknown schedule '1f1d'; did you mean '1f1b'?"),
         ("interleaved", 2, 4, {"chunk": 2}, "no option 'chunk'; did you mean 'chunks'?"),
-        ("gpipe", 2, 4, {"chunks": 2}, "schedule 'gpipe' has no option 'chunks'; it takes none"),
+        ("gpipe", 2, 4, {"chunks": 2}, "schedule 'gpipe' has no option 'chunks'"),
+        ("gems", 2, 4, {"in_flight": 2}, "schedule 'gems' has no option 'in_flight'"),
     ],
 )
 def test_bad_input_is_refused_in_words(name: str, ranks: int, micro_batches: int, options: Options, words: str) -> None:

@@ -1,4 +1,6 @@
-"""Fine-tuning on conversations against a plain PyTorch loop over transformers' models, in float64 to 1e-9."""
+"""Fine-tuning by `weft train` on conversations against plain PyTorch loops over models of transformers, LoRA of PEFT,
+in float64 to 1e-9.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # or each command would import it
 import transformers
 from chats_for_tests import (
     CHATS,
     EXPECTED,
     EXPECTED_PAIRS,
-    add_plain_lora,
+    add_lora_of_peft,
     examples,
     mean_loss,
     preference_loss,
     train_plainly,
+    weft_name,
     with_exact_norms,
     write_model,
     write_rows,
     write_run_file,
 )
-from commands_for_tests import caller
+from commands_for_tests import Weft, caller
+from peft import PeftModel
 from runs_for_tests import Silent, losses, train_on_ranks
 from safetensors.torch import load_file
 
@@ -61,33 +66,38 @@ def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-def weft_name(path: str) -> str:
-    """The name of a parameter of the plain model (`PlainLora` has base, down and up) in weft."""
-    for theirs, own in (("base.weight", "weight"), ("base.bias", "bias"), ("down", "lora_A"), ("up", "lora_B")):
-        if path.endswith(f".{theirs}"):
-            return path.removesuffix(theirs) + own
-    return path
+def train_by_command(weft: Weft, run_file: Path, *overrides: str) -> None:
+    left = weft("train", run_file, "plan.data=1", *overrides, "--no-verify")
+    assert left.status == 0, left.err
 
 
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    return caller(monkeypatch, capfd)
+
+
+@pytest.mark.processes
+@pytest.mark.sampled(1)  # all: each is one process, and small
 @pytest.mark.parametrize(
     ("name", "tuning"),
     [("Llama", "full"), ("Qwen2", "full"), ("Qwen2", "frozen"), ("Llama", "lora"), ("Qwen2", "lora")],
 )
-def test_training_equals_a_plain_loop(tmp_path: Path, name: str, tuning: str) -> None:
+def test_training_equals_a_plain_loop(tmp_path: Path, weft: Weft, name: str, tuning: str) -> None:
     theirs = write_model(tmp_path / "model", name)
     run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE if tuning == "lora" else "")
     patterns = ["model.embed*", "model.layers.0.*"]
-    run = load_run(run_file, [f"train.freeze={json.dumps(patterns)}"] if tuning == "frozen" else [])
+    overrides = [f"train.freeze={json.dumps(patterns)}"] if tuning == "frozen" else []
+    run = load_run(run_file, overrides)
     data = prepare_data(run)
     assert len(data.train) == run.split.batch, "every step has all rows"
     if tuning == "lora":
-        add_plain_lora(theirs, LORA)
+        add_lora_of_peft(theirs, LORA)
     if tuning == "frozen":
         theirs.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr, operator]
         theirs.model.layers[0].requires_grad_(False)  # type: ignore[union-attr, index]
     given = examples(encoder(run), EXPECTED)
     expected = train_plainly(theirs, lambda: mean_loss(theirs, given))
-    train(run, RankInfo(), Silent())
+    train_by_command(weft, run_file, *overrides)
     worst = max(abs(a - b) for a, b in zip(losses(run.folder), expected, strict=True))
     assert worst < 1e-9
     assert expected[-1] < 0.7 * expected[0]
@@ -110,7 +120,7 @@ def test_training_equals_a_plain_loop(tmp_path: Path, name: str, tuning: str) ->
 
 
 def check_exports(tmp_path: Path, run_folder: Path, theirs: torch.nn.Module) -> None:
-    """The export is the model with the updates merged; the adapter has PEFT's names, and is read again."""
+    """The export is the model with the updates merged; PEFT loads the adapter, and weft reads it again."""
     export(run_folder, tmp_path / "merged")
     merged: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
     with_exact_norms(merged)
@@ -125,6 +135,10 @@ def check_exports(tmp_path: Path, run_folder: Path, theirs: torch.nn.Module) -> 
     name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
     assert tensors[name].shape == (24, 4)
     assert len(tensors) == 2 * 2 * len(LORA.targets)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+    by_peft: Any = PeftModel.from_pretrained(with_exact_norms(base), tmp_path / "adapter", autocast_adapter_dtype=False)
+    with torch.no_grad():
+        assert largest_difference(by_peft(tokens).logits, theirs(tokens).logits) < 1e-9
     (tmp_path / "again").mkdir()
     run = load_run(
         write_run_file(tmp_path / "again", tmp_path / "model", f'[lora]\nadapter = "{tmp_path / "adapter"}"')
@@ -137,18 +151,20 @@ def check_exports(tmp_path: Path, run_folder: Path, theirs: torch.nn.Module) -> 
     assert largest_difference(value, merged.model.layers[1].mlp.up_proj.weight.detach()) < 1e-12
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["Llama", "Qwen2"])
-def test_preferences_equal_a_plain_loop_with_a_second_model(tmp_path: Path, name: str) -> None:
+def test_preferences_equal_a_plain_loop_with_a_second_model(tmp_path: Path, weft: Weft, name: str) -> None:
     theirs = write_model(tmp_path / "model", name)
     reference = copy.deepcopy(theirs)
-    run = load_run(write_run_file(tmp_path, tmp_path / "model", kind="preference"), ["train.dpo_beta=0.3"])
+    run_file = write_run_file(tmp_path, tmp_path / "model", kind="preference")
+    run = load_run(run_file, ["train.dpo_beta=0.3"])
     pairs = [
         [examples(encoder(run), [[(prompt, False), (answer, True)]])[0] for answer in answers]
         for prompt, *answers in EXPECTED_PAIRS
     ]
     with_exact_norms(reference)
     expected = train_plainly(theirs, lambda: preference_loss(theirs, reference, pairs, 0.3))
-    train(run, RankInfo(), Silent())
+    train_by_command(weft, run_file, "train.dpo_beta=0.3")
     found = losses(run.folder)
     assert found[0] == pytest.approx(math.log(2), abs=1e-12)
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-9
@@ -185,13 +201,10 @@ def test_every_plan_has_the_losses_of_one_rank(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.processes
-def test_the_command_line_fine_tunes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_fine_tunes(tmp_path: Path, weft: Weft) -> None:
     """`weft train` with the proof of the plan (preferences and LoRA), `weft evaluate` and `weft export --adapter`."""
     write_model(tmp_path / "model", "Qwen2")
     run_file = write_run_file(tmp_path, tmp_path / "model", LORA_TABLE, "preference")
-    weft = caller(monkeypatch, capfd)
     left = weft("train", run_file, "train.steps=2", "plan.tensor.x=2")
     assert left.status == 0, left.err
     chats = write_rows(tmp_path / "chats.jsonl", CHATS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+from weft.architectures.experts import Capacity
 from weft.architectures.language import DecoderArchitecture, DecoderConfig, GPT2Config, LanguageConfig, RopeScaling
 from weft.architectures.vision import VISION_CONFIGS, VisionConfig
 from weft.errors import ConfigError
@@ -16,6 +17,7 @@ from weft.schema import build_dataclass, nearest
 __all__ = [
     "ARCHITECTURES",
     "VISION_CONFIGS",
+    "Capacity",
     "DecoderConfig",
     "GPT2Config",
     "LanguageConfig",

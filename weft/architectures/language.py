@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
+from weft.architectures.experts import DEEPSEEK_KEYS, Capacity, check_experts, shrunk_deepseek
 from weft.architectures.sizes import divisors, require_positive
 from weft.errors import ConfigError
 
-DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
+DecoderArchitecture = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"]
 
 # Options that are allowed only for some architectures, because transformers could not load them for the others.
 OPTION_ARCHITECTURES: dict[str, tuple[str, ...]] = {
@@ -21,9 +22,9 @@ OPTION_ARCHITECTURES: dict[str, tuple[str, ...]] = {
     "sliding_window": ("mistral", "mixtral"),
     "shared_expert_intermediate_size": ("qwen2_moe",),
     "mlp_only_layers": ("qwen2_moe", "qwen3_moe"),
+    **dict.fromkeys(DEEPSEEK_KEYS, ("deepseek_v3",)),
 }
 IMPLIED_OPTIONS = {"qkv_bias": ("qwen2", "qwen2_moe"), "qk_norm": ("qwen3", "qwen3_moe")}
-SPARSE_ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,15 @@ class DecoderConfig:
 
     Architectures with experts need num_experts and num_experts_per_tok. moe_intermediate_size is the inner size of one
     expert (0: intermediate_size). Every decoder_sparse_step-th layer has experts, except mlp_only_layers.
+    num_experts_per_layer, instead of both, has the number of each layer's experts; 0 is a layer without experts.
     norm_topk_prob: do the weights of a token's experts sum to 1?
+    residual_experts: a dense MLP beside the experts, both weighted per token (DeepSpeed-MoE).
+    capacity: how many tokens an expert takes in training; without it, all.
+
+    deepseek_v3 has latent attention, of which it needs the sizes (q_lora_rank 0: no latent queries), and routers with
+    sigmoid scores. Experts are in n_group groups, of which a token goes to topk_group. n_shared_experts: experts of all
+    tokens, as one MLP of their widths. The first first_k_dense_replace layers have no experts. After each step,
+    router_bias_update_rate is added to, or subtracted from, the bias with which an expert is chosen.
     router_aux_loss_coef, router_z_loss_coef: the weights of the routers' own losses in training (`models/experts.py`).
     """
 
@@ -87,6 +96,20 @@ class DecoderConfig:
     mlp_only_layers: tuple[int, ...] = ()
     router_aux_loss_coef: float = 0.0
     router_z_loss_coef: float = 0.0
+    num_experts_per_layer: tuple[int, ...] = ()
+    residual_experts: bool = False
+    capacity: Capacity | None = None
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    n_group: int = 0
+    topk_group: int = 0
+    routed_scaling_factor: float = 0.0
+    n_shared_experts: int = 0
+    first_k_dense_replace: int = 0
+    router_bias_update_rate: float = 0.0
 
     embedding_name: ClassVar[str] = "model.embed_tokens.weight"
 
@@ -107,7 +130,7 @@ class DecoderConfig:
                 f"num_key_value_heads = {self.num_key_value_heads} does not divide num_attention_heads = "
                 f"{self.num_attention_heads}; use one of {divisors(self.num_attention_heads)}"
             )
-        self._check_experts()
+        check_experts(self)
         if self.head_dim % 2:
             raise ConfigError(
                 f"head_dim = {self.head_dim} is odd; rotary embeddings turn pairs, so use an even head_dim"
@@ -119,9 +142,20 @@ class DecoderConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Has a layer experts in place of one MLP?"""
-        return (
-            self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0 and layer not in self.mlp_only_layers
-        )
+        if self.num_experts_per_layer:
+            return self.num_experts_per_layer[layer] > 0
+        is_sparse = (layer + 1) % self.decoder_sparse_step == 0 and layer >= self.first_k_dense_replace
+        return self.num_experts > 0 and is_sparse and layer not in self.mlp_only_layers
+
+    def num_experts_of(self, layer: int) -> int:
+        """Returns the number of experts of a layer that has experts."""
+        return self.num_experts_per_layer[layer] if self.num_experts_per_layer else self.num_experts
+
+    def last_experts(self, num_layers: int) -> tuple[int, ...]:
+        """Returns num_experts_per_layer of a model of fewer layers: up to the last layer with experts."""
+        numbers = self.num_experts_per_layer
+        end = max((index + 1 for index, number in enumerate(numbers) if number), default=0)
+        return numbers[max(end - num_layers, 0) :][:num_layers]
 
     def shrunk(self, num_layers: int = 2) -> DecoderConfig:
         """A tiny config of the same structure, for a quick verification in float64.
@@ -141,25 +175,28 @@ class DecoderConfig:
         if scaling is not None:
             positions = min(scaling.original_max_position_embeddings, 32)
             scaling = replace(scaling, original_max_position_embeddings=positions)
-        return replace(
-            self,
-            vocab_size=min(self.vocab_size, 61),
-            hidden_size=hidden_size,
-            intermediate_size=min(self.intermediate_size, 64),
-            num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim if is_square else 2 * head_dim,
-            max_position_embeddings=min(self.max_position_embeddings, 64),
-            rope_scaling=scaling,
-            sliding_window=None if self.sliding_window is None else min(self.sliding_window, 8),
-            num_experts=min(self.num_experts, 8),
-            num_experts_per_tok=min(self.num_experts_per_tok, 4),
-            moe_intermediate_size=min(self.moe_intermediate_size, 32),
-            shared_expert_intermediate_size=min(self.shared_expert_intermediate_size, 32),
-            decoder_sparse_step=step,
-            mlp_only_layers=tuple(layer for layer in self.mlp_only_layers if layer < num_layers and layer != step - 1),
-        )
+        sizes: dict[str, Any] = {
+            "vocab_size": min(self.vocab_size, 61),
+            "hidden_size": hidden_size,
+            "intermediate_size": min(self.intermediate_size, 64),
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_key_value_heads,
+            "head_dim": head_dim if is_square else 2 * head_dim,
+            "max_position_embeddings": min(self.max_position_embeddings, 64),
+            "rope_scaling": scaling,
+            "sliding_window": None if self.sliding_window is None else min(self.sliding_window, 8),
+            "num_experts": 0 if self.num_experts_per_layer else min(self.num_experts, 8),
+            "num_experts_per_layer": tuple(min(number, 8) for number in self.last_experts(num_layers)),
+            "num_experts_per_tok": min(self.num_experts_per_tok, 4),
+            "moe_intermediate_size": min(self.moe_intermediate_size, 32),
+            "shared_expert_intermediate_size": min(self.shared_expert_intermediate_size, 32),
+            "decoder_sparse_step": step,
+            "mlp_only_layers": tuple(
+                layer for layer in self.mlp_only_layers if layer < num_layers and layer != step - 1
+            ),
+        }
+        return replace(self, **(sizes | shrunk_deepseek(self, num_layers)))
 
     def _check_options(self) -> None:
         for name, architectures in OPTION_ARCHITECTURES.items():
@@ -177,32 +214,14 @@ class DecoderConfig:
                 )
             object.__setattr__(self, name, implied)
 
-    def _check_experts(self) -> None:
-        if self.architecture not in SPARSE_ARCHITECTURES:
-            if self.num_experts:
-                raise ConfigError(
-                    f"num_experts = {self.num_experts} does not exist in architecture {self.architecture!r}; leave it "
-                    f"out, or use one of {', '.join(SPARSE_ARCHITECTURES)}"
-                )
-            return
-        require_positive(self, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-        if self.num_experts_per_tok > self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok = {self.num_experts_per_tok} is more than num_experts = {self.num_experts}; "
-                f"give each token at most all experts"
-            )
-        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} = {getattr(self, name)} is negative; give 0 or more")
-        if self.architecture == "mixtral" and not self.norm_topk_prob:
-            raise ConfigError("norm_topk_prob = false does not exist in architecture 'mixtral'; leave it out")
-        if not any(self.has_experts(layer) for layer in range(self.num_hidden_layers)):
-            raise ConfigError(
-                f"none of the {self.num_hidden_layers} layers has experts; lower decoder_sparse_step = "
-                f"{self.decoder_sparse_step}, or shorten mlp_only_layers = {list(self.mlp_only_layers)}"
-            )
-
     def _derive(self) -> None:
+        if self.num_experts == 0 and self.num_experts_per_layer:
+            object.__setattr__(self, "num_experts", max(self.num_experts_per_layer))
+        if self.architecture == "deepseek_v3":
+            object.__setattr__(self, "head_dim", self.qk_rope_head_dim)  # of the rotary embeddings
+            for name, value in {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}.items():
+                if not getattr(self, name):
+                    object.__setattr__(self, name, value)
         if (self.head_dim == 0 or self.architecture == "llama") and self.hidden_size % self.num_attention_heads:
             raise ConfigError(
                 f"num_attention_heads = {self.num_attention_heads} does not divide hidden_size = {self.hidden_size}; "

@@ -1,7 +1,8 @@
 """Clusters: nodes x devices with memory, peak rates and links, and the time of a collective on them.
 
 A cluster comes from the catalog `weft/cluster/catalog/*.toml` (`load("h100:32x8")`), where every figure states its
-public source, or from this machine (`load("local")`). The planner uses two functions:
+public source, from a file that `weft bench` wrote (`load("machine.toml")`), or from this machine (`load("local")`).
+The planner uses two functions:
 
 - `Cluster.axis_link`: the bandwidth and latency that one rank of an axis gets, inside or across nodes;
 - `ring_seconds`: the time of a collective on such a link (latency a, bandwidth B, degree p, n bytes):
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from weft.cluster.local_gpus import gpus
+from weft.cluster.topology import Topology, host_memory_bytes, num_cpu_cores, refuse_other_topology
 from weft.errors import ConfigError, PlanError
-from weft.schema import build_dataclass, nearest, read_toml
+from weft.schema import build_dataclass, nearest, nearest_of_all, read_toml
 
 CATALOG = Path(__file__).parent / "catalog"
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
@@ -99,6 +100,27 @@ class Node:
         _check_positive(self)
 
 
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """Measured seconds of one collective over all ranks of several nodes, by size (see `collective_choice.py`)."""
+
+    operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+    algorithm: Literal["flat", "library", "ring", "doubling"]
+    num_nodes: int
+    num_local: int
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sizes or len(self.sizes) != len(self.seconds) or list(self.sizes) != sorted(set(self.sizes)):
+            raise ConfigError(
+                f"collectives: {self.operation} by {self.algorithm} has {len(self.sizes)} sizes and "
+                f"{len(self.seconds)} times; give a time for each size, and sizes that grow"
+            )
+        if min(self.num_nodes, self.num_local, *self.sizes) < 1 or min(self.seconds) <= 0:
+            raise ConfigError(f"collectives: {self.operation} by {self.algorithm}: all numbers must be greater than 0")
+
+
 class AxisLink(NamedTuple):
     """Bandwidth and latency that one rank of an axis gets while every group of that axis communicates."""
 
@@ -112,6 +134,7 @@ class Cluster:
     name: str
     node: Node
     num_nodes: int
+    collectives: tuple[MeasuredCollective, ...] = ()
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -177,12 +200,17 @@ def ring_seconds(
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One catalog file: a node, the number of nodes of a specific machine (None: no limit), and the sources."""
+    """One catalog file: a node, the number of nodes of a specific machine (None: no limit), and the sources.
+
+    A file that `weft bench` wrote has the topology of the machine that was measured.
+    """
 
     title: str
     node: Node
     sources: Mapping[str, str] = field(hash=False)
     max_nodes: int | None = None
+    topology: Topology | None = None
+    collectives: tuple[MeasuredCollective, ...] = ()
 
 
 def catalog_names() -> list[str]:
@@ -214,8 +242,8 @@ def read_entry(path: Path) -> CatalogEntry:
 
 
 def load(spec: str) -> Cluster:
-    """Load a cluster: `h100` (one node), `h100:32x8` (nodes x devices per node), `frontier:4096` (nodes), or `local`,
-    `local:1x4` (this machine).
+    """Load a cluster: `h100` (one node), `h100:32x8` (nodes x devices per node), `frontier:4096` (nodes), `local`,
+    `local:1x4` (this machine), or a file like those of the catalog (`machine.toml`, `machine.toml:1x4`).
     """
     match = re.fullmatch(r"([^:\s]+)(?::([0-9]{1,9})(?:x([0-9]{1,9}))?)?", spec)
     if match is None:
@@ -230,17 +258,20 @@ def load(spec: str) -> Cluster:
         if num_nodes > 1:
             raise ConfigError(f"cluster '{spec}' asks for {num_nodes} nodes; local is one machine, write local:1xN")
         return local_cluster(num_devices)
-    if name not in catalog_names():
-        known = f"; known: {', '.join([*catalog_names(), 'local'])}"
-        close = nearest(name, [*catalog_names(), "local"])
-        raise ConfigError(f"unknown cluster '{name}'{close if 'did you mean' in close else ''}{known}")
-    entry = read_entry(CATALOG / f"{name}.toml")
+    if name.endswith(".toml"):
+        entry = read_entry(Path(name))
+        if entry.topology is not None:
+            refuse_other_topology(Path(name), entry.topology)
+    elif name in catalog_names():
+        entry = read_entry(CATALOG / f"{name}.toml")
+    else:
+        raise ConfigError(f"unknown cluster '{name}'{nearest_of_all(name, [*catalog_names(), 'local'])}")
     if entry.max_nodes is not None and num_nodes > entry.max_nodes:
         raise ConfigError(
             f"cluster '{spec}' asks for {num_nodes} nodes but {entry.title} has {entry.max_nodes}; "
             f"use at most {name}:{entry.max_nodes}"
         )
-    return Cluster(name, _use_devices(entry.node, num_devices, spec), num_nodes)
+    return Cluster(name, _use_devices(entry.node, num_devices, spec), num_nodes, entry.collectives)
 
 
 def _use_devices(node: Node, num_devices: int | None, spec: str) -> Node:
@@ -303,12 +334,12 @@ def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: b
     than GPUs, each with an equal part of a GPU's memory.
     """
     loopback = Link("loopback (assumed)", LOOPBACK_BYTES_PER_SECOND, LOOPBACK_LATENCY_SECONDS)
-    host_memory_bytes, num_cpu_cores = _host_memory_bytes(), _num_cpu_cores()
+    memory_bytes, num_cores = host_memory_bytes(), num_cpu_cores()
     found = () if on_cpu else gpus()
     if not found:
         num_devices = num_devices or 1
-        device = Device("CPU", host_memory_bytes // num_devices, None, {})
-        node = Node("local", device, num_devices, loopback, loopback, host_memory_bytes, num_cpu_cores)
+        device = Device("CPU", memory_bytes // num_devices, None, {})
+        node = Node("local", device, num_devices, loopback, loopback, memory_bytes, num_cores)
         return Cluster("local", node, 1)
     num_sharing = math.ceil((num_devices or 1) / len(found))
     if num_sharing > 1 and not share:
@@ -323,9 +354,7 @@ def local_cluster(num_devices: int | None = None, on_cpu: bool = False, share: b
         # The memory is what the driver reports; rates and links come from the datasheet.
         device = replace(known.device, memory_bytes=device.memory_bytes)
         intra, host_link = known.intra, known.host_link_bytes_per_second or LOOPBACK_BYTES_PER_SECOND
-    node = Node(
-        "local", device, num_devices or len(found), intra, loopback, host_memory_bytes, num_cpu_cores, host_link
-    )
+    node = Node("local", device, num_devices or len(found), intra, loopback, memory_bytes, num_cores, host_link)
     return Cluster("local", node, 1)
 
 
@@ -355,24 +384,6 @@ def recognise(reported: str) -> Node | None:
         if entry.max_nodes is None and reported.endswith(entry.node.device.reported_as):
             return entry.node
     return None
-
-
-def _host_memory_bytes() -> int:
-    """Physical memory, or the limit of the control group (a container, a batch job) if that is smaller."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(limit).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) > 0:
-            total = min(total, int(text))
-    return total
-
-
-def _num_cpu_cores() -> int:
-    """The number of cores that this process may use. On macOS, which has no affinity, all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe(cluster: Cluster) -> str:

@@ -3,7 +3,6 @@
 from weft.comm.collectives import (
     Axis,
     Pending,
-    all_to_all,
     barrier,
     broadcast,
     exchange,
@@ -11,9 +10,10 @@ from weft.comm.collectives import (
     send,
     sends_from_host,
     shift,
+    through_host,
     uses_nccl,
 )
-from weft.comm.hierarchical import all_gather, all_reduce, expand, reduce_scatter
+from weft.comm.hierarchical import all_gather, all_reduce, all_to_all, expand, reduce_scatter
 from weft.comm.ledger import Key, Ledger, Traffic, Traffics, add_traffic
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "send",
     "sends_from_host",
     "shift",
+    "through_host",
     "uses_nccl",
 ]

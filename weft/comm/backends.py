@@ -1,4 +1,4 @@
-"""Chooses the back-end of torch.distributed: Gloo between CPUs, NCCL between GPUs.
+"""Chooses the back-end of torch.distributed: Gloo between CPUs (MPI, if asked for), NCCL between GPUs.
 
 Several ranks may share a GPU, to prove a plan on the device where it will run. NCCL supports that from 2.30 on, if an
 environment variable asks for it. With an older NCCL, Gloo is used, through host memory. Both give correct results, but
@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from weft.comm.mpi_transport import register_mpi, wants_mpi
+
 SHARING_NCCL = (2, 30)
 NCCL_LIBRARY = "libnccl.so.2"
 SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
@@ -25,7 +27,7 @@ DeviceType = Literal["cpu", "cuda"]
 def choose_backend(device: DeviceType, num_local_ranks: int) -> str:
     """The back-end of the world group for `num_local_ranks` ranks on this host, as `init_process_group` takes it."""
     if device == "cpu":
-        return "gloo"
+        return register_mpi() if wants_mpi(os.environ) else "gloo"
     if num_local_ranks <= torch.cuda.device_count():
         return "cpu:gloo,cuda:nccl"
     if nccl_shares_gpus():
@@ -67,7 +69,7 @@ def nccl_version() -> tuple[int, ...] | None:
 def describe_backend(device: DeviceType, num_local_ranks: int) -> str:
     """A text that names the back-end for collectives of `num_local_ranks` ranks on this host."""
     if device == "cpu":
-        return "Gloo"
+        return "MPI" if wants_mpi(os.environ) else "Gloo"
     version = ".".join(map(str, nccl_version() or ()))
     shared = num_local_ranks > torch.cuda.device_count()
     if not shared:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER_VARIABLE = "WEFT_CALLS"
-_SAME_BLOCKS = ("shard", "x", "y", "context")  # axes whose ranks run the same blocks, one after another
+_SAME_BLOCKS = ("shard", "expert", "x", "y", "context")  # axes whose ranks run the same blocks, one after another
 
 
 class CallOrder:
@@ -21,10 +21,14 @@ class CallOrder:
         self.rank = rank
         self._file = open(_path(folder, rank), "ab", buffering=0)  # noqa: SIM115 (open as long as the rank runs)
 
-    def add(self, ranks: list[int], axis: str, operation: str, num_bytes: int, inside: str) -> None:
-        """Write a call among `ranks`, made inside the forward or backward of a block."""
+    def add(self, ranks: list[int], axis: str, operation: str, num_bytes: int | None, inside: str) -> None:
+        """Write a call among `ranks`, made inside the forward or backward of a block.
+
+        `num_bytes` is None if ranks may give different numbers of bytes.
+        """
         members, block = ",".join(map(str, ranks)), inside if axis.split(".")[0] in _SAME_BLOCKS else ""
-        self._file.write(f"{members}\t{operation} of {num_bytes:,} bytes over {axis}\t{block}\n".encode())
+        size = "" if num_bytes is None else f" of {num_bytes:,} bytes"
+        self._file.write(f"{members}\t{operation}{size} over {axis}\t{block}\n".encode())
 
 
 def call_order(environ: Mapping[str, str], rank: int) -> CallOrder | None:

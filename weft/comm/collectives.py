@@ -1,6 +1,7 @@
 """The only file that calls torch.distributed's collectives. Every call names its axis and is counted in the ledger.
 
-`weft.comm` exports all_gather, reduce_scatter and all_reduce of `hierarchical.py`, which use the ones of this file.
+`weft.comm` exports all_gather, reduce_scatter, all_reduce and all_to_all of `hierarchical.py`, which use the ones of
+this file.
 An operation over an axis of degree 1 sends nothing and is not counted. Each operation returns a `Pending`: the caller
 continues and waits where it needs the result (on a GPU, the wait orders streams and blocks no thread).
 """
@@ -8,14 +9,16 @@ continues and waits where it needs the result (on a GPU, the wait orders streams
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.cluster.collective_choice import Levels
 from weft.comm.ledger import Ledger
+from weft.comm.recorder import RECEIVE
 
 Reduction = Literal["sum", "max", "min"]
 _MAX_NAMED = 8  # the status page of a waiting rank lists its peers up to this number
@@ -37,8 +40,9 @@ class Axis:
     """A named axis of the mesh as one rank sees it: its degree, the rank's index on it, and its process group.
 
     If collectives of the axis run in two levels, `levels` has an axis between nodes, among ranks of equal local index,
-    and an axis inside the node. On a `dry` axis nothing is sent: calls are counted, and their outputs stay unchanged.
-    `through_host` says which tensors are copied to the host before an operation, and back after it.
+    and an axis inside the node, and `choice` says which algorithm each operation uses. On a `dry` axis nothing is sent:
+    calls are counted, and their outputs stay unchanged. `through_host` says which tensors are copied to the host before
+    an operation, and back after it.
     """
 
     name: str
@@ -47,8 +51,14 @@ class Axis:
     group: dist.ProcessGroup | None
     ledger: Ledger
     levels: tuple[Axis, Axis] | None = None
+    choice: Levels | None = None
     dry: bool = False
     through_host: Callable[[dist.ProcessGroup | None, Tensor], bool] = sends_from_host
+
+
+def through_host(axis: Axis) -> Axis:
+    """Returns the axis with tensors on GPUs copied to the host before an operation, and back after it."""
+    return replace(axis, through_host=lambda group, tensor: tensor.is_cuda)
 
 
 def uses_nccl(axis: Axis, device: torch.device) -> bool:
@@ -106,13 +116,17 @@ class Pending:
         self._works = work if isinstance(work, list) else [work] if work is not None else []
         self._axis, self._operation, self._peer, self._copies = axis, operation, peer, copies
         self._call_id = axis.ledger.call_id() if peer is None else None
+        self._recorder = axis.ledger.recorder
+        self._recorded = [] if self._recorder is None else self._recorder.take_started()
         self._error: RuntimeError | None = None
 
     def wait(self) -> None:
         """Return when the result may be used. May be called again."""
         if self._error is not None:
             raise self._error
-        ledger = self._axis.ledger
+        ledger, recorder, recorded = self._axis.ledger, self._recorder, self._recorded
+        if recorder is not None and recorded:
+            recorder.wait_begins(recorded)
         for work in self._works:
             peers = () if ledger.status is None else _peers(self._axis, self._peer)
             ledger.wait_begins(self._axis.name, self._operation, self._call_id, peers)
@@ -121,6 +135,9 @@ class Pending:
         self._works = []
         if self._copies is not None:
             self._copies.finish()
+        if recorder is not None and recorded:
+            recorder.wait_ends(recorded)
+            self._recorded = []
 
     def block(self) -> None:
         """Wait in another thread than the caller of `wait`. The ledger does not show this wait, and `wait` raises an
@@ -179,18 +196,22 @@ def reduce_scatter(part: Tensor, whole: Tensor, axis: Axis, reduction: Reduction
     return Pending(work, axis, "reduce_scatter", copies=copies)
 
 
-def all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
-    """Send the i-th of equal parts of `sent` (along its first dim) to rank i of the axis, and receive its part for this
-    rank.
+def all_to_all(
+    received: Tensor, sent: Tensor, axis: Axis, rows: tuple[Sequence[int], Sequence[int]] | None = None
+) -> Pending:
+    """Send the i-th part of `sent` (along its first dim) to rank i of the axis, and receive its part for this rank.
+
+    Parts are equal, or have as many rows as `rows` says: (those received from each rank, those sent to each rank).
     """
-    assert received.shape == sent.shape
-    assert sent.shape[0] % axis.degree == 0
+    assert rows is not None or (received.shape == sent.shape and sent.shape[0] % axis.degree == 0)
     if axis.degree == 1:
         received.copy_(sent)
         return Pending(None, axis, "all_to_all")
-    _record(axis, "all_to_all", sent)
+    _record(axis, "all_to_all", sent, is_equal=rows is None)
     copies = _HostCopies(axis)
-    work = dist.all_to_all_single(copies.to_receive(received), copies.to_send(sent), group=axis.group, async_op=True)
+    ours, given = copies.to_receive(received), copies.to_send(sent)
+    received_rows, sent_rows = (None, None) if rows is None else map(list, rows)
+    work = dist.all_to_all_single(ours, given, received_rows, sent_rows, group=axis.group, async_op=True)
     return Pending(work, axis, "all_to_all", copies=copies)
 
 
@@ -203,7 +224,9 @@ def shift(received: Sequence[Tensor], sent: Sequence[Tensor], axis: Axis, by: in
         return Pending(None, axis, "send")
     after, before = (axis.index + by) % axis.degree, (axis.index - by) % axis.degree
     for tensor in sent:
-        _record(axis, "send", tensor)
+        _record(axis, "send", tensor, after)
+    for tensor in received:
+        _record_receive(axis, tensor, before)
     return _send_and_receive(
         [(before, tensor) for tensor in received], [(after, tensor) for tensor in sent], axis, "send"
     )
@@ -213,8 +236,10 @@ def exchange(received: Sequence[tuple[int, Tensor]], sent: Sequence[tuple[int, T
     """Send tensors to ranks of the axis and receive others in one batch. Both lists have (index of the peer, tensor),
     at most one per peer.
     """
-    for _, tensor in sent:
-        _record(axis, "send", tensor)
+    for peer, tensor in sent:
+        _record(axis, "send", tensor, peer)
+    for peer, tensor in received:
+        _record_receive(axis, tensor, peer)
     if axis.dry or not (received or sent):
         return Pending(None, axis, "exchange")
     return _send_and_receive(received, sent, axis, "exchange")
@@ -226,7 +251,7 @@ def send(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
 
     Receives from a peer complete in the order in which it sent.
     """
-    _record(axis, "send", tensor)
+    _record(axis, "send", tensor, peer)
     copies = _HostCopies(axis)
     work = dist.isend(copies.to_send(tensor), group=axis.group, group_dst=peer)
     return Pending(work, axis, what, peer, copies)
@@ -234,6 +259,7 @@ def send(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
 
 def receive(tensor: Tensor, axis: Axis, peer: int, what: str) -> Pending:
     """Start to receive the next tensor from the rank at index `peer` of the axis. Only the sender counts it."""
+    _record_receive(axis, tensor, peer)
     copies = _HostCopies(axis)
     work = dist.irecv(copies.to_receive(tensor), group=axis.group, group_src=peer)
     return Pending(work, axis, what, peer, copies)
@@ -276,9 +302,33 @@ def _peers(axis: Axis, peer: int | None) -> list[int]:
     return [ranks[peer]] if peer is not None else [rank for index, rank in enumerate(ranks) if index != axis.index]
 
 
-def _record(axis: Axis, operation: str, whole: Tensor) -> None:
+def _record(axis: Axis, operation: str, whole: Tensor, peer: int | None = None, is_equal: bool = True) -> None:
+    """Count a call, to the rank at index `peer` of the axis if it is a message. `is_equal`: all ranks of the axis give
+    as many bytes.
+    """
     num_bytes, ledger = whole.numel() * whole.element_size(), axis.ledger
     ledger.record(axis.name, operation, num_bytes)
     if ledger.order is not None and axis.group is not None and operation != "send":
         inside = "" if ledger.status is None else ledger.status.inside
-        ledger.order.add(dist.get_process_group_ranks(axis.group), axis.name, operation, num_bytes, inside)
+        equal_bytes = num_bytes if is_equal else None
+        ledger.order.add(dist.get_process_group_ranks(axis.group), axis.name, operation, equal_bytes, inside)
+    if ledger.recorder is not None:
+        _begin_record(axis, operation, num_bytes, peer)
+
+
+def _record_receive(axis: Axis, tensor: Tensor, peer: int) -> None:
+    """Record a message that will arrive. The ledger counts it at its sender."""
+    if axis.ledger.recorder is not None:
+        _begin_record(axis, RECEIVE, tensor.numel() * tensor.element_size(), peer)
+
+
+def _begin_record(axis: Axis, operation: str, num_bytes: int, peer: int | None) -> None:
+    recorder = axis.ledger.recorder
+    assert recorder is not None
+    key = (axis.name, operation, axis.group, axis.degree, peer)
+    site = recorder.site_by_group.get(key)
+    if site is None:
+        ranks = range(axis.degree) if axis.group is None else dist.get_process_group_ranks(axis.group)
+        site = recorder.site(axis.name, operation, ranks, None if peer is None else ranks[peer])
+        recorder.site_by_group[key] = site
+    recorder.begin(site, num_bytes)

@@ -7,11 +7,9 @@ answered without torch, whose import takes seconds.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 try:
@@ -21,12 +19,17 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
-from weft.commands import PROMPT
+from weft.commands.bench import bench_app
+from weft.commands.bench_serve import EXAMPLE as BENCH_SERVE_EXAMPLE
+from weft.commands.bench_serve import bench_serve_command
+from weft.commands.early_stop import stopping_early
+from weft.commands.generate import EXAMPLE as GENERATE_EXAMPLE
+from weft.commands.generate import generate_command
+from weft.commands.serve import EXAMPLE as SERVE_EXAMPLE
+from weft.commands.serve import serve_command
 from weft.errors import BAD_INPUT, ConfigError, WeftError, exit_status
 from weft.launch.one_speaker import is_first_to_say
 from weft.version import VERSION
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 app = typer.Typer(
     name="weft",
@@ -36,6 +39,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # plain help: rich would double the time that it takes
     help="Plans, proves and runs the training of networks too large for one device.",
 )
+
+app.add_typer(bench_app, name="bench")
 
 RunFile = Annotated[Path, typer.Argument(help="the run file (TOML)", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Argument(help="changes to it: section.key=value", show_default=False)]
@@ -69,11 +74,16 @@ def train_command(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print every value and where it came from; train nothing")
     ] = False,
+    profile: Annotated[
+        str | None, typer.Option(help="record the communication of steps, e.g. 10:20, for weft profile")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a run: plan, proof, training, checkpoint, sample. Run it again to resume."""
     from weft.run_file import check_run_file, load_run
 
+    if profile is not None:
+        overrides = [*(overrides or []), f"train.profile={profile}"]
     check_run_file(run_file, overrides or [])
     if print_config:
         from weft.commands.run_reference import configuration
@@ -94,6 +104,19 @@ def train_command(
         train_here(fork_server, run_file, overrides or [], verify, fresh, as_json)
 
 
+WhereOption = Annotated[
+    list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
+]
+WriteJobOption = Annotated[
+    str | None, typer.Option(help="slurm or kubernetes: write the file that starts the run, beside the run file")
+]
+WhatIfOption = Annotated[bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")]
+TimelineOption = Annotated[
+    bool,
+    typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
+]
+
+
 @app.command(
     "plan",
     epilog="Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
@@ -103,33 +126,35 @@ def plan_command(
     run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="a model of the catalog, in place of a run file")] = None,
+    like: Annotated[str | None, typer.Option(help="a famous run, beside weft's best: llama3-405b-meta")] = None,
     cluster: Annotated[str | None, typer.Option(help="name, name:nodes or name:nodesxdevices")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(help="with --model: 4M is 4 × 1024 × 1024")] = None,
     sequence: Annotated[int | None, typer.Option(help="with --model: tokens of a sequence", min=1)] = None,
     images_per_step: Annotated[str | None, typer.Option(help="with a --model of images, and --size")] = None,
     size: Annotated[int | None, typer.Option(help="with --images-per-step: rows and columns of an image")] = None,
-    where: Annotated[
-        list[str] | None, typer.Option(help="what must hold: 'pipe=4', 'tensor.x<=8', 'no recompute', 'exact only'")
-    ] = None,
+    where: WhereOption = None,
     best: Annotated[str, typer.Option(help="what is to be least: time, cost (device-hours) or devices")] = "time",
     search: Annotated[bool, typer.Option("--search", help="search, though the run file has a [plan]")] = False,
     write: Annotated[Path | None, typer.Option(help="write the run with the best plan, for weft train")] = None,
     report: Annotated[Path | None, typer.Option(help="write a page (HTML) about what was found")] = None,
-    write_job: Annotated[
-        str | None, typer.Option(help="slurm or kubernetes: write the file that starts the run, beside the run file")
-    ] = None,
-    what_if: Annotated[
-        bool, typer.Option("--what-if", help="say what more bandwidth, memory or nodes would change")
-    ] = False,
+    write_job: WriteJobOption = None,
+    what_if: WhatIfOption = False,
     mtbf: Annotated[str | None, typer.Option(help="time between failures of a device, e.g. 5y: adds goodput")] = None,
     mtbf_cluster: Annotated[str | None, typer.Option(help="the same of the whole cluster, e.g. 3h")] = None,
-    timeline: Annotated[
-        bool,
-        typer.Option("--timeline", help="draw the pipeline's schedule, here or to the FILE.svg (.png, .txt) given"),
-    ] = False,
+    timeline: TimelineOption = False,
+    serve: Annotated[bool, typer.Option("--serve", help="plan to serve the model, not to train it")] = False,
+    requests: Annotated[int, typer.Option(help="with --serve: how many arrive at once", min=1, max=4096)] = 256,
+    prompt: Annotated[int, typer.Option(help="with --serve: tokens of a prompt", min=1, max=1 << 20)] = 512,
+    output: Annotated[int, typer.Option(help="with --serve: tokens of an answer", min=1, max=1 << 16)] = 256,
     as_json: Json = False,
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
+    if serve:
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), as_json)
+        return
+    if like is not None:
+        _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
+        return
     _refuse_two_models(model, run_file, (tokens_per_step, sequence, images_per_step, size))
     from weft.run_file import check_run_file, load_run
 
@@ -262,45 +287,26 @@ def export_command(
     make_console().print(f"wrote {target}; load it with {load}'{target}')")
 
 
-@app.command("generate", epilog='Example: weft generate runs/quickstart --prompt "def main():" --tokens 100')
-def generate_command(
-    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
-    prompt: Annotated[str, typer.Option(help="the text to continue")] = PROMPT,
-    tokens: Annotated[int, typer.Option(help="how many tokens at most", min=1, max=100_000)] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token", min=0.0, max=10.0)] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="choose among the k likeliest", min=1)] = 50,
-    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
-    tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
-    device: Annotated[str, typer.Option(help="auto (a GPU where there is one), cpu or cuda")] = "auto",
+@app.command("profile", epilog="Example: weft profile runs/run, after weft train run.toml --profile 10:20")
+def profile_command(
+    run_folder: Annotated[Path, typer.Argument(help="the folder of a run that was trained with --profile")],
+    live: Annotated[bool, typer.Option("--live", help="serve the page on loopback while the run records")] = False,
+    port: Annotated[int, typer.Option(help="of --live; 0 takes a free one", min=0, max=65535)] = 0,
     as_json: Json = False,
 ) -> None:
-    """Continue a prompt with a trained model, on one process."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {device} is not one of auto, cpu, cuda")
-    from weft.cluster.local_gpus import gpus
-    from weft.commands.console import make_console, print_json
-    from weft.serve.generate import generate, load_for_generation
+    """Show where the communication time of recorded steps goes: a table, a page (HTML) and a Chrome trace."""
+    from weft.commands.console import make_console
+    from weft.commands.profile import serve_live, show_profile
 
-    if device == "cuda" and not gpus():
-        raise ConfigError("--device cuda, but torch sees no GPU; use auto or cpu")
-    kind = "cuda" if device != "cpu" and gpus() else "cpu"
-    console = make_console(as_json)
-    with console.status("generating"):
-        model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn)
-        text = generate(
-            model,
-            tokens_of,
-            prompt,
-            num_tokens=tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            context=context,
-        )
-    if as_json:
-        print_json({"prompt": prompt, "text": text})
-    else:
-        print(prompt + text)
+    if live:
+        serve_live(run_folder, port, make_console(as_json))
+        return
+    show_profile(run_folder, make_console(as_json), as_json)
+
+
+app.command("generate", epilog=GENERATE_EXAMPLE)(generate_command)
+app.command("serve", epilog=SERVE_EXAMPLE)(serve_command)
+bench_app.command("serve", epilog=BENCH_SERVE_EXAMPLE)(bench_serve_command)
 
 
 @app.command("doctor", epilog="Example: weft doctor --json")
@@ -334,6 +340,41 @@ def doctor_command(
         raise SystemExit(1)
 
 
+def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
+    """Compare a famous run with weft's best plan for its model, batch and machine."""
+    if any(others):
+        raise ConfigError(
+            f"--like {name} says what is planned, on which machine; leave out the run file and the other options but "
+            f"--json, or plan its model with --model"
+        )
+    from weft.commands.console import make_console
+    from weft.commands.jobs import command_fork_server
+    from weft.commands.plan_like import plan_like
+
+    with command_fork_server(_run_as_rank, warms=False):
+        plan_like(name, make_console(as_json), as_json)
+
+
+def _plan_serving(
+    model: str | None, run_file: Path | None, cluster: str | None, sizes: tuple[int, int, int], as_json: bool
+) -> None:
+    """Plan to serve a model of the catalog, or that of a run file."""
+    _refuse_two_models(model, run_file, ())
+    from weft.commands.console import make_console
+    from weft.commands.plan_serve import plan_serving
+    from weft.models.catalog import load_model
+    from weft.planner.serving import ServingWorkload
+    from weft.run_file import load_run
+
+    console, workload = make_console(as_json), ServingWorkload.of(*sizes)
+    if run_file is not None:
+        run = load_run(run_file)
+        plan_serving(run.name, run.model, cluster or run.cluster, workload, console, as_json)
+    else:
+        assert model is not None
+        plan_serving(model, load_model(model), cluster or "local", workload, console, as_json)
+
+
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:
     """Raise ConfigError unless one of `--model`, with its sizes, and a run file says what is to be planned."""
     if model is not None and run_file is not None:
@@ -357,24 +398,14 @@ def split_off_file(arguments: list[str]) -> tuple[list[str], Path | None]:
 
 def main() -> None:
     """The entry point. An error that a user may meet is printed as one line. docs/commands.md lists the statuses."""
-    heeded = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup sets
-    before = {number: signal.signal(number, _interrupt) for number in heeded}
     try:
-        app()
+        with stopping_early():
+            app()
     except WeftError as error:
         _fail(str(error), exit_status(error))
     except OSError as error:  # a file that cannot be read or written, a full disk
         what = f"{error.filename or 'a file'}: {error.strerror or error}"
         _fail(f"{what}; check the path, its permissions and the space left", BAD_INPUT)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ends a command that has nothing to save yet. Training replaces this handler."""
-    print(f"weft: stopped by {signal.Signals(number).name}; there was nothing to save", file=sys.stderr, flush=True)
-    raise SystemExit(128 + number)
 
 
 def _run_as_rank(arguments: list[str]) -> None:

@@ -103,7 +103,8 @@ def _memory_table(prediction: Prediction) -> Table:
 
 
 def _traffic_table(prediction: Prediction) -> Table:
-    table = Table(title="predicted traffic per step and device", title_justify="left", box=None, pad_edge=False)
+    title = "predicted traffic per step and device"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, min_width=len(title))
     for name in ("axis", "operation"):
         table.add_column(name)
     for name in ("calls", "bytes"):
@@ -148,8 +149,10 @@ def show_report(console: Console, report: ProofReport, what: str) -> None:
         box=None,
         pad_edge=False,
     )
-    for name in ("check", "expected", "found", "where", ""):
+    for name in ("check", "expected", "found"):
         table.add_column(name)
+    table.add_column("where", overflow="fold")  # names of parameters are whole
+    table.add_column("", no_wrap=True)
     for check in report.checks:
         mark = "[green]equal[/]" if check.passed else "[bold red]DIFFERS[/]"
         table.add_row(check.what, check.expected, check.found, check.where, mark)
@@ -282,7 +285,8 @@ def step_line(metrics: StepMetrics, num_steps: int, width: int | None = None) ->
         words[f"{metrics.tflops_per_second_per_device:.3f} TFLOP/s/device"] = 9
         if metrics.mfu is not None:
             words[f"MFU {metrics.mfu:.1%}"] = 6
-        words[f"{format_seconds(metrics.seconds_left)} left"] = 2
+        if metrics.step < num_steps:
+            words[f"{format_seconds(metrics.seconds_left)} left"] = 2
     words[format_bytes(metrics.memory_bytes)] = 7
     while width is not None and len(words) > 1 and len("  ".join(words)) > width:
         del words[max(words, key=words.__getitem__)]

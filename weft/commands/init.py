@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.commands import key_meanings
+from weft.commands.result_file import write_result
 from weft.errors import ConfigError
 from weft.run_file import check_run_file
 from weft.schema import inline, to_table
@@ -42,7 +43,7 @@ def init(path: Path, model: str | None, source: str, cluster: str) -> None:
     planned = path.with_stem(f"{path.stem}-planned")
     lines += ["", "# Without [plan], weft plans for the machine. To see and keep a plan:"]
     lines += [f"#   weft plan {path} --write {planned}"]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_result(path, "\n".join(lines) + "\n")
     check_run_file(path)
 
 

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from weft.cluster.hardware import Cluster
+from weft.commands.result_file import write_result
 from weft.errors import UNFINISHED, ConfigError
 from weft.run_file import Run
 from weft.schema import nearest
@@ -24,7 +25,7 @@ def write_job(kind: str, run: Run, run_file: Path, overrides: list[str], cluster
     command = ["weft", "train", str(run_file), *overrides]
     name = re.sub(r"[^a-z0-9-]+", "-", run.name.lower()).strip("-") or "weft"
     text = (_slurm if kind == "slurm" else _kubernetes)(name, nodes, per_node, command)
-    path.write_text(text, encoding="utf-8")
+    write_result(path, text)
     return path
 
 

@@ -13,6 +13,7 @@ from weft.commands.console import format_bytes, print_json, say, show_run, show_
 from weft.commands.job_files import refuse_kind, write_job
 from weft.commands.out_of_memory import refuse_if_too_large
 from weft.commands.plan_tables import show_answer
+from weft.commands.result_file import write_result
 from weft.commands.run_planning import (
     ask_for,
     catalog_run,
@@ -23,7 +24,7 @@ from weft.commands.run_planning import (
     with_traffic,
 )
 from weft.errors import ConfigError
-from weft.planner.advice import better_form, fitting_activations, fitting_offload, fitting_weights
+from weft.planner.advice import best_levels, better_form, fitting_activations, fitting_offload, fitting_weights
 from weft.planner.answer import Answer, with_more, with_scaling
 from weft.planner.goodput import Failures, cluster_mtbf, failures
 from weft.planner.predict import predict, run_cluster
@@ -119,9 +120,9 @@ def search_plans(run: Run, options: PlanOptions, console: Console, as_json: bool
     cost = _failures(mtbf_seconds, answer.model.numel, answer.question.precision, answer.model.cluster, offload)
     planned = _planned(run, answer, cost) if answer.found.best else None
     if options.report is not None:  # files first: a reader of the output may close it early
-        options.report.write_text(page(found), encoding="utf-8")
+        write_result(options.report, page(found))
     if options.write is not None and planned is not None:
-        options.write.write_text(planned.to_toml(), encoding="utf-8")
+        write_result(options.write, planned.to_toml())
     if as_json:
         print_json(found if cost is None else {**found, "failures": cost.to_json()})
     else:
@@ -170,6 +171,7 @@ def predict_plan(
     offload, mtbf_seconds = max(run.plan.memory.offload, run.plan.memory.weights), options.device_mtbf(cluster)
     failing = _failures(mtbf_seconds, profile.numel, run.plan.precision, cluster, offload)
     prediction, form = predict(run, cluster), better_form(run, cluster)
+    levels = best_levels(run, cluster) if cluster.num_nodes > 1 else None
     fitting = {
         "offload": fitting_offload(run, cluster),
         "activations": fitting_activations(run, cluster),
@@ -178,6 +180,8 @@ def predict_plan(
     if as_json:
         found = {"plan": run.plan.degrees, "batch": run.split.identity(run.plan), "cluster": cluster.name}
         better: dict[str, Any] = {} if form is None else {"better_form": asdict(form)}
+        if levels is not None:
+            better["two_levels"] = {**asdict(levels), "pays": levels.pays}
         better |= {f"fitting_{name}": getattr(one, name) for name, one in fitting.items() if one is not None}
         if failing is not None:
             better["failures"] = failing.to_json()
@@ -187,6 +191,8 @@ def predict_plan(
         _show_failures(console, failing)
         if form is not None:
             say(console, f"Of the two forms of x, {form.describe()}.")
+        if levels is not None:
+            say(console, f"{levels.describe()}.")
         for name, one in fitting.items():
             if one is None:
                 continue

@@ -30,12 +30,12 @@ from weft.run_tables import TrainConfig
 from weft.step.examples import micro_batch_profile
 from weft.train.setup import device_type
 
-NOT_LAYOUT = ("plan.precision", "plan.matmul", "plan.exact", "plan.hierarchical")
+NOT_LAYOUT = ("plan.precision", "plan.matmul", "plan.exact", "plan.hierarchical", "plan.communication")
 
 
 def has_layout(run: Run) -> bool:
     """Does the run file, or an override, state how the work is split?"""
-    return any(key.startswith("plan.") and key not in NOT_LAYOUT for key in run.origins)
+    return any(key.startswith("plan.") and not key.startswith(NOT_LAYOUT) for key in run.origins)
 
 
 def catalog_run(name: str, cluster: str, tokens: int, sequence: int | None) -> Run:
@@ -173,7 +173,8 @@ def with_plan(run: Run, answer: Answer) -> Run:
     """Returns the run with the answer's first plan, on the part of the cluster that it uses."""
     given = run.plan
     plan = answer.best.plan
-    stated = {name: getattr(given, name) for name in ("matmul", "hierarchical") if f"plan.{name}" in run.origins}
+    names = ("matmul", "hierarchical", "communication")
+    stated = {name: getattr(given, name) for name in names if any(k.startswith(f"plan.{name}") for k in run.origins)}
     plan = replace(plan, exact=given.exact and answer.question.exact and plan.exact, **stated)
     used, cluster = answer.model.cluster, run.cluster
     if cluster != "local" and used.num_devices != load(cluster).num_devices:

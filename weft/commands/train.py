@@ -30,6 +30,7 @@ from weft.commands.console import (
     show_run,
 )
 from weft.commands.jobs import prove
+from weft.commands.model_text import print_text
 from weft.commands.out_of_memory import out_of_memory, refuse_if_too_large
 from weft.commands.run_planning import ask_for, fit_to_ranks, has_layout, planning_cluster, with_plan
 from weft.errors import UNFINISHED, ConfigError, DamagedError, LocalError
@@ -255,7 +256,7 @@ def _show_sample(fork_server: ForkServer, run: Run, again: Again, console: Conso
         with console.status("generating"):
             text = fork_server.call("sample", folder=str(run.folder), device=device_type(run), options=options)
         console.print(f"\n[bold]the model continues[/] {PROMPT!r}:")
-        print(PROMPT + text)
+        print_text(PROMPT + text)
     except LocalError as error:  # the model may be too large for one GPU; the run is finished all the same
         say(console, f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}")
     more = f"train.steps={2 * run.train.steps}"

@@ -31,7 +31,8 @@ VARIANTS = 4  # compiled versions of one block: training, evaluation, and a few 
 
 
 def wants_compile(run: Run, device: torch.device) -> bool:
-    """Does a run compile? `train.compile` decides; if it is not set, runs on GPUs do, unless images are split in tiles.
+    """Does a run compile? `train.compile` decides; if it is not set, runs on GPUs do, unless images are split in tiles
+    or K-FAC samples layers.
 
     Raises ConfigError if `train.compile` is true with tiles.
     """
@@ -43,7 +44,7 @@ def wants_compile(run: Run, device: torch.device) -> bool:
         )
     if wanted is not None:
         return wanted
-    return device.type == "cuda" and run.plan.tile.degree == 1
+    return device.type == "cuda" and run.plan.tile.degree == 1 and run.train.kfac is None
 
 
 def compile_blocks(model: nn.Module, say: Say, backend: str = "inductor") -> None:

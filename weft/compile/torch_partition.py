@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,8 @@ def partition(block: nn.Module, args: Any, dtype: torch.dtype | None, matmul: st
             inputs, keywords = tree_unflatten(list(filled.values()), form)
             return call_with(block, dict(zip((name for name, _ in named), own, strict=True)), inputs, keywords)
 
+        if any(leaves[place].dim() > 3 for place in places):  # images
+            import_module("torch._inductor.lowering")  # needed by decompositions of pools; takes a second
         graphs = _trace(run, [*state, *(leaves[place] for place in places)], len(named))
     return _read(graphs, [name for name, _ in named])
 
@@ -84,7 +87,6 @@ def _fake_tensor(leaf: Any) -> Any:
 
 def _trace(run: Callable[..., Any], tensors: Sequence[Tensor], num_own: int) -> _Graphs:
     """Returns the forward and backward graphs. Saving one of the first `num_own` tensors (parameters) costs nothing."""
-    import torch._inductor.lowering  # needed by the decompositions of pools
     from torch._functorch.aot_autograd import aot_function  # takes seconds to import, and eager runs do not need it
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table

@@ -35,8 +35,8 @@ def build_folder(cache: Path, write: Callable[[Path], None]) -> None:
     # The lock may not work across machines that share the folder, so each machine builds in its own folder.
     building = cache.with_name(f"{cache.name}.building-{socket.gethostname()}")
     shutil.rmtree(building, ignore_errors=True)  # left by a process that was killed
-    building.mkdir()
     try:
+        building.mkdir()
         write(building)
         sync_folder(building)
         try:
@@ -46,6 +46,9 @@ def build_folder(cache: Path, write: Callable[[Path], None]) -> None:
                 raise
             # Another machine was first: its cache, which is equal, is used, and `building` is removed below.
         sync_folder(cache.parent)
+    except OSError as error:
+        error.filename = error.filename or str(cache)  # a write to a full disk does not say where
+        raise
     finally:
         shutil.rmtree(building, ignore_errors=True)
 

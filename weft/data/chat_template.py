@@ -32,15 +32,19 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise DataError(f"the chat template of {place} is not valid Jinja: {error}; give data.template") from None
-        self._special, self._place = dict(special), place
+        self._special, self._place, self.source = dict(special), place, source
         self.fingerprint = hashlib.sha256(json.dumps([source, self._special]).encode()).hexdigest()
 
-    def render(self, messages: Messages, *, asks: bool = False) -> str:
-        """Returns messages as text; with `asks`, followed by what comes before an answer."""
+    def render(self, messages: Messages, *, asks: bool = False, tools: Messages = ()) -> str:
+        """Returns messages as text; with `asks`, followed by what comes before an answer. `tools` are functions that
+        the model may call, as JSON schemas; how they are written is up to the template.
+        """
         from jinja2 import TemplateError
 
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=asks, **self._special)
+            return self._template.render(
+                messages=list(messages), tools=list(tools) or None, add_generation_prompt=asks, **self._special
+            )
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise DataError(f"the chat template of {self._place} refuses the messages: {error}") from None
 

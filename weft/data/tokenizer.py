@@ -76,6 +76,7 @@ class FileTokenizer:
         self._backend.no_padding()
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
         self.end = self._find_end(path, end_token)
+        self.definition: str = self._backend.to_str()  # as JSON
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()}, {self.end} ends a document"
 
     def _find_end(self, path: Path, end_token: str | None) -> int:

@@ -15,7 +15,7 @@ import signal
 import struct
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -72,13 +72,14 @@ class Status:
 
     def __init__(self, environ: Mapping[str, str], rank: int) -> None:
         self.rank, self.place = rank, ""
+        self.on_phase: Callable[[str], None] | None = None  # called with each phase that begins
         self._page = mmap.mmap(-1, _PAGE.size)
         if FOLDER_VARIABLE in environ:
             folder = Path(environ[FOLDER_VARIABLE])
             self._map(folder)
             # SIGUSR1 writes the stacks of all threads to this file, which stays open as long as the process runs.
             faulthandler.register(signal.SIGUSR1, open(stack_path(folder, rank), "w"))  # noqa: SIM115
-        self._step, self._phase, self.inside, self._peers = _NO_STEP, "", "", ""
+        self._step, self.current_phase, self.inside, self._peers = _NO_STEP, "", "", ""
         self._step_seconds = self._busy_seconds = 0.0
         self._step_began_at = self._waiting_since = time.monotonic()
         self._waited_seconds = 0.0
@@ -88,7 +89,7 @@ class Status:
     def publish_in(self, folder: Path) -> None:
         """Write the page to a file in this folder from now on, where other processes of the host can read it."""
         self._map(folder)
-        self._write(self._phase)
+        self._write(self.current_phase)
 
     def _map(self, folder: Path) -> None:
         path = page_path(folder, self.rank)
@@ -122,13 +123,15 @@ class Status:
 
     def phase(self, doing: str) -> None:
         """Record what the rank does from now on."""
-        self._phase, self.inside = doing, ""
+        self.current_phase, self.inside = doing, ""
+        if self.on_phase is not None:
+            self.on_phase(doing)
         self._write(doing)
 
     def enters(self, block: str) -> None:
         """Record the part of the phase that runs ("backward of block 7"), until the next call."""
         self.inside = block
-        self._write(self._phase)
+        self._write(self.current_phase)
 
     def wait_begins(self, what: str, peers: Sequence[int] = ()) -> None:
         """Record that the rank waits in the operation `what` for the ranks `peers`."""
@@ -140,7 +143,7 @@ class Status:
         """Record that the wait has ended and the phase continues."""
         self._waited_seconds += time.monotonic() - self._waiting_since
         self._peers = ""
-        self._write(self._phase)
+        self._write(self.current_phase)
 
     def _write(self, doing: str) -> None:
         times = (self._step_seconds, self._busy_seconds, time.monotonic())

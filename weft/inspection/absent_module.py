@@ -11,7 +11,8 @@ from torch import nn
 class AbsentModule(nn.Module):
     """Placeholder for a unit (a block or another module) of another pipeline stage.
 
-    It has no parameters and no submodules. All other attributes are read from the original module.
+    It has no parameters and no submodules. All other attributes are read from the original module, except methods of
+    Python's protocols: a parametrized module has its own `__deepcopy__`, which would return the original.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -22,6 +23,8 @@ class AbsentModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise
             return getattr(self.__dict__["stands_for"], name)
 
     def set_result_function(self, result_of: Callable[[str], Any]) -> None:

@@ -3,7 +3,8 @@
 The model runs once on fake tensors (shapes only) with made-up tokens, and every operation on the head's result is
 watched. Element-wise functions of the logits and numbers (Cohere scales them, Gemma 2 caps them) work on a part of the
 classes as on all. A softmax, or a bias that is added after the head, does not, and the logits are then gathered. A
-model that does not run on tokens alone (of images) is taken to return its head's result.
+model that does not run on tokens alone (of images) is taken to return its head's result, which its first forward checks
+(`parallel/tensor/head_use.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from weft.inspection.chain_ends import NUM_TOKENS
 from weft.inspection.functional_call import call_with
+from weft.inspection.nested_tensors import tensors_in
 
 logger = logging.getLogger("weft")
 OWN_MODELS = "weft.models."  # these return their head's result
@@ -34,7 +36,7 @@ def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | N
     has_tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
     if type(model).__module__.startswith(OWN_MODELS) or not has_tokens:
         return None
-    watch = _LogitsWatch()
+    watch = LogitsWatch()
     handle = head.register_forward_hook(watch.take, prepend=True)
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -45,7 +47,9 @@ def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | N
             state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
             tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
             with watch:
-                call_with(model, state, (tokens,))
+                result = call_with(model, state, (tokens,))
+            if not any(watch.is_logits(tensor) for tensor in tensors_in(result)):
+                return "the model does not return its head's result"
     except Exception as error:  # anything that the user's code may raise
         logger.warning(
             "%s does not run on tokens alone (%s), so weft assumes that it returns its head's result and keeps logits "
@@ -60,7 +64,7 @@ def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | N
     return watch.found
 
 
-class _LogitsWatch(TorchDispatchMode):
+class LogitsWatch(TorchDispatchMode):
     """Follows what is computed from a module's result."""
 
     def __init__(self) -> None:
@@ -74,19 +78,26 @@ class _LogitsWatch(TorchDispatchMode):
         self.num_classes = result.shape[-1]
         self._storages[result.untyped_storage()._cdata] = result
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func.namespace != "prim" and any(tensor.untyped_storage()._cdata in self._storages for tensor in given):
-            self._follow(func, given, result)
-        return result
+    def is_logits(self, tensor: Tensor) -> bool:
+        """Is this the module's result, or an element-wise function of it?"""
+        return tensor.untyped_storage()._cdata in self._storages
 
-    def _follow(self, func: Any, given: list[Tensor], result: Any) -> None:
-        others = [tensor for tensor in given if tensor.untyped_storage()._cdata not in self._storages]
+    def refuse(self, reason: str) -> None:
+        """Called with what needs all classes."""
+        self.found = self.found or reason
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func.namespace == "prim" or not any(self.is_logits(tensor) for tensor in given):
+            return func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        others = [tensor for tensor in given if not self.is_logits(tensor)]
+        if any(tensor.dim() and tensor.shape[-1] != 1 for tensor in others):
+            self.refuse(f"'{name}' joins its logits with a value of each class")
+        result = func(*args, **(kwargs or {}))
         keeps_classes = isinstance(result, Tensor) and result.dim() > 0 and result.shape[-1] == self.num_classes
         if func._overloadpacket not in OF_EACH_ELEMENT or not keeps_classes:
-            self.found = self.found or f"'{func._overloadpacket.__name__}' of its logits needs all classes"
-        elif any(tensor.dim() and tensor.shape[-1] != 1 for tensor in others):
-            self.found = self.found or f"'{func._overloadpacket.__name__}' joins its logits with a value of each class"
+            self.refuse(f"'{name}' of its logits needs all classes")
         elif isinstance(result, Tensor):
             self._storages[result.untyped_storage()._cdata] = result
+        return result

@@ -36,7 +36,9 @@ from weft.inspection.logits_use import reason_logits_need_all_classes
 from weft.inspection.module_key import module_key
 from weft.inspection.sequential_pairs import CHANNEL_WISE, ELEMENT_WISE, reason_not_splittable, sequential_pairs
 from weft.inspection.split_probe import (
+    MAX_PROBED_WIDTH,
     NUM_TOKENS,
+    PROBED_WIDTH,
     PairShares,
     SplitProof,
     has_transposed_weight,
@@ -44,6 +46,7 @@ from weft.inspection.split_probe import (
     is_linear,
     linear_sizes,
     mixes_tokens,
+    narrowed,
     num_spatial_dims,
     prove_pair,
 )
@@ -288,7 +291,14 @@ class _Finder:
             return set()
         # A column may have several parts, one after another: gate and up in one linear.
         parts = {column: (part,) * (width // part.width) for column, width in widths.items()}
-        proof = self._prove(module, parts, row, (part,), ScaledAttributes((), 0))
+        proof: SplitProof | str = "not tried"
+        if part.width > MAX_PROBED_WIDTH:
+            few = SplitPart(PROBED_WIDTH)
+            narrow = narrowed(module, {linears[column]: len(own) for column, own in parts.items()}, linears[row])
+            fewer = {column: (few,) * len(own) for column, own in parts.items()}
+            proof = self._prove(narrow, fewer, row, (few,), ScaledAttributes((), 0))
+        if isinstance(proof, str):  # also a module that names its width: then the probe needs all of it
+            proof = self._prove(module, parts, row, (part,), ScaledAttributes((), 0))
         if isinstance(proof, str):
             return set()
         self._add_pair(name, linears, parts, row, (part,), proof)

@@ -1,4 +1,4 @@
-"""The part of a parameter that a rank holds under the tensor axes, and over which axes its gradient is summed.
+"""The part of a parameter that a rank holds under axes that split weights, and over which its gradient is summed.
 
 A part is a list of intervals along each dim. A fused parameter (q|k|v, gate|up) has several intervals of one dim, which
 are concatenated. Sizes that do not divide are split as evenly as whole units (heads, features, vocabulary rows) allow.
@@ -20,8 +20,9 @@ Interval = tuple[int, int]
 class Cut:
     """A rank's part of a parameter of global `shape`.
 
-    `intervals` are the [begin, end) ranges along each dim. `replicas` ranks of x × y hold the same part; this rank is
-    the first of them if `is_first`. `sums` names the axes over which the part's gradients are partial sums.
+    `intervals` are the [begin, end) ranges along each dim. `replicas` ranks of the axes that cut parameters (expert, x,
+    y) hold the same part; this rank is the first of them if `is_first`. `sums` names the axes over which the part's
+    gradients are partial sums.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +45,22 @@ class Cut:
     def is_whole(self) -> bool:
         """Is the part the whole parameter, in order?"""
         return self.intervals == Cut.whole(self.shape).intervals
+
+    def beside(self, other: Cut | None) -> Cut:
+        """Returns the part under the axes of both cuts, which are of one parameter and cut different dims of it."""
+        if other is None:
+            return self
+        assert self.shape == other.shape
+        whole = Cut.whole(self.shape).intervals
+        pairs = list(zip(self.intervals, other.intervals, whole, strict=True))
+        assert all(all_of_it in (one, another) for one, another, all_of_it in pairs)
+        return Cut(
+            self.shape,
+            tuple(another if one == all_of_it else one for one, another, all_of_it in pairs),
+            self.replicas * other.replicas,
+            (*self.sums, *other.sums),
+            self.is_first and other.is_first,
+        )
 
     def take(self, value: Tensor) -> Tensor:
         """Returns this part of a whole tensor."""

@@ -7,7 +7,8 @@ other parameters are applied to a part only (their gradients are partial sums), 
 uses the module's input.
 
 The linears are replaced by random ones of low rank. This does not change the operations between them, and even the
-largest model is probed in milliseconds on a CPU.
+largest model is probed in milliseconds on a CPU. Pairs with more than MAX_PROBED_WIDTH features between their linears
+are probed with PROBED_WIDTH of them first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from weft.inspection.parameter_cut import Interval
 
 NUM_TOKENS = 4
 RANK = 4  # of the random linears
+MAX_PROBED_WIDTH, PROBED_WIDTH = 1 << 18, 64
 ADAPTER = ("lora_A", "lora_B")  # parameters of a low-rank update [rank, in] and [out, rank] beside a linear's weight
 TOLERANCE = 1e-4  # some modules compute in float32 for any input; the error of a wrong split is far larger
 Intervals = Sequence[Interval]
@@ -152,6 +154,24 @@ def random_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
             if buffer is not None:
                 owner._buffers[leaf] = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer.cpu()
     return made.double().eval()
+
+
+def narrowed(module: nn.Module, columns: Mapping[nn.Module, int], row: nn.Module) -> nn.Module:
+    """Returns a copy of a module with PROBED_WIDTH features between the columns and the row of a pair.
+
+    Each column has so many features for each of its parts, the number of which is given.
+    """
+    others: dict[int, Any] = {
+        id(column): _meta_linear(linear_sizes(column)[0], PROBED_WIDTH * count, column)
+        for column, count in columns.items()
+    }
+    others[id(row)] = _meta_linear(PROBED_WIDTH, linear_sizes(row)[1], row)
+    made: nn.Module = copy.deepcopy(module, others)
+    return made
+
+
+def _meta_linear(in_features: int, out_features: int, like: nn.Module) -> nn.Linear:
+    return nn.Linear(in_features, out_features, getattr(like, "bias", None) is not None, device="meta")
 
 
 def is_linear(module: nn.Module) -> bool:

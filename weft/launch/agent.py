@@ -51,10 +51,14 @@ class Restarts:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where ranks that start now resume: the step of the newest complete checkpoint, and where it is stored."""
+    """Where ranks that start now resume: the step of the newest complete checkpoint, and where it is stored.
+
+    A job without steps says in `words` what its ranks do after a restart.
+    """
 
     step: int = 0
     where: str = "the beginning: there is no checkpoint yet"
+    words: str | None = None
 
 
 def start_local(
@@ -66,6 +70,7 @@ def start_local(
     newest: Callable[[], ResumePoint] = ResumePoint,
     stacks: Path | None = None,
     shadowed: bool = False,
+    stopping: str = "save and stop",
 ) -> int:
     """Run the fork server's program as `num_ranks` local ranks and return the exit status of the job.
 
@@ -74,12 +79,16 @@ def start_local(
     names the rank, and the status is that rank's, or 128 + the number of its signal. `newest` returns where a restart
     resumes. Stacks of ranks that hang go to a file in the folder `stacks`. With `shadowed` ranks, one may be lost
     without a restart. The first SIGTERM, SIGHUP, SIGQUIT or Ctrl-C in this process sends SIGTERM to the ranks and
-    leaves them 10 minutes to save; a second Ctrl-C kills them.
+    leaves them 10 minutes to save; a second Ctrl-C kills them. `stopping` says in words what they do after the first.
     """
     run_id = LOCAL_RUN_ID_PREFIX + uuid.uuid4().hex
     threads = {"OMP_NUM_THREADS": str(max(1, _num_cores() // num_ranks))}
     ended_at: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="weft-") as name, StopSignal.watching() as stop:
+
+    def is_training() -> bool:
+        return any(read_page(Path(name), rank) is not None for rank in range(num_ranks))
+
+    with tempfile.TemporaryDirectory(prefix="weft-") as name, StopSignal.watching(is_training, stopping) as stop:
         own = {"TORCHELASTIC_RUN_ID": run_id, FOLDER_VARIABLE: name}
         while True:
             clear(Path(name))
@@ -95,6 +104,8 @@ def start_local(
             if hang is not None and stacks is not None:
                 hang += f"; their stacks are in {collect_stacks(Path(name), num_ranks, stacks)}"
             attempt = _FailedAttempt.of(Path(name), codes, num_ranks, began_at, hang, memory_kills() > kills)
+            if stop.order is signal.SIGTERM and attempt.was_killed and not is_training():
+                return stop.end_before_first_step(began_at)
             now = time.monotonic()
             recent = [at for at in ended_at if at > now - restarts.window_seconds]
             if stop.order is not None or not attempt.may_succeed_on_restart or len(recent) >= restarts.limit:
@@ -117,8 +128,9 @@ def _watch(
     stop.watch(pids)
     try:
         while len(codes) + lost_ranks.num_lost < len(pids) and not any(codes.values()) and hang is None:
-            stop.kill_if_overdue()
             _collect(fork_server, codes)
+            if not any(codes.values()):
+                stop.poll()
             if stop.order is None:
                 lost_ranks.accept_loss(codes)
                 takeover = lost_ranks.poll(codes)
@@ -188,13 +200,18 @@ class _FailedAttempt:
         return _FailedAttempt(codes, culprit, errors[culprit], seen.get(culprit), done, began_at)
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended a rank."""
+        return any(code < 0 for code in self.codes.values())
+
+    @property
     def may_succeed_on_restart(self) -> bool:
         """Whether a restart may succeed: after a kill, a hang or flipped bits; after an error, or a kill for memory,
         only if a step ended.
         """
         if self.for_memory and self.done <= self.began_at:
             return False
-        if self.hang is not None or any(code < 0 for code in self.codes.values()):
+        if self.hang is not None or self.was_killed:
             return True
         if self.failure is None or self.failure.final:
             return False
@@ -234,13 +251,15 @@ class _FailedAttempt:
     def restart_message(self, resume_point: ResumePoint, number: int, restarts: Restarts) -> str:
         """The message of a restart: which rank died, how and when, where the run resumes, and the steps lost."""
         trace = f"{self.failure.trace}\n" if self.failure is not None else ""
+        often = f"restart {number} of at most {restarts.limit} within {restarts.window_seconds:.0f} s"
+        if resume_point.words is not None:
+            return f"{trace}weft: {self._cause()}. All ranks start again ({often}) and {resume_point.words}."
         when = "before the first step" if self.step is None else f"in step {self.step + 1}"
         again = max(0, self.done - resume_point.step)
         lost = "no finished step is lost" if not again else f"{again} finished step{'s' * (again > 1)} to do again"
         return (
-            f"{trace}weft: {self._cause()}, {when}. All ranks start again (restart {number} of at most "
-            f"{restarts.limit} within {restarts.window_seconds:.0f} s) and go on after step {resume_point.step}, "
-            f"from {resume_point.where}; {lost}."
+            f"{trace}weft: {self._cause()}, {when}. All ranks start again ({often}) and go on after step "
+            f"{resume_point.step}, from {resume_point.where}; {lost}."
         )
 
 

@@ -44,10 +44,9 @@ def locked(folder: Path) -> Iterator[None]:
         except OSError as error:
             logger.warning("%s cannot be locked (%s): see to it that no second job uses it", folder, error)
         with suppress(OSError):  # on a full disk the lock works without the holder's name in the file
-            file.seek(0)
-            file.truncate()
-            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            file.flush()
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())  # not buffered:
+            # closing the file would write again what has failed
         _held[key] = os.getpid()
         try:
             yield

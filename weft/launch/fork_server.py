@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ Job = Callable[..., Any]  # takes keyword arguments and returns a result that JS
 
 LOOPBACK = "127.0.0.1"
 LISTENER_VARIABLE = "WEFT_LISTENER"  # the file descriptor of the socket on which rank 0's store listens
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)  # whose handlers the fork server does not keep
 SAVE_SECONDS = 600.0  # how long ranks that were asked to stop may take to save
 
 
@@ -63,13 +64,17 @@ class ForkServer:
         self, main: Main, warm: Callable[[], object] = lambda: None, jobs: Mapping[str, Job] | None = None
     ) -> None:
         ours, theirs = socket.socketpair()
+        # A signal to the process group is held back until the child has a session of its own and no handlers of ours.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._pid = fork()
         if self._pid == 0:
-            ours.close()
             try:
+                ours.close()
+                _become_server(held)
                 _Server(theirs, main, jobs or {}).serve(warm)
             finally:
                 os._exit(0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         theirs.close()
         self._lines = _JsonLines(ours)
         self._exits: deque[dict[str, Any]] = deque()  # exits of ranks that arrived while `call` waited for a job
@@ -158,9 +163,6 @@ class _Server:
         self._visible = os.environ.get(VISIBLE_VARIABLE)  # the visible GPUs; the parent may hide them from itself later
 
     def serve(self, warm: Callable[[], object]) -> None:
-        os.setsid()  # so that the terminal's signals go to the parent only
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
-            signal.signal(number, signal.SIG_DFL)
         woken, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -289,6 +291,14 @@ def _run(main: Main, arguments: list[str], environ: dict[str, str]) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _become_server(mask: Iterable[int]) -> None:
+    """Start a new session, so that the terminal's signals go to the parent only; remove handlers, then set the mask."""
+    os.setsid()
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _become_child() -> None:

@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from weft.errors import UNFINISHED
 from weft.launch.fork_server import SAVE_SECONDS
 
+ENDS_SECONDS = 1.0  # SIGTERM ends a rank that has not begun a step, and cannot save, within this time
 SAME_PRESS_SECONDS = 0.5  # a wrapper may forward a Ctrl-C that the terminal also sends: both count as one request
 
 
@@ -21,18 +23,26 @@ def say(text: str) -> None:
 
 
 class StopSignal:
-    """The stop signal that was sent to the ranks: none, then SIGTERM, then SIGKILL."""
+    """The stop signal that was sent to the ranks: none, then SIGTERM, then SIGKILL.
 
-    def __init__(self) -> None:
+    `is_training` returns whether a rank has begun a step. SIGTERM ends ranks that have not: they have nothing to save.
+    `doing` says what the others do.
+    """
+
+    def __init__(self, is_training: Callable[[], bool], doing: str = "save and stop") -> None:
+        self._doing = doing
         self.order: signal.Signals | None = None
+        self._is_training = is_training
+        self._asked_by = signal.SIGTERM
         self._pids: list[int] = []
         self._asked_at = 0.0
+        self._is_announced = False
 
     @staticmethod
     @contextmanager
-    def watching() -> Iterator[StopSignal]:
+    def watching(is_training: Callable[[], bool], doing: str = "save and stop") -> Iterator[StopSignal]:
         """Forward stop signals of this process to the ranks, which have their own sessions and do not receive them."""
-        stop = StopSignal()
+        stop = StopSignal(is_training, doing)
         before = {}
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some signals
@@ -48,23 +58,43 @@ class StopSignal:
         self._pids = list(pids)
         self._send()
 
-    def kill_if_overdue(self) -> None:
-        """Kill the ranks if they were asked to stop and did not save within `SAVE_SECONDS`."""
-        if self.order is signal.SIGTERM and time.monotonic() - self._asked_at > SAVE_SECONDS:
+    def poll(self) -> None:
+        """Call often while all ranks run. Kills ranks that were asked to stop and did not save in `SAVE_SECONDS`."""
+        if self.order is not signal.SIGTERM:
+            return
+        passed = time.monotonic() - self._asked_at
+        if passed > ENDS_SECONDS:
+            self._announce()
+        if passed > SAVE_SECONDS:
             self._set_order(signal.SIGKILL, f"weft: not saved within {SAVE_SECONDS:.0f} s; killing the ranks")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.order is None:
-            self._asked_at = now
-            name = signal.Signals(number).name
-            self._set_order(signal.SIGTERM, f"weft: {name}: the ranks save and stop; Ctrl-C once more kills them")
+            self._asked_at, self._asked_by = now, signal.Signals(number)
+            self._set_order(signal.SIGTERM)
+            if self._is_training():
+                self._announce()
         elif number == signal.SIGINT and now - self._asked_at > SAME_PRESS_SECONDS:
             self._set_order(signal.SIGKILL, "weft: killing the ranks")
 
-    def _set_order(self, order: signal.Signals, message: str) -> None:
+    def end_before_first_step(self, saved_step: int) -> int:
+        """Say that ranks were stopped before they had begun a step. Returns the exit status of the job."""
+        if saved_step:
+            say(f"weft: stopped by {self._asked_by.name}; step {saved_step} is saved: run the same command to go on")
+            return UNFINISHED
+        say(f"weft: stopped by {self._asked_by.name}; there was nothing to save")
+        return 128 + self._asked_by
+
+    def _announce(self) -> None:
+        if not self._is_announced:
+            self._is_announced = True
+            say(f"weft: {self._asked_by.name}: the ranks {self._doing}; Ctrl-C once more kills them")
+
+    def _set_order(self, order: signal.Signals, message: str | None = None) -> None:
         self.order = order
-        say(message)
+        if message is not None:
+            say(message)
         self._send()
 
     def _send(self) -> None:

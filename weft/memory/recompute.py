@@ -70,7 +70,7 @@ def _refuse_checkpoints(profile: Profile, plan: Plan) -> str | None:
     Their recompute repeats the communication inside blocks, and a reentrant one also gathers parameters several times,
     which no prediction counts.
     """
-    inside = [axis for axis in ("x", "y", "context") if plan.degree(axis) > 1]
+    inside = [axis for axis in ("expert", "x", "y", "context") if plan.degree(axis) > 1]
     gathers = plan.shard.degree > 1 or plan.memory.weights > 0
     for block, kind in profile.checkpoints.items():
         if inside or (gathers and (kind == "reentrant" or plan.memory.recompute != "none")):

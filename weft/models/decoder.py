@@ -8,6 +8,7 @@ Config keys are those of its config.json. The architectures differ in these opti
     qwen2     biases on q, k and v only (qkv_bias)
     qwen3     an RMSNorm on each head of q and k (qk_norm), head_dim independent of hidden_size / heads
     mixtral   mistral with experts (`experts.py`) in place of the MLP of each layer; qwen2_moe, qwen3_moe: alike
+    deepseek_v3   latent attention (`latent_attention.py`), experts in groups with sigmoid scores, shared experts
 
 Rotary tables are computed in each forward from the config, at negligible cost. So a model that is cast, or built on the
 meta device and moved by to_empty, has no table with stale values.
@@ -19,62 +20,13 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.architectures import DecoderConfig, RopeScaling
+from weft.models.attention import CausalAttention, RMSNorm, rotate
+from weft.models.expert_rows import sequence_keys
 from weft.models.experts import SparseMLP, SwiGLU
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dim, computed in at least float32 and rounded before weighting."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
-
-
-class CausalAttention(nn.Module):
-    """Softmax attention in which position t attends to positions t - window < s <= t. It has no parameters.
-
-    It is a separate module so that a strategy that splits the sequence can replace it. If `documents` [batch, sequence]
-    is set before a forward, a position attends only to positions with the same number.
-    """
-
-    documents: Tensor | None = None
-
-    def __init__(self, sliding_window: int | None = None, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.sliding_window = sliding_window
-        self.dropout = dropout
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query is [batch, heads, sequence, head_dim]; key and value have as many heads or fewer. The result has the
-        shape of query.
-        """
-        group, sequence = query.shape[1] // key.shape[1], query.shape[2]
-        dropout = self.dropout if self.training else 0.0
-        windowed = self.sliding_window is not None and sequence > self.sliding_window
-        if not windowed and self.documents is None:
-            return F.scaled_dot_product_attention(
-                query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=group > 1
-            )
-        # Kernels that take a mask do not support fewer key heads, so the key heads are repeated.
-        key, value = (heads.repeat_interleave(group, dim=1) for heads in (key, value))
-        positions = torch.arange(sequence, device=query.device)
-        distance = positions[:, None] - positions[None, :]  # [sequence, sequence]
-        mask = distance >= 0
-        if self.sliding_window is not None:
-            mask = mask & (distance < self.sliding_window)
-        if self.documents is not None:
-            mask = mask & (self.documents[:, None, :, None] == self.documents[:, None, None, :])  # [batch, 1, s, s]
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout)
+from weft.models.latent_attention import LatentAttention
 
 
 class Attention(nn.Module):
@@ -110,18 +62,20 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = LatentAttention(config) if config.architecture == "deepseek_v3" else Attention(config)
         self.mlp = (
-            SparseMLP(config)
+            SparseMLP(config, index)
             if config.has_experts(index)
             else SwiGLU(config.hidden_size, config.intermediate_size, config.mlp_bias)
         )
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, keys: Tensor | None = None) -> Tensor:
+        """`keys` [batch] are those of `expert_rows.sequence_keys`, for experts that choose tokens at random."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        normed = self.post_attention_layernorm(hidden)
+        out: Tensor = hidden + (self.mlp(normed, keys) if isinstance(self.mlp, SparseMLP) else self.mlp(normed))
         return out
 
 
@@ -140,8 +94,10 @@ class DecoderBody(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         cos, sin = rotary_tables(self.config, positions, hidden.dtype)
+        is_random = self.config.capacity is not None and self.config.capacity.selection == "random"
+        keys = (sequence_keys(tokens),) if is_random and self.training else ()
         for layer in self.layers:
-            hidden = layer(hidden, cos, sin)
+            hidden = layer(hidden, cos, sin, *keys)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -201,9 +157,3 @@ def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
     scaled = torch.where(wavelengths > original / scaling.low_freq_factor, frequencies / scaling.factor, blended)
     return torch.where(wavelengths < original / scaling.high_freq_factor, frequencies, scaled)
-
-
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of heads [batch, heads, sequence, head_dim] by its position's angle."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cos + torch.cat((-second, first), dim=-1) * sin

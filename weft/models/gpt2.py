@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from weft.architectures import GPT2Config
 from weft.errors import ConfigError
-from weft.models.decoder import CausalAttention, TiedHead
+from weft.models.attention import CausalAttention
+from weft.models.decoder import TiedHead
 
 
 class GPT2Attention(nn.Module):

@@ -9,12 +9,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor | None) -> Tensor:
     """Multiply rows [rows, in], sorted by group, by the weight [groups, out, in] of their group.
 
-    Group i ends before row `ends[i]` (int32). Nothing waits for the device. torch has no float64 kernel.
+    Group i ends before row `ends[i]` (int32); without `ends`, all groups have equally many rows. Nothing waits for the
+    device. torch has no float64 kernel.
     """
     right = weight.transpose(1, 2)
+    if ends is None:
+        return torch.bmm(rows.unflatten(0, (len(weight), -1)), right).flatten(0, 1)
     if rows.dtype == torch.float64:
         return grouped_product(rows, right, ends)
     product: Tensor = torch._grouped_mm(rows, right, offs=ends)

@@ -233,13 +233,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder; choose a new one or remove it")
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         yield partial
         partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be written: {error}; check the path, its permissions and the space left"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _shard_name(number: int) -> str:

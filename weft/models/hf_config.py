@@ -113,11 +113,31 @@ def read_config(folder: Path) -> LanguageConfig:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def refuse_config(config: LanguageConfig) -> None:
+    """Raise ConfigError if no model of transformers computes what a config describes.
+
+    A capacity is not refused: it applies in training only.
+    """
+    if isinstance(config, DecoderConfig):
+        if config.architecture not in REQUIRED_KEYS:
+            raise ConfigError(
+                f"weft does not write Hugging Face folders of architecture {config.architecture!r}; keep the "
+                f"checkpoint of weft"
+            )
+        for name in ("residual_experts", "num_experts_per_layer"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name} = {getattr(config, name)} has no place in a Hugging Face folder: no model of transformers "
+                    f"has it; keep weft's checkpoint"
+                )
+
+
 def write_config(folder: Path, config: LanguageConfig) -> None:
     """Write config.json, with the rotary keys that transformers 4 and 5 both read."""
     path = folder / CONFIG_FILE
     if path.exists():
         raise CheckpointError(f"{path} exists; choose a new folder or remove it")
+    refuse_config(config)
     architecture = config.architecture
     keys = (*REQUIRED_KEYS[architecture], *OPTIONAL_KEYS[architecture])
     table: dict[str, Any] = {

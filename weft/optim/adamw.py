@@ -186,6 +186,13 @@ class AdamW(Optimizer):
                     steps -= 1
             self._sent = None
 
+    def prepare_gradients(self) -> None:
+        """Called when gradients are reduced, before their norm is taken. Does nothing here."""
+
+    def shared_norm(self, norm: Tensor) -> Tensor:
+        """The norm to clip by: that of the gradients."""
+        return norm
+
     def synchronize(self) -> None:
         """Wait until all state that is kept on the host has been copied there."""
         if self._streams is not None:
@@ -283,6 +290,15 @@ class AdamW(Optimizer):
             found["pending_scale"] = one if held.pending_scale is None else held.pending_scale.clone()
             found["pending_step"] = held.store.steps[index] + 1
         return found
+
+    @property
+    def own_suffix(self) -> str:
+        """The end of the kinds of `read_own_state`; "" if there are none."""
+        return ""
+
+    def read_own_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
+        """State of a piece that other ranks of `data` do not have; there is none here."""
+        return {}
 
     def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Set a piece's state from a result of `read_state`. Call it between steps."""

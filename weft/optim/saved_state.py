@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from weft.checkpoint import Checkpoint, Piece, Region
+from weft.comm import Axis
 from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim import AdamW
 from weft.optim.delayed_update import KINDS as PENDING_KINDS
 from weft.optim.delayed_update import is_pending, stale_reason
+from weft.optim.kfac import KFAC
+from weft.optim.one_bit_adam import OneBitAdam
 from weft.optim.stepper import stepper
+from weft.optim.zero_one_adam import ZeroOneAdam
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
 from weft.plan import AXES, axes_that_split
 from weft.run_tables import TrainConfig
@@ -29,8 +33,13 @@ logger = logging.getLogger("weft")
 SCALAR = Region.whole(())
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW over this rank's parameters. Weight decay applies to matrices, not to vectors (norms, biases)."""
+def make_optimizer(model: nn.Module, config: TrainConfig, data: Axis | None = None) -> Optimizer:
+    """AdamW over this rank's parameters, or what `train.compressed` or `train.kfac` ask for.
+
+    These two need the mesh's axis `data`.
+
+    Weight decay applies to matrices, not to vectors (norms, biases).
+    """
     trained = [(part, piece) for part, piece in named_pieces(model) if piece.requires_grad]
     groups = [
         {"params": [p for part, p in trained if len(part.parameter.shape) >= 2], "weight_decay": config.weight_decay},
@@ -38,6 +47,16 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     betas = (config.beta1, config.beta2)
+    compressed = config.compressed
+    if compressed is not None:
+        assert data is not None
+        given = (model, data, groups, config.learning_rate, betas, config.epsilon, 0.0, compressed.freeze_step)
+        if compressed.kind == "1bit":
+            return OneBitAdam(*given)
+        return ZeroOneAdam(*given, compressed.kappa, compressed.local_scaler, compressed.most_local)
+    if config.kfac is not None:
+        assert data is not None
+        return KFAC(model, data, config.kfac, groups, config.learning_rate, betas, config.epsilon)
     if all_units(model):
         return AdamW(model, groups, config.learning_rate, betas, config.epsilon)
     groups = groups or [{"params": [torch.zeros(0, requires_grad=True)]}]
@@ -54,9 +73,14 @@ def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterat
     for number, (part, piece) in enumerate(named_pieces(model)):
         cut = part.parameter.cut
         is_first = not part.parameter.copy and (cut is None or cut.is_first)
-        if number % data.degree != data.index or not is_writer or not is_first:
+        if not is_writer or not is_first:
             continue
         name, region = part.parameter.name, _region(part)
+        for kind, value in steps.read_own_state(piece).items():
+            has_elements = value.numel() == piece.numel() and value.dim() == piece.dim()
+            yield Piece(name, kind, region if has_elements else Region.whole(tuple(value.shape)), value)
+        if number % data.degree != data.index:
+            continue
         yield Piece(name, "parameter", region, piece.detach())
         for kind, value in steps.read_state(piece).items():
             if value.numel() == piece.numel() and value.dim() == piece.dim():
@@ -86,6 +110,7 @@ def load_state(checkpoint: Checkpoint, model: nn.Module, optimizer: Optimizer | 
         state = {
             kind: _read_state(checkpoint, name, kind, region, piece)
             for kind in sorted(kinds[name] - {"parameter", "buffer"})
+            if "-of-" not in kind or (steps.own_suffix and kind.endswith(steps.own_suffix))  # else of another rank
         }
         if is_pending(state) and (reason := stale_reason(state)) is not None:
             state = {kind: value for kind, value in state.items() if kind not in PENDING_KINDS}
@@ -113,7 +138,7 @@ def _refuse_unknown_parameters(checkpoint: Checkpoint, model: nn.Module) -> None
 
 def _read_state(checkpoint: Checkpoint, name: str, kind: str, region: Region, piece: nn.Parameter) -> Tensor:
     shape = next(entry.shape for entry in checkpoint.entries(kind) if entry.name == name)
-    if shape == ():
+    if shape != region.shape:  # a number, or a factor of K-FAC
         return checkpoint.read(name, kind)
     return checkpoint.read_region(name, kind, region).to(piece.device).view(piece.shape)
 

@@ -1,10 +1,11 @@
 """One interface to an optimizer, weft's own or torch's: clipping, updating, and its state in a checkpoint.
 
-`stepper(optimizer)` is the only place that asks which of the two it is.
+`stepper(optimizer)` is the only place that asks which of them it is.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from weft.errors import CheckpointError
 from weft.mesh import Mesh
 from weft.optim.adamw import AdamW
 from weft.optim.delayed_update import is_pending, refuse_undelayed
+from weft.optim.kfac import KFAC, MOMENTUM
 from weft.parallel.gradient_norm import clip_factor, clip_grad_norm, grad_norm
 
+logger = logging.getLogger("weft")
 Judge = Callable[
     [Tensor], Tensor
 ]  # of the gradient norm [] to a verdict []: 0 makes the update, anything else does not
@@ -25,8 +29,8 @@ Judge = Callable[
 class Stepper(Protocol):
     """What weft needs of an optimizer."""
 
-    def begin(self) -> None:
-        """Called at the start of a step, before its forward."""
+    def begin(self, num_targets: Tensor) -> None:
+        """Called at the start of a step, before its forward, with the number of targets of all ranks []."""
 
     def synchronize(self) -> None:
         """Wait until the optimizer's state and the parameters are up to date."""
@@ -41,6 +45,13 @@ class Stepper(Protocol):
     def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
         """The state of one of this rank's pieces, by kind."""
 
+    @property
+    def own_suffix(self) -> str:
+        """The end of the kinds of `read_own_state`; "" if there are none."""
+
+    def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
+        """The state of a piece that the other ranks of `data` do not have, by kind."""
+
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         """Set that state; empty for a checkpoint from before the first update. `finish_writing` comes after all."""
 
@@ -54,7 +65,7 @@ class WeftStepper:
     def __init__(self, optimizer: AdamW) -> None:
         self._optimizer = optimizer
 
-    def begin(self) -> None:
+    def begin(self, num_targets: Tensor) -> None:
         self._optimizer.begin()
 
     def synchronize(self) -> None:
@@ -63,7 +74,8 @@ class WeftStepper:
     def update(
         self, model: nn.Module, mesh: Mesh, clip: float | None, judge: Judge | None, norm: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        norm = grad_norm(model, mesh) if norm is None else norm
+        self._optimizer.prepare_gradients()
+        norm = self._optimizer.shared_norm(grad_norm(model, mesh) if norm is None else norm)
         scale, verdict = clip_factor(norm, clip), None
         if judge is not None:
             verdict = judge(norm)
@@ -74,9 +86,17 @@ class WeftStepper:
     def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
         return self._optimizer.read_state(piece) if piece.requires_grad else {}
 
+    @property
+    def own_suffix(self) -> str:
+        return self._optimizer.own_suffix
+
+    def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
+        return self._optimizer.read_own_state(piece) if piece.requires_grad and piece.numel() else {}
+
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         if not piece.requires_grad:
             return
+        refuse_kfac_state(name, state)
         if state:  # at once, so that no second copy of all state is ever there
             self._optimizer.write_state(piece, state)
         else:
@@ -93,7 +113,7 @@ class TorchStepper:
         self._optimizer = optimizer
         self._states: dict[nn.Parameter, Mapping[str, Tensor]] = {}
 
-    def begin(self) -> None:
+    def begin(self, num_targets: Tensor) -> None:
         """Nothing is under way between steps."""
 
     def synchronize(self) -> None:
@@ -118,9 +138,15 @@ class TorchStepper:
         state: Mapping[str, Tensor] = self._optimizer.state.get(piece, {})
         return state
 
+    own_suffix = ""
+
+    def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
+        return {}
+
     def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
         if is_pending(state):
             refuse_undelayed(name)
+        refuse_kfac_state(name, state)
         self._states[piece] = state
 
     def finish_writing(self) -> None:
@@ -135,6 +161,62 @@ class TorchStepper:
         )
 
 
+class KfacStepper:
+    """Of K-FAC, which samples forward and backward of a step, and makes no update if the norm is not finite."""
+
+    def __init__(self, optimizer: KFAC) -> None:
+        self._optimizer = optimizer
+        self._is_whole = True
+
+    def begin(self, num_targets: Tensor) -> None:
+        self._optimizer.begin(num_targets)
+
+    def synchronize(self) -> None:
+        """State is always up to date."""
+
+    def update(
+        self, model: nn.Module, mesh: Mesh, clip: float | None, judge: Judge | None, norm: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        norm = clip_grad_norm(model, clip, mesh, norm)
+        verdict = None if judge is None else judge(norm)
+        if bool(norm.isfinite()) and (verdict is None or verdict.item() == 0):
+            self._optimizer.step()
+        else:
+            self._optimizer.end()
+        return norm, verdict
+
+    def read_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
+        state: Mapping[str, Tensor] = self._optimizer.state.get(piece, {})
+        return state
+
+    own_suffix = ""
+
+    def read_own_state(self, piece: nn.Parameter) -> Mapping[str, Tensor]:
+        return self._optimizer.read_layer(piece)
+
+    def write_state(self, name: str, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        if is_pending(state):
+            refuse_undelayed(name)
+        if piece.requires_grad:
+            self._is_whole &= self._optimizer.write_piece(piece, state)
+
+    def finish_writing(self) -> None:
+        self._optimizer.finish_writing()
+        if not self._is_whole:
+            logger.warning("weft: the checkpoint has no state of K-FAC for some parameters; theirs begins anew")
+
+
+def refuse_kfac_state(name: str, state: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if a parameter's state is that of K-FAC, which no other optimizer can continue."""
+    if MOMENTUM in state:
+        raise CheckpointError(
+            f"the checkpoint has K-FAC's state of '{name}', and train.kfac is not set; set it to resume, or start a "
+            f"new run from these weights with model.from"
+        )
+
+
 def stepper(optimizer: Optimizer) -> Stepper:
     """The interface to an optimizer."""
+    if isinstance(optimizer, KFAC):
+        return KfacStepper(optimizer)
     return WeftStepper(optimizer) if isinstance(optimizer, AdamW) else TorchStepper(optimizer)

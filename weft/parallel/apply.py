@@ -20,6 +20,8 @@ from weft.models.loss_head import install_loss_head, is_loss_in_head
 from weft.models.vision.pools import fix_average_gradients
 from weft.parallel.context.axis import ContextAxis
 from weft.parallel.data import DataAxis
+from weft.parallel.expert.axis import ExpertAxis
+from weft.parallel.expert.balance import RouterBalance
 from weft.parallel.fp8 import Fp8Matmuls
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor.axis import TensorAxes
@@ -36,6 +38,7 @@ from weft.strategy import Cost, Strategy, Values
 # Recompute wraps the forwards that the tensor axes and tiles leave: a block may be a linear or a convolution itself.
 STRATEGIES: tuple[Strategy, ...] = (
     TensorAxes(),
+    ExpertAxis(),
     TileAxis(),
     Fp8Matmuls(),
     RecomputePolicy(),
@@ -45,6 +48,7 @@ STRATEGIES: tuple[Strategy, ...] = (
     DataAxis(),
     ContextAxis(),
     TileGradients(),
+    RouterBalance(),
 )
 
 
@@ -106,7 +110,7 @@ def _apply_strategies(plan: Plan, mesh: Mesh, model: nn.Module, values: Values) 
 
 
 def _local_value(model: nn.Module, values: Values, name: str) -> Tensor:
-    """Returns this rank's part of a parameter's value. The tensor axes must be applied first: they set the cuts."""
+    """Returns this rank's part of a parameter's value. Axes that cut parameters must be applied first."""
     cut = (PARAMETER_CUTS.get(model) or {}).get(name)
     return values(name) if cut is None else cut.take(values(name))
 

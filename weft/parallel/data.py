@@ -4,15 +4,18 @@ After its reduction over `shard`, each rank's slice of every block's gradient is
 once a step, and overlaps with the backward of earlier blocks. With `shard` > 1 that is hybrid sharding (HSDP). A
 trained flat buffer of N elements in slices of N/shard needs one all-reduce of N/shard · m bytes, where m is the bytes
 of an element of master state. Software that shards the optimizer state over the replicas, the ranks of `data` and
-`context`, reduce-scatters gradients and all-gathers parameters over them instead.
+`context`, reduce-scatters gradients and all-gathers parameters over them instead. Gradients that are rounded for the
+link (`plan.communication.reduce`) go by an all-to-all and an all-gather (`comm/rounded.py`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from torch import nn
 
+from weft.cluster.wire_formats import message_bytes
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
@@ -40,6 +43,10 @@ class DataAxis(Strategy):
             if plan.data * plan.context.degree > 1:
                 yield Call("replicas", "reduce_scatter", own * buffer.gradient_bytes, "reduce")
                 yield Call("replicas", "all_gather", own * buffer.compute_bytes, "reduce")
+        elif plan.data > 1 and plan.communication.reduce != "exact":
+            num_bytes = plan.data * message_bytes(math.ceil(own / plan.data), plan.communication.reduce)
+            yield Call("data", "all_to_all", num_bytes, "reduce")
+            yield Call("data", "all_gather", num_bytes, "reduce")
         elif plan.data > 1:
             yield Call("data", "all_reduce", own * buffer.gradient_bytes, "reduce")
 

@@ -21,6 +21,7 @@ from torch.autograd import Function
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
+from weft.inspection.first_order import first_order
 from weft.mesh import Mesh
 from weft.plan import Plan
 from weft.profiling import Profile
@@ -135,6 +136,7 @@ class _Multiply(Function):
         return scaled_product(rows, weight, is_fast=True).view(*value.shape[:-1], len(weight))
 
     @staticmethod
+    @first_order("matmul = 'fp8'")
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (value, weight), (gradient,) = ctx.saved_tensors, gradients
         rows = gradient.reshape(-1, gradient.shape[-1])  # [rows, out]

@@ -27,7 +27,9 @@ from functools import partial
 import torch
 from torch import nn
 
+from weft.cluster.wire_formats import message_bytes
 from weft.comm.ledger import Key
+from weft.launch.environment import current_store
 from weft.mesh import Mesh
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.plan import BatchSplit, Plan
@@ -62,6 +64,7 @@ from weft.sharding.layout import (
 )
 from weft.sharding.streamed_buffer import DeviceBuffer, StreamedFlat, make_device_buffers
 from weft.sharding.units import make_units
+from weft.sharding.way_agreement import WayAgreement
 from weft.strategy import Buffer, Cost, Strategy, Transient, Values, reductions_per_step, refuse_batch_mixers, tally
 
 _ONE = BatchSplit(1, 1, 1, 1, 1)  # one micro-batch
@@ -75,7 +78,8 @@ class ShardAxis(Strategy):
     def refuse(self, profile: Profile, plan: Plan) -> str | None:
         if plan.shard.degree > 1 and not profile.num_trained:
             return "the model has no trainable parameter; set requires_grad on what is to be trained"
-        return refuse_batch_mixers(profile, plan, "shard", plan.shard.degree) or _refuse_renormalising(profile, plan)
+        reason = refuse_batch_mixers(profile, plan, "shard", plan.shard.degree) or _refuse_renormalising(profile, plan)
+        return reason or _refuse_rounded(plan)
 
     def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
         if not needs_units(plan):
@@ -88,8 +92,16 @@ class ShardAxis(Strategy):
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
         if plan.shard.degree == 1:
             return
-        yield Call("shard", "reduce_scatter", buffer.numel * buffer.gradient_bytes, "reduce")
-        gather = Call("shard", "all_gather", buffer.numel * buffer.compute_bytes, "reduce")
+        degree, rounded = plan.shard.degree, plan.communication
+        own = buffer.numel / degree
+        if rounded.scatter == "exact":
+            yield Call("shard", "reduce_scatter", buffer.numel * buffer.gradient_bytes, "reduce")
+        else:
+            yield Call("shard", "all_to_all", degree * message_bytes(own, rounded.scatter), "reduce")
+        num_bytes: float = buffer.numel * buffer.compute_bytes
+        if rounded.gather != "exact":
+            num_bytes = degree * message_bytes(own, rounded.gather)
+        gather = Call("shard", "all_gather", num_bytes, "reduce")
         if plan.shard.stage < 3:
             yield gather
             return
@@ -118,12 +130,38 @@ class ShardAxis(Strategy):
             streamed=streamed,
             device_buffers=device_buffers,
         )
-        make_units(model, make_flats, COMPUTE_DTYPE[plan.precision]).status = mesh.ledger.status
+        units = make_units(model, make_flats, COMPUTE_DTYPE[plan.precision])
+        units.status = mesh.ledger.status
+        # A proof compares all calls (`ledger.order`), and the stages of a pipeline follow a trace.
+        if plan.shard.degree > 1 and plan.shard.stage == 3 and plan.pipe.degree == 1 and mesh.ledger.order is None:
+            names = [unit.name for unit in units.blocks]
+            units.way = WayAgreement(current_store(), mesh.rank, mesh.global_ranks("shard"), names)
         for buffer_owner in model.modules():
             for name, buffer in buffer_owner._buffers.items():
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(mesh.device)
         return model
+
+
+def _refuse_rounded(plan: Plan) -> str | None:
+    """Returns why parameters or gradients cannot be rounded for links; None if they can, or are not."""
+    rounded, shard = plan.communication, plan.shard
+    if rounded.gather != "exact" and (shard.degree == 1 or shard.stage != 3):
+        return (
+            f"plan.communication.gather = '{rounded.gather}' rounds the parameters that shard stage 3 gathers, and "
+            f"shard has degree {shard.degree} and stage {shard.stage}; use stage 3 over several ranks, or leave it out"
+        )
+    if rounded.scatter != "exact" and shard.degree == 1:
+        return (
+            f"plan.communication.scatter = '{rounded.scatter}' rounds gradients that are sent over shard, and "
+            f"plan.shard = 1; leave it out, or set plan.shard"
+        )
+    if rounded.reduce != "exact" and plan.data == 1:
+        return (
+            f"plan.communication.reduce = '{rounded.reduce}' rounds gradients that are sent over data, and plan.data = "
+            f"1; leave it out, or set plan.data"
+        )
+    return None
 
 
 def _refuse_renormalising(profile: Profile, plan: Plan) -> str | None:
@@ -269,6 +307,8 @@ def _make_flats(
             is_alone=plan.num_ranks == 1,
             on_host=(block.name, number) in away,
             delays=plan.memory.delay,
+            communication=plan.communication,
+            num_expert_ranks=plan.expert,
         )
 
     flats = [

@@ -27,6 +27,7 @@ from weft.plan import Plan
 from weft.profiling import SHARED_BY_STAGES, Profile, stage_profile
 from weft.schedule.actions import Schedule, with_messages
 from weft.schedule.check import check
+from weft.schedule.nccl_order import with_awaited_sends
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
 from weft.sharding.units import units_of
@@ -166,7 +167,7 @@ class Staging:
             made = with_shadows(made)
         made = with_messages(replace(made, placement=self.placement), self.route.edges)
         check(made)
-        return made
+        return with_awaited_sends(made)
 
 
 @contextmanager

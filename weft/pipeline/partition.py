@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -234,7 +235,7 @@ def _as_listed(order: list[str], split: Sequence[str], num_stages: int) -> dict[
             f"pipe.split = {list(split)} is not in the order of the forward, or leaves the first stage empty; "
             f"the units are {', '.join(order)}"
         )
-    return {name: sum(place >= begin for begin in places) for place, name in enumerate(order)}
+    return {name: bisect_right(places, place) for place, name in enumerate(order)}
 
 
 def _balanced(order: list[str], blocks: set[str], weights: Mapping[str, float], num_stages: int) -> dict[str, int]:

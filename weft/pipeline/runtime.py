@@ -64,6 +64,7 @@ class Pipeline(nn.Module):
         self._arrived: dict[tuple[int, bool], Mapping[Key, Sequence[Key]]] = {}
         self._transport: Transport | None = None
         self._routes: dict[Any, Route] = {}  # by the shapes of a batch
+        self._done: set[Any] = set()  # kinds of steps that have run
         self.timed = False  # if True, steps wait for the device at each action, so that spans are device times
         self.spans: tuple[Span, ...] = ()  # of the last training step, in seconds since `began`
         self.began = 0.0  # by the host's clock
@@ -107,6 +108,8 @@ class Pipeline(nn.Module):
         if self._transport is None:
             self._transport = Transport(self.mesh, schedule)
             self._refresh = ShadowRefresh(self.mesh) if self.is_shadowed and self._lost is None else None
+        kind = (work.scale is not None, *map(self._shapes, work.batches))
+        self._transport.uses_host = kind not in self._done
         run = self._begin(work, schedule)
         with torch.set_grad_enabled(work.scale is not None):
             if schedule.name == "message" and work.scale is not None:
@@ -114,6 +117,7 @@ class Pipeline(nn.Module):
             else:
                 run.run_list(run.schedule.lists[run.here])
         self._transport.finish()
+        self._done.add(kind)
         if run.is_complete:
             return run.loss.clone()
         if work.scale is not None:
@@ -207,11 +211,14 @@ class Pipeline(nn.Module):
                     self._under_way.loss += self._under_way.shadow_loss
         self.stages = nn.ModuleList(stage.model for stage in self.parts.values())
 
+    def _shapes(self, batch: Any) -> Any:
+        return (self.training, *((tensor.shape, tensor.dtype) for tensor in tensors_in(batch)))
+
     def _routes_of(self, work: Work) -> list[Route]:
         """Return the route of each batch. Receives are posted before a forward could tell the shapes."""
         routes = []
         for batch in work.batches:
-            key = (self.training, *((tensor.shape, tensor.dtype) for tensor in tensors_in(batch)))
+            key = self._shapes(batch)
             if key not in self._routes:
                 stage = next(iter(self.parts.values()))
                 self._routes[key] = stage.walk.trace_route(partial(work.total, stage.model, batch))

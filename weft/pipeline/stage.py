@@ -1,8 +1,8 @@
 """Runs one stage: the user's own forward, in which modules of other stages are stand-ins.
 
 A stand-in returns at once fake tensors of the shapes that the trace recorded. A module of the stage that is given such
-a tensor first takes the real one from the stage that made it, as a leaf whose gradient goes back the same way. Once the
-stage has run its part, the forward is left. So any model is cut into stages without editing it, and hooks, names and
+a tensor first takes the real one from the stage that made it; its gradient goes back the same way. Once the stage has
+run its part, the forward is left. So any model is cut into stages without editing it, and hooks, names and
 classes inside a stage are the model's own.
 
 Images in tiles: all this happens under the view of the rank's tile, and a tensor from another stage has the layout that
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
@@ -36,7 +37,8 @@ from weft.pipeline.trace_watch import OperationWatch, operation_name, outcome
 from weft.spatial.tile_layout import set_layout
 from weft.spatial.tiled_model import tiled_of
 
-Take = Callable[[int], Tensor]  # returns the real tensor of a number, from the stage that made it
+# Returns the real tensor of a number, from the stage that made it, and whether its gradient goes back there.
+Take = Callable[[int], tuple[Tensor, bool]]
 FindRoute = Callable[[Any, Mapping[str, Any], bool], Route]
 
 
@@ -53,10 +55,20 @@ class StagePass:
 
     route: Route
     total: Tensor | None = None  # the loss: the last stage's, and those of routers in this stage
-    received: dict[int, Tensor] = field(default_factory=dict)  # leaves by number
-    # real tensors that the model's own code sees as fake ones, by number
+    needs_gradient: list[int] = field(default_factory=list)  # tensors of other stages whose gradients go back to them
+    gradients: dict[int, Tensor] = field(default_factory=dict)  # those gradients by number, after backward
+    # Tensors of other stages that a checkpoint of the model's own needs again in backward, by number.
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    # real tensors that the model's own code sees as fake ones, by number; only during the forward
     real: dict[int, Tensor] = field(default_factory=dict)
-    made: dict[int, Tensor] = field(default_factory=dict)  # tensors that other stages take, by number
+    made: dict[int, Tensor] = field(default_factory=dict)  # tensors that other stages take; only until they are sent
+    roots: dict[int, GradientEdge] = field(default_factory=dict)  # where backward begins for them, without their values
+
+    def free_results(self) -> dict[int, Tensor]:
+        """Return the tensors that other stages take, and keep only the roots of their backward."""
+        made, self.made = self.made, {}
+        self.roots = {number: get_gradient_edge(tensor) for number, tensor in made.items() if tensor.requires_grad}
+        return made
 
 
 class StageRunner(OperationWatch):
@@ -228,7 +240,7 @@ class StageRunner(OperationWatch):
             if not isinstance(tensor, FakeTensor):
                 return tensor
             assert self.recomputes is not None
-            found = self.recomputes.received.get(numbers.get(id(tensor), -1))
+            found = self.recomputes.kept.get(numbers.get(id(tensor), -1))
             if found is None:
                 raise PlanError(
                     f"stage {self.stage}: a checkpoint of the model's own (torch.utils.checkpoint) runs code of "
@@ -281,10 +293,20 @@ class StageRunner(OperationWatch):
         number = self.numbers[tensor]
         if number not in self.now.real:
             with torch._C.DisableTorchFunction():
-                taken = self.now.received[number] = self._take(number)
-                real = _AsResult.apply(taken) if taken.requires_grad else taken
-            self.now.real[number] = set_layout(real, self.now.route.trace.values[number].layout)
+                self.now.real[number] = self._taken(number, self.now)
         return self.now.real[number]
+
+    def _taken(self, number: int, now: StagePass) -> Tensor:
+        """Return a tensor of another stage as a result of this one. Only operations that save it keep its value."""
+        assert self._take is not None
+        real, needs_gradient = self._take(number)
+        if needs_gradient:
+            now.needs_gradient.append(number)
+            with torch.enable_grad():  # also in a checkpoint that runs its forward without
+                real = _TakenResult.apply(torch.zeros((), requires_grad=True), real, now.gradients, number)
+        if _in_checkpoint():
+            now.kept[number] = real
+        return set_layout(real, now.route.trace.values[number].layout)
 
     def _another_way(self, name: str) -> PlanError:
         event = self._expected()
@@ -295,16 +317,31 @@ class StageRunner(OperationWatch):
         )
 
 
-class _AsResult(Function):
-    """Turns a leaf into a result, as it is in the whole model: a result may be changed in place."""
+def _in_checkpoint() -> bool:
+    """Does a checkpoint of the model's own (torch.utils.checkpoint) surround the code that runs now?
+
+    It runs its code again in backward: without gradients in forward, or with hooks on saved tensors.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None or not torch.is_grad_enabled()
+
+
+class _TakenResult(Function):
+    """Makes a tensor of another stage a result, as it is in the whole model: a result may be changed in place.
+
+    Backward stores its gradient under its number. No leaf holds the tensor, so it is freed if nothing saves it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
+    def forward(ctx: Any, start: Tensor, value: Tensor, gradients: dict[int, Tensor], number: int) -> Tensor:
+        ctx.gradients, ctx.number = gradients, number
+        return value.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None, None]:
+        others = ctx.gradients.get(ctx.number)  # of other checkpoints that have used the tensor
+        ctx.gradients[ctx.number] = gradients[0] if others is None else others + gradients[0]
+        return None, None, None, None
 
 
 class _EnterUnit:

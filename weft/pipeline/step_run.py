@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from weft.errors import PlanError
 from weft.mesh import Mesh
-from weft.models.experts import take_router_losses
+from weft.models.router import take_router_losses
 from weft.pipeline.deferred_weight_grads import DeferredWeightGrads
 from weft.pipeline.message_order import Arrivals, MessageDrivenOrder
 from weft.pipeline.partition import Route
@@ -26,9 +27,11 @@ from weft.pipeline.stage import StagePass, StageRunner
 from weft.pipeline.trace import TracedTensor
 from weft.pipeline.transport import Key, Transport
 from weft.profiling import Parameter
-from weft.schedule.actions import SHADOW, Action, Message, Schedule
+from weft.schedule.actions import SHADOW, Action, Message, Schedule, channel_of
 from weft.schedule.simulate import Span
 from weft.sharding.units import Units
+
+Root = Tensor | GradientEdge  # where backward begins
 
 
 @dataclass(eq=False)
@@ -172,34 +175,35 @@ class StepRun:
             loss += done.total.detach()
         if self.work.scale is not None:
             stage.live[action.micro_batch] = done
+        made = done.free_results()
         for index in self.schedule.edges_out_of[action.stage]:
-            made = done.made[route.edge_numbers[index]]
-            self._results[index, action.micro_batch, action.replica, "forward"] = made
+            self._results[index, action.micro_batch, action.replica, "forward"] = made[route.edge_numbers[index]]
         self._note(action)
 
     def _backward(self, stage: Stage, action: Action) -> None:
         done = stage.live[action.micro_batch]
-        tensors, gradients = self._gradients(action, done)
+        roots, gradients = self._gradients(action, done)
         if done.total is not None:
             assert self.work.scale is not None
-            tensors.append(done.total * self.work.scale.to(done.total.dtype))
+            roots.append(done.total * self.work.scale.to(done.total.dtype))
             gradients.append(None)
         self._start()
         stage.units.sync = self._last.get((action.stage, action.replica)) == action
-        if tensors:
+        if roots:
             stage.walk.recomputes = done
-            torch.autograd.backward(tensors, gradients)
+            torch.autograd.backward(roots, gradients)  # type: ignore[arg-type]  # edges and tensors mixed
             stage.walk.recomputes = None
             if stage.units.sync:
                 self.reduced.add(stage)
         del stage.live[action.micro_batch]
         if stage.deferred is not None:
             stage.late[action.micro_batch] = stage.deferred.collect()
-        for number, leaf in done.received.items():
-            if leaf.requires_grad:
-                edge = done.route.edge_indices[number, action.stage]
-                key = (edge, action.micro_batch, action.replica, "backward")
-                self._results[key] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        for number in done.needs_gradient:
+            edge, gradient = done.route.edge_indices[number, action.stage], done.gradients.pop(number, None)
+            if gradient is None:
+                value = done.route.trace.values[number]
+                gradient = torch.zeros(value.shape, dtype=value.dtype, device=self.loss.device)
+            self._results[edge, action.micro_batch, action.replica, "backward"] = gradient
         self._note(action)
 
     def _weight(self, stage: Stage, action: Action) -> None:
@@ -207,8 +211,8 @@ class StepRun:
         stage.late.pop(action.micro_batch)()
         self._note(action)
 
-    def _gradients(self, action: Action, done: StagePass) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Return the tensors that the stage made for others, and for each the sum of the gradients that come back."""
+    def _gradients(self, action: Action, done: StagePass) -> tuple[list[Root], list[Tensor | None]]:
+        """Return the roots of what the stage made for others, and for each the sum of the gradients that come back."""
         sums: dict[int, Tensor] = {}
         for index in self.schedule.edges_out_of[action.stage]:
             edge = self.schedule.edges[index]
@@ -217,16 +221,16 @@ class StepRun:
             gradient = self._take((index, action.micro_batch, action.replica, "backward"))
             number = done.route.edge_numbers[index]
             sums[number] = gradient if number not in sums else sums[number] + gradient
-        return [done.made[number] for number in sums], list(sums.values())
+        return [done.roots[number] for number in sums], list(sums.values())
 
     # --- tensors
 
-    def _receive(self, action: Action, number: int) -> Tensor:
-        """Return a tensor that another stage made, as a leaf of this one."""
+    def _receive(self, action: Action, number: int) -> tuple[Tensor, bool]:
+        """Return a tensor that another stage made, and whether its gradient goes back."""
         edge = self.routes[action.micro_batch].edge_indices[number, action.stage]
         tensor = self._take((edge, action.micro_batch, action.replica, "forward")).detach()
         self._start()
-        return tensor.requires_grad_(self.work.scale is not None and self.schedule.edges[edge].backward)
+        return tensor, self.work.scale is not None and self.schedule.edges[edge].backward
 
     def _post(self, message: Message) -> None:
         assert self.transport is not None
@@ -234,6 +238,8 @@ class StepRun:
 
     def _send(self, message: Message) -> None:
         assert self.transport is not None
+        if channel_of(self.here, message) in self.schedule.awaited:
+            self.transport.await_last(message)
         self.transport.send(message, self._results[message.key] if self.keeps else self._results.pop(message.key))
 
     def _take(self, key: Key) -> Tensor:

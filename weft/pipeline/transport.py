@@ -4,6 +4,11 @@ A channel goes from one rank to another in one direction of the pipeline (forwar
 process group of its two ranks. On NCCL a group runs one message after another, so both ranks must have the messages of
 a group in the same order. `schedule/nccl_order.py` checks that ranks then never wait in a cycle; coarser groups would
 have cycles.
+
+The first step of each kind goes through host memory. NCCL's receive is a kernel that runs until its message comes, and
+the first launch of any other kernel makes the host wait until no kernel runs (seen on an H200 with CUDA 13; launches
+after the first, and allocations, do not wait). Ranks whose next messages depend on each other, as under `message` and
+`bidirectional`, would wait for ever.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from weft.comm import Axis, Ledger, Pending, receive, send, uses_nccl
+from weft.comm import Axis, Ledger, Pending, receive, send, through_host, uses_nccl
 from weft.errors import LostRankError
 from weft.mesh import Mesh
 from weft.pipeline.trace import TracedTensor
@@ -37,7 +42,7 @@ class Transport:
     def __init__(self, mesh: Mesh, schedule: Schedule) -> None:
         self.axis, self.device, self.rank = mesh["pipe"], mesh.device, mesh.rank
         self.ranks = mesh.global_ranks("pipe")  # the global ranks along this rank's pipe
-        self.can_poll = uses_nccl(self.axis, self.device)  # whether the backend can tell if a message has arrived
+        self.uses_host = False  # whether messages go through host memory
         self._channels: dict[Channel, Axis] = {}
         for channel in schedule.channels:  # every rank makes all groups, in one order
             axis = mesh.pair("pipe", channel.source, channel.target, channel.direction)
@@ -45,6 +50,7 @@ class Transport:
                 self._channels[channel] = axis
         self._posted: dict[Key, _MessageInFlight] = {}
         self._sent: dict[Key, _MessageInFlight] = {}
+        self._last: dict[Channel, Key] = {}  # the last message that this rank has sent through each channel
         self._connect()
 
     def _connect(self) -> None:
@@ -60,10 +66,19 @@ class Transport:
                 begin = send if is_send else receive
                 begin(number, unrecorded, 1 - axis.index, "first message").wait()
 
+    @property
+    def can_poll(self) -> bool:
+        """Whether the backend can tell if a message has arrived."""
+        return uses_nccl(self.axis, self.device) and not self.uses_host
+
+    def _channel(self, message: Message) -> Axis:
+        axis = self._channels[channel_of(self.axis.index, message)]
+        return through_host(axis) if self.uses_host else axis
+
     def post(self, message: Message, value: TracedTensor) -> None:
         """Start to receive a message; does not block."""
         tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        axis = self._channels[channel_of(self.axis.index, message)]
+        axis = self._channel(message)
         with self._failing(message):
             pending = receive(tensor, axis, 1 - axis.index, str(message))
         self._posted[message.key] = _MessageInFlight(message, tensor, pending)
@@ -88,10 +103,19 @@ class Transport:
             posted.pending.wait()
         return posted.tensor
 
+    def await_last(self, message: Message) -> None:
+        """Wait until the message before this one in its channel has arrived, and free its tensor.
+
+        On NCCL the stream waits and not the host: what is computed next may use the memory.
+        """
+        last = self._last.get(channel_of(self.axis.index, message))
+        self.release([] if last is None else [last])
+
     def send(self, message: Message, tensor: Tensor) -> None:
         """Start to send; does not block. The tensor is kept alive until the message is known to have arrived."""
+        self._last[channel_of(self.axis.index, message)] = message.key
         tensor = tensor.detach().contiguous()
-        axis = self._channels[channel_of(self.axis.index, message)]
+        axis = self._channel(message)
         with self._failing(message):
             pending = send(tensor, axis, 1 - axis.index, str(message))
         self._sent[message.key] = _MessageInFlight(message, tensor, pending)
@@ -107,6 +131,7 @@ class Transport:
     def finish(self) -> None:
         """Wait until all sends are complete."""
         self.release(list(self._sent))
+        self._last.clear()
         assert not self._posted
 
     def _failing(self, message: Message) -> AbstractContextManager[None]:

@@ -1,15 +1,18 @@
-"""Suggestions to improve a run's plan: the better form of tensor parallelism, or the smallest share of state,
-activations or weights in host memory with which the run fits.
+"""Suggestions to improve a run's plan: the better form of tensor parallelism, collectives in two levels, or the
+smallest share of state, activations or weights in host memory with which the run fits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from weft.cluster.collective_choice import OPERATIONS
 from weft.cluster.hardware import Cluster
 from weft.errors import PlanError
 from weft.memory.offload_activations import ACTIVATIONS
 from weft.memory.offload_weights import WEIGHTS
+from weft.mesh import level_degrees
 from weft.planner.predict import Prediction, predict
 from weft.run_file import Run
 from weft.sharding.host_memory import KEPT_FREE_BYTES
@@ -58,6 +61,54 @@ def better_form(run: Run, cluster: Cluster) -> TensorForm | None:
     if mine.step_seconds is not None and other.step_seconds is not None:
         saved = other.step_seconds - mine.step_seconds
     return TensorForm(best, saved, other.cost.memory_bytes - mine.cost.memory_bytes)
+
+
+@dataclass(frozen=True)
+class LevelForm:
+    """Whether collectives in two levels pay for a run: the seconds of communication of a step, all axes together, with
+    flat collectives and with the fastest ones; and the algorithms that these use, by axis and operation.
+    """
+
+    flat_seconds: float
+    fastest_seconds: float
+    algorithms: Mapping[str, tuple[str, ...]]
+
+    @property
+    def pays(self) -> bool:
+        """Do they save more than a hundredth of the communication?"""
+        return self.fastest_seconds < 0.99 * self.flat_seconds
+
+    def describe(self) -> str:
+        """Returns one sentence that says whether two levels pay, and which algorithms they use."""
+        if not self.pays:
+            return f"Two-level collectives do not pay here: flat ones take {self.flat_seconds * 1e3:.3g} ms a step"
+        used = "; ".join(f"{name}: {', '.join(one)}" for name, one in self.algorithms.items())
+        return (
+            f"Two-level collectives (plan.hierarchical = true, plan.communication.between = 'fastest') take "
+            f"{self.fastest_seconds * 1e3:.3g} ms of communication a step instead of {self.flat_seconds * 1e3:.3g} ms "
+            f"({used})"
+        )
+
+
+def best_levels(run: Run, cluster: Cluster) -> LevelForm | None:
+    """Compares flat collectives with the fastest ones over the axes that cross nodes; None if no axis does."""
+    plan = replace(run.plan, hierarchical=True, communication=replace(run.plan.communication, between="fastest"))
+    levels = level_degrees(plan, cluster.node.num_devices, cluster)
+    communication = replace(run.plan.communication, between="library")
+    flat = predict(replace(run, plan=replace(plan, hierarchical=False, communication=communication)), cluster)
+    seconds, algorithms = [0.0, 0.0], dict[str, tuple[str, ...]]()
+    for (axis, operation), value in flat.traffic.items():
+        own = levels.get(axis)
+        if own is None or own.links is None or operation not in OPERATIONS:
+            continue
+        used: dict[str, None] = {}
+        for num_bytes, calls in value.sizes.items():
+            algorithm = own.algorithm(operation, num_bytes)
+            used[algorithm] = None
+            seconds[0] += calls * own.seconds("flat", operation, num_bytes)
+            seconds[1] += calls * own.seconds(algorithm, operation, num_bytes)
+        algorithms[f"{operation} over {axis}"] = tuple(used)
+    return LevelForm(seconds[0], seconds[1], algorithms) if algorithms else None
 
 
 def fitting_offload(run: Run, cluster: Cluster) -> Prediction | None:

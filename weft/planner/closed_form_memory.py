@@ -26,6 +26,7 @@ from weft.plan import Pipe, Plan
 from weft.planner.question import TOKEN_FIELDS, size_settings
 from weft.planner.stage_units import StageUnits
 from weft.profiling import Profile
+from weft.schedule.nccl_order import is_ahead
 from weft.schedule.schedules import make_schedule
 from weft.schedule.simulate import simulate
 from weft.sharding.layout import (
@@ -43,7 +44,7 @@ from weft.sharding.layout import (
 RESERVE_BYTES = 1.5e9  # the CUDA context, NCCL's buffers, libraries' workspaces
 SLACK = 1.02  # memory of the allocator divided by memory of tensors
 IN_HEAD = "loss in head"  # key in Profile.kept: the profile of the same model with the loss computed in its head
-NUM_MESSAGES = 2  # messages between stages in flight, one in and one out; outputs of stages are counted apart
+NUM_MESSAGES = 2  # messages between stages in flight, one in and one out; sent results of stages are counted apart
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,28 @@ def _working(sizes: Sizes, plan: Plan, own: tuple[StageUnits, ...], rank: int, n
     if is_first and is_last:
         backward += sizes.tied_numel * compute
     else:
-        results = held.results if len(own) > 1 or not is_last else 0
+        results = _sent_results(plan.pipe, rank, held.results) if len(own) > 1 or not is_last else 0
         throughout += sizes.stream_bytes * per_micro_batch * (results + NUM_MESSAGES)
     return WorkingMemory(numel, ends, saved, kept * per_micro_batch, loss, backward, throughout)
+
+
+def _sent_results(pipe: Pipe, rank: int, alive: float) -> float:
+    """The results of stages that a pipeline rank holds, if it has `alive` micro-batches between forward and backward.
+
+    A rank holds one sent result of each awaited channel (`schedule/nccl_order.py`), and of others those not known to
+    have arrived.
+    """
+    is_awaited = pipe.schedule != "message" and not pipe.shadow
+    if is_awaited and not (is_ahead(pipe.schedule, pipe.options) and rank == pipe.degree - 1):
+        return min(alive, 1.0 + pipe.is_mirrored)
+    return alive
+
+
+def rank_memory(
+    sizes: Sizes, plan: Plan, stages: tuple[StageUnits, ...], rank: int, num_micro_batches: int
+) -> RankMemory:
+    """Returns the memory of one pipeline rank that has these stages."""
+    return _of_rank(_working(sizes, plan, stages, rank, num_micro_batches), sizes, plan, num_micro_batches)
 
 
 def memory(ranks: Sequence[WorkingMemory], sizes: Sizes, plan: Plan, num_micro_batches: int) -> RankMemory:
@@ -347,11 +367,13 @@ def held_at_once(
     """
     alive = alive_at_once(pipe.schedule, pipe.degree, num_micro_batches, tuple(pipe.options.items()))[rank]
     if pipe.schedule == "zero-bubble" and pipe.degree > 1:
-        # In the backward of micro-batch i, forwards up to i + degree - rank - 1 are done, and the weight gradients of
-        # the `rank` micro-batches before i are not.
-        ahead, last = pipe.degree - rank, num_micro_batches - 1
-        turns = {0, min(rank, last), max(0, num_micro_batches - ahead), last}
-        pairs = [(min(num_micro_batches, turn + ahead) - turn, min(turn, rank)) for turn in sorted(turns)]
+        # In the backward of micro-batch i, forwards up to i + ahead - 1 are done, and the weight gradients of the
+        # `behind` micro-batches before i are not.
+        cap, last = pipe.in_flight or pipe.degree, num_micro_batches - 1
+        ahead = min(pipe.degree - rank, cap)
+        behind = min(rank, cap - ahead)
+        turns = {0, min(behind, last), max(0, num_micro_batches - ahead), last}
+        pairs = [(min(num_micro_batches, turn + ahead) - turn, min(turn, behind)) for turn in sorted(turns)]
         now, waiting = max(pairs, key=lambda pair: pair[0] + late * pair[1])
         return HeldAtOnce(now * counts[0], waiting * counts[0], now, now)
     if len(counts) == 1:
@@ -391,6 +413,10 @@ def alive_at_once(
     """
     if degree == 1:
         return (1.0,)
+    if cap := dict(options).get("in_flight"):
+        rest = tuple(pair for pair in options if pair[0] != "in_flight")
+        if schedule != "bidirectional":  # which has two replicas, and other orders under a cap
+            return tuple(min(alive, cap) for alive in alive_at_once(schedule, degree, num_micro_batches, rest))
     if schedule in ("1f1b", "message"):
         return tuple(float(min(num_micro_batches, degree - rank)) for rank in range(degree))
     if schedule == "zero-bubble":

@@ -57,6 +57,7 @@ def why(model: Model, question: Question, found: SearchResult) -> str:
     losses = " and ".join(f"{_word(name)} ({where[name] / total:.1%})" for name in lost[:2]) or "nothing else"
     compute = where["compute"] / total
     opening = f"{short(first.plan)} computes for {compute:.0%} of its step and gives most of the rest to {losses}."
+    opening += _stages_by_memory(model, first)
     other = next((one for one in found.best[1:] if one.plan.degrees != first.plan.degrees), None)
     if other is None:
         return f"{opening} No other layout of the axes is among the best."
@@ -64,6 +65,20 @@ def why(model: Model, question: Question, found: SearchResult) -> str:
     worse, seconds = max(sorted(changes.items()), key=lambda pair: pair[1])
     because = f", mostly by {_word(worse)} (+{seconds:.3g} s)" if seconds > 0.001 * total else ""
     return f"{opening} The next layout, {short(other.plan)}, takes {other.seconds / total - 1:.1%} longer{because}."
+
+
+def _stages_by_memory(model: Model, candidate: Candidate) -> str:
+    """Says why the plan's stages are not those of equal time; empty if they are, or if memory did not decide."""
+    plan, limit = candidate.plan, model.cluster.node.device.memory_bytes
+    if not plan.pipe.split or model.steps.units is None:
+        return ""
+    counts = [units.num_blocks for units in model.steps.stage_units(plan)]
+    equal = replace(plan, pipe=replace(plan.pipe, split=()))
+    needed = model.held(equal, candidate.num_micro_batches).total_bytes
+    return (
+        f" Its stages have {min(counts)} to {max(counts)} blocks, the first {counts[0]} and the last {counts[-1]}: "
+        f"stages of equal time need {needed / GB:.1f} of {limit / GB:.4g} GB."
+    )
 
 
 def why_none(model: Model, question: Question, found: SearchResult) -> str:

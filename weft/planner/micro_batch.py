@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
+from weft.cluster.collective_choice import Levels, calls_of
 from weft.cluster.hardware import DTYPES, Cluster, ring_seconds
 from weft.inspection.memory_traffic import MemoryTraffic
+from weft.mesh import level_degrees
 from weft.parallel.apply import STRATEGIES
 from weft.parallel.context.closed_form import attends_again, key_numel
 from weft.parallel.fp8 import MULTIPLE
@@ -35,6 +37,10 @@ LINK_SHARE = {"intra": 0.78, "inter": 0.85}
 # The share of speed that matmuls lose to a collective that runs at the same time, because it takes processors and
 # memory bandwidth. Chosen, not measured: Galvatron (arXiv 2211.13878, not re-checked) takes 0.3.
 OVERLAP_LOSS = 0.2
+# The speed of grouped matmuls of experts relative to the best matmul. On an H200, torch._grouped_mm alone reached 737,
+# 684 and 675 TFLOP/s in forward, and 756, 719 and 651 for gradients of weights, with 8, 64 and 128 experts; the best
+# matmul reaches 790.
+GROUPED_PRODUCTS = 0.89
 OTHER_PRODUCTS = 0.6  # speed of other products and of convolutions in language models, relative to the best matmul
 # The host's time for backward divided by that for forward: backward has twice the kernels, but autograd issues them
 # without Python.
@@ -89,7 +95,11 @@ class MicroBatchModel:
         return {}
 
     @cached_property
-    def _links(self) -> dict[tuple[int, int, bool], tuple[float, float, float]]:
+    def _levels(self) -> dict[tuple[tuple[int, ...], str], dict[str, Levels]]:
+        return {}
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int, str], tuple[float, float, float]]:
         return {}
 
     @cached_property
@@ -151,7 +161,11 @@ class MicroBatchModel:
             times = kernels.convolution(one, scale)
             forward, backward = forward + times[0], backward + times[1]
         products = forward
-        others = part.other_flops * scale / (x * y) / (kernels.flops_per_second * OTHER_PRODUCTS)
+        uneven = plan.expert > 1 and not part.is_routed_evenly
+        experts = part.expert_flops * (self.software.imbalance if uneven else 1)  # x and y leave them whole
+        experts /= x if plan.tensor.drop_duplicates else 1
+        others = (part.other_flops - part.expert_flops) / (x * y) / OTHER_PRODUCTS + experts / GROUPED_PRODUCTS
+        others *= scale / kernels.flops_per_second
         attention = self._attention(part, plan, scale)
         outside = y * (x if plan.tensor.sequence else 1)
         places = (_scaled(part.inner, scale / x), _scaled(part.outer, scale / outside))
@@ -280,19 +294,49 @@ class MicroBatchModel:
         inner, degree = place(plan, axis, self.software.pipe_outside)
         if degree == 1 or not num_bytes:
             return 0.0
-        is_send = operation == "send"
-        link = self._links.get((inner, degree, is_send))
-        if link is None:
-            link = self._links[inner, degree, is_send] = self._link(inner, degree, is_send)
-        bandwidth, latency, start = link
-        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start * (not is_send)
+        levels = self._levels_of(plan).get(axis) if plan.hierarchical else None
+        if levels is not None:
+            return self._two_level_seconds(levels, operation, num_bytes, inner)
+        return self._call_seconds(operation, num_bytes, inner, degree)
 
-    def _link(self, inner: int, degree: int, is_send: bool = False) -> tuple[float, float, float]:
-        """Returns (bandwidth of collectives, latency of a hop, fixed time of a collective) of a link."""
-        link = self.cluster.axis_link(inner, degree, is_send)
-        wire, kind = (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
-        bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[kind])
-        return bandwidth, link.latency_seconds, wire.start_seconds
+    def _two_level_seconds(self, levels: Levels, operation: str, num_bytes: float, inner: int) -> float:
+        """Seconds of one collective over an axis with two levels, by the algorithm that the plan uses for it."""
+        algorithm = levels.algorithm(operation, int(num_bytes))
+        if levels.is_measured(operation):
+            return levels.seconds(algorithm, operation, num_bytes)
+        num_nodes, num_local, per_node = levels.num_nodes, levels.num_local, self.cluster.node.num_devices
+        spans = {"": (inner, num_nodes * num_local), "node": (per_node, num_nodes), "local": (inner, num_local)}
+        calls = calls_of(algorithm, operation, int(num_bytes), num_nodes, num_local)
+        return sum(self._call_seconds(name, size, *spans[level]) for level, name, size in calls)
+
+    def _levels_of(self, plan: Plan) -> dict[str, Levels]:
+        key = (tuple(plan.degrees.values()), plan.communication.between)
+        if key not in self._levels:
+            self._levels[key] = level_degrees(plan, self.cluster.node.num_devices, self.cluster)
+        return self._levels[key]
+
+    def _call_seconds(self, operation: str, num_bytes: float, inner: int, degree: int) -> float:
+        """Seconds of one call of the library over `degree` ranks that are `inner` apart."""
+        kind = operation if operation in ("send", "all_to_all") else "ring"
+        link = self._links.get((inner, degree, kind))
+        if link is None:
+            link = self._links[inner, degree, kind] = self._link(inner, degree, kind)
+        bandwidth, latency, start = link
+        return ring_seconds(operation, num_bytes, degree, bandwidth, latency) + start * (kind != "send")
+
+    def _link(self, inner: int, degree: int, kind: str = "ring") -> tuple[float, float, float]:
+        """Returns (bandwidth of collectives, latency of a hop, fixed time of a collective) of a link.
+
+        Rings of a node share its NICs. In an all-to-all, every device sends to all other nodes what is not for its own.
+        """
+        link, node = self.cluster.axis_link(inner, degree, kind == "send"), self.cluster.node
+        wire, place = (node.inter, "inter") if link.crosses_nodes else (node.intra, "intra")
+        bandwidth = link.bandwidth_bytes_per_second
+        if link.crosses_nodes and kind == "all_to_all":
+            num_local = min(degree - 1, max(1, node.num_devices // inner))  # members in a node
+            own = wire.bandwidth_bytes_per_second / node.num_devices
+            bandwidth = min(bandwidth, own * (degree - 1) / (degree - num_local))
+        return bandwidth * (wire.share or LINK_SHARE[place]), link.latency_seconds, wire.start_seconds
 
     # --- all blocks
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from weft.cluster.hardware import Cluster
 from weft.compile.saved_bytes import compiled_profile
-from weft.models import GPT2Config, LanguageConfig, build
+from weft.errors import PlanError
+from weft.models import DecoderConfig, GPT2Config, LanguageConfig, build
 from weft.models.loss import ExampleLoss
 from weft.models.loss_head import install_loss_head
 from weft.plan import Plan, Precision
@@ -42,10 +43,15 @@ def planned_model(
 
     `software` defaults to how weft itself trains. Activations are those of plans in `precision`.
     """
+    if isinstance(config, DecoderConfig) and len(set(config.num_experts_per_layer)) > 1:
+        raise PlanError(
+            f"num_experts_per_layer = {list(config.num_experts_per_layer)} gives layers different numbers of experts, "
+            f"and weft plans models whose layers are equal; give a plan, or use num_experts"
+        )
     shallow = (
         replace(config, n_layer=NUM_PROFILED)
         if isinstance(config, GPT2Config)
-        else replace(config, num_hidden_layers=NUM_PROFILED)
+        else replace(config, num_hidden_layers=NUM_PROFILED, num_experts_per_layer=(), first_k_dense_replace=0)
     )
 
     def tokens() -> Tensor:
@@ -68,5 +74,6 @@ def planned_model(
     work = replace(work, blocks=(work.blocks[-1],) * config.num_layers)
     held = sizes(found, Plan())
     numel = (int(held.first_numel), found.blocks[-1].numel, int(held.last_numel))
-    steps = StepModel(work, cluster, software, numel, int(held.tied_numel), units)
+    experts = sum(one.numel * one.num_experts for one in found.blocks[-1].experts)
+    steps = StepModel(work, cluster, software, numel, int(held.tied_numel), units, experts)
     return Model(steps, found)

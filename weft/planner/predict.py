@@ -23,8 +23,11 @@ from weft.data.config import DataConfig
 from weft.inspection.blocks import find_blocks
 from weft.memory.offload_activations import ACTIVATIONS
 from weft.memory.offload_weights import link_traffic
-from weft.mesh import JOINT_AXES, level_degrees
+from weft.mesh import distance_and_degree, level_degrees
 from weft.models import LanguageConfig
+from weft.optim.kfac_layers import find_layers
+from weft.optim.kfac_placement import kfac_state_bytes, kfac_traffic
+from weft.optim.sign_compression import compressed_traffic
 from weft.parallel.apply import cost, local_cost, localise, refuse
 from weft.pipeline.build import Staging, stage
 from weft.pipeline.cost import edge_bytes
@@ -37,7 +40,7 @@ from weft.profiling import Profile
 from weft.profiling.software import software_for_text
 from weft.run_file import Run
 from weft.schedule import Timeline, simulate
-from weft.sharding.layout import COMPUTE_DTYPE
+from weft.sharding.layout import COMPUTE_DTYPE, master_bytes
 from weft.step.documents import document_traffic
 from weft.step.examples import micro_batch_profile
 from weft.step.objective import step_traffic
@@ -121,10 +124,10 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
     if _compiles(run, cluster, whole):
         whole = profile_under(compiled_profile(whole), plan)
     ranks = [{**dict.fromkeys(plan.degrees, 0), "pipe": index} for index in range(plan.pipe.degree)]
-    costs = [cost(whole, plan, run.split, coordinates, staging) for coordinates in ranks]
+    costs = [_with_optimizer(cost(whole, plan, run.split, rank, staging), run, whole) for rank in ranks]
     worst = max(range(len(costs)), key=lambda index: costs[index].memory_bytes)
     beside = add_traffic(step_traffic(plan), document_traffic(run))
-    levels = level_degrees(plan, cluster.node.num_devices)
+    levels = level_degrees(plan, cluster.node.num_devices, cluster)
     traffic = [expand(add_traffic(one.traffic, beside), levels) for one in costs]
     communication_by_rank = [_communication_seconds(one, plan, cluster) for one in traffic]
     rate, timeline, compute, step = _flops_per_second(run, cluster), None, None, None
@@ -171,6 +174,27 @@ def predict(run: Run, cluster: Cluster) -> Prediction:
         plan.memory.weights,
         assumptions(whole),
     )
+
+
+def _with_optimizer(one: Cost, run: Run, whole: Profile) -> Cost:
+    """A rank's cost with what its optimizer changes of AdamW's.
+
+    With `train.compressed`, the traffic is that of a step in which ranks exchange signs; with `train.kfac`, that of a
+    step that samples factors and renews inverses.
+    """
+    plan, kfac = run.plan, run.train.kfac
+    if run.train.compressed is not None:
+        return replace(one, traffic=compressed_traffic(one.traffic, plan.data, master_bytes(plan)))
+    if kfac is None:
+        return one
+    assert whole.model is not None
+    sizes = {
+        parameter.name: parameter.numel for block in whole.all for parameter in block.parameters if parameter.trainable
+    }
+    layers = find_layers(whole.model, sizes.keys(), kfac.exclude, kfac.max_size)
+    traffic = add_traffic(one.traffic, kfac_traffic(layers, kfac, plan.data, master_bytes(plan)))
+    optimizer = kfac_state_bytes(layers, sizes, kfac, plan.data, master_bytes(plan))
+    return replace(one, traffic=traffic, state_bytes={**one.state_bytes, "optimizer": optimizer})
 
 
 def refuse_run(run: Run) -> None:
@@ -222,7 +246,7 @@ def _stage_seconds(run: Run, whole: Profile, staging: Staging, cluster: Cluster,
     Half of the communication belongs to forward. Recompute repeats the forward of blocks.
     """
     plan, first = run.plan, dict.fromkeys(run.plan.degrees, 0)
-    levels = level_degrees(plan, cluster.node.num_devices)
+    levels = level_degrees(plan, cluster.node.num_devices, cluster)
     found = []
     for index in range(staging.num_stages):
         part = localise(staging.profile(whole, index), plan=plan, coordinates=first)
@@ -325,18 +349,13 @@ def link_of(axis: str, plan: Plan, cluster: Cluster, is_send: bool = False) -> A
 
 
 def _span(axis: str, plan: Plan, ranks_per_node: int) -> tuple[int, int]:
-    """Returns (the distance in ranks between neighbours on an axis or on a level of it, its degree).
-
-    Joint axes span all their members.
-    """
+    """Returns (the distance in ranks between neighbours on an axis or on a level of it, its degree)."""
     axis, _, level = axis.partition("/")
+    inner, degree = distance_and_degree(plan, axis)
     if level:
-        num_nodes, num_local = level_degrees(plan, ranks_per_node)[axis]
-        return (ranks_per_node, num_nodes) if level == "node" else (_span(axis, plan, ranks_per_node)[0], num_local)
-    if axis in JOINT_AXES:
-        return 1, math.prod(plan.degree(member) for member in JOINT_AXES[axis])
-    axis, _, neighbours = axis.partition(":")
-    return plan.inner(axis), int(neighbours) if neighbours else plan.degree(axis)
+        levels = level_degrees(plan, ranks_per_node)[axis]
+        return (ranks_per_node, levels.num_nodes) if level == "node" else (inner, levels.num_local)
+    return inner, degree
 
 
 def is_known(cluster: Cluster, precision: str) -> bool:

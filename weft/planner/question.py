@@ -45,7 +45,7 @@ _SHORT = {
     **{name: f"{name}.degree" for name, table in _TABLES.items() if hasattr(table, "degree")},
 }
 # Fields that do not shape a rank's own work. The search chooses all others first, with `memory.recompute`.
-OUTER = ("data", "pipe", "shard", "memory", "matmul", "exact", "hierarchical", "statistics")
+OUTER = ("data", "pipe", "shard", "memory", "matmul", "exact", "hierarchical", "communication", "statistics")
 _INNER = [field.name for field in fields(Plan) if field.name not in OUTER]
 inner_settings = attrgetter(*_INNER)
 # Those of them that shape a rank's part of the model for one sequence. Axes that only split tokens shorten sequences.
@@ -121,6 +121,7 @@ class Question:
 NOT_TRIED = (
     *(f"memory.{name}" for name in ("accumulate", "master", "state", "delay", "activations", "weights")),
     *(f"pipe.{name}" for name in ("batches", "in_flight", "balance", "shadow")),
+    *(f"communication.{name}" for name in ("between", "gather", "scatter", "reduce")),
     *("matmul", "exact", "hierarchical", "statistics", "tensor.chunks"),
 )
 

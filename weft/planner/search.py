@@ -3,10 +3,11 @@
 Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute) are tried in
 the order of a lower bound: a step takes at least its compute divided over all devices, without waits or communication.
 For each of them, all layouts of the other axes (pipe with its schedules, shard with its stages, data) are checked for
-memory and timed in closed form. A plan that does not fit is tried with the smallest share of its state in host memory
-with which it fits. The search ends when no remaining bound is lower than the times of the plans found, so it misses no
-plan that is among the fastest. The best plans are then timed by simulating their schedules. The search is
-deterministic: the same question has the same answer.
+memory and timed in closed form. A plan that does not fit is tried with stages by memory, with fewer micro-batches in
+flight, with inputs of matmuls gathered again, and with the smallest share of its state in host memory with which it
+fits. The search ends when no remaining bound is lower than the times of the plans found, so it misses no plan that is
+among the fastest. The best plans are then timed by simulating their schedules. The search is deterministic: the same
+question has the same answer.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard
 from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
+from weft.planner.memory_stages import with_stages_that_fit
 from weft.planner.question import Question, asked_fields, inner_settings, size_settings, with_fields
 from weft.planner.step import StepModel, StepTime
 from weft.profiling import Profile
@@ -37,6 +39,8 @@ MAX_MICRO_BATCH = 64
 NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
 REGATHER = "tensor.regather"
+IN_FLIGHT, CAPPED, MIN_CAPPED = "pipe.in_flight", ("1f1b", "interleaved"), 4  # schedules and degrees that are capped
+STAGES = ("pipe.balance", "pipe.split")
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
 
 
@@ -83,6 +87,11 @@ class Model:
         return self.profile.root.numel + self.profile.blocks[-1].numel * self.num_blocks
 
     @property
+    def num_experts(self) -> int:
+        """The largest number that divides the experts of every layer; 1 if the model has none."""
+        return math.gcd(*(one.num_experts for block in self.profile.blocks for one in block.experts)) or 1
+
+    @property
     def flops(self) -> float:
         """FLOPs of forward and backward for one sequence, with half of attention (causal) and without recompute."""
         work = self.steps.workload
@@ -104,15 +113,27 @@ class Model:
     def _working(self) -> dict[Any, tuple[WorkingMemory, ...]]:
         return {}
 
-    def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
-        """Memory of the rank that needs most."""
+    def _sizes_of(self, plan: Plan) -> tuple[Any, Sizes]:
+        """The sizes of a rank's part of the model, and the settings that they follow from."""
         inside = (size_settings(plan), plan.memory.recompute, plan.matmul)
         if inside not in self._sizes:
             self._sizes[inside] = sizes(self.profile, plan)
+        return inside, self._sizes[inside]
+
+    def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
+        """Memory of the rank that needs most."""
+        inside, own = self._sizes_of(plan)
         key = (*inside, inner_settings(plan), plan.memory.activations, plan.pipe, num_micro_batches)
         if key not in self._working:
-            self._working[key] = working(self._sizes[inside], plan, self.steps.stage_units(plan), num_micro_batches)
-        return memory(self._working[key], self._sizes[inside], plan, num_micro_batches)
+            self._working[key] = working(own, plan, self.steps.stage_units(plan), num_micro_batches)
+        return memory(self._working[key], own, plan, num_micro_batches)
+
+    def with_stages_that_fit(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
+        """Returns the plan with the fastest stages with which it fits, named in `pipe.split`; None without such."""
+        units, seconds = self.steps.units, self.steps.unit_seconds(plan)
+        if units is None:
+            return None
+        return with_stages_that_fit(plan, self._sizes_of(plan)[1], units, seconds, num_micro_batches, limit_bytes)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """Returns the search over plans for this model."""
@@ -185,7 +206,8 @@ class Search(ABC):
             return
         question, asked = self.question, frozenset(one.name for one in self.question.constraints)
         samples: Literal["sequences", "images"] = "sequences" if question.shape is None else "images"
-        space = SearchSpace(self.num_devices // plan.num_ranks, samples, question.sequence, asked)
+        room = self.num_devices // plan.num_ranks
+        space = SearchSpace(room, samples, question.sequence, asked, self.model.num_experts)
         for fields in strategies[0].settings(space):
             for allowed in self._allowed(strategies[0], fields):
                 yield from self._settings(replace(plan, **allowed) if allowed else plan, strategies[1:])
@@ -215,7 +237,8 @@ class Search(ABC):
                 plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
                 if all(one.holds(plan) for one in self._inner):
                     seconds = sum(self.steps.chain(plan))
-                    yield batch / micro_batch * seconds * inner.num_ranks / self.num_devices, plan
+                    rounds = batch / micro_batch / inner.num_batch_ranks
+                    yield rounds * seconds * inner.num_ranks / self.num_devices, plan
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
@@ -308,12 +331,46 @@ class Search(ABC):
         plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
         return replace(candidate, plan=plan, memory=self.model.held(plan, candidate.num_micro_batches))
 
-    def _gather_again(self, plan: Plan, num_micro_batches: int) -> None:
-        """Tries a plan that does not fit with `regather`, which saves fewer inputs of matmuls, if it then fits."""
-        if plan.memory.recompute == "none":  # recompute gathers again anyway
-            plan = replace(plan, tensor=replace(plan.tensor, regather=True))
-            if self.model.held(plan, num_micro_batches).total_bytes <= self.limit_bytes:
-                self._consider(plan, num_micro_batches)
+    def _try_smaller(self, plan: Plan, num_micro_batches: int) -> None:
+        """Tries a plan that does not fit with other stages, fewer micro-batches in flight, and `regather`, if it then
+        fits.
+
+        `regather` saves fewer inputs of matmuls. Each is tried with all micro-batches in flight first.
+        """
+        forms = [[plan, *self._capped(plan)]]
+        if self._regathers and plan.tensor.sequence and plan.memory.recompute == "none":  # else it gathers again anyway
+            again = replace(plan, tensor=replace(plan.tensor, regather=True))
+            forms.append([again, *self._capped(again)])
+        for smaller in forms:
+            for one in smaller:  # a lower cap is slower; memory is checked first, as it takes less time
+                held = self.model.held(one, num_micro_batches)
+                if held.total_bytes <= self.limit_bytes:
+                    self._consider(one, num_micro_batches)
+                    break
+                if one is smaller[0]:
+                    self._try_other_stages(one, held, num_micro_batches)
+
+    def _try_other_stages(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
+        """Tries the plan, which needs `held`, with stages that fit, if there are such.
+
+        The first rank of 1f1b holds up to twice as many micro-batches as ranks do in the mean, which other stages
+        cannot change. So a plan that would not fit with half of its activations is left out.
+        """
+        if held.total_bytes - held.saved_bytes / 2 > self.limit_bytes or not self._names.isdisjoint(STAGES):
+            return
+        found = self.model.with_stages_that_fit(plan, num_micro_batches, self.limit_bytes)
+        if found is not None and self.model.held(found, num_micro_batches).total_bytes <= self.limit_bytes:
+            self._consider(found, num_micro_batches)
+
+    def _capped(self, plan: Plan) -> list[Plan]:
+        """Returns the plan with caps on the micro-batches in flight, the highest first."""
+        pipe = plan.pipe
+        if pipe.degree < MIN_CAPPED or pipe.schedule not in CAPPED or IN_FLIGHT in self._names:
+            return []
+        # Those of one group at all stages but the last, and of 1 to 1/2 of a group at the last.
+        full, step = pipe.num_stages, pipe.degree // 4
+        caps = range(full if pipe.num_stages > pipe.degree else full - step, full - pipe.degree // 2 - 1, -step)
+        return [replace(plan, pipe=replace(pipe, in_flight=cap)) for cap in caps]
 
     def _consider(self, plan: Plan, num_micro_batches: int) -> None:
         """Keeps a plan if it is among the fastest that fit.
@@ -321,6 +378,7 @@ class Search(ABC):
         A plan that does not fit but would be among the fastest is kept if it is the nearest to fit of its layout.
         """
         self.num_considered += 1
+        number = self.num_considered  # smaller forms of the plan are considered in between
         seconds = self.steps.estimate(plan, num_micro_batches)
         if self._is_slow(seconds):
             return  # if it does not fit, it is not worth reporting either
@@ -330,13 +388,14 @@ class Search(ABC):
         is_large, layout = held.total_bytes > self.limit_bytes, tuple(plan.degrees.values())
         if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
             self._large[layout] = candidate
-        if is_large and self._regathers and plan.tensor.sequence and not plan.tensor.regather:
-            self._gather_again(plan, num_micro_batches)
+        is_capped = plan.pipe.in_flight is not None and IN_FLIGHT not in self._names
+        if is_large and not plan.tensor.regather and not is_capped:
+            self._try_smaller(plan, num_micro_batches)
         if is_large or self._shares[:1] != [0.0]:
             candidate = self._offloaded(candidate)
         if candidate is None or self._is_slow(candidate.seconds):
             return
-        item = (-candidate.seconds, -self.num_considered, candidate)
+        item = (-candidate.seconds, -number, candidate)
         if len(self._best) < self._room:
             heapq.heappush(self._best, item)
         elif item > self._best[0]:

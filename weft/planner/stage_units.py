@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from weft.models.loss_head import is_loss_in_head
@@ -44,11 +46,20 @@ class ModelUnits:
             self._stages[key] = self._assigned(plan)
         return self._stages[key]
 
+    @cached_property
+    def block_names(self) -> list[str]:
+        """The names of all blocks of the model."""
+        name = self.profiles[0].blocks[-1].name
+        return [f"{name.rpartition('.')[0]}.{index}" for index in range(self.num_blocks)]
+
+    def split(self, counts: Sequence[int]) -> tuple[str, ...]:
+        """`pipe.split` for stages of these numbers of blocks: the block that begins each stage but the first."""
+        return tuple(self.block_names[begin] for begin in accumulate(counts[:-1]))
+
     def _assigned(self, plan: Plan) -> tuple[StageUnits, ...]:
         profile = self.profiles[is_loss_in_head(plan)]
         weights = unit_weights(profile, plan, plan.micro_batch or 1)
-        names = [block.name for block in profile.blocks]
-        blocks = [f"{names[-1].rpartition('.')[0]}.{index}" for index in range(self.num_blocks)]
+        names, blocks = [block.name for block in profile.blocks], self.block_names
         called = list(profile.units)
         first, last = called.index(names[0]), called.index(names[-1])
         order = [*called[:first], *blocks, *called[last + 1 :]]

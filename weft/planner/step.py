@@ -87,6 +87,7 @@ class StepModel(MicroBatchModel):
     numel: tuple[int, int, int] = (0, 0, 0)  # parameters of the first end, one block, the last end
     tied_numel: int = 0  # parameters shared by both ends; a stage with both ends holds them once
     units: ModelUnits | None = field(default=None, repr=False, compare=False)  # None: stages have equal block counts
+    expert_numel: int = 0  # the parameters of a block's experts
 
     def stage_units(self, plan: Plan) -> tuple[StageUnits, ...]:
         """The numbers of blocks and the ends of the plan's stages."""
@@ -112,17 +113,21 @@ class StepModel(MicroBatchModel):
     def estimate(self, plan: Plan, num_micro_batches: int) -> float:
         """Seconds of a step in closed form, with 1f1b's waits. For the search; `step` simulates the schedule."""
         busiest, total, units = self._busiest(plan)
-        split = plan.tensor.x * plan.tensor.y
-        numels = [self._numel(one) / split for one in self.rank_units(plan)]
+        numels = [self._numel(one, plan) for one in self.rank_units(plan)]
         ignored: dict[str, float] = {}
         count = max(1, units.num_blocks)
-        both = self._beside_buffers(busiest, self._numel(units) / split, count, plan, ignored)
+        both = self._beside_buffers(busiest, self._numel(units, plan), count, plan, ignored)
         slower = [new / old if old else 1.0 for new, old in zip(both, busiest, strict=True)]
         total = Seconds(total.forward * slower[0], total.backward * slower[1])
         makespan = _makespan(both, total, plan.pipe, num_micro_batches)
         makespan += 2 * (plan.pipe.degree - 1) * self.seconds("pipe", "send", self._message_bytes(plan), plan)
         reduction = self._reduction(max(numels), plan, [busiest], count, ignored)
         return makespan + reduction + self._optimizer_seconds(max(numels), plan, num_micro_batches)
+
+    def unit_seconds(self, plan: Plan) -> tuple[float, float, float]:
+        """Seconds of one micro-batch in the first end of the model, in one block, and in the last end."""
+        first, blocks, last = self._chain(plan)
+        return sum(first), sum(blocks) / (len(self.workload.blocks) or 1), sum(last)
 
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
         """A lower bound of `estimate` for the plan with this pipe, for any shard and data."""
@@ -140,10 +145,17 @@ class StepModel(MicroBatchModel):
         busiest, units = max(loads, key=lambda pair: sum(pair[0]))
         return busiest, blocks.plus(first).plus(last), units
 
-    def _numel(self, units: StageUnits) -> int:
-        """The number of parameters of a stage or rank, before the tensor axes split them."""
+    def _numel(self, units: StageUnits, plan: Plan) -> float:
+        """The number of parameters of a stage or rank, before `shard` splits them. x and y leave experts whole."""
+        experts = units.num_blocks * self.expert_numel
         numel = units.num_blocks * self.numel[1] + units.has_first * self.numel[0] + units.has_last * self.numel[2]
-        return numel - (self.tied_numel if units.has_first and units.has_last else 0)
+        numel -= self.tied_numel if units.has_first and units.has_last else 0
+        return (numel - experts) / (plan.tensor.x * plan.tensor.y) + experts / plan.expert
+
+    def _expert_share(self, plan: Plan) -> float:
+        """The share of experts in the parameters that a rank holds of a block, before `shard` splits them."""
+        own = self.expert_numel / plan.expert
+        return own and own / (own + (self.numel[1] - self.expert_numel) / (plan.tensor.x * plan.tensor.y))
 
     def _optimizer_seconds(self, numel: float, plan: Plan, num_micro_batches: int) -> float:
         """Seconds of the update, and of adding up gradients of micro-batches."""
@@ -173,7 +185,7 @@ class StepModel(MicroBatchModel):
         work, micro_batch = self.workload, plan.micro_batch
         distinct = {id(part): part for part in (work.first, *work.blocks, work.last)}  # most blocks are the same object
         inside = {key: self.inside(part, plan, micro_batch) for key, part in distinct.items()}
-        split, message, found, begin = plan.tensor.x * plan.tensor.y, self._message_bytes(plan), [], 0
+        message, found, begin = self._message_bytes(plan), [], 0
         for units in self.stage_units(plan):
             blocks = work.blocks[begin : begin + units.num_blocks]
             begin += units.num_blocks
@@ -181,11 +193,9 @@ class StepModel(MicroBatchModel):
             seconds = Seconds()
             for part in own:
                 seconds = seconds.plus(inside[id(part)])
-            numel = self._numel(units)
-            count = max(1, round(numel / self.numel[1])) if self.numel[1] else 1
-            found.append(
-                PlannedStage(seconds, numel / split, count, message, tuple((part, micro_batch) for part in own))
-            )
+            numel, one = self._numel(units, plan), self._numel(StageUnits(1, False, False), plan)
+            count = max(1, round(numel / one)) if one else 1
+            found.append(PlannedStage(seconds, numel, count, message, tuple((part, micro_batch) for part in own)))
         return found
 
     def step(self, plan: Plan, num_micro_batches: int) -> StepTime:
@@ -242,7 +252,8 @@ class StepModel(MicroBatchModel):
     def _buffer_calls(self, numel: float, plan: Plan) -> list[Call]:
         """The collectives of all axes over a flat buffer of `numel` parameters."""
         width = COMPUTE_DTYPE[plan.precision].itemsize
-        buffer = Buffer(numel, width, max(width, self.software.gradient_bytes))
+        experts = numel * self._expert_share(plan)
+        buffer = Buffer(numel, width, max(width, self.software.gradient_bytes), experts)
         return [call for strategy in BUFFER_AXES for call in strategy.buffer_calls(buffer, plan, self.software)]
 
     def _beside_buffers(
@@ -344,4 +355,8 @@ def _makespan(busiest: Seconds, total: Seconds, pipe: Pipe, num_micro_batches: i
     chunks = pipe.chunks or 2 if pipe.schedule == "interleaved" and num_micro_batches >= pipe.degree else 1
     wait = (sum(total) - sum(busiest)) / chunks
     wait -= (total.backward - busiest.backward) / 2 if pipe.schedule == "zero-bubble" else 0
-    return num_micro_batches * sum(busiest) + wait
+    if pipe.in_flight is None:
+        return num_micro_batches * sum(busiest) + wait
+    # A rank that holds the cap waits until the oldest micro-batch has gone through all ranks and back.
+    free = pipe.in_flight - (pipe.num_stages - pipe.degree)  # beside those of one group at all stages but the last
+    return num_micro_batches * max(sum(busiest), sum(total) / free if free > 0 else 0.0) + wait

@@ -28,7 +28,7 @@ from weft.inspection.functional_call import call_with
 from weft.inspection.memory_traffic import TrafficCounter, bytes_of, is_view, tensors_of
 from weft.inspection.split_probe import is_convolution, is_linear, num_spatial_dims
 from weft.inspection.tensor_splits import is_norm
-from weft.models.decoder import CausalAttention
+from weft.models.attention import CausalAttention
 from weft.models.loss import is_gradient_work
 from weft.models.loss_head import example_labels, returns_loss
 from weft.profiling.branches import DataFlow
@@ -195,7 +195,7 @@ class Tally(TorchDispatchMode):
         self.flow.operation(inputs, outputs)
         for tensor in inputs:
             name, owners = self._owners.get(tensor.untyped_storage()._cdata, ("", {self._inside}))
-            if self._inside not in owners:
+            if self._inside not in owners and torch._C._current_graph_task_id() == -1:  # not in a backward of autograd
                 self.read_outside.add(name)
         here, found = self.blocks[self.running], count_product(func, args, kwargs, result)
         if found is not None and is_gradient_work():

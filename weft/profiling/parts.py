@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from weft.architectures import Capacity
 from weft.inspection.checkpoints import CheckpointKind
 from weft.inspection.memory_traffic import FusedTraffic, MemoryTraffic
 from weft.inspection.pairing import pair
@@ -67,13 +68,22 @@ class Convolution(NamedTuple):
 class Experts:
     """The experts of a block. `numel` is the number of parameters of one expert.
 
-    Each token is sent to `per_token` of them; None if no config states it.
+    Each token is sent to `per_token` of them; None if no config states it. With a `capacity`, each takes a fixed number
+    of rows of every sequence.
     """
 
     name: str
     num_experts: int
     per_token: int | None
     numel: int
+    capacity: Capacity | None = None
+
+    def num_rows(self, batch: int, sequence: int) -> int:
+        """Returns the rows that all experts together compute for so many sequences."""
+        per_token = self.per_token or 0
+        if self.capacity is None:
+            return per_token * batch * sequence
+        return self.num_experts * batch * self.capacity.tokens(sequence, self.num_experts, per_token)
 
 
 Paths = tuple[tuple[str, ...], ...]

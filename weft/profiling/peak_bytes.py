@@ -31,6 +31,7 @@ from weft.models.loss_head import example_labels, loss_head_of
 from weft.profiling import Block, Profile, ProfileSource, cast, fake
 from weft.profiling.saved_in_pieces import as_in_pieces
 
+ROOT = "root"  # key in ProfileSource.cache: the peaks of the root beside compiled blocks
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # applies a memory policy to a block's forward
 
 
@@ -63,12 +64,28 @@ def peaks(profile: Profile, policy: str, wrap: Wrap) -> Peaks:
 def _cached_peaks(source: ProfileSource, policy: str, wrap: Wrap) -> Peaks:
     if policy not in source.cache:
         eager = source.eager
-        if eager is not None and loss_head_of(eager.model) is None:  # without it, compiling changes blocks only
-            ran = _cached_peaks(eager, policy, wrap)
+        if eager is None:
+            source.cache[policy] = _run(source, policy, wrap)
+        elif all(block.backward_bytes is not None for name, block in source.blocks.items() if name):
+            source.cache[policy] = _with_compiled_blocks(_root_peaks(eager), source.blocks)
+        elif loss_head_of(eager.model) is None:  # compiling changes blocks only
+            source.cache[policy] = _with_compiled_blocks(_cached_peaks(eager, policy, wrap), source.blocks)
         else:
-            ran = _run(eager or source, policy, wrap, eager is not None)
-        source.cache[policy] = _with_compiled_blocks(ran, source.blocks)
+            ran = _run(eager, policy, wrap, is_loss_fused=True)
+            source.cache[policy] = _with_compiled_blocks(ran, source.blocks)
     found: Peaks = source.cache[policy]
+    return found
+
+
+def _root_peaks(eager: ProfileSource) -> Peaks:
+    """Returns the peaks of a model with a compiled loss, of which only those of the root are valid.
+
+    The root's peaks are above all that blocks have saved, so they are the same under every memory policy. One block of
+    each kind runs.
+    """
+    if ROOT not in eager.cache:
+        eager.cache[ROOT] = _run(eager, "none", lambda forward: forward, is_loss_fused=True, runs_last=False)
+    found: Peaks = eager.cache[ROOT]
     return found
 
 
@@ -84,7 +101,7 @@ def _with_compiled_blocks(found: Peaks, blocks: Mapping[str, Block]) -> Peaks:
     return replace(found, block_bytes={**found.block_bytes, **mine})
 
 
-def _run(source: ProfileSource, policy: str, wrap: Wrap, is_loss_fused: bool) -> Peaks:
+def _run(source: ProfileSource, policy: str, wrap: Wrap, is_loss_fused: bool = False, runs_last: bool = True) -> Peaks:
     groups, step = _equal_blocks(block for name, block in source.blocks.items() if name), _Step(source)
     with FakeTensorMode(allow_non_fake_inputs=True):
         state = {name: cast(fake(parameter), source.dtype) for name, parameter in step.named_parameters()}
@@ -93,7 +110,7 @@ def _run(source: ProfileSource, policy: str, wrap: Wrap, is_loss_fused: bool) ->
             if tensor.requires_grad:
                 tensor.register_post_accumulate_grad_hook(_free_gradient)
         recorder = _PeakRecorder(LiveTensors(ignored=state.values()))
-        recording = _recording(source.model, groups, wrap, recorder)
+        recording = _recording(source.model, groups, wrap, recorder, runs_last)
         pieces = as_in_pieces() if source.in_pieces else nullcontext()
         with recording, _loss(source.model, is_loss_fused), pieces, recorder.live, torch.enable_grad():
             call_with(step, state, ())
@@ -167,8 +184,13 @@ def _free_gradient(parameter: Tensor) -> None:
 
 
 @contextmanager
-def _recording(model: nn.Module, groups: list[list[str]], wrap: Wrap, recorder: _PeakRecorder) -> Iterator[None]:
-    """Inside the context, blocks run under the policy `wrap`, and blocks and root units report to `recorder`."""
+def _recording(
+    model: nn.Module, groups: list[list[str]], wrap: Wrap, recorder: _PeakRecorder, runs_last: bool
+) -> Iterator[None]:
+    """Inside the context, blocks run under the policy `wrap`, and blocks and root units report to `recorder`.
+
+    Of each group of equal blocks the first runs, and the last if `runs_last`.
+    """
     blocks, units = find_blocks(model), find_units(model)
     hooks = {name: partial(recorder.leave, name) for name in units if name not in blocks}
     handles = [units[name].register_forward_hook(hook) for name, hook in hooks.items()]
@@ -176,7 +198,7 @@ def _recording(model: nn.Module, groups: list[list[str]], wrap: Wrap, recorder: 
     for names in groups:
         for name in names:
             forward = partial(recorder.run, name, wrap(blocks[name].forward))
-            if name not in (names[0], names[-1]):
+            if name != names[0] and not (runs_last and name == names[-1]):
                 forward = partial(recorder.skip, names[0], forward)
             setattr(blocks[name], "forward", forward)  # noqa: B010 (a method to mypy)
     try:

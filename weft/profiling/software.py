@@ -38,7 +38,8 @@ class Software:
     fp8, scaled per "tensor" (then tensors are cast before they are gathered along the sequence) or per "row".
     `keeps_fp8_weights`: weights are cast in a step's first micro-batch and used by all. `splits_messages`: each rank of
     x sends its part of a message between stages. `grows_buckets`: gradients are reduced in buckets that grow with the
-    ranks of data, not block by block.
+    ranks of data, not block by block. `imbalance`: the tokens that arrive at the busiest rank of `expert`, divided by
+    the mean; it depends on the routing, which no plan knows.
     """
 
     attention: str = "flash2"
@@ -58,6 +59,7 @@ class Software:
     copies_sequence: bool = False
     splits_messages: bool = False
     grows_buckets: bool = False
+    imbalance: float = 1.0
     shards_optimizer: bool = False  # over data and context; ranks of data are then inside pipe
     fuses_ring: bool = False  # one kernel adds up the partial results of ring attention
     repeats_keys: bool = False  # keys and values are copied for every query head before attention

@@ -11,6 +11,7 @@ from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
 from weft.inspection.blocks import find_blocks
 from weft.inspection.parameter_cut import Cut
+from weft.models.experts import SparseMLP
 from weft.profiling.parts import Block, Experts, Parameter, Profile
 
 # On a model that the tensor axes split: this rank's part of each parameter, by name.
@@ -93,7 +94,8 @@ def _find_experts(model: nn.Module, block: str) -> Iterator[Experts]:
     which a profile does not have.
     """
     for name, module in model.get_submodule(block).named_modules(prefix=block):
-        if "expert" not in name.rpartition(".")[2].lower():
+        own = name.rpartition(".")[2].lower()
+        if "expert" not in own or "shared" in own:  # shared experts compute every token
             continue
         children = [[tuple(p.shape) for p in child.parameters()] for child in module.children()]
         alike = [shapes for shapes in children if shapes]
@@ -105,7 +107,9 @@ def _find_experts(model: nn.Module, block: str) -> Iterator[Experts]:
         else:
             continue
         numel = sum(parameter.numel() for parameter in module.parameters()) // num_experts
-        yield Experts(name, num_experts, _per_token(model, name), numel)
+        parent = model.get_submodule(name.rpartition(".")[0])
+        capacity = parent.capacity if isinstance(parent, SparseMLP) else None
+        yield Experts(name, num_experts, _per_token(model, name), numel, capacity)
 
 
 def _per_token(model: nn.Module, experts: str) -> int | None:

@@ -112,6 +112,10 @@ class BlockWork:
     outer: MemoryTraffic = NOTHING
     compiled: FusedTraffic | None = None  # memory traffic, inner and outer together, if the block is compiled
     num_parameters: int = 0
+    routed_numel: int = 0  # elements of the rows for experts: k rows for a token with k experts, or their capacity
+    num_experts: int = 0  # of all its layers of experts
+    expert_flops: int = 0  # the part of `other_flops` that experts compute
+    is_routed_evenly: bool = False  # whether experts have a capacity: all compute as many rows, whatever the routing
     filters: tuple[Filter, ...] = ()
     tile_calls: tuple[Call, ...] = ()
 
@@ -164,6 +168,8 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> BlockW
     keys = sum(one.batch * one.num_key_heads * one.sequence * one.head_dim for one in heads)
     others = block.flops - block.attention_flops - sum(product.flops for product in products)
     sequence = max((one.sequence for one in heads), default=0)
+    batch, tokens, hidden = profile.stream_shape if block.experts and len(profile.stream_shape) == 3 else (0, 0, 0)
+    with_capacity = {one.num_experts for one in block.experts if one.capacity is not None}
     return BlockWork(
         products,
         block.attention_flops,
@@ -176,6 +182,14 @@ def _part(profile: Profile, block: Block, splits: Mapping[str, Split]) -> BlockW
         outer=outer,
         compiled=block.compiled_traffic,
         num_parameters=len(block.parameters),
+        routed_numel=sum(one.num_rows(batch, tokens) for one in block.experts) * hidden,
+        num_experts=sum(one.num_experts for one in block.experts),
+        expert_flops=sum(
+            2 * one.batch * one.rows * one.inner * one.columns * count
+            for one, count in block.matmuls.items()
+            if one.groups > 1 or one.batch in with_capacity
+        ),
+        is_routed_evenly=bool(with_capacity),
     )
 
 

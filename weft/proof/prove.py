@@ -65,6 +65,7 @@ def verify(
     device: DeviceType = "cpu",
     precision: Literal["fp64", "bf16"] = "fp64",
     compiles: bool = False,
+    cluster: str | None = None,
 ) -> ProofReport:
     """Check that `plan` computes what the unsplit model does, and return a report of all comparisons.
 
@@ -75,14 +76,15 @@ def verify(
 
     The model's state, the plan's precision, its matmuls and casts inside of the model become float64, and no update is
     delayed. An error above 1e-9 is compared with the model's own noise (`weft.proof.report`). `ranks_per_node` arranges
-    the ranks as if that many shared a node, for a hierarchical plan.
+    the ranks as if that many shared a node, for a hierarchical plan; by the links of `cluster`, it chooses the fastest
+    collectives.
 
     With `device="cuda"` ranks share this machine's GPUs, in new processes that import the functions, so define these at
     the top level of a file. `precision="bf16"` computes as a bf16 run does and compares with float64, within
     `BF16_TOLERANCES`. `compiles` compiles blocks with torch.compile.
     """
     proved, left_out = plan_to_prove(plan, precision), inexact_options(plan)
-    trial = Trial(proved, steps, clip, ranks_per_node, device, compiles, not_proved=left_out)
+    trial = Trial(proved, steps, clip, ranks_per_node, device, compiles, cluster=cluster, not_proved=left_out)
     if device == "cpu" and fork_obstacle() is None:
         return prove_plan(model_fn, batch_fn, objective, trial, tolerance, timeout_seconds)
     arguments = {
@@ -97,7 +99,8 @@ def verify(
 
 def plan_to_prove(plan: Plan, precision: Literal["fp64", "bf16"]) -> Plan:
     """Returns the plan that is run in a proof: with this precision, and without options that are not exact."""
-    return replace(plan, precision=precision, matmul="compute", memory=_exact(plan.memory))
+    communication = replace(plan.communication, gather="exact", scatter="exact", reduce="exact")
+    return replace(plan, precision=precision, matmul="compute", memory=_exact(plan.memory), communication=communication)
 
 
 def prove_plan(
@@ -204,6 +207,7 @@ def inexact_options(plan: Plan) -> tuple[str, ...]:
     for key in ("master", "state", "delay"):
         if getattr(memory, key) != getattr(default, key):
             found.append(f"plan.memory.{key} = {str(getattr(memory, key)).lower()}")
+    found += [f"plan.communication.{key} = '{wire}'" for key, wire in plan.communication.rounded.items()]
     return tuple(f"{one}: the proof is of exact updates in float64" for one in found)
 
 
@@ -242,6 +246,7 @@ def prove_run(
             device,
             compiles and wants_compile(run, kind),
             records,
+            None if run.cluster == "local" else run.cluster,
             (*proof.not_proved, *inexact_options(proof.plan)),
         )
         seconds = SLOW_SECONDS if compiles else SECONDS

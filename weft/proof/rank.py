@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import weft.optim
+from weft.cluster.hardware import load
 from weft.comm import Traffic, add_traffic, expand
 from weft.comm.backends import DeviceType
 from weft.comm.ledger import Key
@@ -24,8 +25,9 @@ from weft.data.order import local_indices
 from weft.errors import PlanError, WeftError
 from weft.inspection.nested_tensors import map_tensors
 from weft.memory.activation_choice import offload_from
-from weft.mesh import Mesh, level_degrees
+from weft.mesh import Mesh
 from weft.parallel.apply import cost, parallelize
+from weft.parallel.expert.layers import KEY
 from weft.parallel.model_state import all_units, host_bytes, named_pieces, state_bytes
 from weft.parallel.tile import own_tiles
 from weft.pipeline.rank_model import rank_model
@@ -35,6 +37,7 @@ from weft.proof.compare import Worst, noise_of, worst_buffer, worst_number, wors
 from weft.proof.float64 import Float64
 from weft.proof.report import TOLERANCE
 from weft.proof.result import compare_result
+from weft.proof.routed_rows import RoutedRows
 from weft.proof.sequential import (
     EPSILON,
     LEARNING_RATE,
@@ -69,6 +72,7 @@ class Trial:
     device: DeviceType = "cpu"
     compiles: bool = False
     records: bool = False  # records a CUDA graph
+    cluster: str | None = None  # by whose links `communication.between = "fastest"` chooses
     not_proved: tuple[str, ...] = ()  # parts of the run that are not proved, in words
 
 
@@ -122,7 +126,7 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     run = _sequential(case, trial, device)
     with unsplit(type(case.counted.model).__name__):
         expected = run(False)
-    mesh = Mesh(plan, device, ranks_per_node=trial.ranks_per_node)
+    mesh = Mesh(plan, device, trial.ranks_per_node, None if trial.cluster is None else load(trial.cluster))
     model = make_model(case.model_fn).to(device)
     arithmetic = _arithmetic(trial)
     with _explained(plan, type(model).__name__):
@@ -149,7 +153,10 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
     with arithmetic:
         predicted = cost(case.counted, plan, split, mesh.coordinates)
     flat = add_traffic(predicted.traffic, step_traffic(plan))
-    traffic = expand(flat, level_degrees(plan, trial.ranks_per_node))
+    traffic = expand(flat, mesh.levels)
+    expected_bytes = _plain({key: value * trial.steps for key, value in traffic.items()})
+    if added := found.routed.added_bytes(case.counted):
+        expected_bytes["{} {}".format(*KEY)][1] += added
     return {
         "errors": {key: list(worst) for key, worst in errors.items()},
         "noise": noise,
@@ -158,7 +165,7 @@ def _run_rank(case: Case, trial: Trial) -> dict[str, Any]:
         "calls": _unusual_calls(case.counted, expected),
         "num_compared": sum(tensor.numel() for part, tensor in found.pieces if _is_first(part)),
         "num_expected": sum(tensor.numel() for tensor in expected.parameters.values()),
-        "predicted": _plain({key: value * trial.steps for key, value in traffic.items()}),
+        "predicted": expected_bytes,
         "counted": found.sent,
         "predicted_state": dict(predicted.state_bytes),
         "counted_state": found.recorder.state,
@@ -228,6 +235,7 @@ def _sequential(case: Case, trial: Trial, device: torch.device) -> Callable[[boo
             parts[0],
             replicas,
             reordered,
+            keeps_casts=trial.compiles and plan.precision == "fp64",
         )
 
     def run_as_ranks_do(reordered: bool) -> SequentialResult:
@@ -276,6 +284,7 @@ class _Found:
     buffers: list[tuple[str, Tensor]]
     sent: dict[str, list[int]]
     recorder: _StateRecorder
+    routed: RoutedRows
 
 
 def _train(model: nn.Module, case: Case, trial: Trial, mesh: Mesh, arithmetic: AbstractContextManager[Any]) -> _Found:
@@ -284,7 +293,7 @@ def _train(model: nn.Module, case: Case, trial: Trial, mesh: Mesh, arithmetic: A
         compile_blocks(model, logger.warning)
     graph = Graph(model, logger.warning) if trial.records else None
     optimizer = _optimizer(model)
-    recorder = _StateRecorder(model, optimizer)
+    recorder, routed = _StateRecorder(model, optimizer), RoutedRows(model, mesh)
     if isinstance(arithmetic, Float64):
         arithmetic.pause_in(optimizer)
         arithmetic.stay_in_recompute(model)
@@ -296,7 +305,7 @@ def _train(model: nn.Module, case: Case, trial: Trial, mesh: Mesh, arithmetic: A
             result = train_step(model, optimizer, batches, mesh, case.objective, trial.clip, graph=graph)
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
-    return _Found(losses, norms, _pieces(model), _buffers(model), _plain(mesh.ledger.entries()), recorder)
+    return _Found(losses, norms, _pieces(model), _buffers(model), _plain(mesh.ledger.entries()), recorder, routed)
 
 
 class _StateRecorder:

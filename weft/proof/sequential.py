@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.nested_tensors import map_tensors, tensors_in
+from weft.models.router import change_biases
 from weft.proof.float64 import Float64
 from weft.step.batch import Batch, num_samples, take_samples
 from weft.step.objective import Objective, training_total
@@ -61,15 +63,17 @@ def run_sequential(
     part: int,
     replicas: Sequence[int],
     reordered: bool = False,
+    keeps_casts: bool = False,
 ) -> SequentialResult:
     """Trains the model for some steps, with `part` samples of a batch at a time, and returns the results.
 
     `part` is the whole batch, unless batch norms should see micro-batches. Part i of a batch then updates the running
     statistics of `replicas[i]`, if replicas are given. `reordered` changes only how results are rounded: samples are in
-    another order within each part, and each parameter begins one unit in its last place away.
+    another order within each part, and each parameter begins one unit in its last place away. `keeps_casts` leaves
+    casts to narrower types inside of the model as they are, as compiled blocks do.
     """
     optimizer, statistics, found = make_optimizer(model), _Statistics(model, replicas), SequentialResult()
-    wide = Float64()
+    wide = Float64(is_wide=not keeps_casts)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     generator = torch.Generator().manual_seed(1)
     if reordered:
@@ -91,6 +95,7 @@ def run_sequential(
             found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        change_biases([model], lambda counts: None)
         found.losses.append(loss.item())
         found.norms.append(norm.item())
     found.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -149,9 +154,17 @@ def _evaluate(model: nn.Module, batch: Batch, objective: Objective, part: int, f
 
     totals: list[Tensor] = []
     handle = model.register_forward_hook(keep)
-    with torch.no_grad():
-        for own in _parts(batch, part, None):
-            totals.append(measure(model, own).double())
+    try:
+        with torch.no_grad():
+            for own in _parts(batch, part, None):
+                totals.append(measure(model, own).double())
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            raise PlanError(
+                f"the objective fails in an evaluation, where torch computes no gradients ({error}); give Objective a "
+                f"measure, or let total leave gradients out where torch.is_grad_enabled() is False"
+            ) from error
+        raise
     handle.remove()
     model.train(was_training)
     found.measured = (torch.stack(totals).sum(0) / objective.count(batch)).flatten().tolist()

@@ -19,7 +19,7 @@ from torch import nn
 from weft.data.config import DataConfig, ImageShape
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks, find_units
-from weft.models import ModelConfig, build, initialise
+from weft.models import DecoderConfig, ModelConfig, build, initialise
 from weft.models.tuning import Tuning
 from weft.plan import Plan
 from weft.run_file import Run
@@ -103,6 +103,10 @@ def _options_left_out(run: Run) -> tuple[str, ...]:
         found.append(f"lora.dropout = {run.lora.dropout:g}: the proof drops nothing")
     if run.train.layer_drop is not None:
         found.append("train.layer_drop: the proof skips no blocks")
+    if run.train.compressed is not None:
+        found.append("train.compressed: the proof is of exact updates in float64")
+    if run.train.kfac is not None:
+        found.append("train.kfac: the proof is of AdamW's updates in float64")
     if isinstance(run.data, DataConfig) and run.data.documents == "separate":
         found.append("data.documents = 'separate': every sequence of the proof is one document")
     found += [f"train.{key} = true: the proof runs without" for key in ("compile", "graph") if getattr(run.train, key)]
@@ -120,7 +124,12 @@ def _small_model(run: Run) -> ModelConfig:
 def _narrow_models(run: Run, small: ModelConfig) -> Sequence[ModelConfig]:
     """Returns the run's own model with fewer layers, for plans that do not fit the sizes of the small one."""
     names = {field.name for field in fields(run.model)}
-    depths = {name: getattr(small, name) for name in _DEPTHS if name in names}
+    depths: dict[str, Any] = {name: getattr(small, name) for name in _DEPTHS if name in names}
+    if isinstance(run.model, DecoderConfig) and isinstance(small, DecoderConfig):
+        depths["first_k_dense_replace"] = small.first_k_dense_replace
+        if run.model.num_experts_per_layer:
+            numbers = run.model.last_experts(small.num_hidden_layers)
+            depths |= {"num_experts": 0, "num_experts_per_layer": numbers}
     narrow = _without_dropout(_changed(run.model, depths))
     if narrow == small or sum(one.numel() for one in _on_meta(narrow).parameters()) > MAX_NUMEL:
         return []

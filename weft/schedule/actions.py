@@ -114,7 +114,8 @@ class Schedule:
     """One list per rank, and the rank of every stage: `placement[replica][stage]`.
 
     `done` are actions computed before the lists begin, whose results are kept: the lists then finish an interrupted
-    step.
+    step. Before each send in an `awaited` channel, a rank waits until the message before it in that channel has
+    arrived, and frees it. So it holds one sent tensor of such a channel.
     """
 
     name: str
@@ -125,6 +126,7 @@ class Schedule:
     edges: tuple[Edge, ...]
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
     done: frozenset[Action] = frozenset()
+    awaited: frozenset[Channel] = frozenset()
 
     @property
     def num_ranks(self) -> int:

@@ -1,10 +1,12 @@
 """The bytes that a rank of a pipeline holds beside its state, over its list of actions.
 
-A forward adds what its stage saves and its result; both live until its backward. A receive holds its buffer from where
-it is posted. A sent tensor lives until it is known to have arrived. No message confirms that, but a rank that has sent
-us something has run all earlier actions of its list, and so has used what we had sent it for them. If weight gradients
-are separate actions, backward leaves their inputs. If ranks have shadows, all results for other ranks and all that
-shadows save live until the step ends.
+A forward adds what its stage saves, which lives until its backward, and its result, which lives until it is sent. A
+receive holds its buffer from where it is posted to the end of its action; what the action saves of it is among the
+saved bytes. A sent tensor lives until it is known to have arrived. No message confirms that, but a rank that has sent
+us something has run all earlier actions of its list, and so has used what we had sent it for them. In awaited channels
+a rank also waits before each send for the message before it. If weight gradients are separate actions, backward leaves
+their inputs. If ranks have shadows, all results for other ranks and all that shadows save live
+until the step ends.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from weft.schedule.actions import SHADOW, Message, Schedule
+from weft.schedule.actions import SHADOW, Action, Channel, Message, Schedule, channel_of
 
 Key = tuple[int, int, int, str]
 
@@ -46,25 +48,24 @@ class StageBytes(NamedTuple):
 
 def peak_held_bytes(schedule: Schedule, rank: int, stages: Mapping[int, StageBytes], edge_bytes: Sequence[int]) -> int:
     """Return the most bytes held at once over the rank's list."""
-    arrived = {} if schedule.has_shadows else confirmed_sends(schedule, rank)
+    sent = _SentBytes(schedule, rank, edge_bytes)
     held = most = 0
     for step in schedule.lists[rank]:
         if isinstance(step, Message):
-            # a forward send is the stage's result, counted already
-            held += edge_bytes[step.edge] * (step.kind != "send_forward")
+            held += sent.send(step) if step.is_send else edge_bytes[step.edge]
             most = max(most, held)
             continue
         own, received = stages[step.stage], schedule.messages(step)[0]
-        gone = [key for message in received for key in arrived.get(message.key, ()) if key[-1] == "backward"]
-        held -= sum(edge_bytes[edge] for edge, *_ in gone)
+        held -= sent.freed_before(step)
         given = sum(edge_bytes[message.edge] for message in received)
         made = sum(edge_bytes[edge] for edge in schedule.edges_out_of[step.stage])
         if step.kind == "forward":
-            held += own.saved_bytes - given + made  # what was received is among what is saved
+            held += own.saved_bytes - given + made  # what is saved of what was received is among the saved bytes
+            sent.keep(step)
         elif step.kind == "backward":
             held -= given  # part of what backward holds
             most = max(most, held + own.peak_bytes)
-            held -= own.saved_bytes + (0 if schedule.has_shadows else made)
+            held -= own.saved_bytes
             held += own.late_bytes if step.stage in schedule.split_stages else 0
         elif step.kind == SHADOW:
             shared = sum(edge_bytes[edge] for edge in schedule.edges_into[step.stage])  # the rank's own result
@@ -73,3 +74,40 @@ def peak_held_bytes(schedule: Schedule, rank: int, stages: Mapping[int, StageByt
             held -= own.late_bytes
         most = max(most, held)
     return most
+
+
+class _SentBytes:
+    """Tensors of a rank that it has sent, or has made for another of its stages, until they are freed."""
+
+    def __init__(self, schedule: Schedule, rank: int, edge_bytes: Sequence[int]) -> None:
+        self.schedule, self.rank, self.edge_bytes = schedule, rank, edge_bytes
+        self.arrived = {} if schedule.has_shadows else confirmed_sends(schedule, rank)
+        self._alive: dict[Key, int] = {}
+        self._last: dict[Channel, Key] = {}
+
+    def keep(self, forward: Action) -> None:
+        """Count the results of a forward for stages of the same rank, which need no message."""
+        for edge in self.schedule.edges_out_of[forward.stage]:
+            if self.schedule.rank_of(self.schedule.edges[edge].target, forward.replica) == self.rank:
+                key = (edge, forward.micro_batch, forward.replica, "forward")
+                self._alive[key] = 0 if self.schedule.has_shadows else self.edge_bytes[edge]
+
+    def send(self, message: Message) -> int:
+        """Return by how many bytes the rank holds more after a send. The result of a forward is counted already."""
+        channel, freed = channel_of(self.rank, message), 0
+        if channel in self.schedule.awaited and channel in self._last:
+            freed = self._alive.pop(self._last[channel], 0)
+        self._last[channel] = message.key
+        self._alive[message.key] = self.edge_bytes[message.edge]
+        return (0 if message.kind == "send_forward" else self.edge_bytes[message.edge]) - freed
+
+    def freed_before(self, action: Action) -> int:
+        """Return the bytes that are known to be used when the inputs of an action have arrived."""
+        received, inputs = self.schedule.messages(action)[0], self.schedule.edges_into[action.stage]
+        gone = [key for message in received for key in self.arrived.get(message.key, ())]
+        if self.schedule.name == "message":  # a rank that chooses its order has used a tensor whose gradient it sends
+            gone = [key for key in gone if key[-1] == "backward"]
+            gone += [(*message.key[:3], "forward") for message in received if message.direction == "backward"]
+        if action.kind == "forward":
+            gone += [(edge, action.micro_batch, action.replica, "forward") for edge in inputs]
+        return sum(self._alive.pop(key, 0) for key in gone)

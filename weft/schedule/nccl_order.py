@@ -7,7 +7,8 @@ batched:
        in the order in which the rank issues them.
     2. A send is complete when its receive runs, and the reverse. Nothing is buffered.
     3. A send or receive starts after the computations that the rank has issued before it. A computation starts after
-       the computations issued before it and after its own receives are complete. The host never waits.
+       the computations issued before it and after its own receives are complete. The host never waits. All that
+       follows a send in an awaited channel starts after the message before it in that channel is complete.
     4. With one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), a rank's operations also start in the order of its
        list, whatever their streams. A GPU has 8 queues unless that variable says otherwise, and more streams than
        queues share them; a list that completes with one queue completes with any number.
@@ -19,7 +20,8 @@ pipeline. Coarser groups have cycles (`tests/schedule/test_nccl_order.py`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 
 from weft.errors import PlanError
 from weft.schedule.actions import Action, Message, Schedule, channel_of
@@ -46,11 +48,41 @@ def check_nccl_order(schedule: Schedule, group_of: GroupOf = channel_of, one_que
         )
 
 
+def with_awaited_sends(schedule: Schedule) -> Schedule:
+    """Return the schedule with as many awaited channels as it has without a cycle of waiting ranks.
+
+    They are all channels, or those along the ranks, or none. Interleaved stages with a cap on micro-batches in flight
+    have those along the ranks: the last rank runs ahead of what the first one may take. Neither ranks that choose their
+    own order nor ranks with shadows, which keep what they send, await sends.
+    """
+    if schedule.name == "message" or schedule.has_shadows:
+        return schedule
+    along = frozenset(one for one in schedule.channels if (one.source < one.target) == (one.direction == "forward"))
+    choices = [along] if is_ahead(schedule.name, schedule.options) else [frozenset(schedule.channels), along]
+    stuck_before = [_is_stuck(schedule, one_queue) for one_queue in (False, True)]
+    for channels in choices:
+        found = replace(schedule, awaited=channels)
+        if not any(_is_stuck(found, bool(queue)) for queue, was_stuck in enumerate(stuck_before) if not was_stuck):
+            return found
+    return schedule
+
+
+def is_ahead(name: str, options: Mapping[str, object]) -> bool:
+    """Does the last rank of a schedule send results to the first one long before it takes them?"""
+    return name == "interleaved" and "in_flight" in options
+
+
+def _is_stuck(schedule: Schedule, one_queue: bool) -> bool:
+    return _NcclModel(schedule, channel_of, one_queue).run() is not None
+
+
 class _NcclModel:
     """The state of a simulated run of the lists: which operations have started, and which messages are complete."""
 
     def __init__(self, schedule: Schedule, group_of: GroupOf, one_queue: bool) -> None:
         self.lists, self.one_queue = schedule.lists, one_queue
+        # per rank: by the position of a send, the key of the message before it in its channel, if it is awaited
+        self.awaited: list[dict[int, Key]] = []
         self.next_action = [0] * schedule.num_ranks  # the first computation that is not done
         self.next_start = [0] * schedule.num_ranks  # with one queue: the first operation that has not started
         # per rank and group: positions of messages left, the last first
@@ -65,9 +97,16 @@ class _NcclModel:
             streams: dict[Hashable, list[int]] = defaultdict(list)
             keys: dict[int, Key] = {}
             needs: dict[Action, list[int]] = defaultdict(list)
+            awaited: dict[int, Key] = {}
+            last: dict[Hashable, Key] = {}
             for place, step in enumerate(steps):
                 if isinstance(step, Action):
                     continue
+                channel = channel_of(rank, step)
+                if step.is_send and channel in schedule.awaited:
+                    if channel in last:
+                        awaited[place] = last[channel]
+                    last[channel] = step.key
                 streams[group_of(rank, step)].append(place)
                 keys[place] = step.key
                 self.ends[step.key].append((rank, place))
@@ -76,6 +115,7 @@ class _NcclModel:
             self.streams.append({group: places[::-1] for group, places in streams.items()})
             self.keys.append(keys)
             self.needs.append(needs)
+            self.awaited.append(awaited)
 
     def run(self) -> ListPosition | None:
         """Run until nothing can start. Return an operation that never completes, or None."""
@@ -132,8 +172,11 @@ class _NcclModel:
     def _compute(self, rank: int) -> bool:
         """Run the computations whose receives are complete. Return whether there were any."""
         steps, place, moved = self.lists[rank], self.next_action[rank], False
+        awaited = self.awaited[rank]
         while place < len(steps):
             step = steps[place]
+            if place in awaited and awaited[place] not in self.complete:
+                break
             if isinstance(step, Action):
                 if (self.one_queue and self.next_start[rank] < place) or self._missing(rank, step) is not None:
                     break

@@ -13,8 +13,9 @@ the weight gradients that zero-bubble splits off (b without them); max and min a
 | bidirectional | both at once (Chimera, arXiv 2107.06925) | m(f + b) + (p - 2)(max + (m/p - 1)(max - min)) | <= p |
 | message | what has arrived (AxoNN, arXiv 2110.13005) | (m + p - 1)(f + b) if f <= b | <= the cap |
 
-A stage of interleaved is 1/v of a rank's share, and f and b with it. The activations of interleaved and the makespan of
-bidirectional are for p that divides m. On each stage of a replica backwards follow the order of micro-batches.
+`in_flight` caps the activations that a rank holds; below those of the table, ranks wait longer. A stage of interleaved
+is 1/v of a rank's share, and f and b with it. The activations of interleaved and the makespan of bidirectional are for
+p that divides m. On each stage of a replica backwards follow the order of micro-batches.
 """
 
 from __future__ import annotations
@@ -41,35 +42,47 @@ def make_schedule(name: str, num_ranks: int, num_micro_batches: int, **options: 
     return make(num_ranks, num_micro_batches, **options)
 
 
-def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """All forwards, then all backwards. Simple, but it holds the activations of every micro-batch."""
+def gpipe(num_ranks: int, num_micro_batches: int, *, in_flight: int | None = None) -> Schedule:
+    """All forwards, then all backwards. Simple, but it holds the activations of every micro-batch.
+
+    With `in_flight`, so many micro-batches at a time.
+    """
     _check_counts("gpipe", num_ranks, num_micro_batches)
+    size = _cap("gpipe", in_flight, num_micro_batches)
+    groups = [range(start, min(start + size, num_micro_batches)) for start in range(0, num_micro_batches, size)]
     lists = [
-        (*_actions("forward", rank, range(num_micro_batches)), *_actions("backward", rank, range(num_micro_batches)))
+        [action for group in groups for kind in ("forward", "backward") for action in _actions(kind, rank, group)]
         for rank in range(num_ranks)
     ]
-    return _schedule("gpipe", num_micro_batches, lists, [range(num_ranks)])
+    return _schedule("gpipe", num_micro_batches, lists, [range(num_ranks)], **_given(in_flight))
 
 
-def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Alternate one forward and one backward, after one forward for each stage behind the rank's."""
+def one_f_one_b(num_ranks: int, num_micro_batches: int, *, in_flight: int | None = None) -> Schedule:
+    """Alternate one forward and one backward, after one forward for each stage behind the rank's.
+
+    `in_flight` caps the micro-batches between a rank's forward and backward. Below p, ranks wait for gradients.
+    """
     _check_counts("1f1b", num_ranks, num_micro_batches)
+    cap = _cap("1f1b", in_flight, num_ranks)
     lists = [
         _by_turns(
             _actions("forward", rank, range(num_micro_batches)),
             _actions("backward", rank, range(num_micro_batches)),
-            num_ranks - rank - 1,
+            min(num_ranks - rank, cap) - 1,
         )
         for rank in range(num_ranks)
     ]
-    return _schedule("1f1b", num_micro_batches, lists, [range(num_ranks)])
+    return _schedule("1f1b", num_micro_batches, lists, [range(num_ranks)], **_given(in_flight))
 
 
-def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> Schedule:
+def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2, in_flight: int | None = None) -> Schedule:
     """`chunks` stages per rank, assigned round-robin: the bubble shrinks and the messages grow by that factor.
 
     Micro-batches go through a rank's stages in groups: all of a group at one stage before the next stage. A group of at
     least `num_ranks` leaves no wait between stages, so remaining micro-batches are spread over the groups.
+
+    `in_flight` caps the forwards without a backward of a rank, over all of its stages. A rank needs at least those of
+    one group at all stages but the last, and one. With v p, ranks wait only before their first backward.
     """
     _check_counts("interleaved", num_ranks, num_micro_batches)
     _check_count("interleaved", "chunks", chunks)
@@ -77,6 +90,13 @@ def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> S
     bounds = [index * num_micro_batches // num_groups for index in range(num_groups + 1)]
     groups = [range(start, stop) for start, stop in itertools.pairwise(bounds)]
     largest = max(map(len, groups))
+    least = (chunks - 1) * largest + 1
+    cap = _cap("interleaved", in_flight, least + 2 * num_ranks)
+    if cap < least:
+        raise PlanError(
+            f"interleaved: in_flight = {cap} is too few: groups of {largest} micro-batches at {chunks} stages need at "
+            f"least {least}"
+        )
     lists = []
     for rank in range(num_ranks):
         stages = range(rank, num_ranks * chunks, num_ranks)
@@ -84,29 +104,31 @@ def interleaved(num_ranks: int, num_micro_batches: int, *, chunks: int = 2) -> S
         backwards = [a for group in groups for stage in reversed(stages) for a in _actions("backward", stage, group)]
         # A rank's next stage is p stages later: the way to the last stage and back takes two actions per rank between.
         ahead = (chunks - 1) * largest + 2 * (num_ranks - rank - 1) if chunks > 1 else num_ranks - rank - 1
-        lists.append(_by_turns(forwards, backwards, ahead))
+        lists.append(_by_turns(forwards, backwards, min(ahead, cap - 1)))
     placement = [rank for _ in range(chunks) for rank in range(num_ranks)]
-    return _schedule("interleaved", num_micro_batches, lists, [placement], chunks=chunks)
+    return _schedule("interleaved", num_micro_batches, lists, [placement], chunks=chunks, **_given(in_flight))
 
 
-def zero_bubble(num_ranks: int, num_micro_batches: int) -> Schedule:
+def zero_bubble(num_ranks: int, num_micro_batches: int, *, in_flight: int | None = None) -> Schedule:
     """ZB-H1: 1f1b with separate weight gradients.
 
     Rank r computes them r micro-batches late, which fills its last waits. No rank holds more activations than rank 0
-    does under 1f1b.
+    does under 1f1b. `in_flight` caps the micro-batches of a rank whose weight gradients are not computed yet.
     """
     _check_counts("zero-bubble", num_ranks, num_micro_batches)
+    cap = _cap("zero-bubble", in_flight, num_ranks)
     lists = []
-    for rank, steps in enumerate(one_f_one_b(num_ranks, num_micro_batches).lists):
+    for rank, steps in enumerate(one_f_one_b(num_ranks, num_micro_batches, in_flight=in_flight).lists):
+        waiting = min(rank, cap - min(num_ranks - rank, cap))
         late: list[Action] = []
         for action in steps:
             assert isinstance(action, Action)
             late.append(action)
-            if action.kind == "backward" and action.micro_batch >= rank:
-                late.append(Action("weight", rank, action.micro_batch - rank))
-        late += _actions("weight", rank, range(max(0, num_micro_batches - rank), num_micro_batches))
+            if action.kind == "backward" and action.micro_batch >= waiting:
+                late.append(Action("weight", rank, action.micro_batch - waiting))
+        late += _actions("weight", rank, range(max(0, num_micro_batches - waiting), num_micro_batches))
         lists.append(tuple(late))
-    return _schedule("zero-bubble", num_micro_batches, lists, [range(num_ranks)])
+    return _schedule("zero-bubble", num_micro_batches, lists, [range(num_ranks)], **_given(in_flight))
 
 
 def gems(num_ranks: int, num_micro_batches: int, *, batches: int | None = None) -> Schedule:
@@ -134,16 +156,19 @@ def gems(num_ranks: int, num_micro_batches: int, *, batches: int | None = None) 
     return _schedule("gems", num_micro_batches, lists, placement, batches=batches)
 
 
-def bidirectional(num_ranks: int, num_micro_batches: int) -> Schedule:
+def bidirectional(num_ranks: int, num_micro_batches: int, *, in_flight: int | None = None) -> Schedule:
     """Two mirrored replicas at once: even micro-batches go down and odd ones up (Chimera).
 
     At most p/2 micro-batches of each replica are in flight. The order is optimal for f = b. With longer backwards,
-    ranks wait between groups of p micro-batches.
+    ranks wait between groups of p micro-batches. `in_flight` caps those of both replicas on a rank together.
     """
     _check_counts("bidirectional", num_ranks, num_micro_batches)
     placement = _mirrored("bidirectional", num_ranks)
-    lists = _first_come(num_micro_batches, placement, [num_ranks // 2] * num_ranks)
-    return _schedule("bidirectional", num_micro_batches, lists, placement)
+    cap = _cap("bidirectional", in_flight, num_ranks)
+    if cap < 2:
+        raise PlanError(f"bidirectional: in_flight = {cap} is too few: one micro-batch of each replica makes 2")
+    lists = _first_come(num_micro_batches, placement, [min(cap, num_ranks) // 2] * num_ranks)
+    return _schedule("bidirectional", num_micro_batches, lists, placement, **_given(in_flight))
 
 
 def message(num_ranks: int, num_micro_batches: int, *, in_flight: int | Sequence[int] | None = None) -> Schedule:
@@ -249,6 +274,18 @@ def _followers(action: Action, num_stages: int, num_micro_batches: int, num_repl
         yield Action("backward", stage, micro_batch, replica)
     if stage == 0 and micro_batch + num_replicas < num_micro_batches:
         yield Action("forward", 0, micro_batch + num_replicas, replica)
+
+
+def _cap(name: str, in_flight: int | None, default: int) -> int:
+    """Return the cap on the micro-batches in flight of a rank."""
+    if in_flight is None:
+        return default
+    _check_count(name, "in_flight", in_flight)
+    return in_flight
+
+
+def _given(in_flight: int | None) -> dict[str, object]:
+    return {} if in_flight is None else {"in_flight": in_flight}
 
 
 def _check_counts(name: str, num_ranks: int, num_micro_batches: int) -> None:

@@ -1,1 +1,1 @@
-"""Generates text with a trained model."""
+"""Serves a trained model: requests in, tokens out."""

@@ -1,4 +1,4 @@
-"""Generates text with a trained model in one process, token by token, without a key-value cache."""
+"""Loads a trained model, and generates text with it in one process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,24 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from weft.checkpoint import Checkpoint
 from weft.cluster.local_gpus import BF16_CAPABILITY
 from weft.data.tokenizer import Tokenizer, load_tokenizer
-from weft.errors import ConfigError, NumbersError
-from weft.models import GPT2, Decoder, LanguageConfig, build, read_config, read_weights
-from weft.saved_run import parameter_reader, saved_data, saved_model, saved_tokenizer, with_intact_checkpoint
+from weft.errors import ConfigError
+from weft.models import LanguageConfig, read_config, weight_reader
+from weft.saved_run import (
+    open_checkpoint,
+    parameter_reader,
+    saved_data,
+    saved_model,
+    saved_tokenizer,
+    with_intact_checkpoint,
+)
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.rank_part import RankPlace, build_part, build_whole, read_part
+from weft.serve.request import Request, Sampling
 
 
 def generate(
@@ -33,30 +43,26 @@ def generate(
     seconds: float = math.inf,
 ) -> str:
     """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
-    Temperature 0 takes the most likely token.
+    Temperature 0 takes the most likely token. When the context is full, generation goes on after its second half.
     """
-    device, deadline = next(model.parameters()).device, time.monotonic() + seconds
-    tokens = torch.from_numpy(np.asarray(tokenizer.encode(prompt), dtype=np.int64))
-    if tokens.numel() == 0:
-        tokens = torch.tensor([tokenizer.end])
-    start = tokens.numel()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.inference_mode():
-        for _ in range(num_tokens):
+    deadline = time.monotonic() + seconds
+    options = EngineOptions(max_running=1, context_length=context, vocab_size=tokenizer.vocab_size)
+    engine = Engine(model, options)
+    tokens = tokenizer.encode(prompt).tolist() or [tokenizer.end]
+    start, given, number = len(tokens), tokens[-engine.context_length :], 0
+    while len(tokens) < start + num_tokens:
+        sampling = Sampling(temperature=temperature, top_k=top_k or 0, seed=seed + (number << 32))
+        left = start + num_tokens - len(tokens)
+        engine.add(Request("text", tuple(given), left, sampling, frozenset([tokenizer.end])))
+        while engine.has_work():
+            for generated in engine.step():
+                if generated.finish == "stop":
+                    return tokenizer.decode(np.array(tokens[start:], dtype=np.int64))
+                tokens.append(generated.token)
             if time.monotonic() > deadline:
-                break
-            given = tokens[None, -context:].to(device)
-            logits = model(given)[0, -1].float()[: tokenizer.vocab_size].cpu()  # [vocab]
-            if logits.isnan().any():
-                raise NumbersError(
-                    f"the model gives NaN after {tokens.numel()} tokens: its weights are damaged or its training "
-                    f"diverged; use an older checkpoint"
-                )
-            chosen = _choose(logits, temperature, top_k, generator)
-            if int(chosen) == tokenizer.end:
-                break
-            tokens = torch.cat([tokens, chosen])
-    return tokenizer.decode(tokens[start:].numpy())
+                return tokenizer.decode(np.array(tokens[start:], dtype=np.int64))
+        given, number = tokens[-max(1, engine.context_length // 2) :], number + 1
+    return tokenizer.decode(np.array(tokens[start:], dtype=np.int64))
 
 
 def load_for_generation(
@@ -64,55 +70,54 @@ def load_for_generation(
     tokenizer: str | None = None,
     device: torch.device | str = "cpu",
     say: Callable[[str], None] = lambda message: None,
+    place: RankPlace | None = None,
 ) -> tuple[nn.Module, Tokenizer, int]:
     """Load the model, tokenizer and context length of a run folder, a checkpoint folder or a Hugging Face folder. On a
-    GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out.
+    GPU that supports it, the model computes in bf16. `say` is told of damaged checkpoints that are left out. With a
+    `place`, the model is the part of the rank there.
     """
     device = torch.device(device)
     if (path / "config.json").is_file():
         config = read_config(path)
-        model = _empty(config, device)
-        read_weights(path, model)
+        model = _load(config, torch.float32, weight_reader(path, config), device, place)
         spec = tokenizer or str(path / "tokenizer.json")
         if not tokenizer and not Path(spec).is_file():
             raise ConfigError(f"{path} has no tokenizer.json; pass --tokenizer bytes or a tokenizer.json")
         context = int(getattr(config, "n_positions", 0) or getattr(config, "max_position_embeddings", 1024))
-        return _prepare(model, device), load_tokenizer(spec), context
-    return with_intact_checkpoint(path, partial(_load_checkpoint, tokenizer=tokenizer, device=device), say)
+        return model, load_tokenizer(spec), context
+    read = partial(_load_checkpoint, tokenizer=tokenizer, device=device, place=place)
+    return with_intact_checkpoint(path, read, say)
+
+
+def model_config(path: Path) -> LanguageConfig:
+    """The config of the model at a path."""
+    return read_config(path) if (path / "config.json").is_file() else saved_model(open_checkpoint(path))
 
 
 def _load_checkpoint(
-    checkpoint: Checkpoint, tokenizer: str | None, device: torch.device
+    checkpoint: Checkpoint, tokenizer: str | None, device: torch.device, place: RankPlace | None
 ) -> tuple[nn.Module, Tokenizer, int]:
-    saved = saved_model(checkpoint)
-    data = saved_data(checkpoint)
-    model = _empty(saved, device).to(checkpoint.entries("parameter")[0].dtype)
-    read = parameter_reader(checkpoint)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(read(name))
+    saved, data = saved_model(checkpoint), saved_data(checkpoint)
+    dtype = checkpoint.entries("parameter")[0].dtype
+    model = _load(saved, dtype, parameter_reader(checkpoint), device, place)
     end_token = data.end_token if tokenizer is None else None  # another tokenizer has its own end token
     own = load_tokenizer(tokenizer or saved_tokenizer(checkpoint), end_token=end_token)
-    return _prepare(model, device), own, data.sequence
+    return model, own, data.sequence
 
 
-def _empty(config: LanguageConfig, device: torch.device) -> Decoder | GPT2:
-    """A model without values, to be read afterwards. Initialising a large model would take long."""
-    with torch.device("meta"):
-        model = build(config)
+def _load(
+    config: LanguageConfig,
+    dtype: torch.dtype,
+    read: Callable[[str], Tensor],
+    device: torch.device,
+    place: RankPlace | None,
+) -> nn.Module:
+    """A model, or a rank's part of it, with its weights. It is made without initial values, which would take long."""
+    if config.architecture == "deepseek_v3":
+        raise ConfigError("weft does not serve architecture 'deepseek_v3' yet; serve a model of another architecture")
+    model, cuts = build_whole(config) if place is None else build_part(config, place)
     assert not list(model.buffers()), "buffers would be left without values"
-    return model.to_empty(device=device)
-
-
-def _prepare(model: nn.Module, device: torch.device) -> nn.Module:
     has_bf16 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
-    return (model.to(torch.bfloat16) if has_bf16 else model).eval()
-
-
-def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> torch.Tensor:
-    if temperature == 0:
-        return logits.argmax(keepdim=True)
-    scaled = logits / temperature
-    if top_k is not None and top_k < scaled.numel():
-        scaled[scaled < scaled.topk(top_k).values[-1]] = float("-inf")
-    return torch.multinomial(scaled.softmax(-1), 1, generator=generator)
+    model.to(torch.bfloat16 if has_bf16 else dtype)
+    read_part(model, cuts, read, device)
+    return model.eval()

@@ -22,7 +22,9 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from weft.comm import Axis, Pending, all_gather, all_reduce, reduce_scatter
+from weft.cluster.communication import Communication
+from weft.comm import Axis, Pending
+from weft.comm.rounded import all_gather, all_reduce, reduce_scatter
 from weft.errors import PlanError
 from weft.profiling import Parameter
 from weft.sharding.gradient_rules import refuse_gradient, unused_pieces
@@ -46,6 +48,8 @@ class FlatOptions:
     is_alone: bool  # there is one rank, so gradients are never reduced
     on_host: bool  # the slice and the optimizer state are in host memory
     delays: bool  # the optimizer applies each update one step late
+    communication: Communication  # how parameters and gradients are rounded for links
+    num_expert_ranks: int = 1  # gradients are also means over the samples of these, however they were summed
 
 
 class Flat:
@@ -110,7 +114,7 @@ class Flat:
         if self.is_apart and (self.options.on_host or self.options.compute_dtype != self.options.slice_dtype):
             part = self.own_whole
             self.write()
-        self._gathering = all_gather(self.whole, part, self.shard)
+        self._gathering = all_gather(self.whole, part, self.shard, self.options.communication.gather)
 
     def finish_gather(self) -> None:
         """Wait for the gather and make the whole parameters visible to the modules."""
@@ -177,6 +181,13 @@ class Flat:
 
     # --- gradients
 
+    def keep_local(self, axis: str) -> None:
+        """Do not average gradients over this axis: the optimizer does it. Call it before the first backward."""
+        assert self.whole_gradient.is_empty
+        self.mean_over = [one for one in self.mean_over if one.name != axis]
+        for cached in ("_num_means", "_mean"):
+            self.__dict__.pop(cached, None)
+
     @property
     def has_gradient(self) -> bool:
         """Whether a reduced gradient is ready for the optimizer."""
@@ -229,7 +240,8 @@ class Flat:
             self.slice_gradient = torch.empty(
                 self.layout.slice_numel, dtype=self.options.master_dtype, device=self.device
             )
-        self._reducing = reduce_scatter(self.slice_gradient, whole, self.shard)
+        wire = self.options.communication.scatter
+        self._reducing = reduce_scatter(self.slice_gradient, whole, self.shard, wire)
 
     def continue_reduce(self) -> None:
         """Wait for the reduction over `shard`, free the whole gradient, and start to reduce over the other axes."""
@@ -239,7 +251,8 @@ class Flat:
         assert self.slice_gradient is not None
         for axis in (*self.sum_over, *self.mean_over):
             self._wait_reduce()
-            self._reducing = all_reduce(self.slice_gradient, axis)
+            wire = self.options.communication.reduce if axis.name == "data" else "exact"
+            self._reducing = all_reduce(self.slice_gradient, axis, wire)
 
     def finish_reduce(self) -> None:
         """Wait for the reductions, add the gradient of an earlier backward, and show the sum to the optimizer."""
@@ -359,7 +372,8 @@ class Flat:
 
     @cached_property
     def _num_means(self) -> int:
-        return math.prod((self.shard.degree, *(axis.degree for axis in self.mean_over)))
+        ranks = (self.shard.degree, self.options.num_expert_ranks, *(axis.degree for axis in self.mean_over))
+        return math.prod(ranks)
 
     @cached_property
     def _mean(self) -> Tensor:

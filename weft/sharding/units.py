@@ -25,6 +25,7 @@ from weft.inspection.nested_tensors import tensors_in
 from weft.profiling import Block, ParameterUses, find_parameters, profile
 from weft.sharding.flat_buffer import Flat
 from weft.sharding.parameter_reads import ReadWatch
+from weft.sharding.way_agreement import WayAgreement
 
 MakeFlats = Callable[[Block, Mapping[str, ParameterUses]], Sequence[Flat]]
 
@@ -89,11 +90,14 @@ class Units:
         self.compute_dtype = compute_dtype
         self.sync = True
         self.status: Status | None = None  # if set, it records which block this rank is in
+        self.way: WayAgreement | None = None  # if set, ranks must call the same blocks in the same order
         self._is_streamed = any(unit.is_streamed for unit in units)
         self.rehearses = False  # if True, backward drops its gradients and keeps sums of earlier ones
         self._in_step = False  # see begin_step
         self._forward_order: list[Unit] = []  # of the current pass, as recorded so far
-        self._order: list[Unit] = list(self.blocks)  # of the last complete pass
+        # Units of the last complete pass, in order. Before the first pass only copies from the host are started ahead:
+        # a collective for a block that is never called would not be predicted.
+        self._order: list[Unit] = list(self.blocks) if self._is_streamed else []
         self._to_reduce: list[Unit] = []
         self._last_started: Unit | None = None
         self._in_backward = False
@@ -153,6 +157,8 @@ class Units:
             # otherwise a checkpoint around the model is recomputing it in backward
             if torch._C._current_graph_task_id() == -1:
                 self._start_pass()
+                if self.way is not None:
+                    self.way.begin()
             self._gather_lasting()
         return _cast(args, self.compute_dtype), _cast(kwargs, self.compute_dtype)
 
@@ -182,6 +188,8 @@ class Units:
 
     def _after_model(self, _: nn.Module, __: Any, output: Any) -> None:
         self._order = list(dict.fromkeys(self._forward_order))
+        if self.way is not None and torch._C._current_graph_task_id() == -1:
+            self.way.end()
         if self._in_step:
             return
         if not torch.is_grad_enabled():
@@ -195,6 +203,8 @@ class Units:
     def _before_block(self, unit: Unit, _: nn.Module, args: Any, kwargs: Any) -> None:
         if self.status is not None and not unit.in_backward:
             self.status.enters(unit.forward_words)
+        if self.way is not None and torch._C._current_graph_task_id() == -1:
+            self.way.enters(unit.name)
         unit.finish_gather()
         if unit.in_backward:  # the user's own checkpointing recomputes the block
             return

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, Pending, exchange
+from weft.inspection.first_order import first_order
 from weft.inspection.parameter_cut import Interval
 from weft.spatial.ownership import Line, Transfers, inside, length, meet, transfers
 from weft.spatial.tile_layout import Grid, TileLayout
@@ -228,7 +228,7 @@ class _Fetch(Function):
         return out.clone() if is_view else out
 
     @staticmethod
-    @once_differentiable
+    @first_order("tile")
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return HaloBackward(ctx.halo, gradient).finish(), None
 

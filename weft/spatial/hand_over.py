@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, all_reduce, exchange
 from weft.errors import PlanError
+from weft.inspection.first_order import first_order
 from weft.inspection.parameter_cut import Interval, share
 from weft.spatial.halo import Halo, fetch
 from weft.spatial.ownership import length
@@ -68,7 +68,7 @@ class _Sum(Function):
         return value
 
     @staticmethod
-    @once_differentiable
+    @first_order("tile")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         gradient = gradient.contiguous().clone()
         all_reduce(gradient, ctx.axis).wait()
@@ -121,7 +121,7 @@ class _ToShare(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("tile")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _samples_to_pixels(gradient, ctx.grid, ctx.layout, ctx.samples), None, None, None
 
@@ -136,7 +136,7 @@ class _FromShare(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("tile")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return _pixels_to_samples(gradient, ctx.grid, ctx.layout, ctx.samples), None, None, None
 

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, all_gather, all_reduce
+from weft.inspection.first_order import first_order
 from weft.spatial.hand_over import own_part, to_tile
 from weft.spatial.tile_layout import BatchShare, Grid, TileLayout
 
@@ -51,7 +51,7 @@ class _Normalise(Function):
         return out, mean, variance
 
     @staticmethod
-    @once_differentiable
+    @first_order("tile")
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> Any:
         value, weight, mean, variance = ctx.saved_tensors
         wide = None if weight is None else weight.to(mean.dtype)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from weft.inspection.first_order import first_order
 from weft.inspection.parameter_cut import Interval
 from weft.spatial.halo import Halo, HaloBackward, fetch
 from weft.spatial.ownership import SlidingWindow
@@ -65,7 +65,7 @@ class _HaloMaxPool(Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @first_order("tile")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (indices,), (kernel, stride, dilation) = ctx.saved_tensors, ctx.shape
         is_2d, zeros = ctx.num_dims == 2, [0] * ctx.num_dims

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from weft.inspection.first_order import first_order
 from weft.inspection.parameter_cut import Interval
 from weft.spatial.halo import Halo, HaloBackward, fetch
 from weft.spatial.overlap import Overlap, plan_overlap
@@ -187,7 +187,7 @@ class _HaloConvolution(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("tile")
     def backward(ctx: Any, gradient: Tensor) -> Any:
         value, weight, *strips = ctx.saved_tensors
         needs_value, needs_weight, needs_bias = ctx.needs_input_grad[:3]

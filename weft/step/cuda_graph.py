@@ -57,6 +57,8 @@ def _obstacle(run: Run, device: torch.device) -> str | None:
         return f"memory.activations = {run.plan.memory.activations:g} takes host memory in its own order"
     if run.plan.memory.weights:
         return f"memory.weights = {run.plan.memory.weights:g} makes room for weights in an order of its own"
+    if run.train.kfac is not None:
+        return "train.kfac samples layers on the host"
     if run.train.layer_drop is not None:
         return "train.layer_drop chooses blocks on the host"
     if run.numbers.repeat_every is not None:

@@ -23,7 +23,7 @@ from weft.errors import PlanError
 from weft.inspection.absent_module import AbsentModule
 from weft.inspection.blocks import find_blocks
 from weft.memory.recompute_context import register_state
-from weft.models.decoder import CausalAttention
+from weft.models.attention import CausalAttention
 from weft.parallel.context.attention import gather_documents
 from weft.pipeline.rank_model import rank_model
 from weft.run_file import Run

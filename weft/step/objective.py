@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from weft.comm import Traffic
 from weft.comm.ledger import Key
-from weft.models.experts import take_router_losses
 from weft.models.loss import IGNORE
 from weft.models.loss_head import logits_of, loss_head_of
+from weft.models.router import take_router_losses
 from weft.parallel.tensor.vocabulary import cross_entropy, num_right, vocabulary_of
 from weft.plan import Plan
 from weft.step.batch import Batch

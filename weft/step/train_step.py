@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 
 from weft.comm import all_reduce
 from weft.mesh import Mesh
+from weft.models.router import change_biases
 from weft.optim.stepper import stepper
 from weft.parallel.context.axis import own_tokens
 from weft.parallel.gradient_norm import grad_norm
 from weft.parallel.model_state import sync_gradients, watching_reads
 from weft.parallel.tile import own_targets, repeats
-from weft.pipeline.rank_model import pipeline_of
+from weft.pipeline.rank_model import pipeline_of, rank_model
 from weft.pipeline.runtime import Pipeline, Work
 from weft.pipeline.sections import raising_lost_rank
 from weft.pipeline.shared_parameters import running_statistics
@@ -80,10 +81,10 @@ def train_step(
     """
     statistics = running_statistics(model) if checks is not None else ()
     before = [tensor.clone() for tensor in statistics]
-    stepper(optimizer).begin()
     micro_batches = [own_targets(own_tokens(batch, mesh["context"]), model, mesh) for batch in micro_batches]
     num_targets = torch.stack([objective.count(batch) for batch in micro_batches]).sum().double()
     all_reduce(num_targets, mesh["tokens"]).wait()
+    stepper(optimizer).begin(num_targets)
     # Gradients are averaged over the ranks of `batch`, so each rank's loss is multiplied by their number.
     scale = mesh["batch"].degree / num_targets.clamp(min=1)
     norm: Tensor | None = None
@@ -101,6 +102,8 @@ def train_step(
     judge = None if checks is None else partial(checks.judge, loss)
     norm, verdict = stepper(optimizer).update(model, mesh, clip, judge, norm)
     optimizer.zero_grad(set_to_none=True)
+    keeps = None if verdict is None else verdict != 0
+    change_biases(rank_model(model).models, lambda counts: all_reduce(counts, mesh["tokens"]).wait(), keeps)
     for tensor, old in zip(statistics, before, strict=True):
         assert verdict is not None
         tensor.copy_(torch.where(verdict == 0, tensor, old))

@@ -52,6 +52,8 @@ def run_beliefs(run: Run) -> dict[str, str]:
     """Returns the run by key, with overrides and defaults, and the versions of weft and torch."""
     tables = {key: to_table(getattr(run, key)) for key in _TABLES}
     found = {"weft": VERSION, "torch": str(torch.__version__), "cluster": run.cluster, **flat(tables)}
+    if run.plan.communication.between == "fastest" and (path := Path(run.cluster.partition(":")[0])).suffix == ".toml":
+        found["a hash of the cluster file"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return {key: value for key, value in found.items() if key not in _PLACES}
 
 

@@ -27,6 +27,7 @@ from weft.train.batches import prepare_data
 from weft.train.checkpoints import Checkpoints
 from weft.train.parts import Evaluation, make_parts
 from weft.train.prefetch import make_batches
+from weft.train.recording import CommunicationProfile
 from weft.train.setup import attention, build_state, refuse_start, show_status, watched, world
 from weft.train.step_results import Reporter, StepResults
 from weft.train.stop import Stop
@@ -68,7 +69,7 @@ def train(run: Run, rank_info: RankInfo, reporter: Reporter, step_seconds: float
             checkpoints.resume()
             results = StepResults(state, policy, reporter)  # on a GPU, losses and norms are read one step late
             evaluation = Evaluation(state, results.log)
-            parts = make_parts(state, evaluation, checkpoints)
+            parts = make_parts(state, evaluation, checkpoints, CommunicationProfile(state), results.log)
             batches = make_batches(state, policy)
             timeout = timedelta(seconds=run.train.timeout_seconds)
             stop = Stop(

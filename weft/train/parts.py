@@ -10,8 +10,15 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
+
+from weft.comm import all_reduce
 from weft.inspection.rng import derive_seed, seed_rng
-from weft.pipeline.rank_model import pipeline_of
+from weft.mesh import Mesh
+from weft.models.router import take_routed
+from weft.optim.kfac import KFAC
+from weft.pipeline.rank_model import pipeline_of, rank_model
 from weft.resilience.faults import Faults
 from weft.step.task import task_of
 from weft.step.train_step import evaluate
@@ -91,24 +98,23 @@ class InjectedFaults(TrainingPart):
 
 
 class LearningRate(TrainingPart):
-    """Sets the learning rate of each step."""
+    """Sets the learning rate of each step. A group of the optimizer may have a `peak` of its own (K-FAC's layers)."""
 
     def __init__(self, state: TrainState) -> None:
         self._config, self._optimizer = state.run.train, state.optimizer
 
     def before_step(self, step: int) -> None:
         config = self._config
-        rate = learning_rate(
-            step,
-            peak=config.learning_rate,
-            schedule=config.schedule,
-            steps=config.steps,
-            warmup=config.warmup_steps,
-            decay=config.decay_steps,
-            final=config.final_learning_rate,
-        )
         for group in self._optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate(
+                step,
+                peak=group.get("peak", config.learning_rate),
+                schedule=config.schedule,
+                steps=config.steps,
+                warmup=config.warmup_steps,
+                decay=config.decay_steps,
+                final=config.final_learning_rate,
+            )
 
 
 class RandomStates(TrainingPart):
@@ -178,13 +184,87 @@ class Evaluation(TrainingPart):
         return True
 
 
-def make_parts(state: TrainState, evaluation: Evaluation, checkpoints: TrainingPart) -> TrainingParts:
+class ExpertLoads(TrainingPart):
+    """Logs how evenly routers send tokens to experts, every `train.log_every` steps.
+
+    `load`: the tokens of the busiest expert of any layer divided by the mean. `imbalance`: the same of the ranks of
+    `expert`. `entropy`: of the routers' probabilities, the mean over tokens and layers. `dropped`: the share of the
+    tokens' choices that experts did not take because of their capacity. They are written one step late,
+    so that the host does not wait for the device.
+    """
+
+    def __init__(self, state: TrainState, log: MetricsLog | None) -> None:
+        self._state, self._log = state, log
+        self._is_sparse = getattr(state.run.model, "num_experts", 0) > 0
+        self._pending: tuple[int, Tensor] | None = None
+
+    def after_step(self, step: int, stops: bool) -> bool:
+        self._write()
+        config = self._state.run.train
+        if self._is_sparse and is_due(step, config.log_every, config.steps):
+            self._pending = step, expert_loads(self._state.model, self._state.mesh)
+        return False
+
+    def end(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
+        if self._pending is not None and self._log is not None:
+            values = dict(zip(("load", "imbalance", "entropy", "dropped"), self._pending[1].tolist(), strict=True))
+            self._log.write("experts", self._pending[0], values)
+        self._pending = None
+
+
+def expert_loads(model: nn.Module, mesh: Mesh) -> Tensor:
+    """Returns the largest load and imbalance, the mean entropy and the share of dropped choices since the last call.
+
+    They are of all routers [4].
+    """
+    largest = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    sums = torch.zeros(4, dtype=torch.float64, device=mesh.device)  # choices, dropped, entropy, tokens times layers
+    if routed := [one for own in rank_model(model).models for one in take_routed(own)]:
+        whole = torch.cat(routed)  # of each layer [experts + 3]
+        all_reduce(whole, mesh["tokens"]).wait()
+        for layer in whole.split([len(one) for one in routed]):
+            counts = layer[:-3]
+            of_ranks = counts.unflatten(0, (mesh.plan.expert, -1)).sum(-1)
+            largest = torch.maximum(largest, torch.stack([each.amax() / each.mean() for each in (counts, of_ranks)]))
+            sums += torch.cat([counts.sum()[None], layer[-3:]])
+    all_reduce(largest, mesh["pipe"], "max").wait()
+    all_reduce(sums, mesh["pipe"]).wait()
+    return torch.cat([largest, sums[2:3] / sums[3:], sums[1:2] / sums[:1]])
+
+
+class KfacStatistics(TrainingPart):
+    """Logs statistics of K-FAC's factors after each step that renewed their inverses."""
+
+    def __init__(self, state: TrainState, log: MetricsLog | None) -> None:
+        self._optimizer, self._log = state.optimizer, log
+
+    def after_step(self, step: int, stops: bool) -> bool:
+        if self._log is not None and isinstance(self._optimizer, KFAC):
+            values = self._optimizer.take_statistics()
+            if values is not None:
+                self._log.write("kfac", step, values)
+        return False
+
+
+def make_parts(
+    state: TrainState,
+    evaluation: Evaluation,
+    checkpoints: TrainingPart,
+    profile: TrainingPart,
+    log: MetricsLog | None,
+) -> TrainingParts:
     """Returns all parts of a run, in the order in which they run."""
     return TrainingParts(
         (
             InjectedFaults(state),
             LearningRate(state),
             RandomStates(state),
+            profile,
+            ExpertLoads(state, log),
+            KfacStatistics(state, log),
             evaluation,
             checkpoints,
             StepTimeline(state),

@@ -64,7 +64,9 @@ def world(run: Run, rank_info: RankInfo) -> Iterator[Mesh]:
     try:
         # Before groups are made: ranks with different plans would make different groups and wait for each other.
         agree(run_beliefs(run), Axis("world", rank_info.num_ranks, rank_info.rank, None, Ledger()))
-        yield Mesh(run.plan, device, rank_info.num_local_ranks)
+        chooses = run.plan.communication.between == "fastest"
+        cluster = run_cluster(run, rank_info.num_hosts) if chooses else None
+        yield Mesh(run.plan, device, rank_info.num_local_ranks, cluster)
     finally:
         shutdown()
 
@@ -95,7 +97,7 @@ def build_state(
     if wants_compile(run, mesh.device):
         say("the first step compiles the model's blocks" + (f"; attention by {kernel}" if kernel else ""))
         compile_blocks(model, say)
-    optimizer = make_optimizer(model, run.train)
+    optimizer = make_optimizer(model, run.train, mesh["data"])
     source = weights_fingerprint(run.source, run.tuning.adapter)
     data = with_reference(run, data.on_tile(mesh), model, mesh)
     state = TrainState(run, run_id, data, mesh, model, optimizer, status, say, source)

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from weft.comm import Axis, all_gather, all_to_all, shift
+from weft.inspection.first_order import first_order
 from weft.parallel.context.block_attention import (
     AttentionResult,
     GradientSums,
@@ -149,7 +149,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order("context")
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, logsumexp = ctx.saved_tensors
         axis: Axis = ctx.axis
@@ -255,7 +255,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange(sent, axis)
 
     @staticmethod
-    @once_differentiable
+    @first_order("context")
     def backward(ctx: Any, grad_received: Tensor) -> tuple[Tensor, None]:
         return _exchange(grad_received, ctx.axis), None
 

@@ -27,9 +27,10 @@ from weft.inspection.attention_interface import POSITIONS, interface_models, ref
 from weft.inspection.nested_tensors import map_tensors
 from weft.inspection.rng import ScopedRng
 from weft.mesh import Mesh
-from weft.models.decoder import CausalAttention
-from weft.models.experts import Router
+from weft.models.attention import CausalAttention
+from weft.models.latent_attention import LatentAttention
 from weft.models.loss import IGNORE
+from weft.models.router import Router
 from weft.parallel.buffer_traffic import buffer_traffic
 from weft.parallel.context import closed_form
 from weft.parallel.context.attention import (
@@ -74,6 +75,16 @@ class ContextAxis(Strategy):
             return (
                 f"context = {degree} splits sequences, over whose tokens routers balance their experts "
                 f"(router_aux_loss_coef); use router_aux_loss_coef = 0, or context = 1"
+            )
+        if any(isinstance(module, LatentAttention) for module in profile.model.modules()):
+            return (
+                f"context = {degree} passes keys and values of one width between ranks, and those of latent attention "
+                f"(deepseek_v3) differ; use context = 1"
+            )
+        if any(isinstance(module, Router) and module.capacity for module in profile.model.modules()):
+            return (
+                f"context = {degree} splits sequences, and experts take a part of the tokens of each sequence "
+                f"(model.capacity); leave model.capacity out, or use context = 1"
             )
         reason = next((why for why in map(refuse_interface, models) if why is not None), None)
         if reason is not None:

@@ -30,22 +30,23 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from weft.errors import PlanError
 from weft.inspection.blocks import find_blocks
 from weft.inspection.embedding_lookup import is_plain_lookup, replaced_lookup
 from weft.inspection.pairing import pair
-from weft.inspection.parameter_cut import Cut, share
+from weft.inspection.parameter_cut import share
 from weft.inspection.rng import INNER, PART, WHOLE, ScopedRng, has_dropout
 from weft.inspection.split_probe import linear_sizes
 from weft.inspection.tensor_splits import Pairing, Split, is_norm
 from weft.memory.recompute_context import register_state
 from weft.mesh import Mesh
+from weft.parallel.cut_parameters import cut_parameters
 from weft.parallel.tensor import closed_form, convolution
 from weft.parallel.tensor.cost import localise, traffic, transient_bytes
 from weft.parallel.tensor.cuts import ends_of, parameter_cuts
+from weft.parallel.tensor.head_use import HeadUse
 from weft.parallel.tensor.norm import split_norm
 from weft.parallel.tensor.operations import gather, leave
 from weft.parallel.tensor.overlapped_matmul import StreamSplit
@@ -55,7 +56,7 @@ from weft.parallel.tensor.split_linear import SharedInput, SplitLinear
 from weft.parallel.tensor.vocabulary import Vocabulary, mark_logits, set_vocabulary, split_embedding, vocabulary_of
 from weft.plan import BatchSplit, Plan
 from weft.plan import Tensor as TensorSetting
-from weft.profiling import PARAMETER_CUTS, Profile
+from weft.profiling import Profile
 from weft.profiling.software import BlockPass
 from weft.profiling.workload import Call
 from weft.strategy import Cost, SearchSpace, Strategy, Transient, Values, divisors, tally
@@ -118,26 +119,11 @@ class TensorAxes(Strategy):
         for name, reason in pairing.kept.items() if mesh["x"].index == 0 else ():
             logger.info("tensor.x leaves '%s' whole: %s", name, reason)
         _Applier(model, pairing, plan, mesh).apply()
-        _shrink(model, cuts)
-        PARAMETER_CUTS.set(model, cuts)
+        cut_parameters(model, cuts)
         return model
 
 
 # --- changes to modules
-
-
-def _shrink(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Replace parameters by ones of the local shapes on the meta device. `ShardAxis` sets their values."""
-    made: dict[int, nn.Parameter] = {}
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for module in model.modules():
-        for leaf, parameter in list(module._parameters.items()):
-            if parameter is not None and id(parameter) in names:
-                if id(parameter) not in made:
-                    shape = cuts[names[id(parameter)]].local_shape
-                    empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                module._parameters[leaf] = made[id(parameter)]
 
 
 class _Applier:
@@ -207,6 +193,7 @@ class _Applier:
                 vocabulary = Vocabulary(begin, end, num_classes, self.x)
                 set_vocabulary(self.model, vocabulary)
                 if self.x.degree > 1:
+                    HeadUse(self.model, split.module)
                     self.model.register_forward_hook(partial(mark_logits, vocabulary))
         for parent, columns in entering.items():
             module = self.model.get_submodule(parent)

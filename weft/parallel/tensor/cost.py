@@ -202,8 +202,14 @@ def localise(profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Pr
     """Returns the profile of the rank at `coordinates` of x and y: its parameters, FLOPs and saved bytes."""
     if plan.tensor.x == plan.tensor.y == 1:
         return profile
-    shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
+    before = {parameter.name: parameter.cut for block in profile.all for parameter in block.parameters}
+    shapes = {
+        parameter.name: parameter.cut.shape if parameter.cut else parameter.shape
+        for block in profile.all
+        for parameter in block.parameters
+    }
     cuts = parameter_cuts(profile.pairing, shapes, plan, coordinates)
+    cuts = {name: cut.beside(before[name]) for name, cut in cuts.items()}
     stream = _LocalCounts(profile, plan)
 
     def local(block: Block) -> Block:

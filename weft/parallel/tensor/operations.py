@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from weft.comm import Axis, all_gather, all_reduce, reduce_scatter
+from weft.inspection.first_order import first_order
 from weft.inspection.parameter_cut import share
 
 
@@ -26,6 +27,7 @@ class _AllReduceGradient(Function):
         return value.view_as(value)
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         gradient = gradients[0].contiguous().clone()
         all_reduce(gradient, ctx.axis).wait()
@@ -40,6 +42,7 @@ class _AllReduce(Function):
         return value
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None
 
@@ -54,6 +57,7 @@ class _Gather(Function):
         return gather_along(value, axis, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return slice_along(gradients[0], ctx.axis, ctx.dim).contiguous(), None, None
 
@@ -70,6 +74,7 @@ class _ReduceScatter(Function):
         return part.movedim(0, dim)
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gather_along(gradients[0], ctx.axis, ctx.dim), None, None
 
@@ -83,6 +88,7 @@ class _Slice(Function):
         return slice_along(value, axis, dim).contiguous()
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gather_along(gradients[0], ctx.axis, ctx.dim), None, None
 

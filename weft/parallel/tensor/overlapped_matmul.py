@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from weft.comm import Axis, all_gather, all_reduce, reduce_scatter
+from weft.inspection.first_order import first_order
 from weft.parallel.tensor.operations import apply, linear
 
 SEQUENCE_DIM = 1  # of hidden states [batch, sequence, ..., features]
@@ -165,6 +166,7 @@ class _Columns(Function):
         return tuple(linear(value, weight, transposed) for weight in weights)
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         value, *weights = ctx.saved_tensors
         total = pending = None
@@ -194,6 +196,7 @@ class _GatheredColumns(Function):
         return tuple(_join(pieces) for pieces in zip(*products, strict=True))
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         kept, *weights = ctx.saved_tensors
         axis, stream, needed = ctx.axis, ctx.stream, ctx.needs_input_grad[4:]
@@ -230,6 +233,7 @@ class _SaveRowInput(Function):
         return value.view_as(value)
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None, None
 
@@ -255,6 +259,7 @@ class _ScatteredRow(Function):
         return scattering.wait()
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         value, weight = ctx.kept.ctx.saved_tensors
         gathering = _Gathering(gradients[0], ctx.x, ctx.chunks)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from weft.comm import Axis
+from weft.inspection.first_order import first_order
 from weft.inspection.nested_tensors import map_tensors
 from weft.inspection.parameter_cut import share
 from weft.parallel.tensor.operations import gather_along
@@ -77,5 +78,6 @@ class _GatherClasses(Function):
         return torch.cat([part[..., : end - begin] for part, (begin, end) in zip(parts, shares, strict=True)], dim=-1)
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0][..., ctx.begin : ctx.end], None, None

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from weft.comm import Axis, all_reduce
 from weft.errors import PlanError
 from weft.inspection.annotations import Annotation
+from weft.inspection.first_order import first_order
 from weft.inspection.nested_tensors import map_tensors
 from weft.models.loss import IGNORE, is_unknown, token_loss
 from weft.models.loss_head import logits_of
@@ -132,6 +133,7 @@ class _SplitCrossEntropy(Function):
         return torch.where(valid, sums[0].log() - sums[1], 0.0).sum()
 
     @staticmethod
+    @first_order("tensor.x and tensor.y")
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         probabilities, own, local, valid = ctx.saved_tensors
         result = probabilities.clone()

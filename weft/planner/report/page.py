@@ -6,7 +6,7 @@ left out of the page.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
@@ -18,16 +18,11 @@ from weft.planner.report.figures import (
     small_step_bar,
     traffic_bars,
 )
-from weft.planner.report.style import (
-    bytes_text,
-    count_text,
-    number,
-    part_class,
-    percent,
-    policy_text,
-    seconds_text,
-    style_sheet,
-)
+from weft.planner.report.html_parts import document
+from weft.planner.report.html_parts import figure as _figure
+from weft.planner.report.html_parts import legend_list as _legend
+from weft.planner.report.html_parts import table as _table
+from weft.planner.report.style import bytes_text, count_text, number, percent, policy_text, seconds_text
 from weft.planner.report.timeline import step_picture
 
 Answer = Mapping[str, Any]
@@ -40,12 +35,7 @@ def page(answer: Answer) -> str:
     title = f"{answer['model']['name']} on {answer['cluster']['name']}"
     sections = (_head, _plans, _memory, _step, _traffic, _scaling, _sensitivities, _foot)
     body = "\n".join(section(answer) for section in sections)
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>weft plan: {escape(title)}</title>\n<style>\n{style_sheet()}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
-    )
+    return document(f"weft plan: {title}", body)
 
 
 def exposed_seconds(where: Mapping[str, float]) -> float:
@@ -244,36 +234,6 @@ def _foot(answer: Answer) -> str:
     seconds = answer.get("search_seconds")
     took = f" in {number(seconds)} s" if seconds is not None else ""
     return f"<footer>{answer['considered']:,} plans considered{took}. All numbers are predictions.</footer>"
-
-
-def _figure(title: str, what: str, legend: str, picture: str, below: str = "") -> str:
-    return (
-        f"<section><h2>{title}</h2><figure><figcaption>{escape(what.strip())}</figcaption>{legend}"
-        f'<div class="scroll">{picture}</div></figure>{below}</section>'
-    )
-
-
-def _legend(parts: Iterable[str], more: str = "", before: str = "", names: Mapping[str, str] | None = None) -> str:
-    """A square and a word for each part, `before` in front of them; `more` is HTML."""
-    words = names or {}
-    items = "".join(f'<li><i class="{part_class(part)}"></i>{escape(words.get(part, part))}</li>' for part in parts)
-    begin = f'<li class="quiet">{before}</li>' if before else ""
-    return f'<ul class="legend">{begin}{items}{more}</ul>' if items or more else ""
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], first: bool = False) -> str:
-    """Cells are HTML. Heads that begin with # stand over numbers; the first row may be the one that counts."""
-    kinds = ["number" if head.startswith("#") else "axes" if "plan" in head else "short" for head in heads]
-    head = "".join(
-        f'<th scope="col" class="{kind}">{name.lstrip("#")}</th>' for kind, name in zip(kinds, heads, strict=True)
-    )
-    body = "".join(
-        ('<tr class="first">' if first and index == 0 else "<tr>")
-        + "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in zip(kinds, row, strict=True))
-        + "</tr>\n"
-        for index, row in enumerate(rows)
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>'
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

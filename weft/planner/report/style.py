@@ -22,6 +22,7 @@ _COLOURS = {
     "data": ("#1baf7a", "#199e70"),
     "shard": ("#eda100", "#c98500"),
     "pipe": ("#e87ba4", "#d55181"),
+    "expert": ("#8a5a00", "#b98a3d"),
     "context": ("#008300", "#2f9a2f"),
     "rows": ("#eb6834", "#d95926"),  # tiles never stand beside x, y and context
     "columns": ("#62c6e6", "#5fbcdc"),

@@ -1,0 +1,120 @@
+"""Predicted and measured step times of four plans on this machine's CPU, with measured and with assumed links.
+
+`weft bench machine` measures matmuls, memory and links into a cluster file. Then each plan trains for some steps by
+`weft train`, and the median of its step times is compared with two predictions: by the measured file, and
+by the cluster `local`, whose links are assumed. Aim: the measured file within 15 %, and better than the assumed one.
+Run it while nothing else runs; the result has the load of the machine.
+
+    python benchmarks/cpu_plans.py [--steps 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.cluster.topology import cpu_model
+from weft.planner.predict import predict, run_cluster
+from weft.run_file import load_run
+
+AIM = 0.15
+BATCH, SEQUENCE = 8, 128
+PLANS = {
+    "data 2": ["plan.data=2"],
+    "shard 2": ["plan.shard=2"],
+    "x 2": ["plan.tensor.x=2"],
+    "pipe 2": ["plan.pipe=2", "plan.micro_batch=2"],
+}
+RUN_FILE = """
+[model]
+hidden_size = 128
+intermediate_size = 384
+num_hidden_layers = 4
+num_attention_heads = 4
+
+[data]
+source = "stdlib"
+sequence = {sequence}
+held_out = 0.0
+
+[train]
+steps = {steps}
+batch = {batch}
+device = "cpu"
+schedule = "constant"
+
+[plan]
+precision = "fp32"
+"""
+
+
+def weft(*arguments: str) -> None:
+    """Run a command of weft; raise with its output if it fails."""
+    done = subprocess.run([sys.executable, "-m", "weft", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"weft {' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
+
+
+def measured_seconds(folder: Path) -> list[float]:
+    """The step times of a run, without the first quarter."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step" and line.get("start_seconds") is None]
+    times = [BATCH * SEQUENCE / line["tokens_per_second"] for line in steps]
+    return times[len(times) // 4 :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        machine, run_file = folder / "machine.toml", folder / "run.toml"
+        run_file.write_text(RUN_FILE.format(steps=arguments.steps, batch=BATCH, sequence=SEQUENCE))
+        before = os.getloadavg()
+        weft("bench", "machine", "--ranks", "2", "--write", str(machine))
+        for name, overrides in PLANS.items():
+            given = [f"folder={folder / name.replace(' ', '-')}", *overrides]
+            found = {}
+            for kind, cluster in (("measured_table", str(machine)), ("assumed", "local")):
+                run = load_run(run_file, [*given, f"cluster={cluster}"])
+                found[kind] = predict(run, run_cluster(run)).step_seconds
+            weft("train", str(run_file), *given)
+            times = measured_seconds(folder / name.replace(" ", "-"))
+            seconds = statistics.median(times)
+            errors = {f"{kind}_error": value / seconds - 1 for kind, value in found.items() if value is not None}
+            rows[name] = {"seconds": seconds, "fastest_seconds": min(times), **found, **errors}
+            print(name, rows[name])
+        table = machine.read_text()
+    result = {
+        "benchmark": "cpu_plans",
+        "aim": AIM,
+        "plans": rows,
+        "within_aim": sum(abs(row["measured_table_error"]) <= AIM for row in rows.values()),
+        "better_than_assumed": sum(
+            abs(row["measured_table_error"]) < abs(row["assumed_error"]) for row in rows.values()
+        ),
+        "machine_file": table,
+        "load_average": {"before": before, "after": os.getloadavg()},
+        "hardware": f"{cpu_model()}, {os.cpu_count()} cores",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "cpu-plans.json").write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "machine_file"}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

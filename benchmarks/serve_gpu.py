@@ -1,0 +1,201 @@
+"""Measures the serving engine on one GPU: decode at batch 1, throughput of many requests, prefill of a long prompt.
+
+    python benchmarks/serve_gpu.py                 an 8B Llama in bf16 with random weights; about 3 minutes on an H200
+    python benchmarks/serve_gpu.py --tiny          a tiny model, to try the benchmark itself, also on a CPU
+
+The memory floor is the time to read every weight but the embedding once, at the measured rate of a copy. Prompts are
+random tokens and tokens are the likeliest, unless a row says otherwise. Lengths "like ShareGPT": log-normal with
+sigma 1 and means of 220 (prompt) and 200 (output), cut to 4..1024. Writes benchmarks/results/serve-gpu.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from weft.models import Decoder, DecoderConfig, build
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.request import Request, Sampling
+
+RESULT = Path(__file__).parent / "results" / "serve-gpu.json"
+PEAK = 989e12  # dense bf16 FLOP/s of an H100 or H200
+LLAMA_8B = DecoderConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+)
+TINY = DecoderConfig(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+)
+
+
+def random_model(config: DecoderConfig, device: torch.device) -> Decoder:
+    with torch.device("meta"):
+        model = build(config)
+    model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(0.0, 0.02)
+    return model
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes read and written a second by a copy."""
+    size = 2**31 if device.type == "cuda" else 2**26
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(5):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(4):
+            target.copy_(source)
+        synchronize(device)
+        best = max(best, 8 * size / (time.perf_counter() - begin))
+    return best
+
+
+def serve(engine: Engine, lengths: list[tuple[int, int]], sampling: Sampling) -> dict[str, float]:
+    """Run requests of (prompt, output) tokens that all arrive at once; seconds, tokens and times to the first token."""
+    rng = np.random.default_rng(0)
+    before = engine.state()
+    begin = time.perf_counter()
+    for index, (num_in, num_out) in enumerate(lengths):
+        prompt = tuple(rng.integers(0, engine.vocab_size, num_in).tolist())
+        engine.add(Request(str(index), prompt, num_out, sampling))
+    added = time.perf_counter() - begin
+    first, last, num_steps, num_tokens = dict[str, float](), begin, 0, 0
+    begin = time.perf_counter()
+    while engine.has_work():
+        generated = engine.step()
+        num_steps += 1
+        num_tokens += len(generated)
+        last = time.perf_counter()
+        for one in generated:
+            first.setdefault(one.request, last - begin)
+    assert num_tokens == sum(num_out for _, num_out in lengths)
+    seconds = last - begin
+    waits = sorted(first.values())
+    return {
+        "seconds": seconds,
+        "adding_seconds": added,
+        "steps": num_steps,
+        "prompt_tokens": sum(num_in for num_in, _ in lengths),
+        "output_tokens": num_tokens,
+        "output_tokens_per_second": num_tokens / seconds,
+        "seconds_per_step": seconds / num_steps,
+        "first_token_seconds_median": waits[len(waits) // 2],
+        "first_token_seconds_p99": waits[int(0.99 * (len(waits) - 1))],
+        "preempted": engine.state().num_preempted - before.num_preempted,
+    }
+
+
+def measure_batch_1(model: Decoder, options: dict[str, Any], rate: float, is_tiny: bool) -> dict[str, float]:
+    engine = Engine(model, EngineOptions(**{**options, "max_running": 1, "num_blocks": 64}))
+    num_in, num_out = (16, 32) if is_tiny else (128, 512)
+    serve(engine, [(num_in, 8)], Sampling(temperature=0))
+    engine.add(Request("one", tuple(range(num_in)), num_out, Sampling(temperature=0)))
+    times = []
+    while engine.has_work():
+        times += [time.perf_counter()] * len(engine.step())
+    per_token = (times[-1] - times[0]) / (len(times) - 1)
+    read = sum(p.numel() * p.element_size() for name, p in model.named_parameters() if "embed_tokens" not in name)
+    return {
+        "tokens_per_second": 1 / per_token,
+        "bytes_read_per_token": read,
+        "floor_tokens_per_second": rate / read,
+        "share_of_floor": read / rate / per_token,
+    }
+
+
+def measure_prefill(model: Decoder, options: dict[str, Any], is_tiny: bool) -> dict[str, float]:
+    config, length = model.config, 256 if is_tiny else 8192
+    engine = Engine(model, EngineOptions(**{**options, "max_running": 4, "token_budget": length, "num_blocks": 2048}))
+    seconds = min(serve(engine, [(length, 1)], Sampling(temperature=0))["seconds"] for _ in range(3))
+    body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name and "head" not in name)
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length**2
+    flops = 2 * body * length + attention
+    return {"tokens": length, "seconds": seconds, "flops": flops, "mfu": flops / seconds / PEAK}
+
+
+def many_lengths(is_tiny: bool) -> dict[str, list[tuple[int, int]]]:
+    rng = np.random.default_rng(1)
+    scale = 16 if is_tiny else 1
+    number, outputs = (16, 16) if is_tiny else (256, 256)
+    uniform = [(int(n) // scale + 1, outputs) for n in rng.integers(100, 1025, number)]
+    sharegpt = [
+        tuple(int(np.clip(rng.lognormal(np.log(mean) - 0.5), 4, 1024)) // scale + 1 for mean in (220, 200))
+        for _ in range(32 if is_tiny else 1000)
+    ]
+    return {"uniform": uniform, "sharegpt": sharegpt}  # type: ignore[dict-item]
+
+
+def measure_throughput(model: Decoder, options: dict[str, Any], is_tiny: bool) -> dict[str, dict[str, float]]:
+    engine = Engine(model, EngineOptions(**options))
+    engine.warm_up()
+    serve(engine, [(64, 8)] * 4, Sampling(temperature=0))
+    lengths = many_lengths(is_tiny)
+    greedy, drawn = Sampling(temperature=0), Sampling(temperature=1.0, seed=1)
+    return {
+        "256 requests, 100-1024 in, 256 out": serve(engine, lengths["uniform"], greedy),
+        "256 requests, 100-1024 in, 256 out, temperature 1": serve(engine, lengths["uniform"], drawn),
+        "1000 requests with lengths like ShareGPT's": serve(engine, lengths["sharegpt"], greedy),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; results are printed, not written")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--token-budget", type=int, default=2048)
+    parser.add_argument("--max-running", type=int, default=256)
+    parser.add_argument("--only", choices=("batch_1", "prefill", "throughput"))
+    parser.add_argument("--out", type=Path, default=RESULT)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    model: nn.Module = random_model(TINY if given.tiny else LLAMA_8B, device)
+    options = {"token_budget": given.token_budget, "max_running": given.max_running, "prefix_cache": False}
+    rate = copy_rate(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    results: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy_bytes_per_second": rate, **options}
+    measures: dict[str, Callable[[], Any]] = {
+        "batch_1": lambda: measure_batch_1(model, options, rate, given.tiny),
+        "prefill": lambda: measure_prefill(model, options, given.tiny),
+        "throughput": lambda: measure_throughput(model, options, given.tiny),
+    }
+    for key, measure in measures.items():
+        if given.only in (None, key):
+            begin = time.perf_counter()
+            results[key] = measure()
+            print(f"{key} ({time.perf_counter() - begin:.0f} s): {json.dumps(results[key], indent=1)}", flush=True)
+            if not given.tiny:
+                given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Rings and recursive doubling between simulated nodes: order, bits, messages, traffic as predicted, proofs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import ceil, log2
+from typing import Any
+
+import models_for_tests as models
+import pytest
+import torch
+from torch import Tensor
+
+from weft.cluster.communication import Communication
+from weft.cluster.hardware import Cluster, Link, MeasuredCollective, local_cluster
+from weft.comm import Axis, all_gather, all_reduce, all_to_all, expand, node_messages, reduce_scatter
+from weft.launch.local_ranks import run_local
+from weft.mesh import Mesh
+from weft.plan import Context, Plan, Shard
+from weft.proof.prove import ProofReport, verify
+
+pytestmark = pytest.mark.processes
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.int64,
+    torch.int32,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+    torch.int8,
+]
+SIZES = [1, 3, 17]
+ALGORITHMS = ("library", "ring", "doubling")
+
+
+def axis_of(num_nodes: int, num_local: int, between: Any, cluster: Cluster | None = None) -> Axis:
+    """An axis over all ranks, of which runs of `num_local` are nodes."""
+    plan = Plan(data=num_nodes * num_local, hierarchical=True, communication=Communication(between))
+    return Mesh(plan, ranks_per_node=num_local, cluster=cluster)["data"]
+
+
+def payload(size: int, rank: int, dtype: torch.dtype) -> Tensor:
+    """Whole numbers that say whose element it is and where it stands, as far as sums of the dtype are exact."""
+    places = torch.arange(size)
+    wide = dtype in (torch.float64, torch.float32, torch.int64, torch.int32)
+    return (rank * 10_000 + places if wide else (5 * rank + 3 * places) % 7).to(dtype)
+
+
+def differences(axis: Axis, sizes: list[int], dtypes: list[torch.dtype]) -> list[str]:
+    """The operations whose result differs in any bit from what the payloads say."""
+    wrong, degree, index = [], axis.degree, axis.index
+    for size, dtype in [*product(sizes, [torch.int64]), *product([13], dtypes)]:
+        wholes = [payload(size * degree, rank, dtype) for rank in range(degree)]
+        parts = [payload(size, rank, dtype) for rank in range(degree)]
+        gathered, scattered, traded = (torch.zeros(n, dtype=dtype) for n in (size * degree, size, size * degree))
+        totals = {name: parts[index].clone() for name in ("sum", "max", "min")}
+        pending = [
+            all_gather(gathered, parts[index], axis),
+            reduce_scatter(scattered, wholes[index].clone(), axis),
+            all_to_all(traded, wholes[index], axis),
+            *(all_reduce(total, axis, name) for name, total in totals.items()),  # type: ignore[arg-type]
+        ]
+        for one in pending:
+            one.wait()
+        stacked = torch.stack(parts)
+        expected = {
+            "all_gather": (gathered, torch.cat(parts)),
+            "reduce_scatter": (scattered, torch.stack(wholes).sum(0, dtype=dtype).view(degree, size)[index]),
+            "all_to_all": (traded, torch.cat([one.view(degree, size)[index] for one in wholes])),
+            "sum": (totals["sum"], stacked.sum(0, dtype=dtype)),
+            "max": (totals["max"], stacked.amax(0)),
+            "min": (totals["min"], stacked.amin(0)),
+        }
+        wrong += [f"{name} of {size} × {dtype}" for name, (found, right) in expected.items() if not found.equal(right)]
+    return wrong
+
+
+def messages_of(axis: Axis) -> dict[str, int]:
+    """The messages between nodes of one operation each."""
+    found, part, whole = {}, torch.zeros(64), torch.zeros(64 * axis.degree)
+    operations = {
+        "all_gather": lambda: all_gather(whole, part, axis),
+        "reduce_scatter": lambda: reduce_scatter(part, whole, axis),
+        "all_reduce": lambda: all_reduce(whole, axis),
+        "all_to_all": lambda: all_to_all(torch.empty_like(whole), whole, axis),
+    }
+    for name, operation in operations.items():
+        axis.ledger.clear()
+        operation().wait()
+        entries = axis.ledger.entries()
+        found[name] = entries["data/node", "send"].calls if ("data/node", "send") in entries else 0
+    return found
+
+
+def is_predicted(axis: Axis) -> bool:
+    """Whether the ledger counts what `expand` makes of the flat calls."""
+    counts = []
+    for over in (axis, replace(axis, name="data", levels=None)):
+        axis.ledger.clear()
+        for size, dtype in product((1, 5, 33), (torch.float64, torch.float16)):
+            part, whole = torch.zeros(size, dtype=dtype), torch.zeros(size * axis.degree, dtype=dtype)
+            for pending in (
+                all_gather(whole, part, over),
+                reduce_scatter(part, whole, over),
+                all_reduce(part, over),
+                all_to_all(torch.empty_like(whole), whole, over),
+            ):
+                pending.wait()
+        counts.append(axis.ledger.entries())
+    assert axis.choice is not None
+    return counts[0] == expand(counts[1], {"data": axis.choice})
+
+
+def checks_of(num_nodes: int, num_local: int, sizes: list[int], dtypes: list[torch.dtype]) -> list[str]:
+    """What is wrong on this rank with any algorithm on such nodes."""
+    wrong, log = [], ceil(log2(num_nodes))
+    for between in ALGORITHMS:
+        axis = axis_of(num_nodes, num_local, between)
+        if axis.levels is None:
+            assert num_nodes == 1 or (num_local == 1 and between == "library")
+            continue
+        wrong += [f"{between}: {line}" for line in differences(axis, sizes, dtypes)]
+        count = {"library": 0, "ring": num_nodes - 1, "doubling": log}[between]
+        expected = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), count)
+        found = messages_of(axis)
+        if found != {**expected, "all_reduce": 2 * count}:
+            wrong.append(f"{between}: messages {found}")
+        if not is_predicted(axis):
+            wrong.append(f"{between}: traffic is not as predicted")
+    return wrong
+
+
+def test_on_six_ranks_every_element_comes_to_its_place() -> None:
+    """3 × 2 and 2 × 3 nodes × ranks in one start of ranks, and a control that must fail."""
+
+    def rank(index: int) -> list[Any]:
+        wrong = [line for shape in ((3, 2), (2, 3)) for line in checks_of(*shape, SIZES, DTYPES)]
+        rotated, node_messages._rotated = node_messages._rotated, lambda blocks, by: blocks.roll(-by, 0)
+        control = differences(axis_of(3, 2, "doubling"), [5], [])
+        node_messages._rotated = rotated
+        return [wrong, sorted(line.split(" ")[0] for line in control)]
+
+    found = run_local(rank, 6, 240.0)
+    assert [wrong for wrong, _ in found] == [[]] * 6
+    assert {name for _, control in found for name in control} == {"all_gather", "all_to_all", "reduce_scatter"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_local", [1, 2, 3, 4])
+def test_on_all_shapes_of_up_to_sixteen_ranks(num_nodes: int, num_local: int) -> None:
+    if num_nodes * num_local == 1:
+        return
+
+    def rank(_: int) -> list[str]:
+        return checks_of(num_nodes, num_local, [1, 2, 3, 5, 8, 16, 17, 100, 1000, 65_537], DTYPES)
+
+    assert run_local(rank, num_nodes * num_local, 500.0) == [[]] * (num_nodes * num_local)
+
+
+@pytest.mark.soak
+def test_ten_thousand_repeats_are_equal_to_the_bit() -> None:
+    """Sums of floats, too: the order of additions follows from the rounds, not from arrivals."""
+
+    def rank(index: int) -> int:
+        axis, differ, first = axis_of(3, 2, "doubling"), 0, None
+        given = torch.randn(101, generator=torch.Generator().manual_seed(index))
+        for _ in range(10_000):
+            total = given.clone()
+            all_reduce(total, axis).wait()
+            first = total if first is None else first
+            differ += not torch.equal(first, total)
+        return differ
+
+    assert run_local(rank, 6, 580.0) == [0] * 6
+
+
+def check(plan: Plan, between: Any, ranks_per_node: int = 2) -> ProofReport:
+    plan = replace(plan, hierarchical=True, communication=Communication(between))
+    return verify(models.tied_decoder, models.token_batch, plan, ranks_per_node=ranks_per_node)
+
+
+def compared(report: ProofReport) -> set[str]:
+    """Axes and operations of the traffic that was compared."""
+    return {line.what.removeprefix("traffic: ") for line in report.checks if line.what.startswith("traffic: ")}
+
+
+def test_shard_by_doubling_is_proved() -> None:
+    found = compared(check(Plan(shard=Shard(4, 3)), "doubling").require())
+    assert {"shard/node send", "shard/local all_gather", "shard/local reduce_scatter"} <= found
+
+
+def test_data_over_two_nodes_of_one_rank_is_proved_and_a_lost_round_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "data/node send" in compared(check(Plan(data=2), "ring", 1).require())
+    original = node_messages.gather_rounds
+    monkeypatch.setattr(node_messages, "gather_rounds", lambda algorithm, n: original(algorithm, n)[:-1])
+    failed = {line.what for line in check(Plan(data=2), "ring", 1).checks if not line.passed}
+    assert {"worst gradient", "traffic: data/node send"} <= failed
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("between", ["ring", "doubling"])
+def test_every_axis_that_uses_them_is_proved(between: str) -> None:
+    for plan in (
+        Plan(data=4, micro_batch=1),
+        Plan(shard=Shard(4, 1)),
+        Plan(shard=Shard(4, 2)),
+        Plan(data=2, shard=Shard(4, 3)),
+        Plan(context=Context(2, "all-to-all"), data=2),
+        Plan(context=Context(4)),
+    ):
+        check(plan, between).require()
+    check(Plan(context=Context(2, "all-to-all")), between, 1).require()
+
+
+def test_the_fastest_is_chosen_from_measured_times_and_counted_as_predicted() -> None:
+    """A table in which doubling is fastest for small gathers, and the flat one for large ones."""
+    rows = [
+        MeasuredCollective(operation, algorithm, 2, 2, (64, 1 << 20), (first, last))  # type: ignore[arg-type]
+        for operation in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+        for algorithm, first, last in (
+            ("flat", 4e-3, 1e-2),
+            ("library", 3e-3, 3e-2),
+            ("ring", 2e-3, 4e-2),
+            ("doubling", 1e-3, 5e-2),
+        )
+    ]
+    node = replace(local_cluster(2, on_cpu=True).node, inter=Link("far", 1e9, 1e-3))
+    cluster = Cluster("two", node, 2, tuple(rows))
+
+    def rank(index: int) -> list[Any]:
+        axis = axis_of(2, 2, "fastest", cluster)
+        assert axis.choice is not None
+        small, large = (axis.choice.algorithm("all_gather", size) for size in (256, 1 << 22))
+        return [small, large, differences(axis, [1, 17, 1 << 17], [torch.float32]), is_predicted(axis)]
+
+    assert run_local(rank, 4, 120.0) == [["doubling", "flat", [], True]] * 4

@@ -1,0 +1,158 @@
+"""A server on a loopback port in a thread, over an engine that repeats prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from torch import nn
+
+from weft.data.chat_template import ChatTemplate
+from weft.data.tokenizer import ByteTokenizer
+from weft.serve.addresses import listen
+from weft.serve.grammar import Grammars
+from weft.serve.http import Api, build_app
+from weft.serve.http_guard import ServerLimits
+from weft.serve.request import EngineState, GeneratedToken, Request, RequestError, TokenLogprobs
+from weft.serve.served_model import ServedModel
+from weft.serve.server import HttpServer
+from weft.serve.worker import EngineWorker, StepEngine
+
+TEMPLATE = (
+    "{% if tools %}[{{ tools[0].function.name }}]{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+LIMIT_SECONDS = 60.0
+
+
+class RepeatingEngine:
+    """Answers with the prompt's own tokens, again and again. `go_on` holds the steps back; `error` fails them."""
+
+    context_length, vocab_size = 64, 257
+
+    def __init__(self) -> None:
+        self.held: dict[str, list[Any]] = {}  # request and the number of its tokens
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.cancelled: list[str] = []
+        self.requests: list[Request] = []
+        self.error: Exception | None = None
+        self.logprob = -0.5
+        self.num_generated = 0
+
+    def add(self, request: Request) -> None:
+        if len(request.tokens) > self.context_length:
+            raise RequestError("too_long", f"a prompt of {len(request.tokens)} tokens is longer than 64")
+        if request.sampling.temperature > 100:
+            raise RequestError("invalid", "temperature is above 100")
+        self.requests.append(request)
+        self.held[request.name] = [request, 0]
+
+    def cancel(self, name: str) -> None:
+        if self.held.pop(name, None) is not None:
+            self.cancelled.append(name)
+
+    def has_work(self) -> bool:
+        return bool(self.held)
+
+    def step(self) -> list[GeneratedToken]:
+        assert self.go_on.wait(LIMIT_SECONDS), "a test left the engine paused"
+        time.sleep(0.001)  # as a device would
+        if self.error is not None:
+            raise self.error
+        return [self._next(*pair) for pair in list(self.held.values())]
+
+    def _next(self, request: Request, number: int) -> GeneratedToken:
+        token = request.tokens[number % len(request.tokens)]
+        finish = "stop" if token in request.stop_tokens else "length" if number + 1 == request.max_tokens else None
+        self.num_generated += 1
+        if finish is None:
+            self.held[request.name][1] += 1
+        else:
+            del self.held[request.name]
+        count = request.sampling.num_logprobs
+        logprobs = (
+            None
+            if count is None
+            else TokenLogprobs(self.logprob, tuple((token + i, self.logprob - i) for i in range(count)))
+        )
+        return GeneratedToken(request.name, token, logprobs, finish)  # type: ignore[arg-type]
+
+    def state(self) -> EngineState:
+        return EngineState(len(self.held), 0, 8, max(0, 8 - len(self.held)), 16, 0, 0, self.num_generated)
+
+    def replace_weights(self, model: nn.Module) -> None: ...
+
+    def replace_weights_from(self, checkpoint: Path) -> None: ...
+
+    def idle(self) -> None: ...
+
+    def embed(self, tokens: Sequence[int], pool: str) -> torch.Tensor:
+        values = torch.tensor(tokens, dtype=torch.float32)
+        return torch.stack([values.mean() if pool == "mean" else values[-1], values.sum()])
+
+
+class Served:
+    """A server that runs: its address, and what it is made of."""
+
+    def __init__(self, server: HttpServer, worker: EngineWorker, api: Api, url: str) -> None:
+        self.server, self.worker, self.api, self.url = server, worker, api, url
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        if body is not None:
+            options["json"] = body
+        return httpx.post(self.url + path, timeout=LIMIT_SECONDS, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=LIMIT_SECONDS, **options)
+
+
+@contextmanager
+def serving(
+    engine: StepEngine,
+    *,
+    limits: ServerLimits = ServerLimits(),  # noqa: B008 (a frozen value)
+    keys: Sequence[str] = (),
+    max_requests: int = 64,
+    template: str | None = TEMPLATE,
+    adapters: tuple[str, ...] = (),
+) -> Iterator[Served]:
+    """Serve an engine over bytes from a thread, until the block ends."""
+    tokenizer = ByteTokenizer()
+    chat = None if template is None else ChatTemplate(template, {}, "the test")
+    ends, sizes = frozenset([tokenizer.end]), (engine.context_length, engine.vocab_size)
+    model = ServedModel("tiny", tokenizer, *sizes, ends, Grammars(tokenizer, ends), chat, adapters)
+    worker = EngineWorker(engine, max_requests)
+    api = Api(model, worker, limits, "step-00000001")
+    ready = threading.Event()
+    server = HttpServer(build_app(api, keys), worker, limits, ready.set)
+    sock = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])))
+    thread.start()
+    try:
+        assert ready.wait(LIMIT_SECONDS)
+        yield Served(server, worker, api, f"http://127.0.0.1:{sock.getsockname()[1]}")
+    finally:
+        if isinstance(engine, RepeatingEngine):
+            engine.go_on.set()
+        server.should_exit = True
+        thread.join(LIMIT_SECONDS)
+        assert worker.join(LIMIT_SECONDS)
+
+
+def wait_for(condition: Any) -> None:
+    """Wait until a condition holds, for a minute at most."""
+    tick = threading.Event()
+    for _ in range(int(LIMIT_SECONDS / 0.02)):
+        if condition():
+            return
+        tick.wait(0.02)
+    raise AssertionError("it did not happen within a minute")

@@ -1,0 +1,361 @@
+"""1-bit and 0/1 Adam against one process with virtual workers, with and without shard; bytes, resuming, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs_for_tests import make_run, train_on_ranks, write_run_file
+from torch import Tensor, nn
+
+from weft.checkpoint import Checkpoint, Saver
+from weft.checkpoint.folder import step_name
+from weft.comm import Axis, Ledger
+from weft.errors import PlanError
+from weft.launch.local_ranks import run_local
+from weft.mesh import Mesh
+from weft.optim import AdamW
+from weft.optim.one_bit_adam import OneBitAdam
+from weft.optim.saved_state import load_state, pieces_to_save
+from weft.optim.sign_compression import SignCompressor, message_bytes, pack_signs, part_numel, unpack_signs
+from weft.optim.stepper import stepper
+from weft.optim.zero_one_adam import ZeroOneAdam, sync_interval, variance_steps
+from weft.parallel.apply import parallelize
+from weft.parallel.model_state import all_flats
+from weft.plan import Plan, Shard
+from weft.planner.predict import predict, run_cluster
+from weft.recording.rank_file import read_recording
+from weft.step.options import refuse_options
+
+STEPS, SAVED, FREEZE, CLIP = 17, 15, 5, 0.4  # 0/1 Adam exchanges after steps 13 and 17
+OPTIONS: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1, "freeze_step": FREEZE}
+LOCAL: dict[str, Any] = {"kappa": 2, "local_scaler": 3, "most_local": 4}
+KINDS = {"1bit": (OneBitAdam, {}), "0/1": (ZeroOneAdam, LOCAL)}
+
+
+def test_signs_survive_packing_and_zero_is_plus() -> None:
+    values = torch.tensor([[0.0, -0.0, -1e-30, 3, -2, 1, -1, 1]] * 3)
+    assert torch.equal(unpack_signs(pack_signs(values)), torch.tensor([[1.0, 1, -1, 1, -1, 1, -1, 1]] * 3))
+
+
+def test_the_errors_are_what_the_messages_left_out() -> None:
+    """On one rank: the sum of all that was given is the sum of all results plus both errors."""
+    torch.manual_seed(0)
+    compressor = SignCompressor(13, Axis("data", 1, 0, None, Ledger()), torch.device("cpu"))
+    mask = torch.arange(13) != 4
+    given, results = torch.zeros(13), torch.zeros(13)
+    for _ in range(50):
+        vector = torch.randn(13)
+        given += torch.where(mask, vector, 0.0)
+        results += compressor.mean(vector, mask)
+    errors = compressor.worker_error + compressor.server_error[:13]
+    assert torch.allclose(given, results + errors, atol=1e-4)
+    assert results[4] == 0
+
+
+def test_when_0_1_adam_renews_and_synchronises() -> None:
+    assert variance_steps(20, 2) == (1, 2, 3, 5, 7, 11, 15)
+    assert [sync_interval(number, 5, 3, 4) for number in (5, 6, 8, 9, 12, 100)] == [1, 1, 1, 2, 4, 4]
+
+
+# --- the reference: all workers in one process, on plain tensors
+
+
+MARGINS: list[float] = []  # of each compression: its smallest value, as a share of the scale
+
+
+def compress(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(scale · signs, what they leave out), 0 outside of the mask."""
+    scale = values[mask].double().square().mean().sqrt().float() if mask.any() else torch.zeros(())
+    if mask.any():
+        MARGINS.append(float(values[mask].abs().min() / scale.clamp(min=1e-30)))
+    signs = torch.where(values < 0, -scale, scale)
+    return torch.where(mask, signs, 0.0), torch.where(mask, values - signs, 0.0)
+
+
+def _without_error(compressor: Any, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return compressor(values, mask)[0], torch.zeros_like(values)
+
+
+class Reference:
+    """The optimizer of one slice on N workers: lists have a value for each."""
+
+    def __init__(self, kind: str, weight: Tensor, decay: Tensor, workers: int) -> None:
+        self.kind, self.workers, self.decay = kind, workers, decay
+        self.weights = [weight.clone() for _ in range(workers)]
+        self.moments = [torch.zeros_like(weight) for _ in range(workers)]
+        self.second, self.num_variances = torch.zeros_like(weight), 0
+        self.anchor, self.sums, self.rates = weight.clone(), [torch.zeros_like(weight) for _ in range(workers)], 0.0
+        self.forget()
+
+    def forget(self) -> None:
+        part = part_numel(len(self.second), self.workers)
+        self.errors = [torch.zeros_like(self.second) for _ in range(self.workers)]
+        self.server_errors = torch.zeros(part * self.workers)
+
+    def mean(self, vectors: list[Tensor], mask: Tensor) -> Tensor:
+        total = torch.zeros_like(self.second)
+        for worker, vector in enumerate(vectors):
+            given = torch.where(mask, vector + self.errors[worker], 0.0)
+            sent, self.errors[worker] = compress(given, mask)
+            total += sent
+        numel, result = len(mask), torch.zeros(len(self.server_errors))
+        padded, wide = torch.zeros_like(result), torch.zeros(len(result), dtype=torch.bool)
+        padded[:numel], wide[:numel] = total / self.workers, mask
+        parts = zip((padded + self.server_errors).chunk(self.workers), wide.chunk(self.workers), strict=True)
+        pairs = [compress(torch.where(m, one, 0.0), m) for one, m in parts]
+        self.server_errors = torch.cat([error for _, error in pairs])
+        return torch.cat([one for one, _ in pairs])[:numel]
+
+    def step(self, gradients: list[Tensor], number: int, lr: float) -> None:
+        beta1, beta2 = OPTIONS["betas"]
+        mask, rate = self.second > 0, lr / (1 - beta1**number)
+        is_full = number <= FREEZE and (self.kind == "1bit" or number in variance_steps(FREEZE, LOCAL["kappa"]))
+        average = torch.stack(gradients).mean(0)
+        is_local = self.kind == "0/1" and number > FREEZE
+        if is_full:
+            self.second = beta2 * self.second + (1 - beta2) * average**2
+            self.num_variances += 1
+        elif not is_local and self.kind == "0/1":
+            average = self.mean(gradients, mask)
+        below = (self.second / (1 - beta2**self.num_variances)).sqrt() + OPTIONS["eps"]
+        if number <= FREEZE:
+            self.moments = [beta1 * m + (1 - beta1) * average for m in self.moments]
+        else:
+            self.moments = [
+                torch.where(mask, beta1 * m + (1 - beta1) * g, 0.0)
+                for m, g in zip(self.moments, gradients, strict=True)
+            ]
+        if self.kind == "1bit" and number > FREEZE:
+            self.moments = [self.mean(self.moments, mask)] * self.workers
+        self.anchor = (self.anchor if is_local else self.weights[0]) * (1 - lr * self.decay)
+        self.weights = [
+            w * (1 - lr * self.decay) - rate * m / below for w, m in zip(self.weights, self.moments, strict=True)
+        ]
+        if not is_local:
+            self.anchor = self.weights[0].clone()
+            return
+        if number == FREEZE + 1:
+            self.forget()
+        self.sums = [s + rate * m for s, m in zip(self.sums, self.moments, strict=True)]
+        self.rates += rate
+        if (number - FREEZE) % sync_interval(number, FREEZE, LOCAL["local_scaler"], LOCAL["most_local"]) == 0:
+            update = self.mean(self.sums, mask)
+            self.moments = [torch.where(mask, update / self.rates, 0.0)] * self.workers
+            self.anchor = self.anchor - update / below
+            self.weights = [self.anchor.clone()] * self.workers
+            self.sums, self.rates = [torch.zeros_like(update)] * self.workers, 0.0
+
+
+# --- ranks
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def batch(step: int, worker: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + worker))
+
+
+def loss_of(model: nn.Module, step: int, worker: int) -> Tensor:
+    return (model(batch(step, worker)) ** 2).sum() / 10
+
+
+def flat_of(flat: Any, tensors: dict[str, Tensor]) -> Tensor:
+    """The whole flat buffer with these values."""
+    whole = torch.zeros(flat.layout.numel)
+    for parameter, start in zip(flat.layout.parameters, flat.layout.starts, strict=True):
+        value = tensors[parameter.name].flatten()
+        whole[start : start + len(value)] = value
+    return whole
+
+
+def build(kind: str, mesh: Mesh) -> tuple[nn.Module, OneBitAdam]:
+    model = parallelize(make_model(), mesh.plan, mesh)
+    cls, more = KINDS[kind]
+    return model, cls(model, mesh["data"], **OPTIONS, **more)
+
+
+def train(model: nn.Module, optimizer: AdamW, mesh: Mesh, steps: range, clip: float | None) -> None:
+    for step in steps:
+        loss_of(model, step, mesh["batch"].index).backward()
+        stepper(optimizer).update(model, mesh, clip, None, None)
+        optimizer.zero_grad()
+
+
+def references(kind: str, mesh: Mesh, model: nn.Module, steps: int) -> list[tuple[Any, list[Reference]]]:
+    """Every flat buffer after so many steps of all workers: a reference for each of its slices over shard."""
+    return list(reference_steps(kind, mesh, model, steps))[-1]
+
+
+def reference_steps(kind: str, mesh: Mesh, model: nn.Module, steps: int) -> Iterator[list[tuple[Any, list[Reference]]]]:
+    """The references after each step."""
+    workers, shard, values = mesh["data"].degree, mesh["shard"].degree, dict(make_model().named_parameters())
+    found = []
+    for flat in all_flats(model):
+        slices = flat_of(flat, values).detach().chunk(shard)
+        decay = torch.full((flat.layout.slice_numel,), OPTIONS["weight_decay"])
+        found.append((flat, [Reference(kind, one, decay, workers) for one in slices]))
+    for step in range(steps):
+        gradients = [_mean_gradients(found, step, worker, shard) for worker in range(workers)]
+        for flat, own in found:
+            wholes = [flat_of(flat, one).chunk(shard) for one in gradients]
+            for index, reference in enumerate(own):
+                reference.step([whole[index] for whole in wholes], step + 1, OPTIONS["lr"])
+        yield found
+
+
+def _mean_gradients(found: list[tuple[Any, list[Reference]]], step: int, worker: int, shard: int) -> dict[str, Tensor]:
+    """The gradients of a worker, which are means over the samples of its ranks of shard."""
+    plain = make_model()
+    with torch.no_grad():
+        for flat, own in found:
+            whole = torch.cat([reference.weights[worker] for reference in own])
+            for parameter, start in zip(flat.layout.parameters, flat.layout.starts, strict=True):
+                target = plain.get_parameter(parameter.name)
+                target.copy_(whole[start : start + target.numel()].view(target.shape))
+    for index in range(shard):
+        (loss_of(plain, step, worker * shard + index) / shard).backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_equal_virtual_workers_and_resume_exactly(kind: str, tmp_path: Path) -> None:
+    def rank(index: int) -> list[int]:
+        mesh = Mesh(Plan(data=2, exact=False))
+        model, optimizer = build(kind, mesh)
+        train(model, optimizer, mesh, range(SAVED), None)
+        saver = Saver(tmp_path, index, 2, "token")
+        saver.save(SAVED, pieces_to_save(model, optimizer, mesh), {}, asynchronous=False)
+        saver.wait(published=True)
+        mesh.ledger.clear()
+        train(model, optimizer, mesh, range(SAVED, STEPS), None)
+        calls = {key[1]: (traffic.calls, traffic.num_bytes) for key, traffic in mesh.ledger if key[0] == "data"}
+        for flat, (reference,) in references(kind, mesh, model, STEPS):
+            error = (flat.slice - reference.weights[index]).abs().max()
+            assert float(error) < 2e-6, (kind, error)
+        wanted = [message_bytes(flat.layout.slice_numel, 2) for flat in all_flats(model)]
+        num_exchanges = 1 if kind == "0/1" else STEPS - SAVED
+        for name in ("all_to_all", "all_gather"):
+            assert calls[name] == (num_exchanges * len(wanted), num_exchanges * sum(wanted))
+        again, other = build(kind, mesh)
+        load_state(Checkpoint(tmp_path / step_name(SAVED)), again, other)
+        train(again, other, mesh, range(SAVED, STEPS), None)
+        return [int(torch.equal(a.slice, b.slice)) for a, b in zip(all_flats(model), all_flats(again), strict=True)]
+
+    assert all(all(found) for found in run_local(rank, 2))
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("data", "shard"), [(2, 1), (3, 1), (2, 2)])
+def test_a_hundred_steps_equal_virtual_workers(kind: str, data: int, shard: int) -> None:
+    """With and without shard, until a value is so near 0 that rounding decides its sign.
+
+    From there on both are right and differ. The control leaves out the errors of the workers, and must differ.
+    """
+
+    def rank(_: int) -> list[float]:
+        mesh = Mesh(Plan(data=data, shard=Shard(shard, 3), exact=False))
+        right, steps = compared(kind, mesh)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "compress", partial(_without_error, compress))
+            return [right, steps, compared(kind, mesh)[0]]
+
+    answers = run_local(rank, data * shard, 500.0)
+    for right, steps, wrong in answers:
+        assert right < 1e-5
+        assert steps >= 30
+        assert wrong > 1e-3
+
+
+def compared(kind: str, mesh: Mesh) -> tuple[float, int]:
+    """The largest difference from the reference in up to 100 steps, and the number of steps that were compared.
+
+    Comparing ends at a step with a difference and with a value so near 0 that rounding decides its sign: weights differ
+    by 1e-7, and updates are about 1e-3.
+    """
+    model, optimizer = build(kind, mesh)
+    worker, index, worst, last = mesh["data"].index, mesh["shard"].index, 0.0, 100
+    for step, found in enumerate(reference_steps(kind, mesh, model, 100)):
+        train(model, optimizer, mesh, range(step, step + 1), None)
+        margin = min(MARGINS, default=1.0)
+        MARGINS.clear()
+        error = max(float((flat.slice - own[index].weights[worker]).abs().max()) for flat, own in found)
+        if error > 1e-5 and margin < 1e-4:
+            last = min(last, step)
+        if step < last:
+            worst = max(worst, error)
+    return worst, last
+
+
+@pytest.mark.processes
+def test_before_the_freeze_it_is_adamw_with_clipping() -> None:
+    def rank(_: int) -> list[bool]:
+        mesh = Mesh(Plan(data=2, exact=False))
+        model, optimizer = build("1bit", mesh)
+        train(model, optimizer, mesh, range(FREEZE), CLIP)
+        plain = parallelize(make_model(), mesh.plan, mesh)
+        train(
+            plain, AdamW(plain, **{k: v for k, v in OPTIONS.items() if k != "freeze_step"}), mesh, range(FREEZE), CLIP
+        )
+        same = [torch.equal(a.slice, b.slice) for a, b in zip(all_flats(model), all_flats(plain), strict=True)]
+        train(model, optimizer, mesh, range(FREEZE, FREEZE + 2), CLIP)  # clipped by one norm: ranks stay equal
+        return [*same, *(bool(flat.slice.isfinite().all()) for flat in all_flats(model))]
+
+    assert all(all(found) for found in run_local(rank, 2))
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    return write_run_file(tmp_path)
+
+
+ONE_BIT = ["plan.exact=false", "plan.data=2", 'train.compressed={kind="1bit", freeze_step=2}']
+
+
+@pytest.mark.processes
+def test_a_run_beside_shard_resumes_and_sends_what_was_predicted(run_file: Path) -> None:
+    given = [*ONE_BIT, "plan.shard=2", "train.steps=5", "train.profile=3:5", "checkpoint.every=3"]
+    run = make_run(run_file, "run", *given)
+    assert train_on_ranks(run)["finished"]
+    counted = {
+        (axis, operation): [c.num_bytes for c in calls]
+        for (axis, operation), calls in _calls_of_a_step(run.folder).items()
+        if axis == "data"
+    }
+    predicted = {key: value for key, value in predict(run, run_cluster(run)).traffic.items() if key[0] == "data"}
+    assert {key: (len(sizes), sum(sizes)) for key, sizes in counted.items()} == {
+        key: (value.calls, value.num_bytes) for key, value in predicted.items()
+    }
+
+
+def _calls_of_a_step(folder: Path) -> dict[tuple[str, str], list[Any]]:
+    found: dict[tuple[str, str], list[Any]] = {}
+    for call in read_recording(folder)[0].calls:
+        if call.step == 5:
+            found.setdefault((call.axis, call.operation), []).append(call)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["plan.exact=true"], "plan.exact = true; set plan.exact = false"),
+        (["plan.data=1"], "plan.data = 1; leave it out"),
+        (["plan.pipe=2", "plan.micro_batch=4"], "not built for pipelines"),
+        (["plan.memory.state=bf16"], "keeps its state in the master dtype"),
+        (["numbers.compare_every=2"], "leave numbers.compare_every out"),
+    ],
+)
+def test_refusals(run_file: Path, overrides: list[str], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        refuse_options(make_run(run_file, "run", *ONE_BIT, *overrides))

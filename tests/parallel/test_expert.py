@@ -1,0 +1,271 @@
+"""The axis `expert`: exact beside other axes and under any routing; its bytes follow from the routed counts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs_for_tests import events, losses, make_run, train_on_ranks, write_run_file
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import weft
+import weft.parallel.expert.dispatch
+from weft.errors import PlanError
+from weft.models import DecoderConfig, GPT2Config, build, initialise
+from weft.models.router import Router
+from weft.parallel.apply import refuse
+from weft.plan import Context, Memory, Pipe, Plan, Shard, split_batch
+from weft.plan import Tensor as TensorAxis
+from weft.profiling import profile
+from weft.proof.prove import verify
+from weft.sharding.flat_buffer import Flat
+
+CONFIG = DecoderConfig(
+    architecture="qwen3_moe",
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=8,
+)
+
+
+def make(config: DecoderConfig = CONFIG) -> nn.Module:
+    model = build(config)
+    initialise(model, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter.mul_(20)  # tokens differ in their experts
+    return model
+
+
+make_balanced = partial(make, replace(CONFIG, router_aux_loss_coef=0.5, router_z_loss_coef=0.1))
+
+
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(0, 61, (4, 17), generator=torch.Generator().manual_seed(index))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(expert=4),
+        Plan(expert=2, data=2, micro_batch=1, memory=Memory("selective")),
+        Plan(expert=2, shard=Shard(2, 3), memory=Memory("full")),
+        Plan(expert=2, shard=Shard(2, 1)),
+        Plan(expert=2, pipe=Pipe(2), micro_batch=1),
+        Plan(expert=2, tensor=TensorAxis(2)),
+    ],
+    ids=lambda plan: plan.describe_axes() + plan.memory.words,
+)
+def test_plans_are_proved(plan: Plan) -> None:
+    verify(make_balanced, batch, plan, steps=2).require()
+
+
+@pytest.mark.processes
+def test_sequences_may_be_split_too() -> None:
+    verify(make, batch, Plan(expert=2, context=Context(2)), steps=1).require()
+
+
+def to_experts(router: Router, first: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Sends all tokens to experts `first` and `first` + 1."""
+    logits = torch.nn.functional.linear(hidden, router.weight).flatten(0, -2)[:, first : first + 2]
+    return logits.softmax(-1), torch.tensor([first, first + 1]).expand(len(logits), 2)
+
+
+def make_one_sided() -> nn.Module:
+    """All tokens go to the first two experts in one layer, and to the last two in the other."""
+    model = make()
+    routers: list[Any] = [module for module in model.modules() if isinstance(module, Router)]
+    for router, first in zip(routers, (0, CONFIG.num_experts - 2), strict=True):
+        router.forward = partial(to_experts, router, first)
+    return model
+
+
+@pytest.mark.processes
+def test_ranks_without_tokens_take_part() -> None:
+    report = verify(make_one_sided, batch, Plan(expert=4, memory=Memory("full")), steps=2)
+    report.require()
+    assert any(check.what == "traffic: expert all_to_all" for check in report.checks)
+
+
+class ChangingRouter:
+    """Sends all tokens to two neighbouring experts, which differ between layers and from step to step."""
+
+    def __init__(self, router: Router, layer: int) -> None:
+        self._router, self._step, self._layer = router, 0, layer
+
+    def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        first = (3 * self._step + self._layer) % (CONFIG.num_experts - 1)
+        if self._router.training and torch.is_grad_enabled():
+            self._step += 1  # a step has one forward: one micro-batch, and nothing is recomputed
+        return to_experts(self._router, first, hidden)
+
+
+def make_changing() -> nn.Module:
+    model = make()
+    routers: list[Any] = [module for module in model.modules() if isinstance(module, Router)]
+    for layer, router in enumerate(routers):
+        router.forward = ChangingRouter(router, layer)
+    return model
+
+
+def verify_changing(steps: int) -> None:
+    """All tokens go to one or two of the ranks, to others each step."""
+    report = verify(make_changing, batch, Plan(expert=2, shard=Shard(2, 3)), steps=steps)
+    report.require()
+    assert any(check.what == "traffic: expert all_to_all" for check in report.checks)
+
+
+@pytest.mark.processes
+def test_routing_that_changes_each_step_is_exact() -> None:
+    verify_changing(3)
+
+
+@pytest.mark.soak
+@pytest.mark.processes
+def test_fifty_steps_of_changing_routing_are_exact() -> None:
+    verify_changing(50)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+}
+
+
+def make_mixtral() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(num_local_experts=4, **SIZES))
+
+
+def make_qwen() -> nn.Module:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=8, moe_intermediate_size=8, **SIZES))
+
+
+@pytest.mark.processes
+def test_unedited_models_of_transformers_are_proved() -> None:
+    verify(make_mixtral, batch, Plan(expert=2), steps=1).require()
+    verify(make_qwen, batch, Plan(expert=2, shard=Shard(2, 3), memory=Memory("full")), steps=2).require()
+
+
+def make_unknown() -> nn.Module:
+    """A model whose stacked experts compute something else than weft knows."""
+    model: Any = make_mixtral()
+    experts = model.model.layers[1].mlp.experts
+    forward = experts.forward
+    experts.forward = lambda *args: 2 * forward(*args)
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.processes
+def test_a_wrong_divisor_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Flat, "_num_means", 1)
+    report = verify(make, batch, Plan(expert=2), steps=1)
+    assert "worst gradient" in {check.what for check in report.checks if not check.passed}
+
+
+@pytest.mark.processes
+def test_a_lost_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = weft.parallel.expert.dispatch._exchange
+
+    def lose(*args: Any) -> Tensor:
+        rows = exchange(*args)
+        rows[-1:] = 0
+        return rows
+
+    monkeypatch.setattr(weft.parallel.expert.dispatch, "_exchange", lose)
+    report = verify(make, batch, Plan(expert=2), steps=1)
+    assert "loss" in {check.what for check in report.checks if not check.passed}
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "message"),
+    [
+        (make, Plan(expert=3), "expert = 3 does not divide the 8 experts of 'model.layers.0.mlp.experts'"),
+        (
+            lambda: build(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=1)),
+            Plan(expert=2),
+            "GPT2 has no layer of experts",
+        ),
+        (make_unknown, Plan(expert=2), r"layers.1.mlp.experts' \(MixtralExperts\) has stacked experts, but does not"),
+    ],
+)
+def test_plans_that_are_refused(model: Any, plan: Plan, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        refuse(profile(model()), plan)
+
+
+def test_the_batch_is_divided_over_expert() -> None:
+    plan = Plan(expert=2, data=2)
+    split = split_batch(plan, 8, 16)
+    assert (split.num_batch_ranks, split.micro_batch) == (4, 2)
+    assert "2 data × 1 shard × 2 expert × 2 micro-batch" in split.identity(plan)
+    with pytest.raises(PlanError, match="data 2 × shard 1 × expert 2"):
+        split_batch(plan, 6, 16)
+
+
+RUN_FILE = """
+[model]
+architecture = "qwen3_moe"
+hidden_size = 16
+intermediate_size = 24
+num_hidden_layers = 2
+num_attention_heads = 2
+num_experts = 4
+num_experts_per_tok = 2
+moe_intermediate_size = 8
+router_aux_loss_coef = 0.01
+capacity = {{ factor = 0.75, minimum = 1, selection = "random" }}
+
+[data]
+source = "{source}"
+sequence = 16
+cache = "{cache}"
+
+[train]
+steps = 6
+batch = 4
+learning_rate = 1e-2
+evaluate_sequences = 4
+schedule = "constant"
+"""
+
+
+@pytest.mark.processes
+def test_a_run_goes_on_under_another_degree(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path, RUN_FILE)
+    expected = make_run(run_file, "one")
+    train_on_ranks(expected)
+    for steps, *plan in ((2, "plan.expert=2", "plan.shard=2"), (4, "plan.expert=4"), (6,)):
+        run = make_run(run_file, "many", f"train.steps={steps}", *plan)
+        train_on_ranks(run)
+    assert len(losses(run.folder)) == 6
+    assert losses(run.folder) == pytest.approx(losses(expected.folder), rel=1e-4)
+    for folder in (expected.folder, run.folder):
+        loads = events(folder, "experts")
+        assert [event["step"] for event in loads] == [1, 2, 3, 4, 5, 6]
+        assert all(1 <= event["imbalance"] <= event["load"] <= 2 for event in loads if event["step"] > 2)
+        assert all(0 < event["entropy"] <= math.log(4) + 1e-6 for event in loads)
+        assert all(0.25 <= event["dropped"] < 1 for event in loads)  # at least what does not fit
+    for name in ("entropy", "dropped"):
+        one, other = ([event[name] for event in events(run.folder, "experts")] for run in (expected, run))
+        assert other == pytest.approx(one, rel=1e-3)

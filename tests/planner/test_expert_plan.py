@@ -1,0 +1,83 @@
+"""Experts in the planner: the calls that it times are those that the cost counts; the search tries the axis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_expert import CONFIG
+
+from weft.cluster.hardware import load
+from weft.models import build
+from weft.models.loss import ExampleLoss
+from weft.parallel.apply import cost, localise
+from weft.plan import Memory, Plan, split_batch
+from weft.planner.micro_batch import LINK_SHARE
+from weft.planner.model import planned_model
+from weft.planner.question import Question, parse_constraints
+from weft.planner.search import Model, search
+from weft.profiling import profile
+from weft.profiling.software import Software
+
+SEQUENCE = 32
+
+
+def planned(cluster: str = "h100:1x4", imbalance: float = 1.0) -> Model:
+    return planned_model(CONFIG, SEQUENCE, load(cluster), Software(imbalance=imbalance))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_calls_of_blocks_are_those_of_the_cost(recompute: str) -> None:
+    plan = Plan(expert=2, micro_batch=2, precision="bf16", memory=Memory(recompute))  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = build(CONFIG).to(torch.bfloat16)
+
+    def tokens() -> torch.Tensor:
+        return torch.zeros(2, SEQUENCE, dtype=torch.long, device="cpu")
+
+    found = profile(model, lambda: (tokens(),), ExampleLoss(tokens))
+    expected = cost(found, plan, split_batch(plan, 4, SEQUENCE)).traffic["expert", "all_to_all"]
+    steps = planned().steps
+    calls = [call for part in steps.workload.blocks for call in steps.calls(part, plan, 2)]
+    assert (len(calls), sum(call.num_bytes for call in calls)) == (expected.calls, expected.num_bytes)
+
+
+def test_a_rank_holds_its_experts_and_the_planner_counts_them() -> None:
+    model, plan = planned(), Plan(expert=4, micro_batch=1, precision="bf16")
+    blocks = localise(model.profile, plan, dict.fromkeys(plan.degrees, 0)).blocks
+    experts, dense = 8 * (2 * 8 * 16 + 16 * 8), blocks[-1].numel - 2 * (2 * 8 * 16 + 16 * 8)
+    assert blocks[-1].numel == dense + experts / 4
+    (stage,) = model.steps.stages(plan)
+    assert stage.numel == sum(block.numel for block in blocks) + model.profile.root.numel
+    alone = model.held(Plan(micro_batch=1, precision="bf16", data=4), 1)
+    assert alone.parameters_bytes - model.held(plan, 1).parameters_bytes == 2 * experts * 3 / 4 * (2 + 4)
+
+
+def test_the_search_tries_expert_where_there_are_experts() -> None:
+    question = Question(4, SEQUENCE, constraints=parse_constraints(["expert=2"]))
+    found = search(planned(), question)
+    assert {one.plan.expert for one in found.best} == {2}
+    first = found.best[0].step
+    assert first is not None
+    assert first.where["expert"] > 0
+    dense = replace(CONFIG, architecture="qwen3", num_experts=0, num_experts_per_tok=0, moe_intermediate_size=0)
+    free = search(planned_model(dense, SEQUENCE, load("h100:1x4"), Software()), Question(4, SEQUENCE), keep=200)
+    assert {one.plan.expert for one in free.best} == {1}
+    assert not any("expert" in reason for _, reason in free.refused)
+
+
+def test_uneven_routing_takes_longer() -> None:
+    plan = Plan(expert=4, micro_batch=1, precision="bf16")
+    even, uneven = (sum(planned(imbalance=value).steps.chain(plan)) for value in (1.0, 3.0))
+    assert uneven > even
+
+
+def test_an_all_to_all_between_nodes_has_its_own_nics() -> None:
+    """Half of what a rank sends stays in its node; the rest has an eighth of the node's bandwidth."""
+    steps, num_bytes = planned("h100:2x8").steps, 1e9
+    node = steps.cluster.node.inter
+    seconds = steps.seconds("expert", "all_to_all", num_bytes, Plan(expert=16))
+    assert seconds == pytest.approx(
+        num_bytes / 2 / (node.bandwidth_bytes_per_second / 8 * LINK_SHARE["inter"]), rel=0.1
+    )

@@ -1,0 +1,48 @@
+"""Famous runs by name: a table that is whole, and a comparison whose words are its numbers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from weft.cluster.hardware import load
+from weft.errors import ConfigError
+from weft.models.catalog import load_model
+from weft.plan import Memory, Plan, Shard
+from weft.planner.famous_runs import compare, famous_run, famous_runs
+
+
+def test_every_famous_plan_uses_all_devices_of_its_machine_and_divides_its_batch() -> None:
+    assert len(famous_runs()) >= 11
+    for run in famous_runs().values():
+        assert load_model(run.model).num_layers >= run.plan.pipe.num_stages, run.name
+        assert run.plan.num_ranks == load(run.cluster).num_devices, run.name
+        assert run.num_micro_batches * run.plan.num_batch_ranks * (run.plan.micro_batch or 0) == run.sequences, run.name
+        assert run.source, run.name
+        assert run.tflops * 1e12 < load(run.cluster).node.device.peak_flops["bf16"], run.name
+
+
+def test_an_unknown_run_is_refused_with_the_nearest_and_all_names() -> None:
+    with pytest.raises(
+        ConfigError, match=r"'llama3-405b'; did you mean 'llama3-405b-meta'\?.*known: .*mt-nlg-530b-2240"
+    ):
+        famous_run("llama3-405b")
+
+
+def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
+    plan = Plan(shard=Shard(2, 3), micro_batch=1, memory=Memory("full"), precision="bf16")
+    run = replace(
+        famous_run("bloom-176b"), model="llama-1.2b", cluster="h100:1x2", sequences=4, sequence=4096, plan=plan
+    )
+    found = compare(run)
+    assert found.fits
+    best, words = found.answer.best, dict(found.lines)
+    assert best.seconds <= found.theirs.seconds  # the search has their plan among its own
+    assert f"{1 - best.seconds / found.theirs.seconds:.1%} faster than their plan" in words["best"]
+    assert f"predicted for weft {found.theirs.seconds:.2f} s" in words["time"]
+    assert found.published_seconds == pytest.approx(4 / 3 * found.answer.model.flops * 4 / (150e12 * 2))
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["like"]["predicted_seconds"] == found.theirs.seconds
+    assert told["plans"][0]["seconds"] == best.seconds

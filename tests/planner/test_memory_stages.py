@@ -1,0 +1,97 @@
+"""Stages by memory: the fastest stages that fit, as trying all finds them; what the search makes of them and says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+
+import pytest
+
+from weft.cluster.hardware import Cluster, load
+from weft.commands.run_planning import catalog_run, with_plan
+from weft.models import GPT2Config
+from weft.plan import Pipe, Plan
+from weft.planner.answer import ask
+from weft.planner.model import planned_model
+from weft.planner.predict import predict
+from weft.planner.question import Question, parse_constraints
+from weft.planner.search import Model
+
+TINY = GPT2Config(vocab_size=4096, n_positions=256, n_embd=256, n_layer=10, n_head=4)
+SEQUENCE, COUNT = 256, 8
+PLAN = Plan(pipe=Pipe(4), micro_batch=8, precision="bf16")
+
+
+@cache
+def model() -> Model:
+    return planned_model(TINY, SEQUENCE, load("h100:1x4"))
+
+
+def with_memory(num_bytes: float) -> Cluster:
+    cluster = load("h100:1x4")
+    return replace(
+        cluster, node=replace(cluster.node, device=replace(cluster.node.device, memory_bytes=int(num_bytes)))
+    )
+
+
+def all_stages(pipe: Pipe) -> list[Pipe]:
+    """The pipe with every way to cut the chain of blocks into its stages."""
+    units = model().steps.units
+    assert units is not None
+    cuts = combinations(units.block_names[1:], pipe.num_stages - 1)
+    return [replace(pipe, split=split) for split in cuts]
+
+
+def slowest(plan: Plan) -> float:
+    """The seconds of a micro-batch on the slowest rank."""
+    return sum(model().steps._busiest(plan)[0])
+
+
+def sizes_of(plan: Plan) -> dict[Plan, float]:
+    """The memory of the plan with all of its stages."""
+    choices = [replace(plan, pipe=one) for one in all_stages(plan.pipe)]
+    return {one: model().held(one, COUNT).total_bytes for one in choices}
+
+
+def test_stages_that_fit_are_the_fastest() -> None:
+    sizes = sizes_of(PLAN)
+    equal, least = model().held(PLAN, COUNT).total_bytes, min(sizes.values())
+    assert least < equal
+    for limit in (equal - 1, (equal + least) / 2, least * 1.001):
+        found = model().with_stages_that_fit(PLAN, COUNT, limit)
+        best = min(slowest(one) for one, size in sizes.items() if size <= limit)
+        assert found is not None
+        assert sizes[found] <= limit
+        assert slowest(found) == pytest.approx(best)
+    assert model().with_stages_that_fit(PLAN, COUNT, least * 0.99) is None
+
+
+def test_interleaved_stages_fit() -> None:
+    plan = replace(PLAN, pipe=Pipe(2, "interleaved"))
+    sizes, equal = sizes_of(plan), model().held(plan, COUNT).total_bytes
+    found = model().with_stages_that_fit(plan, COUNT, equal - 1)
+    assert found is not None
+    assert sizes[found] < equal
+
+
+def test_the_search_uses_them_and_says_so() -> None:
+    where = parse_constraints(
+        ["pipe=4", "schedule=1f1b", "micro_batch=8", "no recompute", "no offload", "pipe.in_flight=4"]
+    )
+    question = Question(64, SEQUENCE, constraints=where)
+    limit = model().held(replace(PLAN, pipe=Pipe(4, in_flight=4)), COUNT).total_bytes - 1
+    roomy, tight = (ask("tiny", TINY, with_memory(size), question) for size in (80e9, limit))
+    assert roomy.best.plan.pipe.split == ()
+    assert tight.best.plan.pipe.split
+    assert tight.best.memory.total_bytes <= limit
+    counts = [units.num_blocks for units in tight.model.steps.stage_units(tight.best.plan)]
+    assert counts[0] < max(counts)
+    needed = f"stages of equal time need {(limit + 1) / 1e9:.1f} of {limit / 1e9:.4g} GB"
+    assert needed in tight.why
+    assert needed not in roomy.why
+
+    run = replace(catalog_run("mpt-125m", "h100:1x4", 64 * SEQUENCE, SEQUENCE), model=TINY)
+    predicted = predict(with_plan(run, tight), with_memory(limit))
+    assert predicted.step_seconds == pytest.approx(tight.best.seconds, rel=1e-6)
+    assert predicted.cost.memory_bytes == pytest.approx(tight.best.memory.tensor_bytes, rel=0.05)

@@ -1,0 +1,57 @@
+"""`weft plan --serve`: predictions against an H200, memory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.cluster.hardware import load
+from weft.errors import PlanError
+from weft.models import DecoderConfig
+from weft.models.catalog import load_model
+from weft.plan import Pipe, Plan, Tensor
+from weft.planner.serving import ServingModel, ServingWorkload, predict_serving, serving_plans
+
+MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/serve-gpu.json").read_text())
+LLAMA_8B = DecoderConfig(  # of benchmarks/serve_gpu.py
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+)
+
+
+def test_one_request_and_a_long_prompt_are_predicted_as_measured_on_an_h200() -> None:
+    model = ServingModel(LLAMA_8B, load("h200:1x1"), Plan(), "bf16")
+    alone = model.simulate([(128, 64)], model.cache_tokens)
+    assert alone.tokens_per_second == pytest.approx(MEASURED["batch_1"]["tokens_per_second"], rel=0.05)
+    assert alone.tokens_per_second < alone.floor_tokens_per_second
+    prompt = model.simulate([(8192, 1)], model.cache_tokens)
+    assert prompt.seconds == pytest.approx(MEASURED["prefill"]["seconds"], rel=0.15)
+    assert sum(prompt.shares.values()) == pytest.approx(1)
+
+
+def test_more_ranks_hold_less_each_and_a_pipeline_overlaps_its_requests() -> None:
+    cluster, workload = load("h200:1x8"), ServingWorkload.of(8, 64, 8)
+    one, x, pipe = (
+        predict_serving(LLAMA_8B, cluster, plan, workload)
+        for plan in (Plan(), Plan(tensor=Tensor(4)), Plan(pipe=Pipe(4)))
+    )
+    assert x.weight_bytes < one.weight_bytes / 3
+    assert pipe.cache_bytes_per_token == one.cache_bytes_per_token // 4
+    assert x.alone.tokens_per_second > one.alone.tokens_per_second
+    assert pipe.alone.tokens_per_second < 1.05 * one.alone.tokens_per_second  # a token passes all stages
+    assert "communication" in x.loaded.shares
+
+
+def test_what_does_not_fit_is_refused_and_layouts_use_all_devices() -> None:
+    with pytest.raises(PlanError, match="leave no room for a request of 320 tokens; split the model over more devices"):
+        predict_serving(load_model("llama3-70b"), load("h100:1x1"), Plan(), ServingWorkload.of(1, 256, 64))  # type: ignore[arg-type]
+    assert {plan.num_ranks for plan in serving_plans(LLAMA_8B, 8)} == {8}
+    assert all(plan.expert == 1 for plan in serving_plans(LLAMA_8B, 8))

@@ -1,0 +1,183 @@
+"""Answers that match a JSON schema: alone and in a batch, greedy and drawn, whole and streamed; bad schemas refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from serve_for_tests import Served, serving
+from serving_for_tests import GREEDY, MODELS, likeliest, serve_all, tokens_of
+from torch import nn
+
+from weft.data.tokenizer import ByteTokenizer, FileTokenizer
+from weft.models import build, initialise
+from weft.serve import sampling as sampling_module
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.grammar import ANY_OBJECT, MAX_SCHEMA_BYTES, Grammars
+from weft.serve.request import GeneratedToken, Request, RequestError, Sampling
+
+BYTES = ByteTokenizer()
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["cat", "dög"]}},
+    "required": ["ok", "kind"],
+    "additionalProperties": False,
+}
+CHOICES = {(ok, kind) for ok in (True, False) for kind in ("cat", "dög")}
+CONTEXT = 128
+NO_BLANKS = {ord(blank): -100.0 for blank in " \n\t"}  # answers are short
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    """A model of bytes whose likeliest tokens are no JSON."""
+    made = build(replace(MODELS["llama"], vocab_size=257, max_position_embeddings=CONTEXT))
+    initialise(made, 0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return made.eval()
+
+
+def make_engine(model: nn.Module, **options: Any) -> Engine:
+    grammars = Grammars(BYTES, [BYTES.end])
+    return Engine(model, EngineOptions(**{"block_size": 4, "num_blocks": 300, "grammars": grammars, **options}))
+
+
+def read(generated: list[GeneratedToken]) -> dict[str, Any]:
+    assert generated[-1].finish == "stop"
+    found: dict[str, Any] = json.loads(BYTES.decode(torch.tensor([one.token for one in generated]).numpy()))
+    return found
+
+
+def mixed_requests() -> list[Request]:
+    """Greedy and drawn requests with a schema, and requests without one."""
+    schema, rng, requests = json.dumps(SCHEMA), random.Random(0), list[Request]()
+    for number in range(6):
+        prompt = tuple(rng.randrange(256) for _ in range(rng.randint(1, 9)))
+        drawn = {"seed": number, "top_k": 40 * (number % 2), "top_p": 0.9} if number % 3 else {"temperature": 0}
+        sampling = Sampling(**drawn, logit_bias=NO_BLANKS)  # type: ignore[arg-type]
+        requests.append(Request(f"json {number}", prompt, 60, sampling, frozenset([256]), json_schema=schema))
+        requests.append(Request(f"text {number}", prompt, 15, GREEDY))
+    return requests
+
+
+def test_answers_match_their_schema_alone_and_batched_and_others_are_not_changed(model: nn.Module) -> None:
+    requests = mixed_requests()
+    plain = make_engine(model, overlap=False)
+    results = serve_all(plain, requests)
+    for one in requests:
+        if one.json_schema is None:
+            assert [token.token for token in results[one.name]] == likeliest(model, one.tokens, 15)
+        else:
+            answer = read(results[one.name])
+            assert set(answer) == {"ok", "kind"}
+            assert (answer["ok"], answer["kind"]) in CHOICES
+    scarce = make_engine(model, overlap=True, num_blocks=20, token_budget=7, max_running=6)
+    assert tokens_of(serve_all(scarce, requests, every=2)) == tokens_of(results)
+    assert scarce.state().num_preempted > 0
+    assert scarce.state().num_free_blocks == 20
+    assert tokens_of(serve_all(make_engine(model), requests[:1])) == {"json 0": tokens_of(results)["json 0"]}
+    free = serve_all(make_engine(model), [replace(requests[0], json_schema=None)])["json 0"]
+    assert [one.token for one in free] != tokens_of(results)["json 0"]  # the schema makes the difference
+
+
+def test_without_masks_an_answer_that_leaves_its_schema_is_noticed(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_module, "allowed_tokens", lambda matchers, size: torch.ones(len(matchers), size) > 0)
+    request = mixed_requests()[0]
+    found = serve_all(make_engine(model, overlap=True), [request])[request.name]
+    assert [one.finish for one in found] == ["stuck"]
+
+
+def test_a_bias_and_penalties_do_not_break_the_schema(model: nn.Module) -> None:
+    sampling = Sampling(temperature=0, logit_bias={ord("x"): 1e9, ord("{"): -1e9, **NO_BLANKS}, repetition_penalty=5.0)
+    request = Request("x", (1, 2), 60, sampling, frozenset([256]), json_schema=json.dumps(SCHEMA))
+    answer = read(serve_all(make_engine(model), [request])["x"])
+    assert (answer["ok"], answer["kind"]) in CHOICES
+
+
+BAD_SCHEMAS = [
+    ({"type": "json_schema"}, "needs {'json_schema':"),
+    ({"type": "json_schema", "json_schema": {"schema": [1]}}, "needs {'json_schema':"),
+    ({"type": "xml"}, "'response_format' of type 'xml' is not known"),
+    ({"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}, "the schema cannot be used: Invalid type"),
+    ({"type": "json_schema", "json_schema": {"schema": {"$ref": "http://127.0.0.1/x"}}}, "the schema cannot be used"),
+    ({"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "(("}}}, "regex parse error"),
+    (
+        {"type": "json_schema", "json_schema": {"schema": {"const": "x" * MAX_SCHEMA_BYTES}}},
+        f"at most {MAX_SCHEMA_BYTES} are taken",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def served(model: nn.Module) -> Iterator[Served]:
+    with serving(make_engine(model)) as found:
+        yield found
+
+
+def test_over_http_whole_streamed_and_with_stop(served: Served) -> None:
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+    schema = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+    messages = [{"role": "user", "content": "x"}]
+    options: dict[str, Any] = {"model": "tiny", "messages": messages, "response_format": schema, "seed": 3}
+    options["logit_bias"] = {str(blank): bias for blank, bias in NO_BLANKS.items()}
+    whole = client.chat.completions.create(**options, n=2)
+    texts = [choice.message.content for choice in whole.choices]
+    assert [choice.finish_reason for choice in whole.choices] == ["stop", "stop"]
+    assert all((json.loads(text)["ok"], json.loads(text)["kind"]) in CHOICES for text in texts)
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == texts[0]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    stopped = client.chat.completions.create(**options, stop='"kind"')
+    assert stopped.choices[0].message.content == texts[0].split('"kind"')[0]
+    options["response_format"] = {"type": "json_object"}
+    options["logit_bias"] |= {str(ord("}")): 100}
+    found = client.chat.completions.create(**options, max_tokens=9)
+    assert json.loads(found.choices[0].message.content) == {}
+
+
+def test_bad_schemas_are_refused_in_words(served: Served) -> None:
+    for wanted, words in BAD_SCHEMAS:
+        refused = served.post("/v1/completions", {"prompt": "x", "response_format": wanted})
+        assert refused.status_code == 400, wanted
+        assert words in refused.json()["error"]["message"], wanted
+    with pytest.raises(RequestError, match="knows no tokenizer"):
+        Engine(build(MODELS["llama"]), EngineOptions(num_blocks=4)).add(Request("x", (1,), 1, json_schema=ANY_OBJECT))
+
+
+def test_a_tokenizer_file_and_an_answer_that_cannot_go_on(tmp_path: Path) -> None:
+    """A vocabulary of few letters: it can write `{"cat":true}`, but not the key of another schema."""
+    from tokenizers import Tokenizer, decoders, models
+
+    words = [*'{}":catrue', "</s>"]
+    backend = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    backend.add_special_tokens(["</s>"])
+    path = tmp_path / "tokenizer.json"
+    backend.save(str(path))
+    with pytest.raises(RequestError, match=r"cannot be held to a schema: .* can't determine decoder type"):
+        Grammars(FileTokenizer(path, None), []).matcher(ANY_OBJECT)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(path))
+    grammars = Grammars(FileTokenizer(path, None), [])
+    made = build(replace(MODELS["llama"], vocab_size=len(words)))
+    initialise(made, 0)
+    engine = Engine(made, EngineOptions(num_blocks=16, grammars=grammars))
+    for key, finish in (("cat", "stop"), ("dog", "stuck")):
+        schema = {"type": "object", "properties": {key: {"const": True}}, "required": [key]}
+        schema["additionalProperties"] = False
+        request = Request("x", (0,), 30, GREEDY, frozenset([len(words) - 1]), json_schema=json.dumps(schema))
+        found = serve_all(engine, [request])["x"]
+        assert found[-1].finish == finish
+        if finish == "stop":
+            assert "".join(words[one.token] for one in found) == '{"cat":true}'

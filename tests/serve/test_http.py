@@ -1,0 +1,251 @@
+"""The server's edges: keys, bodies, queues, disconnects, failures and the end of the server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from serve_for_tests import LIMIT_SECONDS, RepeatingEngine, Served, serving, wait_for
+
+from weft.serve.http_guard import ServerLimits
+
+FOREVER = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def engine() -> RepeatingEngine:
+    return RepeatingEngine()
+
+
+@pytest.fixture(scope="module")
+def served(engine: RepeatingEngine) -> Iterator[Served]:
+    limits = ServerLimits(body_bytes=4096, body_seconds=0.5)
+    with serving(engine, limits=limits, keys=["first", "second"], max_requests=3, template=None) as found:
+        yield found
+
+
+KEY = {"Authorization": "Bearer first"}
+
+
+def message(response: httpx.Response) -> str:
+    """The message of an error, which must have OpenAI's form."""
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("server_error" if response.status_code >= 500 else error["type"])
+    return str(error["message"])
+
+
+def test_the_api_key(served: Served, engine: RepeatingEngine) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for headers in (
+        {},
+        {"Authorization": "Bearer firs"},
+        {"Authorization": "Basic first"},
+        {"Authorization": "Bearer \xe9"},
+    ):
+        refused = served.post("/v1/completions", body, headers=[(k, v.encode("latin-1")) for k, v in headers.items()])
+        assert refused.status_code == 401
+        assert message(refused).startswith("the API key is missing or wrong")
+    for path in ("/v1/models", "/metrics"):
+        assert served.get(path).status_code == 401
+    for path in ("/", "/health"):
+        assert served.get(path).status_code == 200
+    for key, tenant in (("first", "0/"), ("second", "1/")):
+        assert served.post("/v1/completions", body, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        assert engine.requests[-1].tenant == tenant
+
+
+def test_another_host_name_is_refused(served: Served) -> None:
+    """A page of a stranger whose name was made to lead to this machine."""
+    refused = served.get("/health", headers={"Host": "evil.example"})
+    assert refused.status_code == 403
+    assert "not as 'evil.example'" in message(refused)
+    assert served.get("/health", headers={"Host": "localhost:1"}).status_code == 200
+
+
+BAD_BODIES = [
+    (b"{", "not valid JSON"),
+    (b"[" * 100_00, "not valid JSON"),
+    (b'{"prompt": NaN}', "NaN is no JSON number"),
+    (b"[1]", "it must be an object"),
+    (b"\xff\xfe", "not valid JSON"),
+    ({}, "'prompt' is None"),
+    ({"prompt": 3}, "'prompt' is 3; it must be a text"),
+    ({"prompt": []}, "'prompt' has 0 prompts"),
+    ({"prompt": [True]}, "'prompt' is [True]"),
+    ({"prompt": [["a"]]}, "'prompt' is [['a']]"),
+    ({"prompt": [257]}, "'prompt' has the token 257; tokens of this model are from 0 to 256"),
+    ({"prompt": [-1]}, "token -1"),
+    ({"prompt": [10**30]}, "token 1000"),
+    ({"prompt": "\ud800"}, "surrogate"),
+    ({"prompt": "x", "promt": "x"}, "unknown key 'promt'; did you mean 'prompt'?"),
+    ({"prompt": "x", "best_of": 2}, "unknown key 'best_of'"),
+    ({"prompt": "x", "n": 0}, "'n' = 0; it must be from 1 to 128"),
+    ({"prompt": ["x"] * 100, "n": 2}, "100 prompts with 'n' = 2 are more than 128 answers"),
+    ({"prompt": "x", "max_tokens": 0}, "'max_tokens' = 0 generates nothing"),
+    ({"prompt": "x", "max_tokens": "many"}, "'max_tokens' = 'many' (a string) but it expects an integer"),
+    ({"prompt": "x", "logprobs": 21}, "'logprobs' = 21"),
+    ({"prompt": "x", "echo": True, "logprobs": 1}, "'echo' with 'logprobs'"),
+    ({"prompt": "x", "stop": [""]}, "'stop' must have"),
+    ({"prompt": "x", "stop": ["a"] * 17}, "'stop' must have"),
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "'logit_bias' must be"),
+    ({"prompt": "x", "seed": 1 << 63}, "'seed' ="),
+    ({"prompt": "x", "stream": "yes"}, "'stream' = 'yes'"),
+]
+
+
+def test_bad_bodies_are_refused_in_words(served: Served, engine: RepeatingEngine) -> None:
+    before = len(engine.requests)
+    for body, words in BAD_BODIES:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {**KEY, "Content-Type": "application/json"}
+        response = served.post("/v1/completions", headers=headers, content=data[:4096])
+        assert response.status_code == 400, (body, response.text)
+        assert words in message(response), body
+    assert len(engine.requests) == before
+
+
+def test_bad_chats_are_refused_in_words(served: Served) -> None:
+    cases = [
+        ({"messages": [{"role": "user", "content": "x"}]}, "'tiny' has no chat template; use /v1/completions"),
+        ({"messages": []}, "'messages' is []"),
+        ({"messages": [{"content": "x"}]}, "'messages[0]' is {'content': 'x'}; it must be an object with a 'role'"),
+        ({"messages": [{"role": "user"}]}, "'messages[0].content' is None"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is taken"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "needs 'logprobs' true"),
+        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "'tool_choice' = 'required'"),
+    ]
+    for body, words in cases:
+        response = served.post("/v1/chat/completions", body, headers=KEY)
+        assert response.status_code == 400
+        assert words in message(response), body
+
+
+def test_wrong_paths_methods_and_types(served: Served) -> None:
+    assert served.get("/v1/nothing", headers=KEY).status_code == 404
+    assert served.get("/v1/completions", headers=KEY).status_code == 405
+    refused = served.post("/v1/completions", headers={**KEY, "Content-Type": "text/plain"}, content=b"{}")
+    assert (refused.status_code, message(refused)[:22]) == (415, "the body's type is 'te")
+
+
+def test_a_body_that_is_too_large_or_too_slow(served: Served) -> None:
+    large = served.post("/v1/completions", {"prompt": "x" * 5000}, headers=KEY)
+    assert (large.status_code, message(large)) == (413, "the body is larger than 4096 bytes; send a shorter prompt")
+    pieces = (b"x" * 1000 for _ in range(9))  # without a length
+    chunked = served.post("/v1/completions", headers={**KEY, "Content-Type": "application/json"}, content=pieces)
+    assert chunked.status_code == 413
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=LIMIT_SECONDS) as slow:
+        head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\nContent-Length: 9\r\n"
+        slow.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
+        assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
+
+
+def test_tokenize(served: Served) -> None:
+    assert served.post("/tokenize", {"prompt": "hi"}, headers=KEY).json() == {
+        "tokens": [104, 105], "count": 2, "context_length": 64,
+    }  # fmt: skip
+    assert served.post("/tokenize", {}, headers=KEY).status_code == 400
+
+
+def open_stream(served: Served, max_tokens: int = FOREVER) -> httpx.Response:
+    """A stream of which nothing was read yet."""
+    client = httpx.Client(timeout=LIMIT_SECONDS)
+    body = {"prompt": "x", "max_tokens": max_tokens, "stream": True}
+    request = client.build_request("POST", f"{served.url}/v1/completions", json=body, headers=KEY)
+    response = client.send(request, stream=True)
+    assert response.status_code == 200
+    return response
+
+
+def test_a_full_queue_and_disconnects(served: Served, engine: RepeatingEngine) -> None:
+    """Requests beyond the limit are refused; those whose client is gone are cancelled before the next step."""
+    streams = [open_stream(served) for _ in range(2)]
+    whole = threading.Thread(target=give_up_after_a_second, args=(served,))
+    whole.start()
+    wait_for(lambda: len(engine.held) == 3)
+    engine.go_on.clear()
+    full = served.post("/v1/completions", {"prompt": "x"}, headers=KEY)
+    assert (full.status_code, full.headers["retry-after"]) == (429, "1")
+    assert "the server holds 3 requests of at most 3" in message(full)
+    num_before, num_cancelled = engine.num_generated, len(engine.cancelled)
+    for stream in streams:
+        stream.close()
+    whole.join(LIMIT_SECONDS)
+    wait_for(lambda: served.worker.num_requests == 0)
+    engine.go_on.set()
+    wait_for(lambda: len(engine.cancelled) == num_cancelled + 3)
+    assert engine.num_generated - num_before <= 3  # the step that was under way
+    assert served.post("/v1/completions", {"prompt": "x"}, headers=KEY).status_code == 200
+
+
+def give_up_after_a_second(served: Served) -> None:
+    body, timeout = {"prompt": "x", "max_tokens": FOREVER}, httpx.Timeout(LIMIT_SECONDS, read=1.0)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{served.url}/v1/completions", json=body, headers=KEY, timeout=timeout)
+
+
+def test_metrics_and_health(served: Served) -> None:
+    served.post("/v1/completions", {"prompt": "abc", "max_tokens": 4}, headers=KEY)
+    lines = served.get("/metrics", headers=KEY).text.splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(values['weft_responses_total{endpoint="/v1/completions",status="200"}']) >= 1
+    assert float(values["weft_generated_tokens_total"]) >= 4
+    assert float(values["weft_time_to_first_token_seconds_count"]) >= 1
+    assert values['weft_request_seconds_bucket{le="+Inf"}'] == values["weft_request_seconds_count"]
+    assert float(values["weft_cache_blocks"]) == 8
+    health = served.get("/health").json()
+    assert (health["status"], health["weights"]) == ("ok", "step-00000001")
+
+
+def test_requests_end_at_the_time_limit() -> None:
+    engine = RepeatingEngine()
+    engine.go_on.clear()
+    with serving(engine, limits=ServerLimits(request_seconds=0.2)) as served:
+        late = served.post("/v1/completions", {"prompt": "x"})
+        assert late.status_code == 504
+        text = served.post("/v1/completions", {"prompt": "x", "stream": True}).text
+        assert json.loads(text.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert served.worker.num_requests == 0
+
+
+def test_an_engine_that_fails_answers_503(capfd: pytest.CaptureFixture[str]) -> None:
+    engine = RepeatingEngine()
+    with serving(engine) as served:
+        stream = open_stream(served)
+        engine.error = ValueError("the device is lost")
+        text = "".join(stream.iter_text())
+        assert "the engine failed: ValueError: the device is lost; restart the server" in text
+        for path in ("/v1/completions", "/v1/embeddings"):
+            after = served.post(path, {"prompt": "x"} if "comp" in path else {"input": "x"})
+            assert (after.status_code, after.json()["error"]["code"]) == (503, "unavailable")
+        assert served.get("/health").status_code == 503
+    assert "ValueError: the device is lost" in capfd.readouterr().err
+
+
+def test_a_server_that_stops_finishes_what_it_has() -> None:
+    engine = RepeatingEngine()
+    with serving(engine) as served:
+        engine.go_on.clear()
+        stream = open_stream(served, max_tokens=3)
+        served.server.drain()
+        refused = served.post("/v1/completions", {"prompt": "x"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert served.get("/health").status_code == 503
+        engine.go_on.set()
+        text = "".join(stream.iter_text())
+        assert text.count('"text": "x"') == 3
+        assert text.endswith("data: [DONE]\n\n")
+        wait_for(lambda: served.server.should_exit)
+
+
+def test_a_server_that_stops_does_not_wait_for_ever() -> None:
+    engine = RepeatingEngine()
+    with serving(engine, limits=ServerLimits(drain_seconds=0.3)) as served:
+        stream = open_stream(served)
+        served.server.drain()
+        assert "the server stops" in "".join(stream.iter_text())

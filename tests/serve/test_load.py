@@ -1,0 +1,68 @@
+"""`weft bench serve`: what it says of a server is what the server did."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from commands_for_tests import caller
+from serve_for_tests import RepeatingEngine, serving
+
+from weft.errors import ConfigError
+from weft.serve.load import LoadOptions, RateResult, open_target, run_load
+from weft.serve.load_report import svg, table_row
+
+
+def test_a_load_counts_what_clients_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Every token that was generated is counted; arrivals do not depend on answers, and prompts are never the same."""
+    engine = RepeatingEngine()
+    weft = caller(monkeypatch, capfd)
+    with serving(engine) as served:
+        options = ["--rate", 40, "--rates", 2, "--requests", 12, "--prompt-tokens", 8, "--answer-tokens", 6]
+        left = weft("bench", "serve", served.url, *options, "--out", tmp_path / "load", "--json")
+    assert left.status == 0, left.err
+    found = left.json
+    assert [one["rate"] for one in found["rates"]] == [40, 80]
+    assert [one["num_answered"] for one in found["rates"]] == [12, 12]
+    assert len(engine.requests) == 24
+    lengths = [(len(one.tokens), one.max_tokens) for one in engine.requests]
+    assert sorted(lengths[:12]) == sorted(lengths[12:])
+    assert len({one.tokens for one in engine.requests}) == 24
+    assert sum(num_tokens for _, num_tokens in lengths) == engine.num_generated
+    for one in found["rates"]:
+        assert 0 < one["first_token"]["p50"] <= one["first_token"]["p90"] <= one["first_token"]["p99"]
+        assert one["per_token"]["p50"] > 0
+    assert json.loads((tmp_path / "load.json").read_text()) == found
+    texts = [node.text for node in ElementTree.parse(tmp_path / "load.svg").iter() if node.tag.endswith("text")]
+    assert {"time to first token, ms", "time per token, ms", "output tokens/s", "40", "80", "p99"} <= set(texts)
+
+
+def test_the_load_ends_when_the_server_is_saturated_or_refuses() -> None:
+    engine = RepeatingEngine()
+    told: list[RateResult] = []
+    with serving(engine, max_requests=1) as served:
+        target = asyncio.run(open_target(served.url, None))
+        options = LoadOptions(first_rate=1000.0, num_requests=20, mean_prompt_tokens=8, mean_answer_tokens=20)
+        results = asyncio.run(run_load(target, options, told.append))
+        with pytest.raises(ConfigError, match="up to 150 tokens do not fit the server's context of 64"):
+            asyncio.run(run_load(target, LoadOptions(mean_prompt_tokens=68), told.append))
+    assert results == told
+    assert len(results) == 1
+    (one,) = results
+    assert one.num_answered < 20
+    assert one.errors == {"status 429": 20 - one.num_answered}
+    assert f"{one.num_answered} of 20" in table_row(one)
+    nothing = RateResult(1.0, 2, 0, 0.0, {}, {}, {"unfinished": 2})
+    assert "nothing was answered" in svg([nothing], "none")
+    assert table_row(nothing).endswith("2 unfinished")
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "http://127.0.0.1:9", "http://"])
+def test_a_url_without_a_server_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no (server|address)"):
+        asyncio.run(open_target(url, None))

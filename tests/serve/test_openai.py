@@ -1,0 +1,171 @@
+"""The official client of OpenAI against the server: completions, chats, streams, embeddings and errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import openai
+import pytest
+from serve_for_tests import RepeatingEngine, Served, serving, wait_for
+
+
+@pytest.fixture(scope="module")
+def engine() -> RepeatingEngine:
+    return RepeatingEngine()
+
+
+@pytest.fixture(scope="module")
+def served(engine: RepeatingEngine) -> Iterator[Served]:
+    with serving(engine) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def test_models(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.context_length, model.has_chat_template) == ("tiny", 64, True)  # type: ignore[attr-defined]
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
+        client.models.retrieve("other")
+
+
+def test_a_completion(client: openai.OpenAI) -> None:
+    found = client.completions.create(model="tiny", prompt="héllo", max_tokens=12)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("héllohéllo", "length")
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (6, 12, 18)
+    assert found.system_fingerprint == "step-00000001"
+
+
+def test_a_streamed_completion_has_whole_characters(client: openai.OpenAI) -> None:
+    options = {"include_usage": True}
+    chunks = list(
+        client.completions.create(prompt="a€", model="tiny", max_tokens=8, stream=True, stream_options=options)
+    )
+    assert [chunk.choices[0].text for chunk in chunks[:-1]] == ["a", "€", "a", "€"]
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None, None, None, "length"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 8
+
+
+def test_stop_strings_end_an_answer_and_free_the_engine(client: openai.OpenAI, engine: RepeatingEngine) -> None:
+    num_cancelled = len(engine.cancelled)
+    found = client.completions.create(model="tiny", prompt="one END two", stop=["END", "never"], max_tokens=1 << 30)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("one ", "stop")
+    wait_for(lambda: len(engine.cancelled) == num_cancelled + 1)
+
+
+def test_end_tokens_end_an_answer(client: openai.OpenAI) -> None:
+    found = client.completions.create(model="tiny", prompt=[104, 105, 256], max_tokens=9)
+    assert (found.choices[0].text, found.choices[0].finish_reason) == ("hi", "stop")
+    again = client.completions.create(model="tiny", prompt=[104, 256], max_tokens=4, extra_body={"ignore_eos": True})
+    assert (again.choices[0].text, again.choices[0].finish_reason) == ("hh", "length")
+
+
+def test_echo_n_several_prompts_and_seeds(client: openai.OpenAI, engine: RepeatingEngine) -> None:
+    del engine.requests[:]
+    found = client.completions.create(model="tiny", prompt=["ab", "cd"], n=2, echo=True, max_tokens=2, seed=7)
+    assert [choice.text for choice in found.choices] == ["abab", "abab", "cdcd", "cdcd"]
+    assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+    assert [request.sampling.seed for request in engine.requests] == [7, 8, 7, 8]
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (4, 8)
+    nothing = client.completions.create(model="tiny", prompt="ab", echo=True, max_tokens=0)
+    assert (nothing.choices[0].text, nothing.choices[0].finish_reason) == ("ab", "length")
+
+
+def test_logprobs_of_a_completion(client: openai.OpenAI) -> None:
+    found = client.completions.create(model="tiny", prompt="ab", max_tokens=3, logprobs=2).choices[0].logprobs
+    assert found is not None
+    assert (found.tokens, found.token_logprobs) == (["a", "b", "a"], [-0.5] * 3)
+    assert (found.top_logprobs, found.text_offset) == (
+        [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}, {"a": -0.5, "b": -1.5}],
+        [0, 1, 2],
+    )
+
+
+def test_a_token_that_cannot_come_has_a_logprob_that_json_can_write(
+    client: openai.OpenAI, engine: RepeatingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "logprob", -math.inf)
+    found = client.completions.create(model="tiny", prompt="ab", max_tokens=1, logprobs=1).choices[0].logprobs
+    assert found is not None
+    assert found.token_logprobs == [-9999.0]
+    assert found.top_logprobs == [{"a": -9999.0}]
+
+
+def test_a_chat(client: openai.OpenAI, engine: RepeatingEngine) -> None:
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": [{"type": "text", "text": "U"}]},
+    ]
+    found = client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=13, logprobs=True, top_logprobs=1, user="someone"
+    )  # type: ignore[call-overload]
+    (choice,) = found.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "<system>S<use")
+    assert [entry.token for entry in choice.logprobs.content[:2]] == ["<", "s"]
+    assert choice.logprobs.content[0].top_logprobs[0].bytes == [ord("<")]
+    assert bytes(engine.requests[-1].tokens) == b"<system>S<user>U<assistant>"
+
+
+def test_a_streamed_chat_with_tools(client: openai.OpenAI) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    messages = [{"role": "user", "content": "x"}]
+    chunks = list(
+        client.chat.completions.create(model="tiny", messages=messages, tools=tools, max_tokens=9, stream=True)  # type: ignore[call-overload]
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "[weather]"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_a_chat_without_a_limit_fills_the_context(client: openai.OpenAI, engine: RepeatingEngine) -> None:
+    client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}])
+    request = engine.requests[-1]
+    assert len(request.tokens) + request.max_tokens == engine.context_length
+
+
+def test_sampling_reaches_the_engine(client: openai.OpenAI, engine: RepeatingEngine) -> None:
+    client.completions.create(
+        model="tiny",
+        prompt="x",
+        temperature=0.5,
+        top_p=0.9,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={"65": -100},
+        extra_body={"top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "cache_salt": "me", "stop_token_ids": [3]},
+    )
+    request = engine.requests[-1]
+    one = request.sampling
+    assert (one.temperature, one.top_p, one.top_k, one.min_p) == (0.5, 0.9, 5, 0.1)
+    assert (one.presence_penalty, one.frequency_penalty, one.repetition_penalty) == (1.0, -1.0, 1.2)
+    assert one.logit_bias == {65: -100.0}
+    assert request.stop_tokens == {3, 256}
+    assert request.tenant == "0/me"
+
+
+def test_embeddings(client: openai.OpenAI) -> None:
+    found = client.embeddings.create(model="tiny", input=["ab", "c"])  # the client asks for base64
+    assert [row.embedding for row in found.data] == [[97.5, 195.0], [99.0, 99.0]]
+    assert found.usage.prompt_tokens == 3
+    last = client.embeddings.create(model="tiny", input="ab", encoding_format="float", extra_body={"pool": "last"})
+    assert math.isclose(last.data[0].embedding[0], 98.0)
+
+
+def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here; this server has 'tiny'"):
+        client.completions.create(model="gpt", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="a prompt of 65 tokens") as caught:
+        client.completions.create(model="tiny", prompt="x" * 65)
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="temperature is above 100"):
+        client.completions.create(model="tiny", prompt="x", temperature=200)

@@ -1,0 +1,167 @@
+"""Several ranks serve what one rank serves: equal tokens under every axis, and a wrong part is noticed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from parallel_serving_for_tests import part_of, tokens_on_ranks, whole_model
+from serving_for_tests import GREEDY, MODELS, serve_all, tokens_of
+
+from weft.errors import PlanError
+from weft.launch.local_ranks import run_local
+from weft.mesh import Mesh
+from weft.plan import Memory, Pipe, Plan, Shard, Tensor
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.follow_steps import follow_steps
+from weft.serve.model_part import ModelPart
+from weft.serve.rank_part import RankPlace, part_numel, refuse_plan
+from weft.serve.ranks import RankMessage, ServingRanks
+from weft.serve.request import Request, Sampling
+from weft.serve.step_inputs import text_inputs
+from weft.serve.traffic import ServedSizes, step_calls
+
+LIMIT_SECONDS = 300.0
+SCARCE = EngineOptions(block_size=4, num_blocks=7, token_budget=4, max_running=4)  # chunks, and too few blocks
+FOUR_RANKS = [
+    ("llama", Plan(tensor=Tensor(4))),
+    ("qwen3-deep", Plan(pipe=Pipe(4))),
+    ("gpt2", Plan(pipe=Pipe(2), tensor=Tensor(1, 2))),
+    ("mistral", Plan(pipe=Pipe(2), tensor=Tensor(2))),
+    ("qwen2", Plan(data=2, tensor=Tensor(2))),
+    ("mixtral", Plan(expert=2, tensor=Tensor(2))),
+]
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+
+
+def requests() -> list[Request]:
+    """Greedy and seeded ones, short and long; two have the same beginning, which the prefix cache shares."""
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(61) for _ in range(length)) for length in (1, 9, 15, 5)]
+    shared = tuple(range(9))
+    found = [Request(str(index), prompt, 12, GREEDY) for index, prompt in enumerate(prompts)]
+    found += [Request("shared", (*shared, 3), 5, GREEDY), Request("again", (*shared, 4), 5, GREEDY)]
+    return [*found, Request("drawn", (7, 8), 12, Sampling(temperature=1.0, seed=3, repetition_penalty=1.2))]
+
+
+def on_one_rank(name: str) -> tuple[dict[str, list[int]], list[float]]:
+    engine = Engine(whole_model(name), EngineOptions(block_size=4, num_blocks=60))
+    return tokens_of(serve_all(engine, requests())), engine.embed((5, 6, 7), "mean").tolist()
+
+
+def check(cases: list[tuple[str, Plan]], num_ranks: int) -> None:
+    """Serve every case on the same ranks, and compare with one rank."""
+    expected = {name: on_one_rank(name) for name, _ in cases}
+    for name, plan in cases:
+        refuse_plan(MODELS[name], plan)  # what ranks need of it is found here, once for all
+
+    def rank(_: int) -> list[dict[str, Any] | None]:
+        torch.set_num_threads(1)
+        return [tokens_on_ranks(name, Mesh(plan), requests(), SCARCE) for name, plan in cases]
+
+    for (name, plan), found in zip(cases, run_local(rank, num_ranks, LIMIT_SECONDS)[0], strict=True):
+        tokens, embedding = expected[name]
+        assert found["tokens"] == tokens, (name, plan.describe_axes())
+        assert found["embedding"] == pytest.approx(embedding, abs=1e-6)
+        assert found["is_free"]
+        assert found["preempted"] > 0
+        if plan.data == 1:
+            assert found["prefix"] > 0
+
+
+@pytest.mark.processes
+def test_four_ranks_give_the_tokens_of_one_under_every_axis() -> None:
+    check(FOUR_RANKS, 4)
+
+
+@pytest.mark.processes
+@pytest.mark.soak
+@pytest.mark.parametrize("name", DENSE)
+def test_every_model_on_two_and_four_ranks(name: str) -> None:
+    two = [Plan(tensor=Tensor(2)), Plan(tensor=Tensor(1, 2)), Plan(pipe=Pipe(2)), Plan(data=2)]
+    check([(name, plan) for plan in two], 2)
+    four = [Plan(tensor=Tensor(4)), Plan(tensor=Tensor(2, 2)), Plan(data=2, pipe=Pipe(2))]
+    check([*((name, plan) for plan in four), (f"{name}-deep", Plan(pipe=Pipe(4)))], 4)
+
+
+@pytest.mark.processes
+def test_a_wrong_part_is_noticed_and_traffic_is_as_stated() -> None:
+    """Negative control: rank 1 holds the part of rank 0. And the calls of a text equal those of `step_calls`."""
+    plan = Plan(tensor=Tensor(2))
+    expected, _ = on_one_rank("llama")
+    given = requests()[:3]
+    cases = [
+        ("llama", plan),
+        ("gpt2", Plan(tensor=Tensor(1, 2))),
+        ("qwen2", Plan(pipe=Pipe(2))),
+        ("mixtral", Plan(expert=2)),
+    ]
+
+    for name, case in cases:
+        refuse_plan(MODELS[name], case)
+
+    def rank(index: int) -> Any:
+        torch.set_num_threads(1)
+        place = RankPlace(plan, dict.fromkeys(plan.degrees, 0))
+        wrong = tokens_on_ranks("llama", Mesh(plan), given, SCARCE, place)
+        return wrong, [counted(*case) for case in cases]
+
+    def counted(name: str, plan: Plan) -> dict[str, list[int]]:
+        """The calls of one step of five tokens after which two requests sample, on this rank."""
+        mesh = Mesh(plan)
+        ranks = ServingRanks(mesh)
+        part = ModelPart(part_of(name, ranks.place), SCARCE, ranks)
+        mesh.ledger.clear()
+        inputs = text_inputs((1, 2, 3, 4, 5), 4)
+        inputs = type(inputs)(inputs.flat, inputs.tables, inputs.queries, 0, 1)
+        if ranks.is_lead:
+            ranks.tell(RankMessage("step", inputs))
+            part.logits(inputs)
+            ranks.tell(RankMessage("stop"))
+        else:
+            follow_steps(part)
+        entries = mesh.ledger.entries().items()
+        return {"/".join(key): [one.calls, one.num_bytes] for key, one in entries if key[0] != "state"}
+
+    found = run_local(rank, 2, LIMIT_SECONDS)
+    assert found[0][0]["tokens"] != {name: expected[name] for name in found[0][0]["tokens"]}
+    for index, (name, case) in enumerate(cases):
+        for rank_index in range(2):
+            stage = (rank_index - 1) % 2 if case.pipe.degree == 2 else 0
+            stated = list(step_calls(ServedSizes.of(MODELS[name]), case, stage, 5, 1, 8))
+            calls, sums = Counter("/".join(key) for key, _ in stated), Counter[str]()
+            for key, num_bytes in stated:
+                sums["/".join(key)] += num_bytes
+            assert found[rank_index][1][index] == {key: [calls[key], sums[key]] for key in calls}, (name, rank_index)
+
+
+def test_plans_that_cannot_serve_are_refused_in_words() -> None:
+    llama = MODELS["llama"]
+    for plan, words in (
+        (Plan(tensor=Tensor(3)), "tensor.x = 3 does not divide the 4 heads"),
+        (Plan(pipe=Pipe(3)), "pipe = 3 stages are more than the model's 2 layers"),
+        (Plan(expert=2), "has no layer of experts"),
+        (Plan(shard=Shard(2)), "the plan sets more"),
+        (Plan(memory=Memory(recompute="full")), "the plan sets more"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            refuse_plan(llama, plan)
+    with pytest.raises(PlanError, match=r"tensor.y = 2 splits the features"):
+        refuse_plan(MODELS["mixtral"], Plan(tensor=Tensor(1, 2)))
+
+
+def test_parts_have_as_many_parameters_as_stated_and_stages_hold_all() -> None:
+    """A tied head (qwen2) is held beside the embedding if they are on different stages."""
+    cases = [("qwen2-deep", Plan(pipe=Pipe(4))), ("mixtral", Plan(pipe=Pipe(2), expert=2, tensor=Tensor(2)))]
+    for name, plan in [*cases, ("gpt2", Plan(tensor=Tensor(2, 2)))]:
+        for index in range(plan.pipe.degree):
+            place = RankPlace(plan, {**dict.fromkeys(plan.degrees, 0), "pipe": index})
+            built = sum(parameter.numel() for parameter in part_of(name, place).parameters())
+            assert part_numel(MODELS[name], place) == built, (name, index)
+    whole = sum(parameter.numel() for parameter in whole_model("qwen3-deep").parameters())
+    plan = Plan(pipe=Pipe(4))
+    places = [RankPlace(plan, {**dict.fromkeys(plan.degrees, 0), "pipe": index}) for index in range(4)]
+    assert sum(part_numel(MODELS["qwen3-deep"], place) for place in places) == whole

@@ -1,0 +1,123 @@
+"""`weft serve` as a process: a run that trains on is followed, SIGTERM lets requests finish, mistakes are one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from commands_for_tests import Weft, caller
+from runs_for_tests import make_run, train_on_ranks, write_run_file
+from serve_for_tests import LIMIT_SECONDS, wait_for
+
+pytestmark = pytest.mark.processes
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a run that has its first checkpoint, at step 3."""
+    path = write_run_file(tmp_path_factory.mktemp("serve"))
+    train_on_ranks(make_run(path, "run", "train.steps=3"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(run_file: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server, and its URL."""
+    options = ["--follow", "--port", "0", "--json", "--context", "2048", "--device", "cpu"]
+    command = [sys.executable, "-m", "weft", "serve", str(run_file.parent / "run"), *options]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        assert process.stdout is not None
+        try:
+            about = json.loads(process.stdout.readline())
+            assert (about["model"], about["weights"], about["device"]) == ("run", "step-00000003", "cpu")
+            yield process, about["url"]
+        finally:
+            process.kill()
+
+
+def test_a_run_is_followed_and_requests_survive_newer_weights_and_the_end(
+    run_file: Path, server: tuple[subprocess.Popen[str], str]
+) -> None:
+    process, url = server
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_SECONDS)
+
+    def logprobs() -> list[float | None]:
+        found = client.completions.create(model="run", prompt="abc def ", max_tokens=8, temperature=0, logprobs=1)
+        assert found.choices[0].logprobs is not None
+        assert found.choices[0].logprobs.token_logprobs is not None
+        return found.choices[0].logprobs.token_logprobs
+
+    before = logprobs()
+    assert logprobs() == before
+    texts: list[str] = []
+    stop = threading.Event()
+
+    def ask_on() -> None:
+        """Requests one after another, so that one is under way whenever the weights change."""
+        while not stop.is_set():
+            found = client.completions.create(
+                model="run", prompt="abc", max_tokens=200, seed=1, extra_body={"ignore_eos": True}
+            )
+            assert found.usage is not None
+            texts.append(f"{found.choices[0].finish_reason} {found.usage.completion_tokens}")
+
+    asking = threading.Thread(target=ask_on)
+    asking.start()
+    train_on_ranks(make_run(run_file, "run", "train.steps=6"))
+    wait_for(lambda: httpx.get(f"{url}/health").json()["weights"] == "step-00000006")
+    stop.set()
+    asking.join(LIMIT_SECONDS)
+    assert set(texts) == {"length 200"}
+    assert logprobs() != before
+
+    stream = client.completions.create(
+        model="run", prompt="abc", max_tokens=1000, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    num_characters = len(next(chunks).choices[0].text)
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+    with pytest.raises(openai.InternalServerError, match="the server stops and takes no more requests"):
+        client.completions.create(model="run", prompt="x")
+    last = None
+    for chunk in chunks:
+        num_characters, last = num_characters + len(chunk.choices[0].text), chunk.choices[0].finish_reason
+    assert last == "length"
+    assert num_characters > 250  # 1000 bytes
+    assert process.wait(LIMIT_SECONDS) == 0
+
+
+@pytest.fixture
+def weft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Weft:
+    return caller(monkeypatch, capfd)
+
+
+def test_mistakes_are_one_line(weft: Weft, run_file: Path, tmp_path: Path) -> None:
+    run = run_file.parent / "run"
+    for arguments, words in (
+        ([tmp_path / "none"], "none"),
+        ([run, "--host", "0.0.0.0"], "--host 0.0.0.0 is reached from other machines; give --api-key"),
+        ([run, "--api-key", "a b"], "--api-key must be printable ASCII"),
+        ([run, "--device", "tpu"], "--device tpu is not one of auto, cpu, cuda"),
+        ([run / "checkpoints" / "step-00000003", "--follow"], "--follow needs a run folder with a checkpoint"),
+        ([run, "--host", "203.0.113.1", "--api-key", "x"], "cannot listen on 203.0.113.1:8000"),
+        ([run, "--port", "0", "--adapter", "fine"], "--adapter 'fine' must be name=FOLDER"),
+        ([run, "--port", "0", "--adapter", f"a={tmp_path}"], "adapter_config.json does not exist"),
+        ([run, "--port", "0", "--merge-adapter", tmp_path], "adapter_config.json does not exist"),
+        ([run, "--port", "0", "--chat-template", tmp_path / "none"], "cannot read the chat template"),
+    ):
+        left = weft("serve", *arguments)
+        assert left.status == 2, left.err
+        assert words in left.err
+        assert left.err.count("\n") == 1

@@ -1,0 +1,17 @@
+"""Kernels of the engine equal the plain functions, by Triton's interpreter, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+from test_triton_kernels import BF16_STEP, differences
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize(("case", "number"), [("decodes", 8), ("serving", 13)])
+def test_kernels_are_the_plain_functions(case: str, number: int) -> None:
+    found = differences(case)
+    assert len(found) == number
+    for name, parts in found.items():
+        for part, difference in parts.items():
+            assert difference <= (1e-5 if "float32" in name else 2 * BF16_STEP), (name, part)

@@ -1,0 +1,101 @@
+"""Text from tokens as they come: equal to the text of all tokens, cut before a stop string."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from weft.serve.request import GeneratedToken, Request
+from weft.serve.text import REPLACEMENT, Detokenizer, StopStrings, TextStream
+
+SOME_BYTES = st.lists(
+    st.one_of(st.integers(0, 256), st.sampled_from(list("€é😀a ".encode()))), max_size=30
+)  # whole and broken characters
+
+
+@given(SOME_BYTES, SOME_BYTES)
+def test_the_texts_of_tokens_are_together_the_text_of_all(prompt: list[int], tokens: list[int]) -> None:
+    """After a prompt that ends with a whole character, which any text does."""
+    prompt = [*prompt, ord(".")]
+    detokenizer = Detokenizer(ByteTokenizer(), prompt)
+    parts = [detokenizer.push(token) for token in tokens]
+    assert "".join(parts) + detokenizer.flush() == ByteTokenizer().decode(np.array(tokens, dtype=np.int64))
+
+
+def test_no_part_of_a_character_is_returned() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [ord("a")])
+    assert [detokenizer.push(token) for token in "x€😀".encode()] == ["x", "", "", "€", "", "", "", "😀"]
+
+
+def test_bytes_that_are_no_characters_are_not_held_for_ever() -> None:
+    detokenizer = Detokenizer(ByteTokenizer(), [])
+    assert "".join(detokenizer.push(0x80) for _ in range(100)) == REPLACEMENT * 99
+
+
+@pytest.fixture(scope="module")
+def word_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer as Llama 2's: spaces are part of words, the first one of a text is left out, bytes for the rest."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    words = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁hello", "▁world", "▁"]
+    vocab = [(word, 0.0) for word in words]
+    backend = Backend(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    path: Path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    backend.save(str(path))
+    return load_tokenizer(path)
+
+
+def test_spaces_between_words_are_kept(word_tokenizer: Tokenizer) -> None:
+    prompt, new = word_tokenizer.encode("hello").tolist(), word_tokenizer.encode("world hello").tolist()
+    detokenizer = Detokenizer(word_tokenizer, prompt)
+    assert "".join(map(detokenizer.push, new)) + detokenizer.flush() == " world hello"
+
+
+def test_characters_of_byte_tokens_are_whole(word_tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(word_tokenizer, word_tokenizer.encode("hello").tolist())
+    parts = [detokenizer.push(1 + byte) for byte in "é€😀".encode()]
+    assert [part for part in parts if part] == ["é", "€", "😀"]
+
+
+@given(st.text("abc", max_size=20), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
+def test_text_ends_before_the_first_stop_string(text: str, stops: list[str], data: st.DataObject) -> None:
+    places = [text.find(stop) for stop in stops if stop in text]
+    filtered = StopStrings(stops)
+    parts, done = "", 0
+    while done < len(text):
+        size = data.draw(st.integers(1, 5))
+        before = filtered.push(text[done : done + size])
+        parts, done = parts + before, done + size
+    parts += filtered.flush()
+    assert filtered.is_stopped == bool(places)
+    if not places:
+        assert parts == text
+    else:  # the stop that is complete first ends the text, at its own beginning
+        assert text.startswith(parts)
+        assert not any(stop in parts for stop in stops)
+        assert any(text[len(parts) :].startswith(stop) for stop in stops)
+
+
+def test_a_stop_string_ends_a_request_before_its_tokens_do() -> None:
+    stream = TextStream(ByteTokenizer(), Request("a", (65,), 9), ["END"])
+    chunks = [stream.push(GeneratedToken("a", token)) for token in b"xEND"]
+    assert [chunk.text for chunk in chunks] == ["x", "", "", ""]
+    assert [chunk.finish for chunk in chunks] == [None, None, None, "stop"]
+
+
+def test_the_end_of_a_request_returns_what_was_held_and_no_stop_token() -> None:
+    stream = TextStream(ByteTokenizer(), Request("a", (65,), 9, stop_tokens=frozenset({10})), ["END"])
+    chunks = [stream.push(GeneratedToken("a", token)) for token in b"xEN"]
+    last = stream.push(GeneratedToken("a", 10, finish="stop"))
+    assert "".join(chunk.text for chunk in chunks) == "x"
+    assert (last.text, last.finish) == ("EN", "stop")

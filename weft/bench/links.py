@@ -1,0 +1,186 @@
+"""Times the operations of `operations.py` over ranks: local processes, or those of a launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.bench.fit import Point
+from weft.bench.operations import OPERATIONS, WINDOW, BenchOperation, Buffers
+from weft.bench.statistics import Timing, measure
+from weft.cluster.collective_choice import OPERATIONS as LEVEL_OPERATIONS
+from weft.cluster.hardware import MeasuredCollective
+from weft.cluster.rounds import Algorithm
+from weft.comm import Axis, Ledger, all_reduce, barrier
+from weft.comm.recorder import DeviceTimer, HostTimer, Timer
+from weft.errors import ConfigError
+from weft.schema import nearest
+
+_WARM_UP = 3
+_BLOCK_SECONDS = 0.02  # how long a block of repeats takes, about
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """Operations, sizes in bytes, the seconds for each size at most, and whether contents are checked."""
+
+    operations: tuple[str, ...] = tuple(OPERATIONS)
+    sizes: tuple[int, ...] = tuple(4**power for power in range(1, 12))
+    limit_seconds: float = 1.0
+    validate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.operations:
+            if name not in OPERATIONS:
+                raise ConfigError(f"unknown operation '{name}'{nearest(name, list(OPERATIONS))}")
+        if not self.sizes or min(self.sizes) < 1:
+            raise ConfigError(f"sizes {list(self.sizes)} must be at least one byte each")
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """One operation of one size. Times are those of the slowest rank; `bus_bytes_per_second` counts the bytes that a
+    ring sends over each link, so that operations can be compared.
+    """
+
+    operation: str
+    degree: int
+    num_bytes: int
+    timing: Timing
+    bus_bytes_per_second: float
+    algorithm: Algorithm = "flat"  # of collectives over several nodes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @property
+    def point(self) -> Point | None:
+        """The measurement for a fit of the link; None if the planner does not time the operation."""
+        formula = OPERATIONS[self.operation].formula
+        return (
+            None
+            if formula is None or self.algorithm != "flat"
+            else Point(formula, self.degree, self.num_bytes, self.timing.median)
+        )
+
+
+def row_from_json(found: dict[str, Any]) -> LinkRow:
+    """The row that `to_json` wrote."""
+    return LinkRow(**{**found, "timing": Timing(**found["timing"])})
+
+
+def bus_factor(operation: str, degree: int) -> float:
+    """The bytes that a rank sends over its link in an operation, as a share of the operation's bytes."""
+    share = (degree - 1) / degree
+    factors = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}
+    return {**factors, "all_to_all_uneven": share, "barrier": 0.0}.get(operation, 1.0)
+
+
+def bench_rank(
+    options: LinkOptions, device: torch.device, level_axes: Mapping[Algorithm, Axis] | None = None
+) -> list[dict[str, Any]]:
+    """Measure as one of the ranks of torch.distributed's world group. Every rank returns the same rows.
+
+    `level_axes` are axes over all ranks by the algorithm that their collectives use between nodes.
+    """
+    axis = Axis("world", dist.get_world_size(), dist.get_rank(), dist.group.WORLD, Ledger())
+    if axis.degree < 2:
+        raise ConfigError("links are measured between ranks; start at least 2")
+    timer: Timer = DeviceTimer() if device.type == "cuda" else HostTimer()
+    rows = []
+    for name in options.operations:
+        operation = OPERATIONS[name]
+        for num_bytes in options.sizes if name != "barrier" else options.sizes[:1]:
+            rows.append(_measure(operation, num_bytes, axis, device, timer, options))
+            if name in LEVEL_OPERATIONS:
+                for algorithm, own in (level_axes or {}).items():
+                    row = _measure(operation, num_bytes, own, device, timer, options)
+                    rows.append(replace(row, algorithm=algorithm))
+    return [row.to_json() for row in rows]
+
+
+def measured_collectives(rows: Sequence[LinkRow], num_nodes: int) -> tuple[MeasuredCollective, ...]:
+    """The times by which the fastest algorithm is chosen on so many nodes; empty if only flat ones were measured."""
+    found: dict[tuple[str, Algorithm], list[LinkRow]] = {}
+    for row in sorted(rows, key=lambda row: row.num_bytes):
+        if row.operation in LEVEL_OPERATIONS:
+            found.setdefault((row.operation, row.algorithm), []).append(row)
+    if all(row.algorithm == "flat" for row in rows):
+        return ()
+    return tuple(
+        MeasuredCollective(
+            operation,  # type: ignore[arg-type]
+            algorithm,
+            num_nodes,
+            own[0].degree // num_nodes,
+            tuple({row.num_bytes: None for row in own}),
+            tuple({row.num_bytes: row.timing.median for row in own}.values()),
+        )
+        for (operation, algorithm), own in found.items()
+    )
+
+
+def _measure(
+    operation: BenchOperation, num_bytes: int, axis: Axis, device: torch.device, timer: Timer, options: LinkOptions
+) -> LinkRow:
+    buffers = operation.buffers(num_bytes, axis.degree, device)
+    for _ in range(_WARM_UP):
+        first = _repeat(operation, buffers, axis, timer, 1)[0]
+    repeats = max(1, min(200, int(_BLOCK_SECONDS / max(first, 1e-7))))
+    timing = measure(lambda: _repeat(operation, buffers, axis, timer, repeats), options.limit_seconds)
+    if options.validate:
+        for iteration in range(2):
+            operation.check(buffers, axis, iteration)
+    degree = 2 if operation.only_pairs else axis.degree
+    whole = max(buffers.given.numel(), buffers.taken.numel()) if operation.name != "all_to_all_uneven" else 0
+    sent = (whole or buffers.given.numel()) * buffers.given.element_size()
+    messages = WINDOW if operation.name in ("bandwidth", "bidirectional") else 1
+    rate = messages * sent * bus_factor(operation.name, degree) / timing.median if timing.median else 0.0
+    return LinkRow(operation.name, degree, sent, timing, rate)
+
+
+def _repeat(operation: BenchOperation, buffers: Buffers, axis: Axis, timer: Timer, repeats: int) -> list[float]:
+    """The seconds of each repeat on the slowest rank; equal on all ranks."""
+    marks = []
+    barrier()
+    for _ in range(repeats):
+        start = timer.mark()
+        operation.run(buffers, axis)
+        marks.append((start, timer.mark()))
+    seconds = torch.tensor([timer.seconds(end) - timer.seconds(start) for start, end in marks], dtype=torch.float64)
+    seconds = seconds.to(buffers.given.device)
+    all_reduce(seconds, axis, "max").wait()
+    halves = 2 if operation.name == "latency" else 1  # a message there and one back
+    return [one / halves for one in seconds.tolist()]
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`4:4M` to powers of four from 4 bytes to 4 MiB; K, M and G are powers of 1024."""
+    low, colon, high = text.partition(":")
+    least, most = _parse_bytes(low, text), _parse_bytes(high if colon else low, text)
+    sizes: list[int] = []
+    size = least
+    while size <= most:
+        sizes.append(size)
+        size *= 4
+    if not sizes:
+        raise ConfigError(f"sizes '{text}' are not of the form SMALLEST:LARGEST, e.g. 4:4M")
+    return tuple(sizes)
+
+
+def _parse_bytes(text: str, whole: str) -> int:
+    units = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    digits, unit = text.rstrip("KMG"), text[len(text.rstrip("KMG")) :]
+    if not digits.isdigit() or unit not in units or int(digits) < 1:
+        raise ConfigError(f"sizes '{whole}' are not of the form SMALLEST:LARGEST, e.g. 4:4M")
+    return int(digits) * units[unit]
+
+
+def points_of(rows: Sequence[LinkRow]) -> list[Point]:
+    """The measurements that describe a link."""
+    return [row.point for row in rows if row.point is not None]

@@ -1,0 +1,187 @@
+"""`weft bench`: measures links, matmuls, memory and storage of this machine, and writes a cluster file for the planner.
+
+Each command imports the code that measures when it runs, so that help is answered without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from weft.commands.result_file import write_result
+from weft.errors import ConfigError
+
+bench_app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    help="Measure this machine (links between ranks, matmuls, memory, storage) or a server.",
+)
+
+Ranks = Annotated[int, typer.Option(help="local processes; under a launcher, its ranks count", min=2, max=1024)]
+DeviceOption = Annotated[str, typer.Option(help="cpu (Gloo) or cuda (NCCL)")]
+Seconds = Annotated[float, typer.Option(help="at most, for each measurement", min=0.0)]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        help="time two-level collectives too, as if ranks were on so many nodes; under a launcher, its hosts", min=2
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
+
+
+@bench_app.command(
+    "links", epilog="Example: weft bench links --ranks 4 --operations all_reduce,all_gather --sizes 4:4M"
+)
+def links_command(
+    ranks: Ranks = 2,
+    operations: Annotated[str | None, typer.Option(help="a list with commas; all if not given")] = None,
+    sizes: Annotated[str, typer.Option(help="bytes from SMALLEST:LARGEST, each four times the one before")] = "4:4M",
+    device: DeviceOption = "cpu",
+    seconds: Seconds = 1.0,
+    nodes: Nodes = None,
+    validate: Annotated[bool, typer.Option(help="check what ranks received")] = True,
+    svg: Annotated[Path | None, typer.Option(help="draw microseconds over bytes to this file")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Time messages and collectives between ranks, check their contents, and fit latency and bandwidth."""
+    from weft.bench.links import LinkOptions, measured_collectives, parse_sizes
+    from weft.bench.operations import OPERATIONS
+    from weft.bench.ranks import bench_links
+    from weft.bench.report import (
+        choices_table,
+        describe_link,
+        link_of_rows,
+        link_table,
+        series_of,
+        svg_plot,
+        terminal_plot,
+    )
+
+    names = tuple(OPERATIONS) if operations is None else tuple(operations.split(","))
+    options = LinkOptions(names, parse_sizes(sizes), seconds, validate)
+    axes = None if nodes is None else _level_axes(nodes, ranks)
+    rows, where, backend = bench_links(options, ranks, _device(device), level_axes=axes)
+    if where.rank != 0:
+        return
+    if svg is not None and series_of(rows):
+        write_result(svg, svg_plot(series_of(rows), f"{where.num_ranks} ranks, {backend}"))
+    if as_json:
+        print(json.dumps({"backend": backend, "rows": [row.to_json() for row in rows]}, indent=2))
+        return
+    print(f"{where.num_ranks} ranks, {backend}; contents {'checked' if validate else 'not checked'}")
+    print(link_table(rows))
+    if any(row.point is not None for row in rows):
+        print(describe_link(link_of_rows(rows)))
+    if nodes is not None:
+        print(choices_table(measured_collectives(rows, nodes)))
+    print(terminal_plot(series_of(rows)))
+
+
+@bench_app.command("matmul", epilog="Example: weft bench matmul --device cuda")
+def matmul_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json: JsonOption = False) -> None:
+    """Time square matmuls in fp32 and bf16."""
+    found = {dtype: _matmuls(device, dtype, seconds) for dtype in ("fp32", "bf16")}
+    texts = {
+        dtype: {f"side {side}": f"{rate / 1e9:,.1f} GFLOP/s" for side, rate in rates.items()}
+        for dtype, rates in found.items()
+    }
+    _show(texts, found, as_json)
+
+
+@bench_app.command("memory", epilog="Example: weft bench memory")
+def memory_command(device: DeviceOption = "cpu", seconds: Seconds = 1.0, as_json: JsonOption = False) -> None:
+    """Time copies within memory and, for a GPU, from the host to it."""
+    import torch
+
+    from weft.bench.machine import host_link_bytes_per_second, memory_bytes_per_second
+
+    where = torch.device(_device(device))
+    found = {"memory": memory_bytes_per_second(where, seconds), "host link": host_link_bytes_per_second(where, seconds)}
+    _show({"copies": {name: _gigabytes(rate) for name, rate in found.items()}}, found, as_json)
+
+
+@bench_app.command("storage", epilog="Example: weft bench storage --folder /scratch")
+def storage_command(
+    folder: Annotated[Path, typer.Option(help="where a file is written and read")] = Path(),
+    as_json: JsonOption = False,
+) -> None:
+    """Time writing a file to disk and reading it back."""
+    from weft.bench.machine import storage_bytes_per_second
+
+    found = storage_bytes_per_second(folder)
+    _show({str(folder): {name: _gigabytes(rate) for name, rate in found.items()}}, found, as_json)
+
+
+@bench_app.command(
+    "machine", epilog="Example: weft bench machine --write machine.toml; weft plan run.toml --cluster machine.toml"
+)
+def machine_command(
+    write: Annotated[Path, typer.Option(help="the cluster file to write; must not exist")] = Path("machine.toml"),
+    ranks: Annotated[int | None, typer.Option(help="devices of a node: GPUs, or processes on the CPU", min=2)] = None,
+    device: DeviceOption = "cpu",
+    seconds: Seconds = 0.5,
+    nodes: Nodes = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure everything that the planner needs of this machine, and write it as a cluster file."""
+    if write.exists():
+        raise ConfigError(f"{write} exists; remove it or name another file with --write")
+    from weft.bench.cluster_file import cluster_text
+    from weft.bench.report import describe_link
+    from weft.bench.whole_machine import measure_machine
+    from weft.cluster.topology import num_cpu_cores
+
+    axes = None if nodes is None else (nodes, _level_axes(nodes, ranks or max(2, num_cpu_cores())))
+    found, where = measure_machine(ranks, _device(device), seconds, time.strftime("%Y-%m-%d"), axes)
+    if where.rank != 0:
+        return
+    write_result(write, cluster_text(found))
+    if as_json:
+        print(json.dumps({"file": str(write)}))
+    else:
+        print(write.read_text(encoding="utf-8"))
+        print(describe_link(found.intra))
+        print(f"wrote {write}; plan with it: weft plan RUN_FILE --cluster {write}")
+
+
+def _device(name: str) -> Any:
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name} is not one of cpu, cuda")
+    return name
+
+
+def _level_axes(num_nodes: int, num_ranks: int) -> Any:
+    """What each rank calls for the axes over which two-level collectives are timed."""
+    from weft.mesh import level_axes
+
+    if num_ranks % num_nodes:
+        raise ConfigError(f"--nodes {num_nodes} does not divide {num_ranks} ranks; nodes have equally many ranks")
+    return partial(level_axes, num_nodes)
+
+
+def _matmuls(device: str, dtype: str, seconds: float) -> dict[int, float]:
+    import torch
+
+    from weft.bench.machine import matmul_flops
+
+    return matmul_flops(torch.device(_device(device)), dtype, seconds)
+
+
+def _gigabytes(rate: float | None) -> str:
+    return "none" if rate is None else f"{rate / 1e9:.2f} GB/s"
+
+
+def _show(texts: dict[str, dict[str, str]], found: Any, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for title, lines in texts.items():
+        print(title)
+        for name, text in lines.items():
+            print(f"  {name:<12}{text:>18}")

@@ -1,0 +1,96 @@
+"""`weft bench serve`: a server under rising load."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.commands.result_file import write_result
+from weft.errors import LocalError
+
+if TYPE_CHECKING:
+    from weft.serve.load import LoadOptions, RateResult
+
+EXAMPLE = "Example: weft bench serve runs/quickstart --rate 2 --requests 40; or: weft bench serve http://127.0.0.1:8000"
+STOP_SECONDS = 60
+
+
+def bench_serve_command(
+    target: Annotated[str, typer.Argument(help="the URL of a server, or what to serve meanwhile: a run or a folder")],
+    rate: Annotated[
+        float, typer.Option(help="requests a second to begin with; doubled until saturation", min=0.01)
+    ] = 1,
+    rates: Annotated[int, typer.Option(help="try at most so many rates", min=1, max=20)] = 10,
+    requests: Annotated[int, typer.Option(help="at each rate", min=1, max=10_000)] = 50,
+    prompt_tokens: Annotated[int, typer.Option(help="of a prompt, in the mean", min=1)] = 64,
+    answer_tokens: Annotated[int, typer.Option(help="of an answer, in the mean", min=2)] = 32,
+    seconds: Annotated[float, typer.Option(help="for a rate, at most", min=1, max=3600)] = 60,
+    seed: Annotated[int, typer.Option(help="of arrivals, lengths and prompts")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="of the server", envvar="WEFT_API_KEY")] = None,
+    out: Annotated[Path, typer.Option(help="write OUT.json and OUT.svg")] = Path("bench-serve"),
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+) -> None:
+    """Drive a server with requests at random times (Poisson) at rising rates: time to first token, per token, tokens/s.
+
+    Prompts are random tokens; lengths are drawn evenly from half to one and a half times their means.
+    """
+    import asyncio  # takes a tenth of the time of weft --help
+
+    from weft.serve.load import LoadOptions
+    from weft.serve.load_report import HEAD, svg, table_row
+
+    options = LoadOptions(rate, rates, requests, prompt_tokens, answer_tokens, seconds, seed)
+
+    def tell(result: RateResult) -> None:
+        if not as_json:
+            print(table_row(result), flush=True)
+
+    if not as_json:
+        print(HEAD, flush=True)
+    with _server(target) as url:
+        model, results = asyncio.run(_measure(url, api_key, options, tell))
+    found = {"model": model, "options": asdict(options), "rates": [asdict(one) for one in results]}
+    title = f"{model}: prompts of {prompt_tokens}, answers of {answer_tokens} tokens in the mean"
+    text = json.dumps(found, indent=2)
+    write_result(out.with_suffix(".json"), text + "\n")
+    write_result(out.with_suffix(".svg"), svg(results, title))
+    print(text if as_json else f"wrote {out.with_suffix('.json')} and {out.with_suffix('.svg')}")
+
+
+@contextmanager
+def _server(target: str) -> Iterator[str]:
+    """The URL of a server: the one given, or one that serves the folder given as long as the block runs."""
+    if "://" in target:
+        yield target
+        return
+    command = [sys.executable, "-m", "weft", "serve", target, "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if not line:
+                raise LocalError(f"weft serve {target} ended with status {process.wait()}; it says above why")
+            yield json.loads(line)["url"]
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+async def _measure(
+    url: str, key: str | None, options: LoadOptions, tell: Callable[[RateResult], None]
+) -> tuple[str, list[RateResult]]:
+    from weft.serve.load import open_target, run_load
+
+    target = await open_target(url, key)
+    return target.model, await run_load(target, options, tell)

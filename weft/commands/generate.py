@@ -1,0 +1,55 @@
+"""`weft generate`: continues a prompt with a trained model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.commands import PROMPT
+from weft.commands.device_option import DeviceOption, chosen_device
+from weft.commands.model_text import print_text
+
+EXAMPLE = 'Example: weft generate runs/quickstart --prompt "def main():" --tokens 100'
+
+
+def generate_command(
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    prompt: Annotated[str, typer.Option(help="the text to continue")] = PROMPT,
+    tokens: Annotated[int, typer.Option(help="how many tokens at most", min=1, max=100_000)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token", min=0.0, max=10.0)] = 0.8,
+    top_k: Annotated[int | None, typer.Option(help="choose among the k likeliest", min=1)] = 50,
+    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
+    device: DeviceOption = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+) -> None:
+    """Continue a prompt with a trained model, on one process."""
+    kind = chosen_device(device)
+    from rich.console import Console
+
+    from weft.serve.generate import generate, load_for_generation
+
+    with Console(stderr=True).status("generating"):
+        model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn)
+        text = generate(
+            model,
+            tokens_of,
+            prompt,
+            num_tokens=tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            context=context,
+        )
+    if as_json:
+        print(json.dumps({"prompt": prompt, "text": text}))
+    else:
+        print_text(prompt + text)
+
+
+def _warn(message: str) -> None:
+    print(f"weft: {message}", file=sys.stderr)

@@ -1,0 +1,121 @@
+"""`weft plan --serve`: the layouts in which a model can be served on a cluster, and what each gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.architectures import LanguageConfig, ModelConfig
+from weft.cluster.cpu_rates import with_assumed_rates
+from weft.cluster.hardware import Cluster, load
+from weft.commands.console import print_json
+from weft.errors import ConfigError, PlanError
+from weft.planner.serving import MAX_RUNNING, TOKEN_BUDGET, ServingPrediction, ServingWorkload, search_serving
+
+NUM_SHOWN = 8
+
+
+def plan_serving(
+    name: str, config: ModelConfig, cluster_name: str, workload: ServingWorkload, console: Console, as_json: bool
+) -> None:
+    """Find the best layout to serve a model, and show it with others. Raises PlanError if none fits."""
+    if not isinstance(config, LanguageConfig):
+        raise ConfigError(f"--serve is for models of text; {name} is a model of images")
+    cluster = with_assumed_rates(load(cluster_name))
+    precision = "bf16" if "bf16" in cluster.node.device.peak_flops else "fp32"
+    with console.status("planning"):
+        found, refused = search_serving(config, cluster, workload, precision)
+    if not found:
+        raise PlanError(f"no layout serves {name} on {cluster_name}; the last one: {refused[-1]}")
+    if as_json:
+        plans = [_as_json(one) for one in found]
+        about = {"model": name, "cluster": cluster_name, "precision": precision, "refused": refused}
+        print_json({**about, "requests": len(workload.lengths), "why": explain(found, cluster), "plans": plans})
+        return
+    _show(name, cluster_name, found, workload, console)
+    for line in explain(found, cluster):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def explain(found: list[ServingPrediction], cluster: Cluster) -> list[str]:
+    """Sentences about the best layout."""
+    best = found[0]
+    loaded, alone, device = best.loaded, best.alone, cluster.node.device
+    order = sorted(loaded.shares.items(), key=lambda pair: -pair[1])
+    causes = ", ".join(f"{share:.0%} {cause}" for cause, share in order if share >= 0.005)
+    lines = [
+        f"Memory: {best.weight_bytes / 1e9:.1f} GB of weights and {best.cache_tokens:,} tokens of key-value cache of "
+        f"{best.cache_bytes_per_token / 1e3:.0f} kB each, of {device.memory_bytes / 1e9:.0f} GB a device.",
+        f"Under load: {causes}. {loaded.tokens_per_second:,.0f} tokens/s are {_share(best):.2f} of the floor, at which "
+        f"weights and cache are read at the printed bandwidth, or FLOPs run at the printed peak.",
+        f"One request alone: {alone.tokens_per_second:,.0f} tokens/s, the first after "
+        f"{alone.first_token_seconds * 1e3:.0f} ms.",
+    ]
+    fastest = min(found, key=lambda one: -one.alone.tokens_per_second)
+    if fastest is not best:
+        lines.append(
+            f"Least time for one request: {_layout(fastest)}, {fastest.alone.tokens_per_second:,.0f} tokens/s alone "
+            f"and {fastest.loaded.tokens_per_second:,.0f} under load."
+        )
+    options = [f"plan.{key}={value}" for key, value in _degrees(best).items() if value > 1]
+    lines.append(f"Serve it: weft serve FOLDER {' '.join(options)}".rstrip())
+    return lines
+
+
+def _degrees(one: ServingPrediction) -> dict[str, int]:
+    plan = one.plan
+    return {"data": plan.data, "pipe": plan.pipe.degree, "expert": plan.expert, "tensor.x": plan.tensor.x}
+
+
+def _layout(one: ServingPrediction) -> str:
+    names = [f"{key.rpartition('.')[2]} {value}" for key, value in _degrees(one).items() if value > 1]
+    return " × ".join(names) or "one device"
+
+
+def _share(one: ServingPrediction) -> float:
+    return one.loaded.tokens_per_second / one.loaded.floor_tokens_per_second
+
+
+def _show(name: str, cluster: str, found: list[ServingPrediction], workload: ServingWorkload, console: Console) -> None:
+    prompt, output = workload.lengths[0]
+    title = f"{name} on {cluster}: {len(workload.lengths)} requests of {prompt} tokens in, {output} out"
+    table = Table(title=title, caption=f"{TOKEN_BUDGET} tokens a step, {MAX_RUNNING} requests at once in each replica")
+    for column in ("layout", "weights", "held", "first token", "tokens/s", "floor", "first alone", "per s alone"):
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for one in found[:NUM_SHOWN]:
+        table.add_row(
+            _layout(one),
+            f"{one.weight_bytes / 1e9:.1f} GB",
+            f"{one.requests_held}",
+            f"{one.loaded.first_token_seconds:.2f} s",
+            f"{one.loaded.tokens_per_second:,.0f}",
+            f"{_share(one):.2f}",
+            f"{one.alone.first_token_seconds * 1e3:.0f} ms",
+            f"{one.alone.tokens_per_second:,.0f}",
+        )
+    console.print(table)
+
+
+def _as_json(one: ServingPrediction) -> dict[str, Any]:
+    return {
+        "plan": _degrees(one),
+        "weight_bytes": one.weight_bytes,
+        "cache_bytes_per_token": one.cache_bytes_per_token,
+        "cache_tokens": one.cache_tokens,
+        "memory_bytes": one.memory_bytes,
+        "requests_held": one.requests_held,
+        "loaded": _times(one.loaded),
+        "alone": _times(one.alone),
+    }
+
+
+def _times(times: Any) -> dict[str, Any]:
+    return {
+        "first_token_seconds": times.first_token_seconds,
+        "tokens_per_second": times.tokens_per_second,
+        "floor_tokens_per_second": times.floor_tokens_per_second,
+        "share_of_floor": times.tokens_per_second / times.floor_tokens_per_second,
+        "shares": times.shares,
+    }

@@ -1,0 +1,186 @@
+"""`weft serve`: a model behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.commands.device_option import DeviceOption, chosen_device
+from weft.errors import ConfigError
+from weft.plan import Plan
+from weft.schema import build_dataclass, parse_override
+from weft.serve.addresses import is_loopback
+
+if TYPE_CHECKING:  # these import torch
+    from weft.serve.run_server import Ready, ServeOptions
+
+EXAMPLE = "Example: weft serve runs/quickstart --port 8000, then: curl http://127.0.0.1:8000/v1/models"
+
+
+RankOverrides = Annotated[
+    list[str] | None, typer.Argument(help="ranks: plan.tensor.x=2 plan.pipe=2 plan.data=2", show_default=False)
+]
+HostOption = Annotated[str, typer.Option(help="the address to listen on; others than this machine's need a key")]
+KeysOption = Annotated[
+    list[str] | None,
+    typer.Option(help="what clients must send; several: each has a prefix cache of its own", envvar="WEFT_API_KEY"),
+]
+AdaptersOption = Annotated[
+    list[str] | None,
+    typer.Option(help="name=FOLDER of PEFT; requests choose it as their model", show_default=False),
+]
+RunningOption = Annotated[
+    int | None, typer.Option(help="requests computed at once; if not given, 256 on a GPU, 64 on CPUs", min=1)
+]
+BudgetOption = Annotated[
+    int | None,
+    typer.Option(help="tokens of a step, decodes and prompts; if not given, 2048 on a GPU, 512 on CPUs", min=1),
+]
+CacheOption = Annotated[
+    int | None, typer.Option(help="blocks of 16 tokens of the key-value cache; what fits if not given", min=1)
+]
+SwapOption = Annotated[
+    int, typer.Option(help="such blocks in host memory, for requests that others push out; 0: compute again", min=0)
+]
+
+
+def serve_command(
+    source: Annotated[Path, typer.Argument(help="a run folder, a checkpoint or a Hugging Face folder")],
+    overrides: RankOverrides = None,
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one", min=0, max=65535)] = 8000,
+    api_key: KeysOption = None,
+    name: Annotated[str | None, typer.Option(help="of the model, for clients; the folder's if not given")] = None,
+    device: DeviceOption = "auto",
+    follow: Annotated[bool, typer.Option("--follow", help="take newer checkpoints of a run that trains")] = False,
+    tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="a Jinja file; the model's own if not given")] = None,
+    adapter: AdaptersOption = None,
+    merge_adapter: Annotated[Path | None, typer.Option(help="a folder of PEFT, added to the weights")] = None,
+    context: Annotated[int | None, typer.Option(help="most tokens of prompt and answer; as trained", min=1)] = None,
+    max_running: RunningOption = None,
+    max_waiting: Annotated[int, typer.Option(help="requests in the queue; beyond, clients get 429", min=0)] = 256,
+    token_budget: BudgetOption = None,
+    cache_blocks: CacheOption = None,
+    swap_blocks: SwapOption = 0,
+    body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
+    request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
+    drain_seconds: Annotated[float, typer.Option(help="to finish requests after SIGTERM", min=0.0)] = 30.0,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of a sentence")] = False,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API, and a page to chat at /. Ends on Ctrl-C or SIGTERM."""
+    _refuse_address(host, api_key or [])
+    plan = serving_plan(overrides or [])
+    kind = chosen_device(device)
+    try:
+        from weft.serve.http_guard import ServerLimits
+        from weft.serve.run_server import ServeOptions
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"weft serve needs {error.name}; run: pip install 'weft[serve]'") from None
+    usual_running, usual_budget = (256, 2048) if kind == "cuda" else (64, 512)
+    options = ServeOptions(
+        host=host,
+        port=port,
+        api_keys=api_key or [],
+        name=name,
+        device=kind,
+        follows=follow,
+        tokenizer=tokenizer,
+        template=None if chat_template is None else str(chat_template),
+        context_length=context,
+        max_running=max_running or usual_running,
+        max_waiting=max_waiting,
+        token_budget=token_budget or usual_budget,
+        num_blocks=cache_blocks,
+        swap_blocks=swap_blocks,
+        adapters=named_adapters(adapter or []),
+        merged_adapter=None if merge_adapter is None else str(merge_adapter),
+        limits=ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds),
+    )
+    _serve(source, options, plan, partial(_announce, as_json=as_json))
+
+
+def _serve(source: Path, options: ServeOptions, plan: Plan, ready: Ready) -> None:
+    """Serve as a rank of a launcher, as the only rank, or with ranks that are started here."""
+    from weft.launch.environment import detect
+    from weft.serve.run_server import run_rank, run_server
+
+    rank_info = detect(os.environ)
+    if rank_info is not None:
+        run_rank(source, options, plan, rank_info, None, ready, say)
+    elif plan.num_ranks == 1:
+        run_server(source, options, ready, say)
+    else:
+        _serve_on_ranks(source, options, plan, ready)
+
+
+def named_adapters(pairs: list[str]) -> dict[str, str]:
+    """Returns the folders of adapters by name, from texts such as name=folder. Raises ConfigError."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, folder = pair.partition("=")
+        if not name or not folder or name in found:
+            raise ConfigError(f"--adapter '{pair}' must be name=FOLDER, each name once")
+        found[name] = folder
+    return found
+
+
+def serving_plan(overrides: list[str]) -> Plan:
+    """Returns the plan of overrides such as plan.tensor.x=2. Raises ConfigError or PlanError."""
+    tables: dict[str, Any] = {}
+    for text in overrides:
+        keys, value = parse_override(text)
+        if keys[0] != "plan" or len(keys) < 2:
+            raise ConfigError(
+                f"'{text}' is not of the plan; give plan.data, plan.pipe, plan.expert, plan.tensor.x or plan.tensor.y"
+            )
+        table = tables
+        for key in keys[1:-1]:
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"'{text}' sets a part of '{key}', which another argument sets as a whole; give one")
+        table[keys[-1]] = value
+    return build_dataclass(Plan, tables, "plan")
+
+
+def _serve_on_ranks(source: Path, options: ServeOptions, plan: Plan, ready: Ready) -> None:
+    """Start the ranks of a plan on this machine, and serve until told to stop."""
+    from weft.launch.fork_server import ForkServer
+    from weft.serve.addresses import listen
+    from weft.serve.follow import require_run
+    from weft.serve.generate import model_config
+    from weft.serve.local_ranks_server import serve_as_rank, start_server
+    from weft.serve.rank_part import refuse_plan
+
+    if options.follows:
+        require_run(source)
+    refuse_plan(model_config(source), plan)
+    sock = listen(options.host, options.port)  # before the fork server, so that ranks inherit it
+    with ForkServer(partial(serve_as_rank, ready=ready, say=say)) as fork_server:
+        status = start_server(fork_server, sock, source, options, plan)
+    if status:
+        raise SystemExit(status)
+
+
+def _refuse_address(host: str, keys: list[str]) -> None:
+    """Raise ConfigError for keys that cannot be sent, and for an address of other machines without a key."""
+    if any(not key.isascii() or not key.isprintable() or " " in key or not key for key in keys):
+        raise ConfigError("--api-key must be printable ASCII without spaces, as it is sent in a header")
+    if not is_loopback(host) and not keys:
+        raise ConfigError(f"--host {host} is reached from other machines; give --api-key, or serve on 127.0.0.1")
+
+
+def _announce(about: dict[str, Any], as_json: bool) -> None:
+    words = f"serving {about['model']} ({about['weights']}) on {about['url']}; stop with Ctrl-C"
+    print(json.dumps(about) if as_json else words, flush=True)
+
+
+def say(message: str) -> None:
+    """Tell the operator something, on stderr."""
+    print(f"weft: {message}", file=sys.stderr, flush=True)

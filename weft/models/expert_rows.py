@@ -1,0 +1,147 @@
+"""Rows for experts: which row holds which token, gathered in and summed out.
+
+A token that goes to k experts has k *pairs* of token and choice, numbered token * k + choice. Experts compute on rows
+that are sorted by expert:
+
+    sorted pairs    one row for each pair; experts have as many rows as tokens chose them
+    slots           each expert has the same number of rows for every sequence (its capacity); pairs above it are
+                    dropped, and rows without a pair are zeros
+
+The host waits for nothing: shapes do not depend on where tokens go. Results do not depend on the order of additions on
+a device, because nothing is summed by atomic additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# splitmix64, a mixing function of 64-bit integers: its constants as signed numbers.
+_STEP, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Which row belongs to which pair.
+
+    `sources` [rows] is the pair of each row, or the number of pairs for a row without one. `places` [pairs] is the row
+    of each pair, or the number of rows for a dropped pair. Expert i's rows end before `ends[i]` (int32); None: all
+    experts have equally many rows, and there may be rows without a pair and dropped pairs.
+    """
+
+    sources: Tensor
+    places: Tensor
+    ends: Tensor | None
+
+
+def sort_by_expert(experts: Tensor, num_experts: int) -> RowOrder:
+    """Sort the pairs of tokens and experts [..., k] by expert, those of one expert by token."""
+    ordered, order = experts.flatten().sort(stable=True)
+    ends = torch.searchsorted(ordered, torch.arange(num_experts, device=experts.device), right=True)
+    return RowOrder(order, order.argsort(), ends.to(torch.int32))
+
+
+def fill_slots(experts: Tensor, num_experts: int, capacity: int, priorities: Tensor | None = None) -> RowOrder:
+    """Give each pair of tokens and experts [batch, sequence, k] a slot: rows [experts, batch, capacity].
+
+    An expert takes at most `capacity` tokens of each sequence: those with the smallest `priorities` [batch, sequence],
+    or the first ones.
+    """
+    batch, _, k = experts.shape
+    groups = (experts * batch + torch.arange(batch, device=experts.device)[:, None, None]).flatten()
+    if priorities is None:
+        ordered, order = groups.sort(stable=True)
+    else:
+        drawn = priorities.flatten().repeat_interleave(k).argsort(stable=True)
+        ordered, inner = groups[drawn].sort(stable=True)
+        order = drawn[inner]
+    starts = torch.searchsorted(ordered, torch.arange(num_experts * batch, device=experts.device))
+    position = torch.arange(len(order), device=experts.device) - starts[ordered]
+    num_rows = num_experts * batch * capacity
+    slot = torch.where(position < capacity, ordered * capacity + position, num_rows)
+    sources = torch.full((num_rows + 1,), len(order), device=experts.device).scatter(0, slot, order)[:-1]
+    return RowOrder(sources, torch.empty_like(order).scatter(0, order, slot), None)
+
+
+def sequence_keys(tokens: Tensor) -> Tensor:
+    """Returns a number for each sequence of tokens [batch, sequence] that depends on all of its tokens [batch].
+
+    Random draws that follow from it are the same in every layout and in a resumed run.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device) * _STEP
+    return _mixed(_mixed(tokens + positions).sum(1))
+
+
+def draw_priorities(keys: Tensor, sequence: int, layer: int) -> Tensor:
+    """Returns a random 64-bit number for each token of sequences with these keys [batch], in a layer."""
+    positions = torch.arange(sequence, device=keys.device) * _STEP
+    return _mixed(_mixed(keys + layer)[:, None] + positions)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Returns splitmix64's mix of 64-bit integers. It shifts unsigned numbers, so copies of the sign are removed."""
+    numbers = (numbers ^ ((numbers >> 30) & (2**34 - 1))) * _FIRST
+    numbers = (numbers ^ ((numbers >> 27) & (2**37 - 1))) * _SECOND
+    return numbers ^ ((numbers >> 31) & (2**33 - 1))
+
+
+def through_experts(
+    tokens: Tensor, weights: Tensor, order: RowOrder, compute: Callable[[Tensor, Tensor | None], Tensor]
+) -> Tensor:
+    """Returns for tokens [tokens, hidden] the sums of their experts' results, times the weights [tokens, k].
+
+    `compute(rows, ends)` is as `StackedExperts`. Dropped pairs add nothing.
+    """
+    is_padded = order.ends is None
+    rows = _GatherRows.apply(tokens, order.sources, order.places, is_padded)
+    results = compute(rows, order.ends)
+    out: Tensor = _CombineRows.apply(results, weights, order.sources, order.places, is_padded)
+    return out
+
+
+def _take(rows: Tensor, index: Tensor, is_padded: bool) -> Tensor:
+    """Returns rows by index; if `is_padded`, the index len(rows) gives zeros."""
+    return (torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]) if is_padded else rows)[index]
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rows of tokens. Its backward sums the gradients of a token's rows in their own order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, sources: Tensor, places: Tensor, is_padded: bool) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.num_tokens, ctx.is_padded = len(tokens), is_padded
+        return _take(tokens, sources // (len(places) // len(tokens)), is_padded)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        by_pair = _take(gradient, places, ctx.is_padded)
+        return by_pair.unflatten(0, (ctx.num_tokens, -1)).sum(1), None, None, None
+
+
+class _CombineRows(torch.autograd.Function):
+    """The sum of each token's rows, times their weights [tokens, k], in the dtype of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, sources: Tensor, places: Tensor, is_padded: bool) -> Tensor:
+        ctx.save_for_backward(rows, weights, sources, places)
+        ctx.is_padded = is_padded
+        by_pair = _take(rows, places, is_padded).view(*weights.shape, -1)
+        return (by_pair * weights[..., None]).sum(1).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        rows, weights, sources, places = ctx.saved_tensors
+        wide = gradient.to(weights.dtype)
+        of_pairs = _take(weights.flatten(), sources, ctx.is_padded)
+        for_rows = _take(wide, sources // weights.shape[1], ctx.is_padded) * of_pairs[:, None]
+        for_weights = (_take(rows, places, ctx.is_padded).view(*weights.shape, -1) * wide[:, None]).sum(-1)
+        return for_rows.to(rows.dtype), for_weights, None, None, None

@@ -1,0 +1,351 @@
+"""K-FAC: gradients of linears and convolutions times inverses of Kronecker factors (Martens and Grosse 2015).
+
+For a layer with rows of inputs a and gradients of outputs g, of M targets:
+
+    A = mean of a aᵀ over rows      G = sum of g gᵀ / M, where g is the gradient of a loss summed over targets
+    update = G⁻¹ · gradient · A⁻¹, with damping (`kfac_inverse.py`), then momentum
+
+g is taken from the same backward as the gradient, with the true labels, so G is the empirical Fisher matrix. A training
+loss is a mean, so what backward gives is scaled: `_fold` has the factor. All other parameters have AdamW's update.
+
+Factors are sums over all ranks of `data`. With `inline` each rank inverts all of them. With `owner-sharded` each layer
+has an owner, which alone keeps and inverts its factors (`kfac_placement.py`). Both give the same updates.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from weft.comm import Axis, all_gather, all_reduce, reduce_scatter
+from weft.errors import PlanError
+from weft.optim.kfac_inverse import damped_inverses
+from weft.optim.kfac_layers import KfacLayer, find_layers
+from weft.optim.kfac_placement import NUM_ROWS, NUM_STATISTICS, make_slots, owners_of
+from weft.optim.update import apply_fused_update
+from weft.parallel.model_state import all_flats, named_pieces
+from weft.run_tables import Kfac
+
+logger = logging.getLogger("weft")
+MOMENTUM = "kfac_momentum"
+# Kinds of a layer's own state in a checkpoint, under the name of its weight.
+FACTORS, INVERSES = ("kfac_input", "kfac_output"), ("kfac_input_inverse", "kfac_output_inverse")
+
+
+@dataclass
+class _LayerState:
+    """A layer's factors (None on ranks that do not keep them), inverses, and sums of the step that is sampled."""
+
+    layer: KfacLayer
+    factors: tuple[Tensor, Tensor] | None
+    inverses: tuple[Tensor, Tensor]
+    num_rows: int = 0
+
+
+class KFAC(Optimizer):
+    """K-FAC over a model that `weft.parallelize` has split over `data` alone, or that one rank holds.
+
+    Call `begin(num_targets)` before the forwards of each step, with the number of targets of all ranks. The loss of a
+    rank is a mean over its share of them. `groups` are those of AdamW, for all trained parameters; those of K-FAC's
+    layers are taken out of them, with their weight decay.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Axis,
+        options: Kfac,
+        groups: Sequence[Mapping[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        _refuse_buffers(model)
+        self.data, self.options, self.num_updates = data, options, 0
+        self._pieces = {part.parameter.name: piece for part, piece in named_pieces(model) if piece.requires_grad}
+        layers = find_layers(model, self._pieces.keys(), options.exclude, options.max_size)
+        if not layers:
+            raise PlanError(
+                "train.kfac: the model has no trained linear or convolution that K-FAC takes (within max_size, not in "
+                "exclude, called by its own forward); leave train.kfac out"
+            )
+        own = {id(self._pieces[name]) for layer in layers for name in layer.parameter_names}
+        super().__init__(_split_groups(groups, own, options), {"lr": lr, "betas": betas, "eps": eps})
+        self.owners = owners_of(layers, data.degree)
+        is_inline = options.mode == "inline"
+        self.states = [
+            self._initial(layer, is_inline or owner == data.index)
+            for layer, owner in zip(layers, self.owners, strict=True)
+        ]
+        owners, degree = ([0] * len(layers), 1) if is_inline else (self.owners, data.degree)
+        self._sum_slots = make_slots(layers, owners, degree, NUM_ROWS)
+        self._inverse_slots = make_slots(layers, owners, degree, NUM_STATISTICS)
+        self._by_weight = {id(self._pieces[one.layer.weight_name]): n for n, one in enumerate(self.states)}
+        self._sums: Tensor | None = None
+        self._num_targets: Tensor | None = None
+        self._statistics: Tensor | None = None  # [layers, NUM_STATISTICS], of the last renewal
+        for group in self.param_groups:
+            for piece in group["params"]:
+                self.state[piece] = _piece_state(piece, id(piece) in own)
+        for index, layer in enumerate(layers):
+            layer.module.register_forward_hook(partial(self._capture, index), with_kwargs=True)
+
+    # --- a step
+
+    def begin(self, num_targets: Tensor) -> None:
+        """Start a step. Its forwards and backwards are sampled if factors are due."""
+        self._num_targets, self._sums = num_targets, None
+        if self.num_updates % self.options.factor_every == 0:
+            self._sums = self.states[0].inverses[0].new_zeros(self._sum_slots.numel)
+            for one in self.states:
+                one.num_rows = 0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient. All ranks of `data` must call it."""
+        if closure is not None:
+            raise PlanError("K-FAC samples one backward, and a closure may make several; call step() without one")
+        if self._num_targets is None:
+            raise PlanError("KFAC.begin(num_targets) was not called before this step's forward")
+        if self._sums is not None:
+            self._fold(self._sums, self._num_targets)
+            if self.num_updates % self.options.inverse_every == 0:
+                self._renew()
+        self._update_layers()
+        for group in self.param_groups:
+            if MOMENTUM not in group:
+                for piece in group["params"]:
+                    self._update_adamw(piece, group)
+        self.num_updates += 1
+        self.end()
+        return None
+
+    def end(self) -> None:
+        """End a step, also one without an update."""
+        self._num_targets = self._sums = None
+
+    def _update_layers(self) -> None:
+        """Precondition gradients and update the parameters of all layers."""
+        changes, product = dict[int, Tensor](), torch.zeros((), dtype=torch.float64)
+        for one in self.states:
+            layer = one.layer
+            gradients = {name: self._pieces[name].grad for name in layer.parameter_names}
+            if any(gradient is None for gradient in gradients.values()):
+                continue
+            matrix = layer.to_matrix({name: grad for name, grad in gradients.items() if grad is not None})
+            changed = one.inverses[1] @ matrix @ one.inverses[0]
+            product = product.to(matrix.device) + (changed * matrix).sum().double()
+            changes |= {id(self._pieces[name]): value for name, value in layer.from_matrix(changed).items()}
+        for group in self.param_groups:
+            if MOMENTUM not in group:
+                continue
+            # The predicted change of the model's distribution is limited: lr² · update · gradient <= kl_clip.
+            limit = self.options.kl_clip / (group["lr"] ** 2 * product).clamp(min=1e-300)
+            factor = limit.sqrt().clamp(max=1.0)
+            for piece in group["params"]:
+                if id(piece) in changes:
+                    state, change = self.state[piece], changes[id(piece)]
+                    state["step"] += 1
+                    state[MOMENTUM].mul_(group[MOMENTUM]).add_(change.view(piece.shape) * factor.to(change))
+                    piece.mul_(1 - group["lr"] * group["weight_decay"]).sub_(state[MOMENTUM], alpha=group["lr"])
+
+    def _update_adamw(self, piece: nn.Parameter, group: Mapping[str, Any]) -> None:
+        if piece.grad is not None:
+            state = self.state[piece]
+            state["step"] += 1
+            apply_fused_update(state["step"], group, piece, piece.grad, None, (state["exp_avg"], state["exp_avg_sq"]))
+
+    # --- factors
+
+    def _capture(self, index: int, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        """A forward hook: the sums grow when backward brings the gradient of the output."""
+        if self._sums is not None and torch.is_grad_enabled() and module.training and output.requires_grad:
+            given = args[0] if args else kwargs["input"]
+            output.register_hook(partial(self._add, index, given.detach()))
+
+    @torch.no_grad()
+    def _add(self, index: int, given: Tensor, gradient: Tensor) -> None:
+        if self._sums is None:
+            return
+        one, dtype = self.states[index], self._sums.dtype
+        first, second, num_rows = self._sum_views(self._sums, index)
+        rows = one.layer.input_rows(given.to(dtype))
+        first.add_(rows.mT @ rows)
+        one.num_rows += rows.shape[1]
+        num_rows += rows.shape[1]
+        rows = one.layer.output_rows(gradient.to(dtype))
+        second.add_(rows.mT @ rows)
+
+    def _sum_views(self, sums: Tensor, index: int, base: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's places in a message of sums that begins at element `base` of the whole: Σ a aᵀ, Σ g gᵀ, rows."""
+        return _views(sums, self._sum_slots.starts[index] - base, self.states[index].layer, NUM_ROWS)
+
+    def _fold(self, sums: Tensor, num_targets: Tensor) -> None:
+        """Sum over ranks, and add to the running averages that this rank keeps.
+
+        A rank's loss is a mean over M / D targets, with M of all D ranks, so its g is D / M times that of a sum.
+        """
+        for one in self.states:
+            if one.num_rows == 0:
+                raise PlanError(
+                    f"K-FAC saw no input of layer '{one.layer.name}': the model does not call it as a module in "
+                    f"training; add its name to train.kfac.exclude"
+                )
+        base = 0
+        if self.options.mode == "inline":
+            all_reduce(sums, self.data).wait()
+        else:
+            part = sums.new_empty(self._sum_slots.part_numel)
+            reduce_scatter(part, sums, self.data).wait()
+            sums, base = part, self.data.index * self._sum_slots.part_numel
+        number = self.num_updates // self.options.factor_every + 1
+        keep = min(self.options.decay, 1 - 1 / number)  # the first sample is the average
+        scale = (num_targets.double() / self.data.degree**2).to(sums)
+        for index, one in enumerate(self.states):
+            if one.factors is not None:
+                first, second, num_rows = self._sum_views(sums, index, base)
+                one.factors[0].mul_(keep).add_(first / num_rows, alpha=1 - keep)
+                one.factors[1].mul_(keep).add_(second * scale, alpha=1 - keep)
+
+    def _renew(self) -> None:
+        """Invert the factors that this rank keeps, and give the inverses to all ranks."""
+        slots, is_inline = self._inverse_slots, self.options.mode == "inline"
+        whole = self.states[0].inverses[0].new_zeros(slots.numel)
+        for index, one in enumerate(self.states):
+            if one.factors is not None:
+                self._invert(one, _views(whole, slots.starts[index], one.layer, NUM_STATISTICS))
+        if not is_inline:
+            own = whole.view(slots.degree, -1)[self.data.index]
+            all_gather(whole, own, self.data).wait()
+        found = [
+            _views(whole, start, one.layer, NUM_STATISTICS)
+            for start, one in zip(slots.starts, self.states, strict=True)
+        ]
+        for one, (first, second, _) in zip(self.states, found, strict=True):
+            one.inverses[0].copy_(first)
+            one.inverses[1].copy_(second)
+        self._statistics = torch.stack([statistics for _, _, statistics in found])
+
+    def _invert(self, one: _LayerState, places: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Write a layer's new inverses and statistics to their places in a message; the old ones if it has none."""
+        assert one.factors is not None
+        found = damped_inverses(*one.factors, self.options.damping)
+        if found is None:
+            logger.warning("weft: the factors of '%s' have no inverse; its last one stays", one.layer.name)
+        means = [factor.diagonal(dim1=1, dim2=2).mean() for factor in one.factors]
+        first, second, used = (*one.inverses, math.inf) if found is None else found
+        places[0].copy_(first)
+        places[1].copy_(second)
+        places[2].copy_(torch.stack([*means, torch.full_like(means[0], used)]))
+
+    def take_statistics(self) -> dict[str, float] | None:
+        """Statistics of all layers at a renewal since the last call, equal on all ranks; None if there was none.
+
+        `input` and `output` are mean diagonals of A and G over layers, `damping` the largest that was used, `retried`
+        the number of layers that needed more than the given one, and `kept` those that have no new inverse.
+        """
+        if self._statistics is None:
+            return None
+        (first, second, used), self._statistics = self._statistics.double().cpu().unbind(1), None
+        fresh = used[used.isfinite()]
+        return {
+            "input": float(first.mean()),
+            "output": float(second.mean()),
+            "damping": float(fresh.max()) if len(fresh) else 0.0,
+            "retried": int((fresh > 2 * self.options.damping).sum()),
+            "kept": len(used) - len(fresh),
+        }
+
+    # --- its state in checkpoints
+
+    def _initial(self, layer: KfacLayer, keeps: bool) -> _LayerState:
+        weight = self._pieces[layer.weight_name]
+
+        def identity(shape: tuple[int, int, int]) -> Tensor:
+            return torch.eye(shape[1], dtype=weight.dtype, device=weight.device).expand(shape).clone()
+
+        shapes = layer.input_shape, layer.output_shape
+        factors = (weight.new_zeros(shapes[0]).detach(), weight.new_zeros(shapes[1]).detach()) if keeps else None
+        return _LayerState(layer, factors, (identity(shapes[0]), identity(shapes[1])))
+
+    @property
+    def beside(self) -> dict[str, list[Tensor]]:
+        """Its tensors on the device beside `state`: factors and inverses."""
+        held = [tensor for one in self.states for tensor in (*(one.factors or ()), *one.inverses)]
+        return {"optimizer": held}
+
+    def read_layer(self, piece: nn.Parameter) -> dict[str, Tensor]:
+        """The factors and inverses of the layer whose weight this is, by kind, on the layer's owner; else nothing."""
+        index = self._by_weight.get(id(piece))
+        if index is None or self.owners[index] != self.data.index:
+            return {}
+        one = self.states[index]
+        assert one.factors is not None
+        return dict(zip((*FACTORS, *INVERSES), (*one.factors, *one.inverses), strict=True))
+
+    @torch.no_grad()
+    def write_piece(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> bool:
+        """Set a piece's state, with its layer's if it is a weight. What is missing begins anew: returns False then."""
+        fresh = _piece_state(piece, MOMENTUM in self.state[piece])
+        for kind, value in fresh.items():
+            self.state[piece][kind].copy_(state.get(kind, value).view(value.shape))
+        is_whole = state.keys() >= fresh.keys() or not state
+        index = self._by_weight.get(id(piece))
+        if index is None:
+            return is_whole
+        one, initial = self.states[index], self._initial(self.states[index].layer, True)
+        assert initial.factors is not None
+        has_layer = state.keys() >= {*FACTORS, *INVERSES}
+        for kind, value in zip(FACTORS, initial.factors, strict=True):
+            if one.factors is not None:
+                one.factors[FACTORS.index(kind)].copy_(state[kind] if has_layer else value)
+        for kind, value in zip(INVERSES, initial.inverses, strict=True):
+            one.inverses[INVERSES.index(kind)].copy_(state[kind] if has_layer else value)
+        if not has_layer:
+            self.state[piece]["step"].zero_()
+        return is_whole and (has_layer or not state)
+
+    def finish_writing(self) -> None:
+        """All pieces' states were given. Intervals begin anew if a layer's state was missing."""
+        self.num_updates = min(int(self.state[self._pieces[one.layer.weight_name]]["step"]) for one in self.states)
+
+
+def _views(message: Tensor, start: int, layer: KfacLayer, extra: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's two matrices and `extra` numbers from `start` of a message."""
+    middle, stop = start + layer.input_numel, start + layer.numel
+    first, second = message[start:middle], message[middle:stop]
+    return first.view(layer.input_shape), second.view(layer.output_shape), message[stop : stop + extra]
+
+
+def _split_groups(groups: Sequence[Mapping[str, Any]], own: set[int], options: Kfac) -> list[dict[str, Any]]:
+    """AdamW's groups, each without the pieces of `own`, which follow in a group of K-FAC."""
+    found: list[dict[str, Any]] = []
+    for group in groups:
+        parts = [[one for one in group["params"] if (id(one) in own) == is_own] for is_own in (False, True)]
+        mine = {"lr": options.learning_rate, "peak": options.learning_rate, MOMENTUM: options.momentum}
+        found += [{**group, "params": parts[0]}] * bool(parts[0])
+        found += [{**group, **mine, "params": parts[1]}] * bool(parts[1])
+    return found
+
+
+def _piece_state(piece: nn.Parameter, is_own: bool) -> dict[str, Tensor]:
+    """The state of a piece before its first update: the number of updates, and K-FAC's momentum or AdamW's moments."""
+    kinds = (MOMENTUM,) if is_own else ("exp_avg", "exp_avg_sq")
+    step = torch.zeros((), dtype=torch.float32, device=piece.device)
+    return {"step": step, **{kind: torch.zeros_like(piece, requires_grad=False) for kind in kinds}}
+
+
+def _refuse_buffers(model: nn.Module) -> None:
+    for flat in all_flats(model):
+        if flat.shard.degree > 1 or flat.is_streamed or flat.options.on_host or flat.options.delays:
+            raise PlanError(
+                "K-FAC needs whole gradients on the device; set plan.shard to 1, plan.memory.offload and weights to 0"
+            )

@@ -1,0 +1,193 @@
+"""1-bit Adam, which sends one bit per parameter over `data` (Tang et al., ICML 2021). It is not exact.
+
+It is AdamW up to `freeze_step` updates. Then the second moment stays as it is, each rank adds its own gradient to the
+first moment, and ranks exchange the signs of that (`sign_compression.py`). Gradients are reduced over `shard` and other
+axes as for AdamW, and each rank's slice is compressed over `data` alone.
+
+Elements whose second moment is 0 at the freeze (rows of an embedding that never had a gradient) are not updated any
+more: signs cannot say 0. A step of signs is clipped by the root of the mean squared norm of the ranks' own gradients,
+which is at least the norm of their mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis, all_reduce
+from weft.errors import PlanError
+from weft.optim.adamw import AdamW
+from weft.optim.buffer_state import BufferState
+from weft.optim.sign_compression import SignCompressor
+
+logger = logging.getLogger("weft")
+
+
+class OneBitAdam(AdamW):
+    """1-bit Adam over a model that `weft.parallelize` has split. `data` is the mesh's axis of that name.
+
+    Make it before the first backward: from then on gradients are not averaged over `data` by the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Axis,
+        groups: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        freeze_step: int = 1000,
+    ) -> None:
+        super().__init__(model, groups, lr, betas, eps, weight_decay)
+        self.data, self.freeze_step = data, freeze_step
+        self.compressors: dict[int, SignCompressor] = {}
+        for held in self.held:
+            flat = held.flat
+            if flat.is_streamed or flat.options.on_host or flat.options.delays or not held.store.is_plain:
+                raise PlanError(
+                    "1-bit and 0/1 Adam keep their state in the master dtype on the device and update at once; set "
+                    "plan.memory.offload and weights to 0, delay to false, master to true and state to 'master', or "
+                    "use AdamW"
+                )
+            flat.keep_local(data.name)
+            self.compressors[held.number] = SignCompressor(flat.layout.slice_numel, data, flat.device)
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates so far."""
+        self._settle()
+        return max((int(held.store.steps.max()) for held in self.held if len(held.store.steps)), default=0)
+
+    def is_full_step(self, number: int) -> bool:
+        """Does update `number`, counted from 1, exchange gradients in full precision?"""
+        return number <= self.freeze_step
+
+    def prepare_gradients(self) -> None:
+        """Average gradients over `data`, if the next update needs them in full precision."""
+        if not self.is_full_step(self.num_updates + 1):
+            return
+        for held in self._ready():
+            gradient = held.flat.slice_gradient
+            assert gradient is not None
+            gradient.mul_(1 / self.data.degree)
+            all_reduce(gradient, self.data).wait()
+            held.flat.show_gradient()
+
+    def shared_norm(self, norm: Tensor) -> Tensor:
+        """The norm to clip by, equal on all ranks of `data`."""
+        if self.is_full_step(self.num_updates + 1):
+            return norm
+        squared = norm.double().square() / self.data.degree
+        all_reduce(squared, self.data).wait()
+        return squared.sqrt()
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, scale: Tensor | None = None
+    ) -> float | None:
+        """Update all parameters, with gradients multiplied by `scale` []. One that is NaN or infinite, which must be so
+        on all ranks, skips the update.
+        """
+        number = self.num_updates + 1
+        if self._is_exact(number):
+            return super().step(closure, scale)  # type: ignore[arg-type]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if scale is not None and not math.isfinite(scale):
+            return loss
+        for held in self._ready():
+            gradient = held.flat.slice_gradient
+            assert gradient is not None
+            gradient = gradient.float() if scale is None else gradient.float() * scale.to(gradient.device).float()
+            held.store.steps.fill_(number)
+            self._update_compressed(held, gradient, number)
+            if held.flat.written is not None:
+                held.flat.written.copy_(held.flat.slice)
+                held.flat.mark_written()
+        return loss
+
+    def _is_exact(self, number: int) -> bool:
+        """Is this update the same as AdamW's?"""
+        return number <= self.freeze_step
+
+    def _ready(self) -> list[BufferState]:
+        """All buffers of which this step has reduced a gradient: the same on all ranks of `data`."""
+        return [held for held in self.held if held.flat.slice_gradient is not None]
+
+    def _update_compressed(self, held: BufferState, gradient: Tensor, number: int) -> None:
+        first, second = held.store.tensors
+        mask = second > 0
+        beta1, _ = self.param_groups[0]["betas"]
+        own = first.float().lerp(gradient, 1 - beta1)
+        first.copy_(self.compressors[held.number].mean(own, mask))
+        for place, group in self._places_of(held):
+            variance = second[place] / (1 - group["betas"][1] ** self.freeze_step)
+            size = group["lr"] / (1 - group["betas"][0] ** number)
+            change = size * first[place] / (variance.sqrt() + group["eps"])
+            weight = held.flat.slice[place]
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(torch.where(mask[place], change, 0.0))
+
+    def _places_of(self, held: BufferState) -> Iterator[tuple[slice, Mapping[str, Any]]]:
+        """The place of each trained part in the slice, with its group."""
+        for (part, _), group in zip(held.parts, held.group_of, strict=True):
+            if group is not None:
+                yield slice(part.offset, part.offset + part.stop - part.start), self.param_groups[group]
+
+    # --- state of this rank alone, in checkpoints
+
+    def own_tensors(self, held: BufferState) -> dict[str, Tensor]:
+        """Tensors of a slice that differ between the ranks of `data`, by kind; each has an element for each of its."""
+        compressor = self.compressors[held.number]
+        numel, part = compressor.numel, compressor.server_error.numel()
+        server = torch.zeros(self.data.degree * part, device=held.flat.device)
+        server[self.data.index * part : (self.data.index + 1) * part] = compressor.server_error
+        return {"worker_error": compressor.worker_error, "server_error": server[:numel]}
+
+    def set_own(self, held: BufferState, kind: str, place: slice, values: Tensor) -> None:
+        """Set a part of one of `own_tensors`."""
+        if kind != "server_error":
+            self.own_tensors(held)[kind][place].copy_(values)
+            return
+        error = self.compressors[held.number].server_error
+        start = self.data.index * error.numel()
+        low, high = max(place.start, start), min(place.stop, start + error.numel())
+        if low < high:
+            error[low - start : high - start] = values[low - place.start : high - place.start]
+
+    def read_own_state(self, piece: nn.Parameter) -> dict[str, Tensor]:
+        """A piece's state that no other rank of `data` has, by kinds that name the rank and the layout."""
+        held, _, part = self._find(piece)
+        place = slice(part.offset, part.offset + part.stop - part.start)
+        return {f"{kind}{self.own_suffix}": value[place].clone() for kind, value in self.own_tensors(held).items()}
+
+    def write_state(self, piece: nn.Parameter, state: Mapping[str, Tensor]) -> None:
+        """Set a piece's state. What is this rank's own begins anew if the checkpoint has another layout."""
+        super().write_state(piece, state)
+        held, _, part = self._find(piece)
+        place = slice(part.offset, part.offset + part.stop - part.start)
+        given = {kind: state.get(f"{kind}{self.own_suffix}") for kind in self.own_tensors(held)}
+        for kind, values in given.items():
+            self.set_own(held, kind, place, self._initial(held, kind, place) if values is None else values.view(-1))
+        if None in given.values() and int(state["step"]) > self.freeze_step:
+            logger.warning(
+                "weft: the errors of compression of '%s' and others were saved under another plan; they begin at 0",
+                part.parameter.name,
+            )
+
+    def _initial(self, held: BufferState, kind: str, place: slice) -> Tensor:
+        """The value of a part of one of `own_tensors` that a checkpoint does not have."""
+        return torch.zeros(place.stop - place.start, device=held.flat.device)
+
+    @property
+    def own_suffix(self) -> str:
+        """The end of the kinds of this rank's own state, for one way to cut buffers into slices."""
+        return f"-{self.data.index}-of-{self.data.degree}-by-{self.held[0].flat.shard.degree if self.held else 1}"

@@ -1,0 +1,160 @@
+"""0/1 Adam: signs before the freeze, and steps without any communication after it (Lu et al., ICLR 2023).
+
+Before the freeze, steps that renew the second moment average gradients in full precision; they become rarer. The other
+steps average the signs of gradients. After the freeze each rank updates by itself, and ranks exchange the signs of what
+they have added up every `sync_interval` steps:
+
+    m' = beta1 m + (1 - beta1) g;   u' = u + r m';   theta' = theta - r m' / (sqrt(v) + eps)
+    at a synchronisation: u = mean of signs of u;  m = u / sum of r;  theta = theta before - u / (sqrt(v) + eps);  u = 0
+
+where r is the learning rate with the bias correction of the first moment. Between synchronisations ranks of `data` have
+different weights, so a checkpoint has those of every rank. The errors of the compression are forgotten at the freeze,
+because another quantity is compressed from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis
+from weft.optim.buffer_state import BufferState
+from weft.optim.one_bit_adam import OneBitAdam
+
+
+@lru_cache
+def variance_steps(last: int, kappa: int) -> tuple[int, ...]:
+    """The updates up to `last`, counted from 1, that renew the second moment: gap j is 2^(j // kappa)."""
+    found, number, gap = list[int](), 1, 0
+    while number <= last:
+        found.append(number)
+        number += 2 ** (gap // kappa)
+        gap += 1
+    return tuple(found)
+
+
+def sync_interval(number: int, freeze_step: int, scaler: int, longest: int) -> int:
+    """Updates from one synchronisation to the next at update `number`: 1, doubled every `scaler` updates after the
+    freeze, at most `longest`.
+    """
+    return 1 if number <= freeze_step else int(min(longest, 2 ** min(30, (number - freeze_step - 1) // scaler)))
+
+
+class ZeroOneAdam(OneBitAdam):
+    """0/1 Adam over a model that `weft.parallelize` has split. `data` is the mesh's axis of that name."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Axis,
+        groups: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        freeze_step: int = 1000,
+        kappa: int = 16,
+        local_scaler: int = 32678,
+        most_local: int = 16,
+    ) -> None:
+        super().__init__(model, data, groups, lr, betas, eps, weight_decay, freeze_step)
+        self.kappa, self.local_scaler, self.most_local = kappa, local_scaler, most_local
+        # Of each buffer: the weights of the last synchronisation, the sum of r m since, and the sum of r by element.
+        self._local: dict[int, dict[str, Tensor]] = {}
+
+    def is_full_step(self, number: int) -> bool:
+        """Does update `number`, counted from 1, exchange gradients in full precision?"""
+        return number in variance_steps(self.freeze_step, self.kappa)
+
+    def is_sync_step(self, number: int) -> bool:
+        """Do ranks exchange something in update `number`?"""
+        interval = sync_interval(number, self.freeze_step, self.local_scaler, self.most_local)
+        return number <= self.freeze_step or (number - self.freeze_step) % interval == 0
+
+    def _is_exact(self, number: int) -> bool:
+        return False
+
+    def _update_compressed(self, held: BufferState, gradient: Tensor, number: int) -> None:
+        if number <= self.freeze_step:
+            self._update_before(held, gradient, number)
+        else:
+            self._update_after(held, gradient, number)
+
+    def _num_variances(self, number: int) -> int:
+        return sum(step <= number for step in variance_steps(self.freeze_step, self.kappa))
+
+    def _update_before(self, held: BufferState, gradient: Tensor, number: int) -> None:
+        first, second = held.store.tensors
+        beta1, beta2 = self.param_groups[0]["betas"]
+        if self.is_full_step(number):
+            second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        else:
+            gradient = self.compressors[held.number].mean(gradient, second > 0)
+        first.lerp_(gradient.to(first.dtype), 1 - beta1)
+        for place, group in self._places_of(held):
+            self._decay(held.flat.slice[place], group)
+            rate = group["lr"] / (1 - beta1**number)
+            held.flat.slice[place].sub_(rate * first[place] / self._denominator(second[place], group, number))
+
+    def _update_after(self, held: BufferState, gradient: Tensor, number: int) -> None:
+        first, second = held.store.tensors
+        local, mask = self._local_state(held), second > 0
+        beta1, _ = self.param_groups[0]["betas"]
+        if number == self.freeze_step + 1:
+            self.compressors[held.number].clear()
+        first.lerp_(gradient.to(first.dtype), 1 - beta1)
+        first.mul_(mask)
+        for place, group in self._places_of(held):
+            rate = group["lr"] / (1 - beta1**number)
+            local["own_update"][place].add_(first[place], alpha=rate)
+            local["rate_sum"][place].add_(rate)
+            for weight in (held.flat.slice, local["anchor"]):
+                self._decay(weight[place], group)
+            change = rate * first[place] / self._denominator(second[place], group, number)
+            held.flat.slice[place].sub_(change)
+        if not self.is_sync_step(number):
+            return
+        update = self.compressors[held.number].mean(local["own_update"], mask)
+        first.copy_(torch.where(mask, update / local["rate_sum"].clamp(min=1e-30), 0.0))
+        for place, group in self._places_of(held):
+            change = update[place] / self._denominator(second[place], group, number)
+            held.flat.slice[place].copy_(local["anchor"][place].sub_(change))
+        local["own_update"].zero_()
+        local["rate_sum"].zero_()
+
+    def _decay(self, weight: Tensor, group: Mapping[str, Any]) -> None:
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+
+    def _denominator(self, second: Tensor, group: Mapping[str, Any], number: int) -> Tensor:
+        correction = float(1 - group["betas"][1] ** self._num_variances(number))
+        return (second / correction).sqrt() + float(group["eps"])
+
+    def _local_state(self, held: BufferState) -> dict[str, Tensor]:
+        """The tensors of local steps, made at the first of them."""
+        if held.number not in self._local:
+            zeros = torch.zeros_like(held.flat.slice, dtype=torch.float32)
+            self._local[held.number] = {
+                "anchor": held.flat.slice.clone(),
+                "own_update": zeros,
+                "rate_sum": zeros.clone(),
+            }
+        return self._local[held.number]
+
+    def _initial(self, held: BufferState, kind: str, place: slice) -> Tensor:
+        if kind in ("anchor", "own_weight", "own_moment"):
+            shared = held.store.tensors[0] if kind == "own_moment" else held.flat.slice
+            found: Tensor = shared[place].clone()
+            return found
+        return super()._initial(held, kind, place)
+
+    def own_tensors(self, held: BufferState) -> dict[str, Tensor]:
+        """Tensors of a slice that differ between the ranks of `data`; those of local steps once there were some."""
+        found = super().own_tensors(held)
+        if self.num_updates > self.freeze_step:
+            local = self._local_state(held)
+            found |= {**local, "own_weight": held.flat.slice, "own_moment": held.store.tensors[0]}
+        return found

@@ -1,0 +1,1 @@
+"""Axis `expert`: the experts of each layer split over ranks."""

@@ -1,0 +1,160 @@
+"""Axis `expert`: the batch, and the experts of each layer, split over ranks.
+
+Each rank has its own samples, as under `data`, and num_experts / expert of the experts of every layer. Tokens travel to
+the ranks of their experts and back (`dispatch.py`). All other parameters are on every rank of the axis.
+
+For E experts and rows of `hidden` elements with c bytes, k rows for each of a rank's tokens, a layer and micro-batch
+has these all-to-alls. Bytes are those that a rank sends; r is the number of rows that arrive at the rank, which depends
+on the routing and is k · tokens if all experts get the same:
+
+    forward    8 · E (how many rows go to each expert)     k · tokens · hidden · c     r · hidden · c (results)
+    backward                                               k · tokens · hidden · c     r · hidden · c
+
+Experts with a capacity of C tokens of each sequence take E · C · sequences rows, also where fewer tokens chose them.
+These are both k · tokens and r above, and no counts are sent.
+
+Recompute repeats those of forward. Gradients are means over the samples of all ranks: those of experts have been summed
+by the dispatch already, others are summed by one all-reduce of each trained slice a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from weft.mesh import Mesh
+from weft.parallel.cut_parameters import cut_parameters
+from weft.parallel.expert.duplicates import refusal
+from weft.parallel.expert.layers import (
+    COUNT_BYTES,
+    GATHER_KEY,
+    KEY,
+    distribute,
+    expert_cuts,
+    expert_layers,
+    layer_traffics,
+    num_experts_of,
+    refuse_layer,
+)
+from weft.plan import BatchSplit, Plan
+from weft.profiling import PARAMETER_CUTS, Block, Profile
+from weft.profiling.software import BlockPass, Software
+from weft.profiling.workload import Call
+from weft.sharding.layout import COMPUTE_DTYPE
+from weft.strategy import Buffer, Cost, SearchSpace, Strategy, Values, divisors, refuse_batch_mixers, tally
+
+
+class ExpertAxis(Strategy):
+    """Splits experts, and the batch, over `expert`."""
+
+    name = "expert"
+    axes = ("expert",)
+
+    def refuse(self, profile: Profile, plan: Plan) -> str | None:
+        degree = plan.expert
+        if plan.tensor.drop_duplicates and (degree == 1 or plan.tensor.x == 1):
+            return (
+                f"tensor.drop_duplicates = true drops copies that ranks of x send over expert; given x = "
+                f"{plan.tensor.x} and expert = {degree}, use both above 1, or drop_duplicates = false"
+            )
+        if degree == 1:
+            return None
+        assert profile.model is not None
+        layers = expert_layers(profile.model)
+        if not layers:
+            return (
+                f"expert = {degree}, but {type(profile.model).__name__} has no layer of experts that weft can split "
+                f"(weft.models' StackedExperts, or transformers' stacked experts); use expert = 1, and data or shard"
+            )
+        for name, layer in layers.items():
+            num_experts, reason = num_experts_of(layer), refuse_layer(name, layer)
+            if reason is not None:
+                return f"expert = {degree}, but {reason}; use expert = 1, and data or shard"
+            if num_experts % degree:
+                return (
+                    f"expert = {degree} does not divide the {num_experts} experts of '{name}'; use a divisor of "
+                    f"{num_experts}"
+                )
+        return _refuse_rows(profile, plan) or refuse_batch_mixers(profile, plan, "expert", degree)
+
+    def localise(self, profile: Profile, plan: Plan, coordinates: Mapping[str, int]) -> Profile:
+        if plan.expert == 1:
+            return profile
+        assert profile.model is not None
+        shapes = {parameter.name: parameter.shape for block in profile.all for parameter in block.parameters}
+        cuts = expert_cuts(profile.model, shapes, plan, coordinates["expert"])
+
+        def local(block: Block) -> Block:
+            parameters = (replace(p, shape=cuts[p.name].local_shape, cut=cuts[p.name]) for p in block.parameters)
+            return replace(block, parameters=tuple(parameters))
+
+        return replace(profile, root=local(profile.root), blocks=tuple(local(block) for block in profile.blocks))
+
+    def cost(self, profile: Profile, plan: Plan, split: BatchSplit, coordinates: Mapping[str, int]) -> Cost:
+        if plan.expert == 1:
+            return Cost()
+        calls = [call for traffic in layer_traffics(profile, plan) for call in traffic.calls(traffic.num_rows)]
+        return Cost(tally(calls * split.accumulation))
+
+    def settings(self, space: SearchSpace) -> Iterable[Mapping[str, Any]]:
+        degrees = divisors(math.gcd(space.num_devices, space.num_experts))
+        return [{}, *({"expert": degree} for degree in degrees[1:])]
+
+    def block_calls(self, block: BlockPass, plan: Plan) -> Iterable[Call]:
+        if plan.expert == 1 or not block.work.routed_numel:
+            return
+        scale = block.micro_batch / plan.num_parts("tokens")
+        rows_bytes = block.work.routed_numel * scale * COMPUTE_DTYPE[plan.precision].itemsize
+        gather = Call(*GATHER_KEY, rows_bytes, "forward", beside="nothing")
+        parts = plan.tensor.x if plan.tensor.drop_duplicates else 1
+        rows_bytes /= parts
+        rows = Call(*KEY, rows_bytes, "forward", beside="nothing")
+        forward = [rows, rows]  # rows, and their results
+        if not block.work.is_routed_evenly:
+            counts = rows._replace(num_bytes=COUNT_BYTES * block.work.num_experts)
+            forward = [rows, rows._replace(num_bytes=rows_bytes * block.software.imbalance), counts]
+        gathers = [gather] * (parts > 1)
+        yield from (*forward, *gathers)
+        yield from (call._replace(phase="backward") for call in (*forward[:2], *gathers))
+        if plan.memory.recompute != "none":
+            yield from (call._replace(phase="backward") for call in (*forward, *gathers))
+
+    def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:
+        if plan.expert > 1:
+            own = (buffer.numel - buffer.expert_numel) / plan.shard.degree
+            yield Call("expert", "all_reduce", own * buffer.gradient_bytes, "reduce")
+            if plan.tensor.drop_duplicates:
+                experts = buffer.expert_numel / plan.shard.degree
+                yield Call("x", "all_reduce", experts * buffer.gradient_bytes, "reduce")
+
+    def apply(self, model: nn.Module, plan: Plan, mesh: Mesh, values: Values) -> nn.Module:
+        axis = mesh["expert"]
+        if axis.degree == 1:
+            return model
+        before = PARAMETER_CUTS.get(model) or {}
+        shapes = {
+            name: before[name].shape if name in before else tuple(parameter.shape)
+            for name, parameter in model.named_parameters()
+        }
+        layers = expert_layers(model)
+        num_experts = {name: num_experts_of(layer) for name, layer in layers.items()}
+        cut_parameters(model, expert_cuts(model, shapes, plan, axis.index))
+        for name, layer in layers.items():
+            distribute(layer, num_experts[name], axis, mesh["x"] if plan.tensor.drop_duplicates else None)
+        return model
+
+
+def _refuse_rows(profile: Profile, plan: Plan) -> str | None:
+    """Returns why ranks of x cannot send different rows of a micro-batch; None if they can, or need not."""
+    if not plan.tensor.drop_duplicates or len(profile.stream_shape) != 3:
+        return None
+    batch, sequence, _ = profile.stream_shape
+    for experts in (one for block in profile.blocks for one in block.experts):
+        rows = experts.num_rows(batch, sequence) // (1 if experts.capacity is None else experts.num_experts)
+        if rows % plan.tensor.x:
+            return refusal(rows, plan.tensor.x)
+    return None

@@ -1,0 +1,320 @@
+"""Predicts how a model is served on a cluster: memory, requests held, time to the first token, tokens per second.
+
+A workload is simulated by the engine's own scheduler (`serve/scheduler.py`): for each step that it schedules, the time
+of every stage is the sum of its kernels (`kernels.py`), its reads of the key-value cache and its collectives
+(`serve/traffic.py`). The floor of a step is what no kernel can beat: weights and cache read once at the printed
+bandwidth, or the FLOPs at the printed peak, whichever takes longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import median
+
+from weft.architectures import LanguageConfig
+from weft.cluster.hardware import Cluster, ring_seconds
+from weft.errors import PlanError
+from weft.plan import Pipe, Plan, Tensor
+from weft.planner.kernels import LAUNCH_SECONDS, Kernels
+from weft.planner.micro_batch import LINK_SHARE
+from weft.profiling.software import software_for_text
+from weft.serve.blocks import PagedBlocks
+from weft.serve.model_part import GPU_SHARE
+from weft.serve.rank_part import RankPlace, part_numel, refuse_plan, stage_of
+from weft.serve.request import Request
+from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.traffic import ServedSizes, step_calls
+
+BLOCK_SIZE = 16
+TOKEN_BUDGET, MAX_RUNNING = 2048, 256  # what `weft serve` uses on a GPU
+# Kernels of a layer beside its four matmuls: two norms, rotation, attention, and what is between gate and down.
+SMALL_KERNELS = 4
+# Host time of a step that is not a CUDA graph: torch issues about so many operations for each layer.
+OPERATIONS_PER_LAYER, HOST_SECONDS = 14, 10e-6
+SAMPLING_PASSES = 4  # over the logits, in float32
+ALONE_OUTPUT = 32  # tokens for which one request alone is predicted
+
+
+@dataclass(frozen=True)
+class ServingWorkload:
+    """Requests that arrive at once: the tokens of each prompt, and of each answer."""
+
+    lengths: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(num_requests: int, prompt: int, output: int) -> ServingWorkload:
+        return ServingWorkload(((prompt, output),) * num_requests)
+
+    @property
+    def mean_tokens(self) -> float:
+        return sum(map(sum, self.lengths)) / len(self.lengths)
+
+
+@dataclass(frozen=True)
+class ServingTimes:
+    """What simulating requests gives. `shares` are the shares of the device's time, by cause."""
+
+    seconds: float
+    floor_seconds: float
+    num_tokens: int
+    first_token_seconds: float  # median
+    shares: dict[str, float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+    @property
+    def floor_tokens_per_second(self) -> float:
+        return self.num_tokens / self.floor_seconds
+
+
+@dataclass(frozen=True)
+class ServingPrediction:
+    """A layout, and what it gives. Bytes are those of the fullest device."""
+
+    plan: Plan
+    weight_bytes: int
+    cache_bytes_per_token: int
+    memory_bytes: int
+    cache_tokens: int  # of one replica
+    requests_held: int  # of all replicas
+    alone: ServingTimes  # one request
+    loaded: ServingTimes  # the workload, all replicas
+
+
+@dataclass(frozen=True)
+class _StageStep:
+    """Seconds of one step on one stage by cause, and the least that the device allows."""
+
+    by_cause: dict[str, float]
+    floor_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.by_cause.values())
+
+
+class ServingModel:
+    """The times of steps of one model under one plan."""
+
+    def __init__(self, config: LanguageConfig, cluster: Cluster, plan: Plan, precision: str) -> None:
+        self.config, self.cluster, self.plan = config, cluster, plan
+        self.sizes = ServedSizes.of(config)
+        self.kernels = Kernels(cluster.node.device, software_for_text(cluster), precision)
+        stages = [dict.fromkeys(plan.degrees, 0) | {"pipe": index} for index in range(plan.pipe.degree)]
+        places = {stage_of(RankPlace(plan, one)): RankPlace(plan, one) for one in stages}
+        self._layer_kinds = [
+            Counter(self.sizes.expert_layers[layer] for layer in self.sizes.stage_layers(plan, stage))
+            for stage in range(plan.pipe.degree)
+        ]
+        self._numel = [part_numel(config, places[stage]) for stage in range(plan.pipe.degree)]
+
+    @property
+    def weight_bytes(self) -> int:
+        return max(self._numel) * self.kernels.item_bytes
+
+    def cache_bytes(self, stage: int) -> int:
+        """Bytes of a token's keys and values on one rank of a stage."""
+        one = 2 * self.sizes.key_heads(self.plan.tensor.x) * self.sizes.head_dim * self.kernels.item_bytes
+        return one * len(self.sizes.stage_layers(self.plan, stage))
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens whose keys and values fit beside the weights; negative if the weights do not fit."""
+        sizes, fits = self.sizes, []
+        widest = max(sizes.projected(self.plan.tensor.x), 2 * sizes.inner // self.plan.tensor.x, sizes.hidden)
+        beside = 16 * TOKEN_BUDGET * widest + 24 * MAX_RUNNING * sizes.vocab
+        for stage, numel in enumerate(self._numel):
+            free = self.cluster.node.device.memory_bytes - numel * self.kernels.item_bytes
+            fits.append((GPU_SHARE * free - beside) / self.cache_bytes(stage))
+        return math.floor(min(fits))
+
+    def step(self, chunks: Sequence[ScheduledChunk], stage: int) -> _StageStep:
+        decodes = [chunk for chunk in chunks if chunk.end - chunk.start == 1]
+        prompts = tuple((chunk.end - chunk.start, chunk.end) for chunk in chunks if chunk.end - chunk.start > 1)
+        num_sampled = sum(chunk.samples for chunk in chunks)
+        return self._step(stage, len(decodes), sum(chunk.end for chunk in decodes), prompts, num_sampled)
+
+    def _step(
+        self, stage: int, num_decodes: int, num_cached: int, prompts: tuple[tuple[int, int], ...], num_sampled: int
+    ) -> _StageStep:
+        """Decodes read `num_cached` tokens of the cache; prompts are (tokens computed, tokens up to their end)."""
+        sizes, kernels, plan, x = self.sizes, self.kernels, self.plan, self.plan.tensor.x
+        num_tokens = num_decodes + sum(computed for computed, _ in prompts)
+        layers = sizes.stage_layers(plan, stage)
+        is_last = stage == plan.pipe.degree - 1
+        matmul, flops, weights = 0.0, 0.0, 0.0
+        for has_experts, number in self._layer_kinds[stage].items():
+            for rows, inner, columns, times in self._products(num_tokens, has_experts):
+                copies = number * times
+                matmul += copies * kernels.product(max(1, round(rows)), inner, columns)
+                flops, weights = flops + 2 * copies * rows * inner * columns, weights + copies * inner * columns
+        if is_last and num_sampled:
+            columns = -(-sizes.vocab // x)
+            matmul += kernels.product(num_sampled, sizes.hidden // plan.tensor.y, columns)
+            flops += 2 * num_sampled * sizes.hidden * columns
+            weights += sizes.hidden * columns // plan.tensor.y
+        cache = num_cached * self.cache_bytes(stage)
+        attention = cache / kernels.bytes_per_second
+        for computed, end in prompts:
+            scores = sizes.num_heads // x * computed * (end - computed / 2) * len(layers)
+            attention += kernels.attention(8 * sizes.head_dim * scores, 2 * scores, end)[0]
+            flops += 4 * sizes.head_dim * scores
+        moved = num_tokens * len(layers) * kernels.item_bytes * (4 * sizes.hidden + 3 * sizes.inner // x)
+        moved += SAMPLING_PASSES * 4 * num_sampled * sizes.vocab * is_last
+        small = moved / kernels.bytes_per_second + SMALL_KERNELS * len(layers) * LAUNCH_SECONDS
+        by_cause = {
+            "weights and matmuls": matmul,
+            "attention and its cache": attention,
+            "other kernels": small,
+            "communication": self._communication(stage, num_tokens, num_sampled),
+        }
+        if prompts or plan.num_ranks > plan.data:  # no CUDA graph
+            host = OPERATIONS_PER_LAYER * len(layers) * HOST_SECONDS
+            by_cause["waiting for the host"] = max(0.0, host - sum(by_cause.values()))
+        assert self.cluster.node.device.memory_bandwidth_bytes_per_second is not None
+        read = (weights * kernels.item_bytes + cache) / self.cluster.node.device.memory_bandwidth_bytes_per_second
+        return _StageStep(by_cause, max(read, flops / kernels.peak))
+
+    def _products(self, num_tokens: int, has_experts: bool) -> Iterable[tuple[float, int, int, float]]:
+        """The matmuls of a layer on one rank: (rows, inner, columns, how many)."""
+        sizes, x, y = self.sizes, self.plan.tensor.x, self.plan.tensor.y
+        yield num_tokens, sizes.hidden // y, sizes.projected(x), 1
+        yield num_tokens, sizes.num_heads // x * sizes.head_dim, sizes.hidden // y, 1
+        if not has_experts:
+            yield num_tokens, sizes.hidden // y, (1 + sizes.is_gated) * sizes.inner // x, 1
+            yield num_tokens, sizes.inner // x, sizes.hidden // y, 1
+            return
+        missed = (1 - sizes.num_experts_per_tok / sizes.num_experts) ** num_tokens
+        used = max(1.0, sizes.num_experts * (1 - missed) / self.plan.expert)  # experts that get a token
+        rows = num_tokens * sizes.num_experts_per_tok / self.plan.expert / used
+        inner = self._expert_inner
+        yield rows, sizes.hidden, 2 * inner, used
+        yield rows, inner, sizes.hidden, used
+        if sizes.shared_inner:
+            yield num_tokens, sizes.hidden, 2 * sizes.shared_inner // x, 1
+            yield num_tokens, sizes.shared_inner // x, sizes.hidden, 1
+
+    @property
+    def _expert_inner(self) -> int:
+        return int(getattr(self.config, "moe_intermediate_size", self.sizes.inner))
+
+    def _communication(self, stage: int, num_tokens: int, num_sampled: int) -> float:
+        if self.plan.num_ranks == self.plan.data:
+            return 0.0
+        total = 0.0
+        calls = step_calls(self.sizes, self.plan, stage, num_tokens, num_sampled, self.kernels.item_bytes)
+        for ((axis, operation), num_bytes), number in Counter(calls).items():
+            inner, degree = self.plan.place(axis)
+            link = self.cluster.axis_link(inner, degree, operation == "send")
+            wire, where = (
+                (self.cluster.node.inter, "inter") if link.crosses_nodes else (self.cluster.node.intra, "intra")
+            )
+            bandwidth = link.bandwidth_bytes_per_second * (wire.share or LINK_SHARE[where])
+            once = ring_seconds(operation, num_bytes, degree, bandwidth, link.latency_seconds) + wire.start_seconds
+            total += number * once
+        return total
+
+    def simulate(self, lengths: Sequence[tuple[int, int]], cache_tokens: int) -> ServingTimes:
+        """Serve requests that arrive at once on one replica, by the engine's scheduler."""
+        num_stages = self.plan.pipe.degree
+        policy = PagedBlocks(min(cache_tokens // BLOCK_SIZE, 1 << 20), BLOCK_SIZE, prefix_cache=False)
+        scheduler = Scheduler(policy, TOKEN_BUDGET, MAX_RUNNING, num_stages)
+        for index, (prompt, output) in enumerate(lengths):
+            request = Request(str(index), (0,), output)
+            scheduler.add(ActiveRequest(request, index, prompt + output, 0, [0] * prompt))
+        now, floor, free = 0.0, 0.0, [0.0] * num_stages
+        first: dict[str, float] = {}
+        causes: dict[str, float] = {}
+        begun: deque[tuple[list[ScheduledChunk], float]] = deque()
+        while scheduler.running or scheduler.waiting:
+            chunks = scheduler.schedule()
+            if chunks:
+                ready = now
+                steps = [self.step(chunks, stage) for stage in range(num_stages)]
+                for stage, step in enumerate(steps):
+                    ready = free[stage] = max(ready, free[stage]) + step.seconds
+                slowest = max(steps, key=lambda step: step.seconds)
+                floor += max(step.floor_seconds for step in steps)
+                for cause, seconds in slowest.by_cause.items():
+                    causes[cause] = causes.get(cause, 0.0) + seconds
+                begun.append((chunks, ready))
+            elif not begun:
+                raise PlanError(f"a request of {max(map(sum, lengths))} tokens does not fit a cache of {cache_tokens}")
+            if len(begun) == num_stages or not chunks:
+                done, ready = begun.popleft()
+                now = max(now, ready)
+                for active in (chunk.active for chunk in done if chunk.samples):
+                    active.tokens.append(0)
+                    active.num_unread -= 1
+                    first.setdefault(active.request.name, now)
+                    if len(active.tokens) == active.max_length:
+                        scheduler.end(active)
+        total = sum(causes.values())
+        shares = {cause: seconds / total for cause, seconds in causes.items()}
+        return ServingTimes(now, floor, sum(output for _, output in lengths), median(first.values()), shares)
+
+
+def predict_serving(
+    config: LanguageConfig, cluster: Cluster, plan: Plan, workload: ServingWorkload, precision: str = "bf16"
+) -> ServingPrediction:
+    """Predict a layout. Raises PlanError if the model or a request does not fit."""
+    refuse_plan(config, plan)
+    model = ServingModel(config, cluster, plan, precision)
+    cache_tokens = model.cache_tokens
+    longest = max(map(sum, workload.lengths))
+    if cache_tokens < longest:
+        raise PlanError(
+            f"{plan.describe_axes() or 'one device'}: {model.weight_bytes / 1e9:.1f} GB of weights of a device's "
+            f"{cluster.node.device.memory_bytes / 1e9:.0f} GB leave no room for a request of {longest} tokens; split "
+            f"the model over more devices"
+        )
+    shortest = workload.lengths[0][0]
+    alone = model.simulate([(shortest, ALONE_OUTPUT)], cache_tokens)
+    per_replica = workload.lengths[:: plan.data]
+    loaded = model.simulate(per_replica, cache_tokens)
+    every = ServingTimes(
+        loaded.seconds,
+        loaded.floor_seconds,
+        sum(output for _, output in workload.lengths),
+        loaded.first_token_seconds,
+        loaded.shares,
+    )
+    held = plan.data * min(MAX_RUNNING, int(cache_tokens / workload.mean_tokens))
+    per_token = max(model.cache_bytes(stage) for stage in range(plan.pipe.degree))
+    memory = model.weight_bytes + cache_tokens * per_token
+    return ServingPrediction(plan, model.weight_bytes, per_token, memory, cache_tokens, held, alone, every)
+
+
+def serving_plans(config: LanguageConfig, num_devices: int) -> Iterable[Plan]:
+    """Yields layouts over all devices: data, pipe, expert and x."""
+    sizes = ServedSizes.of(config)
+    for x in _divisors(num_devices):
+        for expert in _divisors(num_devices // x) if sizes.num_experts else (1,):
+            for pipe in _divisors(num_devices // x // expert):
+                if pipe <= sizes.num_layers:
+                    data = num_devices // x // expert // pipe
+                    yield Plan(data=data, pipe=Pipe(pipe), expert=expert, tensor=Tensor(x))
+
+
+def search_serving(
+    config: LanguageConfig, cluster: Cluster, workload: ServingWorkload, precision: str = "bf16"
+) -> tuple[list[ServingPrediction], list[str]]:
+    """Returns the layouts that fit, most tokens per second first, and why others do not."""
+    found, refused = list[ServingPrediction](), list[str]()
+    for plan in serving_plans(config, cluster.num_devices):
+        try:
+            found.append(predict_serving(config, cluster, plan, workload, precision))
+        except PlanError as error:
+            refused.append(str(error))
+    return sorted(found, key=lambda one: -one.loaded.tokens_per_second), refused
+
+
+@lru_cache
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(value for value in range(1, number + 1) if number % value == 0)

@@ -1,0 +1,166 @@
+"""`decode_attention` of `paged_attention.py` as Triton kernels for GPUs, which read each key and value once.
+
+A program handles the queries that share one key head of one request, over a part of its tokens: with few requests, the
+sequence is split into parts so that all of the GPU works. A part's result and the logarithm of its softmax denominator
+go to memory, and a second kernel adds the parts up. How many parts there are follows from the batch's size alone, so
+the launch is the same in every step and can be recorded in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS = 64  # that are loaded at a time
+_PROGRAMS = 512  # as many as keep a GPU busy
+_MAX_PARTS = 64
+_LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _bounds(length, part, WINDOW: tl.constexpr, NUM_PARTS: tl.constexpr, TOKENS: tl.constexpr):
+    """The first token of a part of a sequence, and the one behind its last."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0) // TOKENS * TOKENS
+    size = tl.cdiv(tl.cdiv(length - first, NUM_PARTS), TOKENS) * TOKENS
+    begin = first + part * size
+    return begin, tl.minimum(begin + size, length)
+
+
+@triton.jit
+def _parts(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    table_ptr,
+    length_ptr,
+    mixed_ptr,
+    log_ptr,
+    scale,
+    query_stride,
+    table_stride,
+    length_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    request, key_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    group: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
+    length = tl.load(length_ptr + request * length_stride)
+    begin, end = _bounds(length, part, WINDOW, NUM_PARTS, TOKENS)
+    rows, columns = tl.arange(0, GROUP_ROWS), tl.arange(0, WIDTH)
+    heads = key_head * group + rows
+    inside = (rows < group)[:, None] & (columns < HEAD_DIM)[None, :]
+    query_place = request * query_stride + heads[:, None] * HEAD_DIM + columns[None, :]
+    query = tl.load(query_ptr + query_place, mask=inside, other=0.0)
+    highest = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_ROWS], tl.float32)
+    mixed = tl.zeros([GROUP_ROWS, WIDTH], tl.float32)
+    for start in range(begin, end, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        valid = token < end
+        block = tl.load(table_ptr + request * table_stride + token // BLOCK_SIZE, mask=valid, other=0)
+        row = (block.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE) * NUM_KEY_HEADS + key_head
+        place, loaded = row[:, None] * HEAD_DIM + columns[None, :], valid[:, None] & (columns < HEAD_DIM)[None, :]
+        key = tl.load(key_ptr + place, mask=loaded, other=0.0)  # [TOKENS, WIDTH]
+        value = tl.load(value_ptr + place, mask=loaded, other=0.0)
+        scores = tl.dot(query, tl.trans(key)).to(tl.float32) * scale
+        if WINDOW > 0:
+            valid = valid & (token >= length - WINDOW)
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        above = tl.maximum(highest, tl.max(scores, 1))
+        safe = tl.where(above == float("-inf"), 0.0, above)
+        weights, kept = tl.exp2(scores - safe[:, None]), tl.exp2(highest - safe)
+        total = total * kept + tl.sum(weights, 1)
+        mixed = mixed * kept[:, None] + tl.dot(weights.to(value.dtype), value)
+        highest = above
+
+    # Without parts, row and place are those of the result.
+    row = (request * NUM_PARTS + part) * NUM_HEADS + heads
+    mixed = (mixed / tl.where(total > 0, total, 1.0)[:, None]).to(mixed_ptr.dtype.element_ty)
+    tl.store(mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mixed, mask=inside)
+    if NUM_PARTS > 1:
+        log_total = tl.where(total > 0, highest + tl.log2(total), float("-inf"))
+        tl.store(log_ptr + row, log_total, mask=rows < group)
+
+
+@triton.jit
+def _sum_of_parts(
+    mixed_ptr,
+    log_ptr,
+    out_ptr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts, columns = tl.arange(0, NUM_PARTS), tl.arange(0, WIDTH)
+    row = (request * NUM_PARTS + parts) * NUM_HEADS + head
+    logs = tl.load(log_ptr + row)
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    mixed = tl.load(
+        mixed_ptr + row[:, None] * HEAD_DIM + columns[None, :], mask=(columns < HEAD_DIM)[None, :], other=0.0
+    )
+    out = tl.sum(mixed * weights[:, None], 0) / tl.sum(weights, 0)
+    out_place = (request * NUM_HEADS + head) * HEAD_DIM + columns
+    tl.store(out_ptr + out_place, out.to(out_ptr.dtype.element_ty), mask=columns < HEAD_DIM)
+
+
+def number_of_parts(num_requests: int, num_key_heads: int) -> int:
+    """Into how many parts a sequence is split: a power of two."""
+    return max(1, min(_MAX_PARTS, int(triton.next_power_of_2(_PROGRAMS // (num_requests * num_key_heads)))))
+
+
+def decode_attention_by_kernel(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, block_size: int, window: int | None
+) -> Tensor:
+    """Equals `paged_attention.decode_attention`; see there for the arguments."""
+    num_requests, num_heads, head_dim = query.shape
+    num_key_heads = keys.shape[1]
+    num_parts = number_of_parts(num_requests, num_key_heads)
+    assert query.stride()[1:] == (head_dim, 1), "the heads of a query lie end to end"
+    out = query.new_empty(num_requests, num_heads, head_dim)
+    width = triton.next_power_of_2(head_dim)
+    parts, logs = out, out
+    if num_parts > 1:
+        parts = query.new_empty(num_requests, num_parts, num_heads, head_dim, dtype=torch.float32)
+        logs = query.new_empty(num_requests, num_parts, num_heads, dtype=torch.float32)
+    _parts[(num_requests, num_key_heads, num_parts)](
+        query,
+        keys,
+        values,
+        tables,
+        lengths,
+        parts,
+        logs,
+        head_dim**-0.5 * _LOG2E,
+        query.stride(0),
+        tables.stride(0),
+        lengths.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KEY_HEADS=num_key_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        NUM_PARTS=num_parts,
+        GROUP_ROWS=max(16, triton.next_power_of_2(num_heads // num_key_heads)),  # tensor cores need 16 rows
+        WIDTH=max(16, width),
+        TOKENS=_TOKENS,
+        num_warps=4,
+        num_stages=3,
+    )
+    if num_parts > 1:
+        _sum_of_parts[(num_requests, num_heads)](
+            parts, logs, out, NUM_HEADS=num_heads, HEAD_DIM=head_dim, NUM_PARTS=num_parts, WIDTH=width, num_warps=4
+        )
+    return out

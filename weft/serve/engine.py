@@ -1,0 +1,344 @@
+"""The serving engine: requests come and go at any time, and each step computes tokens of many of them at once.
+
+    step() = schedule (which tokens) -> run (the model over pages) -> sample (on the device) -> read (on the host)
+
+On a GPU, the tokens of a step are read after the next step is launched, so the host's work is hidden behind the
+device's: a step returns the tokens of the one before it. Steps of decodes alone are replayed as CUDA graphs
+(`decode_graph.py`). One thread uses an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ConfigError, NumbersError
+from weft.serve.blocks import PagedBlocks
+from weft.serve.decode_graph import DecodeGraphs
+from weft.serve.follow_steps import read_together
+from weft.serve.grammar import AnswerMatcher
+from weft.serve.host_pages import HostPages
+from weft.serve.model_part import EngineOptions, ModelPart
+from weft.serve.ranks import RankMessage, ServingRanks
+from weft.serve.request import EngineState, Finish, GeneratedToken, Request, RequestError, TokenLogprobs
+from weft.serve.request_rules import check_request
+from weft.serve.sampling import SampledTokens, Sampler
+from weft.serve.scheduler import ActiveRequest, ScheduledChunk, Scheduler
+from weft.serve.step_inputs import StepInputs, is_decode, step_inputs, text_inputs
+
+__all__ = ["Engine", "EngineOptions"]
+
+
+@dataclass(frozen=True)
+class BegunStep:
+    """A step that other ranks compute; this rank has not. Without `inputs`, a CUDA graph computes it."""
+
+    chunks: list[ScheduledChunk]  # all, those that sample first
+    inputs: StepInputs | None
+
+
+@dataclass
+class LaunchedStep:
+    """A step whose sampled tokens are on their way to the host."""
+
+    chunks: list[ScheduledChunk]  # all, those that sample first
+    sampled: SampledTokens | None  # of those that sample, in host memory once `is_copied`
+    is_copied: torch.cuda.Event | None
+
+    def wait(self) -> SampledTokens | None:
+        if self.is_copied is not None:
+            self.is_copied.synchronize()
+        return self.sampled
+
+
+class Engine:
+    """Generates tokens for many requests with one model. See `request.py` for what it takes and gives.
+
+    With `ranks`, several ranks compute the model: this one schedules and samples, and `model` is its part
+    (`rank_part.py`). The others run `follow_steps`. `load` reads this rank's part of a newer checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: EngineOptions,
+        ranks: ServingRanks | None = None,
+        load: Callable[[Path], nn.Module] | None = None,
+    ) -> None:
+        self._part = part = ModelPart(model, options, ranks, load)
+        self._ranks, self._options = ranks, options
+        self._num_stages = 1 if ranks is None else ranks.num_stages
+        self.context_length = part.context_length
+        self.vocab_size = min(options.vocab_size or 1 << 62, part.paged.vocab_size)
+        policy = PagedBlocks(part.layout.num_blocks, options.block_size, options.prefix_cache)
+        if options.swap_blocks and ranks is not None:
+            raise ConfigError("swap_blocks needs one rank: other ranks compute again what they lack; give 0")
+        pages = HostPages(part.cache, options.block_size, options.swap_blocks) if options.swap_blocks else None
+        sizes = (options.token_budget, options.max_running, self._num_stages)
+        self._scheduler = Scheduler(policy, *sizes, pages)
+        self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)
+        on_gpu = part.device.type == "cuda" and ranks is None
+        self._overlap = on_gpu if options.overlap is None else options.overlap and ranks is None
+        self._graphs = None
+        if options.graphs and on_gpu and not options.adapters:
+            self._graphs = DecodeGraphs(part.paged, part.cache, self._sampler.last, part.layout, self.context_length)
+        self._all: dict[str, ActiveRequest] = {}
+        self._begun: deque[BegunStep] = deque()
+        self._launched: LaunchedStep | None = None
+        self._early: list[GeneratedToken] = []  # read outside of a step
+        self._num_arrived = 0
+        self._num_generated = 0
+        self._rng = random.Random(os.urandom(16))
+
+    def add(self, request: Request) -> None:
+        """Put a request into the queue. Raises RequestError if it cannot be served."""
+        self.check(request)
+        if request.name in self._all:
+            raise RequestError("invalid", f"a request named {request.name!r} is in the engine; give another name")
+        if len(self._scheduler.waiting) >= self._options.max_waiting:
+            raise RequestError(
+                "queue_full", f"{self._options.max_waiting} requests wait already, the most allowed; try again later"
+            )
+        seed = request.sampling.seed
+        active = ActiveRequest(
+            request,
+            self._num_arrived,
+            self._max_length(request),
+            self._rng.getrandbits(64) if seed is None else seed,
+            list(request.tokens),
+            matcher=self._matcher(request),
+        )
+        self._num_arrived += 1
+        self._all[request.name] = active
+        self._scheduler.add(active)
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if a request can never be served."""
+        check_request(request, self.context_length, self._part.paged.vocab_size)
+        self._matcher(request)
+        if request.adapter and request.adapter not in self._options.adapters:
+            raise RequestError("invalid", f"there is no adapter {request.adapter!r}; give one that is served")
+        num_slots = self._scheduler.policy.num_blocks * self._options.block_size
+        if self._max_length(request) - 1 > num_slots:
+            raise RequestError(
+                "too_long",
+                f"{len(request.tokens)} tokens and {request.max_tokens} more do not fit a cache of {num_slots} tokens; "
+                f"shorten the prompt or max_tokens, or give the engine more blocks",
+            )
+
+    def _matcher(self, request: Request) -> AnswerMatcher | None:
+        if request.json_schema is None:
+            return None
+        if self._options.grammars is None:
+            raise RequestError("invalid", "this engine knows no tokenizer, so it cannot hold an answer to a schema")
+        return self._options.grammars.matcher(request.json_schema)
+
+    def _max_length(self, request: Request) -> int:
+        return min(len(request.tokens) + request.max_tokens, self.context_length + 1)
+
+    def cancel(self, name: str) -> None:
+        """Drop a request; nothing more is reported of it. A name that the engine does not hold is ignored."""
+        active = self._all.pop(name, None)
+        if active is not None:
+            self._scheduler.end(active)
+            self._early = [one for one in self._early if one.request != name]
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Capture the CUDA graphs of all batch sizes now rather than when they are first needed."""
+        if self._graphs is not None:
+            self._graphs.warm_up()
+
+    def has_work(self) -> bool:
+        return bool(self._all or self._early or self._begun)
+
+    def state(self) -> EngineState:
+        scheduler, policy = self._scheduler, self._scheduler.policy
+        return EngineState(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=policy.num_blocks,
+            num_free_blocks=policy.num_free,
+            block_size=policy.block_size,
+            num_preempted=scheduler.num_preempted,
+            num_prefix_tokens=scheduler.num_prefix_tokens,
+            num_generated=self._num_generated,
+            num_swapped=scheduler.num_swapped,
+        )
+
+    @torch.inference_mode()
+    def step(self) -> list[GeneratedToken]:
+        """Compute one step and return the tokens that are ready, at most one for each request.
+
+        With several stages, steps are begun until there are as many as stages; the oldest is then finished.
+        """
+        chunks = self._scheduler.schedule()
+        if chunks:
+            self._begun.append(self._begin(chunks))
+        launched = None
+        if self._begun and (len(self._begun) == self._num_stages or not chunks):
+            launched = self._launch(self._begun.popleft())
+        ready, self._launched = (self._launched, launched) if self._overlap else (launched, None)
+        early, self._early = self._early, []
+        return early + self._read(ready)
+
+    def idle(self) -> None:
+        """Tell other ranks that there is nothing to do, so that each finds out if one is gone."""
+        if self._ranks is not None:
+            self._drain()
+            self._ranks.tell(RankMessage("idle"))
+
+    def close(self) -> None:
+        """Tell other ranks to end."""
+        if self._ranks is not None:
+            self._drain()  # other ranks wait in these steps for this one
+            self._ranks.tell(RankMessage("stop"))
+
+    def replace_weights(self, model: nn.Module) -> None:
+        """Take the weights of a model of the same config. Requests go on; what they have so far is computed again."""
+        self._part.refuse_weights(model)
+        self._forget_cache()
+        self._part.take_weights(model)
+
+    def replace_weights_from(self, checkpoint: Path) -> None:
+        """Let all ranks read and take their parts of a newer checkpoint. If one cannot, none takes it."""
+        self._drain()
+        if self._ranks is not None:
+            self._ranks.tell(RankMessage("order", order={"weights": str(checkpoint)}))
+        model = read_together(self._part, checkpoint)
+        self._forget_cache()
+        self._part.take_weights(model)
+
+    def _forget_cache(self) -> None:
+        """Compute everything again that the cache holds."""
+        self._drain()
+        self._scheduler.forget()
+
+    @torch.inference_mode()
+    def embed(self, tokens: Sequence[int], pool: Literal["mean", "last"]) -> Tensor:
+        """The last hidden states [hidden] of a text, their mean or the last one (float32, on the host)."""
+        check_request(Request("embed", tuple(tokens), 1), self.context_length, self._part.paged.vocab_size)
+        self._drain()
+        self._part.adapters.choose([], self._part.device)
+        inputs = text_inputs(tokens, self._options.block_size)
+        if self._ranks is not None:
+            self._ranks.tell(RankMessage("text", inputs))
+        hidden = self._part.hidden_states(inputs)
+        assert hidden is not None
+        return (hidden.float().mean(0) if pool == "mean" else hidden[-1].float()).cpu()
+
+    @torch.inference_mode()
+    def _drain(self) -> None:
+        """Finish the steps that have begun; their tokens are returned by the next step."""
+        while self._begun:
+            self._early += self._read(self._launch(self._begun.popleft()))
+        self._early += self._read(self._launched)
+        self._launched = None
+
+    def _begin(self, chunks: list[ScheduledChunk]) -> BegunStep:
+        """Prepare a step, and tell the other ranks to compute it."""
+        for chunk in chunks:
+            if chunk.active.has_new_row:
+                self._sampler.admit(chunk.active)
+                chunk.active.has_new_row = False
+        chunks = sorted(chunks, key=lambda chunk: (not chunk.samples, chunk.end - chunk.start > 1))
+        if self._graphs is not None and all(is_decode(chunk) for chunk in chunks):
+            return BegunStep(chunks, None)
+        inputs = step_inputs(chunks, self._part.layout)
+        if self._ranks is not None:
+            self._ranks.tell(RankMessage("step", inputs))
+        return BegunStep(chunks, inputs)
+
+    def _launch(self, begun: BegunStep) -> LaunchedStep:
+        """Compute this rank's part of a step, and sample."""
+        chunks = begun.chunks
+        if begun.inputs is None:
+            assert self._graphs is not None
+            found: tuple[Tensor, Tensor] | None = self._graphs.run(chunks)
+        else:
+            runs = ((chunk.active.request.adapter, chunk.end - chunk.start) for chunk in chunks)
+            self._part.adapters.choose(runs, self._part.device)
+            found = self._part.logits(begun.inputs, self._sampler.last if self._ranks is None else None)
+        if found is None:
+            return LaunchedStep(chunks, None, None)
+        logits, positions = found
+        if any(chunk.active.matcher is not None for chunk in chunks):
+            # What a schema allows depends on the tokens before. The device computes logits while these are read.
+            self._early += self._read(self._launched)
+            self._launched = None
+        members = [chunk.active for chunk in chunks if chunk.samples]
+        left = [index for index, active in enumerate(members) if not active.is_done]  # others were cancelled meanwhile
+        if len(left) < len(members):
+            chunks = [chunk for chunk in chunks if not chunk.active.is_done]
+            members, logits, positions = [members[index] for index in left], logits[left], positions[left]
+        if not members:
+            return LaunchedStep(chunks, None, None)
+        return self._to_host(chunks, self._sampler.sample(logits, members, positions))
+
+    def _to_host(self, chunks: list[ScheduledChunk], sampled: SampledTokens) -> LaunchedStep:
+        if self._part.device.type != "cuda":
+            return LaunchedStep(chunks, sampled, None)
+        copies = SampledTokens._make(one if one is None else one.to("cpu", non_blocking=True) for one in sampled)
+        is_copied = torch.cuda.Event()
+        is_copied.record()
+        return LaunchedStep(chunks, copies, is_copied)
+
+    def _read(self, step: LaunchedStep | None) -> list[GeneratedToken]:
+        """Wait for a step's tokens; requests that are done with them leave the engine."""
+        if step is None:
+            return []
+        sampled = step.wait()
+        tokens = [] if sampled is None else sampled.tokens.tolist()
+        results = []
+        for index, chunk in enumerate(step.chunks):
+            active = chunk.active
+            if active.is_done:
+                continue
+            if chunk.samples:
+                results.append(self._take_token(active, tokens[index]))
+                if active.request.sampling.num_logprobs is not None and sampled is not None:
+                    results[-1] = _with_logprobs(results[-1], active, sampled, index)
+            if active.held is not None:
+                self._scheduler.policy.record(active.held, active.tokens[: chunk.end])
+            if results and chunk.samples and results[-1].finish is not None:
+                self._scheduler.end(active)
+                del self._all[active.request.name]
+        self._num_generated += len(results)
+        return results
+
+    def _take_token(self, active: ActiveRequest, token: int) -> GeneratedToken:
+        if token < 0:
+            raise NumbersError(
+                f"the model gives NaN after {len(active.tokens)} tokens: its weights are damaged or its training "
+                f"diverged; use an older checkpoint"
+            )
+        active.tokens.append(token)
+        active.num_unread -= 1
+        finish: Finish | None = None
+        if active.matcher is not None and not active.matcher.accept(token):
+            finish = "stuck"
+        elif token in active.request.stop_tokens or (active.matcher is not None and active.matcher.is_complete):
+            finish = "stop"
+        elif len(active.tokens) == active.max_length:
+            finish = "length"
+        return GeneratedToken(active.request.name, token, finish=finish)
+
+
+def _with_logprobs(
+    generated: GeneratedToken, active: ActiveRequest, sampled: SampledTokens, index: int
+) -> GeneratedToken:
+    assert sampled.logprobs is not None
+    assert sampled.likeliest is not None
+    assert sampled.likeliest_logprobs is not None
+    number = active.request.sampling.num_logprobs
+    tokens, values = sampled.likeliest[index, :number].tolist(), sampled.likeliest_logprobs[index, :number].tolist()
+    logprobs = TokenLogprobs(float(sampled.logprobs[index]), tuple(zip(tokens, values, strict=True)))
+    return replace(generated, logprobs=logprobs)

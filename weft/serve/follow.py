@@ -1,0 +1,60 @@
+"""Serves the newest checkpoint of a run that still trains: newer weights are taken between two steps of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from torch import nn
+
+from weft.checkpoint import latest
+from weft.errors import ConfigError, NumbersError
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+
+
+async def follow(
+    run: Path,
+    weights: str,
+    load: Callable[[Path], T],
+    replace: Callable[[T, str], Awaitable[None]],
+    say: Say,
+    seconds: float = 2.0,
+) -> None:
+    """Watch a run folder for ever. `weights` are the ones in use; `replace` is given newer ones, with their name:
+    what `load` returns, which may be a model.
+
+    A checkpoint that cannot be used is tried once and passed over: it is damaged, was removed meanwhile, is of another
+    model, or its training diverged.
+    """
+    tried = weights
+    while True:
+        newest = latest(run / "checkpoints")
+        if newest is not None and newest.name > tried:
+            tried = newest.name
+            try:
+                model = await asyncio.to_thread(load, newest)
+                if isinstance(model, nn.Module):
+                    refuse_bad_numbers(model)
+                await replace(model, newest.name)
+            except Exception as error:  # whatever it is, requests go on
+                say(f"{newest} is not served ({type(error).__name__}: {error}); the weights in use stay")
+            else:
+                say(f"serving {newest.name}")
+        await asyncio.sleep(seconds)
+
+
+def refuse_bad_numbers(model: nn.Module) -> None:
+    """Raise NumbersError if weights are NaN or infinite: with them, every request would fail."""
+    wrong = next((name for name, value in model.named_parameters() if not value.isfinite().all()), None)
+    if wrong is not None:
+        raise NumbersError(f"{wrong} has NaN or infinite values")
+
+
+def require_run(source: Path) -> None:
+    """Raise ConfigError unless a folder is a run that may get newer checkpoints."""
+    if latest(source / "checkpoints") is None:
+        raise ConfigError(f"--follow needs a run folder with a checkpoint; '{source}' has none in its checkpoints/")

@@ -1,0 +1,104 @@
+"""Steps of a block, joined where memory is read less often for it. GPUs run the kernels of `fused_kernel.py`.
+
+The plain functions run on a CPU, in other dtypes than fp16 and bf16, and for LayerNorm.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.models.attention import RMSNorm, rotate
+
+Rotary = tuple[Tensor, Tensor]
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def normed(hidden: Tensor, norm: nn.Module) -> Tensor:
+    """The norm of hidden states [tokens, hidden]."""
+    if isinstance(norm, RMSNorm) and _has_kernels(hidden):
+        from weft.serve.fused_kernel import norm_by_kernel
+
+        return norm_by_kernel(hidden, norm.weight, norm.eps)
+    out: Tensor = norm(hidden)
+    return out
+
+
+def linear(hidden: Tensor, layer: nn.Linear) -> Tensor:
+    """layer(hidden) of [tokens, in], with the updates of the tokens' adapters if the layer has `updates`."""
+    out = F.linear(hidden, layer.weight, layer.bias)
+    updates = getattr(layer, "updates", None)
+    added = None if updates is None else updates.of(hidden)
+    return out if added is None else out + added
+
+
+def norm_linear(hidden: Tensor, norm: nn.Module, layer: nn.Linear, is_gated: bool = False) -> Tensor:
+    """layer(norm(hidden)) of [tokens, in]. If `is_gated`, silu(gate) * up of its result, which has both end to end."""
+    if hasattr(layer, "updates"):
+        out = linear(normed(hidden, norm), layer)
+        return gated(out) if is_gated else out
+    if len(hidden) == 1 and isinstance(norm, RMSNorm) and _has_kernels(hidden):
+        from weft.serve.fused_kernel import row_linear_by_kernel
+
+        return row_linear_by_kernel(hidden, layer.weight, layer.bias, norm=norm, is_gated=is_gated)
+    out = F.linear(normed(hidden, norm), layer.weight, layer.bias)
+    return gated(out) if is_gated else out
+
+
+def add_linear(residual: Tensor, hidden: Tensor, layer: nn.Linear) -> Tensor:
+    """residual + layer(hidden)."""
+    if hasattr(layer, "updates"):
+        return residual + linear(hidden, layer)
+    if len(hidden) == 1 and _has_kernels(hidden):
+        from weft.serve.fused_kernel import row_linear_by_kernel
+
+        return row_linear_by_kernel(hidden, layer.weight, layer.bias, residual)
+    if layer.bias is None:
+        return torch.addmm(residual, hidden, layer.weight.T)
+    return residual + F.linear(hidden, layer.weight, layer.bias)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [tokens, gate and up end to end]."""
+    if _has_kernels(gate_up):
+        from weft.serve.fused_kernel import gated_by_kernel
+
+        return gated_by_kernel(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate_and_store(
+    projected: Tensor,
+    sizes: tuple[int, int, int],
+    norms: tuple[RMSNorm, RMSNorm] | None,
+    rotary: Rotary | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """From q, k, v end to end [tokens, ...]: norms of q and k heads, rotation by position; k and v go to their slots.
+
+    `sizes` are the numbers of heads and key heads, and head_dim. `rotary` has cos and sin of all positions. Returns the
+    queries [tokens, heads, head_dim].
+    """
+    if _has_kernels(projected) and rotary is not None:
+        from weft.serve.fused_kernel import rotate_and_store_by_kernel
+
+        return rotate_and_store_by_kernel(projected, sizes, norms, rotary, positions, slots, keys, values)
+    num_heads, num_key_heads, head_dim = sizes
+    heads = projected.unflatten(-1, (-1, head_dim))  # [tokens, all heads, head_dim]
+    query: Tensor
+    query, key, value = heads.split([num_heads, num_key_heads, num_key_heads], dim=1)
+    if norms is not None:
+        query, key = norms[0](query), norms[1](key)
+    if rotary is not None:
+        cos, sin = (table[positions][:, None] for table in rotary)  # [tokens, 1, head_dim]
+        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+    keys[slots], values[slots] = key, value
+    return query

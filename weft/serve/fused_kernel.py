@@ -1,0 +1,244 @@
+"""The functions of `fused.py` as Triton kernels for GPUs: each reads its input from memory once and writes it once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.models.attention import RMSNorm
+
+_COLUMNS = 1024  # of a weight that are read at a time
+
+
+@triton.jit
+def _norm(hidden_ptr, weight_ptr, normed_ptr, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64) * SIZE, tl.arange(0, WIDTH)
+    inside = columns < SIZE
+    hidden = tl.load(hidden_ptr + row + columns, mask=inside, other=0.0)
+    wide = hidden.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(hidden.dtype)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0)
+    normed = (weight.to(tl.float32) * normed.to(tl.float32)).to(hidden.dtype)
+    tl.store(normed_ptr + row + columns, normed, mask=inside)
+
+
+def norm_by_kernel(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Equals `fused.normed` for an RMSNorm with this weight."""
+    size = hidden.shape[-1]
+    out = torch.empty_like(hidden)
+    width = triton.next_power_of_2(size)
+    num_warps = min(16, max(1, width // 512))
+    _norm[(len(hidden),)](hidden, weight, out, eps, SIZE=size, WIDTH=width, num_warps=num_warps)
+    return out
+
+
+@triton.jit
+def _gated(gate_up_ptr, out_ptr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = columns < SIZE
+    gate = tl.load(gate_up_ptr + row * 2 * SIZE + columns, mask=inside, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + columns, mask=inside, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + columns, (silu * up.to(tl.float32)).to(gate.dtype), mask=inside)
+
+
+def gated_by_kernel(gate_up: Tensor) -> Tensor:
+    """Equals `fused.gated`."""
+    size = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(len(gate_up), size)
+    width = min(1024, triton.next_power_of_2(size))
+    _gated[(len(gate_up), triton.cdiv(size, width))](gate_up, out, SIZE=size, WIDTH=width, num_warps=4)
+    return out
+
+
+@triton.jit
+def _rotate_and_store(
+    projected_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    position_ptr,
+    slot_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    query_eps,
+    key_eps,
+    position_stride,
+    slot_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = HEAD_DIM // 2
+    columns = tl.arange(0, WIDTH)  # of one half of a head
+    inside = columns < half
+    start = projected_ptr + (token * (NUM_HEADS + 2 * NUM_KEY_HEADS) + head) * HEAD_DIM
+    first = tl.load(start + columns, mask=inside, other=0.0)
+    second = tl.load(start + half + columns, mask=inside, other=0.0)
+    slot = tl.load(slot_ptr + token * slot_stride).to(tl.int64)
+    if head >= NUM_HEADS + NUM_KEY_HEADS:
+        place = value_ptr + (slot * NUM_KEY_HEADS + head - NUM_HEADS - NUM_KEY_HEADS) * HEAD_DIM
+        tl.store(place + columns, first, mask=inside)
+        tl.store(place + half + columns, second, mask=inside)
+    else:
+        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+        if HAS_NORMS:
+            is_key = head >= NUM_HEADS
+            square = (tl.sum(wide_first * wide_first, 0) + tl.sum(wide_second * wide_second, 0)) / HEAD_DIM
+            factor = tl.rsqrt(square + tl.where(is_key, key_eps, query_eps))
+            norm_ptr = query_norm_ptr
+            if is_key:
+                norm_ptr = key_norm_ptr
+            weight_first = tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            weight_second = tl.load(norm_ptr + half + columns, mask=inside, other=0.0).to(tl.float32)
+            wide_first = ((wide_first * factor).to(first.dtype).to(tl.float32) * weight_first).to(first.dtype)
+            wide_second = ((wide_second * factor).to(first.dtype).to(tl.float32) * weight_second).to(first.dtype)
+            wide_first, wide_second = wide_first.to(tl.float32), wide_second.to(tl.float32)
+        table = tl.load(position_ptr + token * position_stride).to(tl.int64) * HEAD_DIM + columns
+        cos = tl.load(cos_ptr + table, mask=inside, other=0.0).to(tl.float32)  # both halves have the same angles
+        sin = tl.load(sin_ptr + table, mask=inside, other=0.0).to(tl.float32)
+        place = query_ptr + (token * NUM_HEADS + head) * HEAD_DIM
+        if head >= NUM_HEADS:
+            place = key_ptr + (slot * NUM_KEY_HEADS + head - NUM_HEADS) * HEAD_DIM
+        rotated_first = wide_first * cos - wide_second * sin
+        rotated_second = wide_second * cos + wide_first * sin
+        tl.store(place + columns, rotated_first.to(first.dtype), mask=inside)
+        tl.store(place + half + columns, rotated_second.to(first.dtype), mask=inside)
+
+
+def rotate_and_store_by_kernel(
+    projected: Tensor,
+    sizes: tuple[int, int, int],
+    norms: tuple[RMSNorm, RMSNorm] | None,
+    rotary: tuple[Tensor, Tensor],
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Equals `fused.rotate_and_store`."""
+    num_heads, num_key_heads, head_dim = sizes
+    query = projected.new_empty(len(projected), num_heads, head_dim)
+    query_norm, key_norm = (projected, projected) if norms is None else (norms[0].weight, norms[1].weight)
+    query_eps, key_eps = (0.0, 0.0) if norms is None else (norms[0].eps, norms[1].eps)
+    _rotate_and_store[(len(projected), num_heads + 2 * num_key_heads)](
+        projected,
+        query_norm,
+        key_norm,
+        *rotary,
+        positions,
+        slots,
+        query,
+        keys,
+        values,
+        query_eps,
+        key_eps,
+        positions.stride(0),
+        slots.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KEY_HEADS=num_key_heads,
+        HEAD_DIM=head_dim,
+        HAS_NORMS=norms is not None,
+        WIDTH=triton.next_power_of_2(head_dim // 2),
+        num_warps=1,
+    )
+    return query
+
+
+@triton.jit
+def _row_linear(
+    row_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    norm_ptr,
+    out_ptr,
+    eps,
+    NUM_IN: tl.constexpr,
+    NUM_OUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program gives ROWS results. The norm's factor is the same for all of the row, so it is applied at the end."""
+    outs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = outs < NUM_OUT
+    start = weight_ptr + outs.to(tl.int64)[:, None] * NUM_IN
+    total, gate = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
+    squares = tl.zeros([COLUMNS], tl.float32)
+    for low in range(0, NUM_IN, COLUMNS):
+        columns = low + tl.arange(0, COLUMNS)
+        inside = columns < NUM_IN
+        mask = exists[:, None] & inside[None, :]
+        row = tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += row * row
+            row = row * tl.load(norm_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        if IS_GATED:
+            gate += tl.load(start + columns[None, :], mask=mask, other=0.0).to(tl.float32) * row[None, :]
+            weight = tl.load(start + NUM_OUT * NUM_IN + columns[None, :], mask=mask, other=0.0)
+        else:
+            weight = tl.load(start + columns[None, :], mask=mask, other=0.0)
+        total += weight.to(tl.float32) * row[None, :]
+    result, gate_result = tl.sum(total, 1), tl.sum(gate, 1)
+    if HAS_NORM:
+        factor = tl.rsqrt(tl.sum(squares, 0) / NUM_IN + eps)
+        result, gate_result = result * factor, gate_result * factor
+    if HAS_BIAS:
+        if IS_GATED:
+            gate_result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+            result += tl.load(bias_ptr + NUM_OUT + outs, mask=exists, other=0.0).to(tl.float32)
+        else:
+            result += tl.load(bias_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+    if IS_GATED:
+        result = result * gate_result / (1 + tl.exp(-gate_result))
+    if HAS_RESIDUAL:
+        result += tl.load(residual_ptr + outs, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out_ptr + outs, result.to(out_ptr.dtype.element_ty), mask=exists)
+
+
+def row_linear_by_kernel(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    norm: RMSNorm | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """Equals `fused.norm_linear` (with a norm) and `fused.add_linear` (with a residual) for one token [1, in].
+
+    Every weight is read once, as fast as the memory gives it. The norm of the token is not rounded in between.
+    """
+    num_out, num_in = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
+    out = hidden.new_empty(1, num_out)
+    rows = 2 if is_gated else 4
+    _row_linear[(triton.cdiv(num_out, rows),)](
+        hidden,
+        weight,
+        hidden if bias is None else bias,
+        hidden if residual is None else residual,
+        hidden if norm is None else norm.weight,
+        out,
+        0.0 if norm is None else norm.eps,
+        NUM_IN=num_in,
+        NUM_OUT=num_out,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_NORM=norm is not None,
+        IS_GATED=is_gated,
+        ROWS=rows,
+        COLUMNS=min(_COLUMNS, triton.next_power_of_2(num_in)),
+        num_warps=4,
+    )
+    return out

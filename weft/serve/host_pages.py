@@ -1,0 +1,45 @@
+"""Pages of the key-value cache in host memory, for requests that were sent back to the queue for lack of blocks.
+
+Copies are in the order of the device's work, so nobody waits for them: a saved block may be used again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+
+class HostPages:
+    """Room for `num_blocks` blocks of a cache [layers, 2, slots, key heads, head_dim]. Blocks are copied whole."""
+
+    def __init__(self, cache: Tensor, block_size: int, num_blocks: int) -> None:
+        self._pages = cache.unflatten(2, (-1, block_size))  # [layers, 2, blocks, block_size, key heads, head_dim]
+        shape = (num_blocks, *self._pages[:, :, 0].shape)
+        self._host = torch.empty(shape, dtype=cache.dtype, pin_memory=cache.is_cuda)
+        self._free = list(range(num_blocks))
+        self._held: dict[Hashable, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def save(self, owner: Hashable, blocks: Sequence[int]) -> bool:
+        """Copy blocks to host memory; False, and nothing is copied, if there is no room."""
+        if len(blocks) > len(self._free):
+            return False
+        self._held[owner] = [self._free.pop() for _ in blocks]
+        for block, place in zip(blocks, self._held[owner], strict=True):
+            self._host[place].copy_(self._pages[:, :, block].contiguous(), non_blocking=True)
+        return True
+
+    def load(self, owner: Hashable, blocks: Sequence[int], first: int) -> None:
+        """Copy what was saved of an owner, from its block number `first` on, into these blocks of the cache."""
+        for block, place in zip(blocks, self._held[owner][first:], strict=True):
+            self._pages[:, :, block] = self._host[place].to(self._pages.device, non_blocking=True)
+        self.drop(owner)
+
+    def drop(self, owner: Hashable) -> None:
+        """Forget what was saved of an owner."""
+        self._free += self._held.pop(owner)

@@ -1,0 +1,174 @@
+"""Lets lm-evaluation-harness (`pip install lm_eval`) measure a run, a checkpoint or a Hugging Face folder.
+
+    python -m weft.serve.lm_harness --model weft --model_args folder=runs/chat --tasks arc_easy
+
+is the harness's own command with the model `weft` added. From Python:
+
+    lm_eval.simple_evaluate(model=HarnessModel("runs/chat"), tasks=["arc_easy"])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from weft.errors import ConfigError
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.loading import load_model
+from weft.serve.log_likelihood import ScoredText, score, windows
+from weft.serve.request import Request, Sampling
+from weft.serve.text import TextStream
+
+try:
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+except ImportError as error:
+    raise ConfigError(f"lm-evaluation-harness is not installed ({error}); run: pip install lm_eval") from None
+
+MAX_TOKENS = 256  # generated if a task does not say how many
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")  # as in `Sampling`
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens")
+_ONE_BEAM = ("num_beams", "num_return_sequences")
+
+
+class HarnessRequest(Protocol):
+    """What the harness asks: `args` are (context, continuation), (text,) or (context, options)."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
+
+
+@register_model("weft")
+class HarnessModel(LM):
+    """A model in this process, as lm-evaluation-harness drives it.
+
+    Texts are encoded without a token that marks their beginning, as weft trains. `begin` (for example
+    "<|begin_of_text|>") is put before each, for models that were trained with one.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        tokenizer: str | None = None,
+        begin: str = "",
+        device: str | None = None,
+        batch_size: int | str = 8,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """`device` is a GPU if there is one. `max_batch_size` is not used: the harness gives it to every model."""
+        super().__init__()
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise ConfigError(f"batch_size = {batch_size} is not a number above 0; give one, e.g. 8")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        loaded = load_model(Path(folder), tokenizer, self.device, print)
+        self._model, self._tokenizer, self._batch = loaded.model, loaded.tokenizer, int(batch_size)
+        self._served = loaded.served(str(folder), None, loaded.context_length, loaded.tokenizer.vocab_size)
+        self._context_length = loaded.context_length
+        self._begin = self._encode(begin)
+
+    def loglikelihood(self, requests: Sequence[HarnessRequest]) -> list[tuple[float, bool]]:
+        """Returns of each continuation its log-likelihood after its context, and whether it is the greedy one."""
+        texts = [self._pair(*one.args) for one in requests]
+        return [(found.log_likelihood, found.is_greedy) for found in score(self._model, texts, self._batch)]
+
+    def loglikelihood_rolling(self, requests: Sequence[HarnessRequest]) -> list[float]:
+        """Returns the log-likelihood of each whole text. Long ones are scored in windows with the longest context."""
+        totals = []
+        for one in requests:
+            texts = windows(self._encode(one.args[0]), self._start(), self._context_length)
+            totals.append(sum(found.log_likelihood for found in score(self._model, texts, self._batch)))
+        return totals
+
+    def generate_until(self, requests: Sequence[HarnessRequest]) -> list[str]:
+        """Returns the continuation of each prompt, up to its first stop string or the end of the document."""
+        options = EngineOptions(
+            max_running=self._batch,
+            max_waiting=max(1, len(requests)),
+            context_length=self._context_length,
+            vocab_size=self._tokenizer.vocab_size,
+        )
+        engine = Engine(self._model, options)
+        texts = [""] * len(requests)
+        streams: dict[str, TextStream] = {}
+        for number, one in enumerate(requests):
+            request, stops = self._request(str(number), *one.args)
+            streams[request.name] = TextStream(self._tokenizer, request, stops)
+            engine.add(request)
+        while engine.has_work():
+            for token in engine.step():
+                if token.request not in streams:
+                    continue
+                chunk = streams[token.request].push(token)
+                texts[int(token.request)] += chunk.text
+                if chunk.finish is not None:
+                    del streams[token.request]
+                    engine.cancel(token.request)
+        return texts
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Returns a conversation as the model's chat template writes it."""
+        if self._served.template is None:
+            raise ConfigError(f"{self._served.name} has no chat template; leave --apply_chat_template out")
+        return self._served.template.render(chat_history, asks=add_generation_prompt)
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Returns the source of the model's chat template, which the harness stores with its results."""
+        return self._served.template.source if chat_template and self._served.template is not None else None
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name under which the harness caches what depends on the tokenizer."""
+        return self._tokenizer.fingerprint
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text).tolist())
+
+    def _start(self) -> tuple[int, ...]:
+        """What comes before a text without context: the begin token, else the token that ends a document."""
+        return self._begin or (self._tokenizer.end,)
+
+    def _pair(self, context: str, continuation: str) -> ScoredText:
+        """Returns the tokens of both, cut at the left to the model's context. Spaces between them belong to the
+        continuation, because tokenizers join a space with the word after it.
+        """
+        stripped = context.rstrip()
+        before = self._encode(stripped)
+        whole = self._encode(context + continuation)
+        num_scored = len(whole) - len(before)
+        if num_scored < 1:
+            raise ConfigError(f"the continuation {continuation!r} adds no token to its context; leave it out")
+        if num_scored > self._context_length:
+            raise ConfigError(
+                f"a continuation of {num_scored} tokens exceeds the context of {self._context_length}; choose another "
+                f"task, or a model with a longer context"
+            )
+        start = self._begin if before else self._start()
+        return ScoredText((*start, *whole)[-self._context_length - 1 :], num_scored)
+
+    def _request(self, name: str, context: str, options: Mapping[str, Any]) -> tuple[Request, list[str]]:
+        """Returns a request of the engine and its stop strings, from the options of a task."""
+        known = {*_SAMPLING, *_LENGTHS, *_ONE_BEAM, "until", "do_sample"}
+        unknown = [key for key in options if key not in known] + [
+            f"{key} = {options[key]}" for key in _ONE_BEAM if options.get(key, 1) != 1
+        ]
+        if unknown:
+            raise ConfigError(f"the task's generation option {', '.join(unknown)} is unknown to weft; leave it out")
+        until = options.get("until") or []
+        sampling = {key: options[key] for key in _SAMPLING if options.get(key) is not None}
+        if not options.get("do_sample", sampling.get("temperature", 0) > 0):
+            sampling["temperature"] = 0.0
+        sampling.setdefault("seed", int(name))  # the same results in every run, and not the same for all requests
+        asked = next((int(options[key]) for key in _LENGTHS if options.get(key) is not None), MAX_TOKENS)
+        num_tokens = max(1, min(asked, self._context_length - 1))
+        tokens = ((*self._begin, *self._encode(context)) or self._start())[num_tokens - self._context_length :]
+        request = Request(name, tokens, num_tokens, Sampling(**sampling), self._served.end_tokens)
+        return request, [until] if isinstance(until, str) else list(until)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,161 @@
+"""This rank's part of a served model: its blocks over pages, its cache, and its share of each step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import ConfigError
+from weft.models import GPT2
+from weft.serve.adapters import attach_adapters
+from weft.serve.grammar import Grammars
+from weft.serve.paged_attention import PagedBatch
+from weft.serve.paged_model import PagedModel
+from weft.serve.ranks import ServingRanks
+from weft.serve.split_layers import ModelAxes
+from weft.serve.step_inputs import PageLayout, StepInputs
+
+GPU_SHARE = 0.92  # of a GPU's free memory, for the cache
+CPU_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Sizes of an engine. None means: from the model, or from the free memory."""
+
+    block_size: int = 16  # tokens a block of the key-value cache
+    num_blocks: int | None = None
+    max_running: int = 64  # requests computed at once
+    max_waiting: int = 1024
+    token_budget: int = 512  # tokens a step
+    prefix_cache: bool = True
+    context_length: int | None = None
+    vocab_size: int | None = None  # token ids below this are generated
+    dtype: torch.dtype | None = None
+    device: torch.device | str | None = None
+    overlap: bool | None = None  # read tokens after the next step is launched; None: on GPUs
+    graphs: bool = True  # CUDA graphs of decodes
+    swap_blocks: int = 0  # of host memory, for requests sent back to the queue; without room, they compute again
+    adapters: Mapping[str, Path] = field(default_factory=dict)  # folders of PEFT by the names that requests choose
+    grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_running", "token_budget", "context_length", "vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value} of the engine is not positive; give 1 or more")
+
+
+class ModelPart:
+    """A model, or a rank's part of one if there are `ranks`, with the cache of its keys and values.
+
+    All ranks must create it with the same options: the number of blocks is the least that fits any of them. `load`
+    reads this rank's part of another checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: EngineOptions,
+        ranks: ServingRanks | None = None,
+        load: Callable[[Path], nn.Module] | None = None,
+    ) -> None:
+        parameter = next(model.parameters())
+        self.device = torch.device(options.device or parameter.device)
+        model = model.to(device=self.device, dtype=options.dtype or parameter.dtype).eval()
+        self.ranks = ranks
+        self.load = load
+        self.context_length = _context_length(model, options.context_length)
+        self.paged = PagedModel(model, self.context_length, ModelAxes() if ranks is None else ranks.axes)
+        linears = [linear for block in self.paged.blocks for linear in block.linears]
+        if options.adapters and ranks is not None:
+            raise ConfigError("adapters are chosen by requests on one rank only; merge the adapter, or use one rank")
+        self.adapters = attach_adapters(model, linears, options.adapters)
+        num_blocks = options.num_blocks or self._blocks_that_fit(options)
+        if ranks is not None:
+            num_blocks = ranks.agree(num_blocks)
+        self.cache = self.paged.new_cache((num_blocks + 1) * options.block_size)  # the last block is for padding
+        self.layout = PageLayout(options.block_size, num_blocks, self.device)
+
+    @torch.inference_mode()
+    def logits(self, inputs: StepInputs, last: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """Compute this rank's part of a step. On the last stage, returns the logits of the requests that sample, and
+        the positions of their last tokens; None if there are none.
+        """
+        batch = inputs.batch(self.layout, last)
+        residual = self._through(batch, self.cache)
+        if residual is None or not inputs.num_sampled:
+            return None
+        ends = inputs.sampled_tokens(self.device)
+        return self.paged.logits(residual[ends]), batch.positions[ends]
+
+    @torch.inference_mode()
+    def hidden_states(self, inputs: StepInputs) -> Tensor | None:
+        """The hidden states [tokens, hidden] of a text, by an empty cache. On the last stage; None on others."""
+        cache = self.paged.new_cache(-(-inputs.num_tokens // self.layout.block_size) * self.layout.block_size)
+        residual = self._through(inputs.batch(self.layout), cache)
+        return None if residual is None else self.paged.hidden_states(residual)
+
+    def _through(self, batch: PagedBatch, cache: Tensor) -> Tensor | None:
+        """The residual stream after the last block, on the last stage. Other stages send it on."""
+        ranks = self.ranks
+        if ranks is None:
+            return self.paged.residual(batch, cache)
+        if ranks.is_first_stage:
+            residual = self.paged.embed(batch)
+        else:
+            sizes = (len(batch.tokens), self.paged.stream_width)
+            residual = ranks.receive_residual(*sizes, self.paged.dtype, self.device)
+        residual = self.paged.through_blocks(residual, batch, cache)
+        if ranks.is_last_stage:
+            return residual
+        ranks.send_residual(residual)
+        return None
+
+    @torch.inference_mode()
+    def take_weights(self, model: nn.Module) -> None:
+        """Copy the weights of another model, or part, of the same config."""
+        for name, parameter in self.paged.model.named_parameters():
+            parameter.copy_(model.get_parameter(name))
+
+    def refuse_weights(self, model: nn.Module) -> None:
+        """Raise ConfigError if a model is another one than this."""
+        own, new = self.paged.model, dict(model.named_parameters())
+        if getattr(model, "config", None) != own.config or dict(own.named_parameters()).keys() != new.keys():
+            raise ConfigError(
+                f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
+                f"{own.config}; give weights of the same model, or start another engine"
+            )
+
+    def _blocks_that_fit(self, options: EngineOptions) -> int:
+        """As many blocks as all running requests can use, or as the free memory holds."""
+        most = options.max_running * -(-self.context_length // options.block_size)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free = GPU_SHARE * torch.cuda.mem_get_info(self.device)[0]
+        else:
+            num_local = 1 if self.ranks is None else self.ranks.mesh.num_local_ranks
+            free = CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_local
+        # What a step holds beside the cache: a few activations of each token, and logits in float32 while sampling.
+        linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
+        widest = max(linear.weight.shape[0] for linear in linears)
+        free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
+        fitting = int(free // (self.paged.bytes_per_token * options.block_size))
+        if fitting < 1:
+            raise ConfigError(
+                f"no memory is left for the key-value cache on {self.device}: the weights, {options.token_budget} "
+                f"tokens a step and {options.max_running} requests fill it; lower token_budget or max_running"
+            )
+        return min(most, fitting)
+
+
+def _context_length(model: nn.Module, asked: int | None) -> int:
+    """The asked number of positions, or as many as the model is made for; GPT-2 has no more than these."""
+    if isinstance(model, GPT2):
+        return min(asked or model.config.n_positions, model.config.n_positions)
+    return asked or int(getattr(getattr(model, "config", None), "max_position_embeddings", 1))

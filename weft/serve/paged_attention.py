@@ -1,0 +1,138 @@
+"""Attention over pages: the keys and values of a request lie in blocks anywhere in the cache, which its table names.
+
+Keys and values of one layer are [slots, key heads, head_dim]; token t of a request lies in slot
+`table[t // block_size] * block_size + t % block_size`. On a CPU, or in float32, the plain functions below run. GPUs use
+a Triton kernel for decodes (`decode_attention_kernel.py`) and torch's flash attention for prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device; the host does not wait for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+@dataclass
+class PagedBatch:
+    """The tokens of one step, end to end: first `num_decodes` requests with one token each, then chunks of prompts."""
+
+    tokens: Tensor  # [tokens] ids
+    positions: Tensor  # [tokens] in their requests
+    slots: Tensor  # [tokens] where their keys and values go
+    tables: Tensor  # [requests, blocks] int32
+    lengths: Tensor  # [requests] int32: tokens in the cache after this step
+    block_size: int
+    num_decodes: int
+    prompt_queries: Sequence[int] = ()  # tokens of each chunk of a prompt
+    prompt_lengths: Sequence[int] = ()  # tokens of each of these requests in the cache after this step
+
+    @cached_property
+    def prompt_slots(self) -> list[Tensor]:
+        """The slots of all tokens in the cache, of each request with a chunk of a prompt."""
+        return [
+            slots_of(self.tables[index, None], length, self.block_size)[0]
+            for index, length in enumerate(self.prompt_lengths, self.num_decodes)
+        ]
+
+    @cached_property
+    def ragged_prompts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The slots of all prompts end to end, and where each one's queries and keys begin (cumulative, int32)."""
+        ends = torch.tensor([[0, *self.prompt_queries], [0, *self.prompt_lengths]]).cumsum(1).to(torch.int32)
+        queries, keys = to_device(ends, self.tokens.device)
+        return torch.cat(self.prompt_slots), queries, keys
+
+
+def slots_of(tables: Tensor, length: int, block_size: int) -> Tensor:
+    """The slots of the first `length` tokens of each table [requests, blocks] -> [requests, length]."""
+    offsets = torch.arange(block_size, device=tables.device)
+    num_blocks = -(-length // block_size)
+    return (tables[:, :num_blocks, None] * block_size + offsets).flatten(1)[:, :length]
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+    """Attention of the tokens of a batch: query and result are [tokens, heads, head_dim]."""
+    num_decodes = batch.num_decodes
+    on_gpu = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    parts = []
+    if num_decodes:
+        tables, lengths = batch.tables[:num_decodes], batch.lengths[:num_decodes]
+        decode = _kernel_for_decodes() if on_gpu else decode_attention
+        parts.append(decode(query[:num_decodes], keys, values, tables, lengths, batch.block_size, window))
+    if batch.prompt_queries:
+        is_flash = on_gpu and query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+        prompt = flash_prompt_attention if is_flash else prompt_attention
+        parts.append(prompt(query[num_decodes:], keys, values, batch, window))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _kernel_for_decodes():  # type: ignore[no-untyped-def]
+    from weft.serve.decode_attention_kernel import decode_attention_by_kernel
+
+    return decode_attention_by_kernel
+
+
+def decode_attention(
+    query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, lengths: Tensor, block_size: int, window: int | None
+) -> Tensor:
+    """One query for each request: it attends to the last `window` of the request's `lengths` tokens."""
+    slots = slots_of(tables, tables.shape[1] * block_size, block_size)
+    positions = torch.arange(slots.shape[1], device=slots.device)
+    mask = positions < lengths[:, None]  # [requests, slots]
+    if window is not None:
+        mask = mask & (positions >= lengths[:, None] - window)
+    mixed = _masked(query[:, None], keys[slots], values[slots], mask[:, None, None])
+    return mixed[:, 0]
+
+
+def prompt_attention(query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None) -> Tensor:
+    """Queries of chunks of prompts, end to end: each attends to what its request has in the cache up to itself."""
+    parts = []
+    for part, slots in zip(query.split(list(batch.prompt_queries)), batch.prompt_slots, strict=True):
+        key_positions = torch.arange(len(slots), device=slots.device)
+        distance = key_positions[-len(part) :, None] - key_positions  # [queries, keys]
+        mask = distance >= 0
+        if window is not None:
+            mask = mask & (distance < window)
+        parts.append(_masked(part[None], keys[slots][None], values[slots][None], mask)[0])
+    return torch.cat(parts)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+    """Attention of [batch, tokens, heads, head_dim]; key heads may be fewer. The mask is broadcast over heads."""
+    group = query.shape[2] // key.shape[2]
+    key, value = (heads.repeat_interleave(group, dim=2).transpose(1, 2) for heads in (key, value))
+    return F.scaled_dot_product_attention(query.transpose(1, 2), key, value, attn_mask=mask).transpose(1, 2)
+
+
+def flash_prompt_attention(
+    query: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, window: int | None
+) -> Tensor:
+    """Equals `prompt_attention`, by torch's flash attention over sequences of different lengths, all in one call.
+
+    Its causal mask is aligned to the end of the keys, as chunks need it.
+    """
+    slots, query_starts, key_starts = batch.ragged_prompts
+    mixed: Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        keys[slots],
+        values[slots],
+        query_starts,
+        key_starts,
+        max(batch.prompt_queries),
+        max(batch.prompt_lengths),
+        0.0,
+        True,
+        False,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=0,
+    )[0]
+    return mixed

@@ -1,0 +1,216 @@
+"""The forward of weft's language models over pages of the key-value cache: the model's own modules and weights.
+
+    embed -> in each block: norm, project to q, k, v, store k and v, attend, project; norm, MLP or experts -> norm, head
+
+Projections that read the same input are one matmul: their weights are made to lie end to end, and the modules' own
+parameters become views of them, so that no weight is held twice and the modules work as before. Elementwise steps are
+the functions of `fused.py`, which are kernels on GPUs. A rank may hold some of the blocks, and parts of each block's
+weights (`split_layers.py`); keys and values in its cache are those of its own blocks and heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.errors import ConfigError
+from weft.models import GPT2, Decoder
+from weft.models.attention import RMSNorm
+from weft.models.decoder import Attention, DecoderLayer, rotary_tables
+from weft.models.experts import SparseMLP, SwiGLU
+from weft.models.gpt2 import GPT2MLP, GPT2Layer
+from weft.serve.fused import rotate_and_store
+from weft.serve.paged_attention import PagedBatch, attend
+from weft.serve.split_layers import (
+    ModelAxes,
+    add_row,
+    column,
+    experts_of,
+    gathered_features,
+    gathered_logits,
+    lookup,
+    norm_column,
+    norm_of,
+    summed,
+)
+
+Transform = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class PagedBlock:
+    """One block of a model. `head_norms` of q and k are None where the model has none."""
+
+    input_norm: nn.Module
+    projection: nn.Linear  # to q, k and v end to end
+    output: nn.Linear
+    add_mlp: Transform  # the residual stream [tokens, hidden] -> plus the MLP of its norm
+    head_dim: int
+    num_heads: int
+    num_key_heads: int
+    head_norms: tuple[RMSNorm, RMSNorm] | None
+    window: int | None
+    mlp_linears: tuple[nn.Linear, ...]  # that `add_mlp` computes with
+
+    @property
+    def linears(self) -> tuple[nn.Linear, ...]:
+        """All linears but those of experts."""
+        return self.projection, self.output, *self.mlp_linears
+
+
+class PagedModel:
+    """A Decoder or GPT2 that computes tokens of many requests at once, with their keys and values in pages.
+
+    `model` may be a rank's part: blocks of other stages are missing (nn.Identity), and the rest is cut over `axes`.
+    """
+
+    def __init__(self, model: nn.Module, context_length: int, axes: ModelAxes = ModelAxes()) -> None:  # noqa: B008
+        if not isinstance(model, Decoder | GPT2):
+            raise ConfigError(
+                f"the engine cannot serve a {type(model).__name__}; it serves Decoder and GPT2 of weft.models, which "
+                f"load_for_generation gives for run folders and Hugging Face folders"
+            )
+        self.model, self.axes = model, axes
+        self.vocab_size = int(model.config.vocab_size)
+        self.body = model.model if isinstance(model, Decoder) else model.transformer
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.rotary: tuple[Tensor, Tensor] | None = None  # cos and sin of every position [context, head_dim]
+        with torch.no_grad():
+            if isinstance(model, Decoder):
+                layers = [layer for layer in model.model.layers if isinstance(layer, DecoderLayer)]
+                self.blocks = [_decoder_block(layer, axes) for layer in layers]
+                self.final_norm: nn.Module = model.model.norm
+                positions = torch.arange(context_length, device=self.device)
+                self.rotary = rotary_tables(model.config, positions, self.dtype)
+            else:
+                self.blocks = [
+                    _gpt2_block(layer, axes) for layer in model.transformer.h if isinstance(layer, GPT2Layer)
+                ]
+                self.final_norm = model.transformer.ln_f
+
+    def new_cache(self, num_slots: int) -> Tensor:
+        """Room for the keys and values of `num_slots` tokens: [blocks, 2, slots, key heads, head_dim]."""
+        shape = (len(self.blocks), 2, num_slots, self.blocks[0].num_key_heads, self.blocks[0].head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in the cache of this rank."""
+        one = self.blocks[0]
+        return 2 * len(self.blocks) * one.num_key_heads * one.head_dim * self.dtype.itemsize
+
+    @property
+    def stream_width(self) -> int:
+        """Features of the residual stream on this rank."""
+        return int(self.blocks[0].input_norm.weight.shape[0])  # type: ignore[union-attr, index, arg-type]
+
+    def residual(self, batch: PagedBatch, cache: Tensor) -> Tensor:
+        """The residual stream [tokens, hidden] after all blocks. Keys and values of the batch go into the cache."""
+        return self.through_blocks(self.embed(batch), batch, cache)
+
+    def embed(self, batch: PagedBatch) -> Tensor:
+        """The residual stream before the first block."""
+        if isinstance(self.model, GPT2):
+            body = self.model.transformer
+            rows = lookup(body.wte, batch.tokens, self.axes) + lookup(body.wpe, batch.positions, self.axes)
+        else:
+            rows = lookup(self.model.model.embed_tokens, batch.tokens, self.axes)
+        return summed(rows, self.axes.x)
+
+    def through_blocks(self, residual: Tensor, batch: PagedBatch, cache: Tensor) -> Tensor:
+        """The residual stream after this rank's blocks."""
+        for block, (keys, values) in zip(self.blocks, cache, strict=True):
+            query = rotate_and_store(
+                norm_column(residual, block.input_norm, block.projection, self.axes),
+                (block.num_heads, block.num_key_heads, block.head_dim),
+                block.head_norms,
+                self.rotary,
+                batch.positions,
+                batch.slots,
+                keys,
+                values,
+            )
+            mixed = attend(query, keys, values, batch, block.window)
+            residual = block.add_mlp(add_row(residual, mixed.flatten(1), block.output, self.axes))
+        return residual
+
+    def logits(self, residual: Tensor) -> Tensor:
+        """The logits [rows, vocab] of rows of the residual stream."""
+        part = norm_column(residual, self.final_norm, self.model.lm_head, self.axes)
+        return gathered_logits(part, self.vocab_size, self.axes)
+
+    def hidden_states(self, residual: Tensor) -> Tensor:
+        """The hidden states [rows, hidden] that the head is given."""
+        return gathered_features(norm_of(residual, self.final_norm, self.axes), self.axes)
+
+
+def _decoder_block(layer: DecoderLayer, axes: ModelAxes) -> PagedBlock:
+    attention = layer.self_attn
+    if not isinstance(attention, Attention):
+        raise ConfigError(
+            f"the engine cannot serve {type(attention).__name__} (architecture 'deepseek_v3'), whose keys and values "
+            f"are not kept in pages; serve a model of another architecture"
+        )
+    head_dim = attention.head_dim
+    add_mlp, mlp_linears = _add_mlp(layer.mlp, layer.post_attention_layernorm, axes)
+    norms = (attention.q_norm, attention.k_norm)
+    return PagedBlock(
+        layer.input_layernorm,
+        join_linears((attention.q_proj, attention.k_proj, attention.v_proj)),
+        attention.o_proj,
+        add_mlp,
+        head_dim,
+        attention.q_proj.weight.shape[0] // head_dim,
+        attention.k_proj.weight.shape[0] // head_dim,
+        norms if isinstance(norms[0], RMSNorm) and isinstance(norms[1], RMSNorm) else None,  # type: ignore[arg-type]
+        attention.core.sliding_window,
+        mlp_linears,
+    )
+
+
+def _add_mlp(mlp: nn.Module, norm: nn.Module, axes: ModelAxes) -> tuple[Transform, tuple[nn.Linear, ...]]:
+    """A function that adds the MLP, and the linears that it uses."""
+    if isinstance(mlp, SwiGLU):
+        gate_up, down = join_linears((mlp.gate_proj, mlp.up_proj)), mlp.down_proj
+
+        def add_swiglu(residual: Tensor) -> Tensor:
+            return add_row(residual, norm_column(residual, norm, gate_up, axes, is_gated=True), down, axes)
+
+        return add_swiglu, (gate_up, down)
+    if isinstance(mlp, GPT2MLP):
+        inner, outer = mlp.c_fc, mlp.c_proj
+
+        def add_gelu(residual: Tensor) -> Tensor:
+            hidden = F.gelu(column(norm_of(residual, norm, axes), inner, axes), approximate="tanh")
+            return add_row(residual, hidden, outer, axes)
+
+        return add_gelu, (inner, outer)
+    assert isinstance(mlp, SparseMLP)
+    return lambda residual: residual + experts_of(norm_of(residual, norm, axes), mlp, axes), ()
+
+
+def _gpt2_block(layer: GPT2Layer, axes: ModelAxes) -> PagedBlock:
+    attention = layer.attn
+    num_heads = attention.c_attn.weight.shape[0] // 3 // attention.head_dim
+    sizes = (attention.head_dim, num_heads, num_heads)
+    add_mlp, mlp_linears = _add_mlp(layer.mlp, layer.ln_2, axes)
+    return PagedBlock(layer.ln_1, attention.c_attn, attention.c_proj, add_mlp, *sizes, None, None, mlp_linears)
+
+
+def join_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One linear that gives the results of all, end to end. Their parameters become views of its own."""
+    sizes = [one.weight.shape[0] for one in linears]
+    biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
+    joined = nn.Linear(linears[0].weight.shape[1], sum(sizes), bias=bool(biases), device="meta")
+    joined.weight = nn.Parameter(torch.cat([one.weight for one in linears]), requires_grad=False)
+    if biases:
+        joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False)
+    for name, parameter in joined.named_parameters():
+        for one, part in zip(linears, parameter.split(sizes), strict=True):
+            setattr(one, name, nn.Parameter(part, requires_grad=False))
+    return joined

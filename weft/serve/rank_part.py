@@ -1,0 +1,168 @@
+"""Which part of a model a serving rank holds, and how its weights are read.
+
+Serving uses the axes of training, with the same cuts of each parameter:
+
+    data     replicas of the model; each has its own requests
+    pipe     consecutive blocks. The rank at index 0, which schedules and samples, holds the last ones
+    expert   experts; all ranks of the axis compute the rest alike
+    x, y     heads and features (`split_layers.py`)
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from weft.errors import PlanError
+from weft.inspection.parameter_cut import Cut, share
+from weft.models import GPT2, Decoder, LanguageConfig, build
+from weft.parallel.apply import STRATEGIES
+from weft.parallel.cut_parameters import cut_parameters
+from weft.parallel.expert.layers import expert_cuts
+from weft.parallel.tensor.cuts import parameter_cuts
+from weft.plan import Pipe, Plan
+from weft.plan import Tensor as TensorDegrees
+from weft.profiling import Profile
+from weft.profiling.structure import structure
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """The plan, and this rank's index on each of its axes."""
+
+    plan: Plan
+    coordinates: Mapping[str, int]
+
+
+def refuse_plan(config: LanguageConfig, plan: Plan) -> None:
+    """Raise PlanError if a model cannot be served under a plan."""
+    degrees = TensorDegrees(plan.tensor.x, plan.tensor.y)
+    served = Plan(data=plan.data, pipe=Pipe(plan.pipe.degree), expert=plan.expert, tensor=degrees)
+    if plan != served:
+        raise PlanError(
+            "serving takes plan.data, plan.pipe, plan.expert, plan.tensor.x and plan.tensor.y, and the plan sets more; "
+            "leave out what is for training"
+        )
+    if plan.pipe.degree > config.num_layers:
+        raise PlanError(
+            f"pipe = {plan.pipe.degree} stages are more than the model's {config.num_layers} layers; use at most "
+            f"{config.num_layers}"
+        )
+    if getattr(config, "residual_experts", False) and plan.tensor.x * plan.tensor.y * plan.expert > 1:
+        raise PlanError("residual experts are not served over x, y or expert; use data or pipe")
+    profile = _inspected(config)
+    for strategy in STRATEGIES:
+        if {"x", "y", "expert"} & set(strategy.axes) and (reason := strategy.refuse(profile, plan)) is not None:
+            raise PlanError(reason)
+
+
+def stage_of(place: RankPlace) -> int:
+    """The stage that a rank holds: 0 embeds, the last one has the head."""
+    return (place.coordinates["pipe"] - 1) % place.plan.pipe.degree
+
+
+def build_part(config: LanguageConfig, place: RankPlace) -> tuple[Decoder | GPT2, dict[str, Cut]]:
+    """Returns a rank's part of a model, on the meta device, and the cut of each of its parameters.
+
+    Blocks, embeddings and head of other stages are replaced by nn.Identity. Modules keep their names.
+    """
+    model = _on_meta(config)
+    cuts = _cuts(config, model, place)
+    cut_parameters(model, cuts)
+    _keep_stage(model, place.plan.pipe.degree, stage_of(place))
+    return model, {name: cuts[source_name(model, name)] for name, _ in model.named_parameters()}
+
+
+def part_numel(config: LanguageConfig, place: RankPlace) -> int:
+    """How many parameters a rank holds: those of its part, without building it."""
+    num_stages, stage = place.plan.pipe.degree, stage_of(place)
+    begin, end = share(config.num_layers, num_stages, stage)
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    total = 0
+    for name, numel in _local_numels(config, place.plan, tuple(place.coordinates.items())).items():
+        layer = re.search(r"\.(?:layers|h)\.(\d+)\.", name)
+        if layer is not None:
+            total += numel * (begin <= int(layer[1]) < end)
+        elif re.search(r"\.(?:embed_tokens|wte|wpe)\.", name):
+            is_second = config.tie_word_embeddings and is_last and not is_first and "wpe" not in name
+            total += numel * (is_first or is_second)
+        else:
+            total += numel * is_last
+    return total
+
+
+@lru_cache(maxsize=64)
+def _local_numels(config: LanguageConfig, plan: Plan, coordinates: tuple[tuple[str, int], ...]) -> dict[str, int]:
+    """The size of a rank's part of each parameter, whatever its stage."""
+    model = _inspected(config).model
+    assert model is not None
+    cuts = _cuts(config, model, RankPlace(plan, dict(coordinates)))
+    return {name: math.prod(cut.local_shape) for name, cut in cuts.items()}
+
+
+def _cuts(config: LanguageConfig, model: nn.Module, place: RankPlace) -> dict[str, Cut]:
+    """The part of every parameter, of all stages."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    cuts = parameter_cuts(_inspected(config).pairing, shapes, place.plan, place.coordinates)
+    if place.plan.expert > 1:
+        of_experts = expert_cuts(model, shapes, place.plan, place.coordinates["expert"])
+        cuts = {name: cut.beside(of_experts[name]) for name, cut in cuts.items()}
+    return cuts
+
+
+def build_whole(config: LanguageConfig) -> tuple[Decoder | GPT2, dict[str, Cut]]:
+    """Returns a whole model, on the meta device, and the cuts of its parameters, which are whole."""
+    model = _on_meta(config)
+    return model, {name: Cut.whole(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def source_name(model: Decoder | GPT2, name: str) -> str:
+    """The name under which a parameter of a part is saved: a tied head is saved as the embedding."""
+    return model.config.embedding_name if name == "lm_head.weight" and model.config.tie_word_embeddings else name
+
+
+def read_part(
+    model: Decoder | GPT2, cuts: Mapping[str, Cut], read: Callable[[str], Tensor], device: torch.device | str
+) -> None:
+    """Give a part on the meta device its values: whole parameters are read one at a time, and cut."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(cuts[name].take(read(source_name(model, name))))
+
+
+@lru_cache(maxsize=4)
+def _inspected(config: LanguageConfig) -> Profile:
+    """What a model is made of; how it can be split is found once."""
+    return structure(_on_meta(config))
+
+
+def _on_meta(config: LanguageConfig) -> Decoder | GPT2:
+    with torch.device("meta"):
+        return build(config)
+
+
+def _keep_stage(model: Decoder | GPT2, num_stages: int, stage: int) -> None:
+    """Replace what other stages hold by nn.Identity."""
+    layers = model.model.layers if isinstance(model, Decoder) else model.transformer.h
+    begin, end = share(len(layers), num_stages, stage)
+    for index in range(len(layers)):
+        if not begin <= index < end:
+            layers[index] = nn.Identity()
+    is_first, is_last = stage == 0, stage == num_stages - 1
+    body, others = (
+        (model.model, ("embed_tokens",)) if isinstance(model, Decoder) else (model.transformer, ("wte", "wpe"))
+    )
+    if not (is_first and is_last):
+        model.tied_to = None  # the head and the embedding are on different ranks, each with its own copy
+    for name in () if is_first else others:
+        setattr(body, name, nn.Identity())
+    if not is_last:
+        setattr(body, "norm" if isinstance(model, Decoder) else "ln_f", nn.Identity())
+        model.lm_head = nn.Identity()  # type: ignore[assignment]

@@ -1,0 +1,173 @@
+"""Replicas of a model behind one front: the axis `data`.
+
+The front has its own replica and gives each request to the replica that holds the fewest. In a step of the front, every
+replica that has work computes one step. Requests and tokens travel as JSON between the scheduling ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm import Axis, receive, send
+from weft.errors import ConfigError, WeftError
+from weft.serve.engine import Engine
+from weft.serve.request import EngineState, GeneratedToken, Request, RequestError, Sampling, TokenLogprobs
+
+FRONT = 0  # its index on the axis
+
+
+class ReplicaFront:
+    """An engine over all replicas: `engine` is this rank's own, the others are reached over the axis."""
+
+    def __init__(self, engine: Engine, axis: Axis, max_requests: int) -> None:
+        self.context_length, self.vocab_size = engine.context_length, engine.vocab_size
+        self._engine, self._axis, self._max_requests = engine, axis, max_requests
+        self._others = [index for index in range(axis.degree) if index != FRONT]
+        self._owner: dict[str, int] = {}  # the replica of each request
+        self._added: dict[int, list[Request]] = {index: [] for index in self._others}  # to be told
+        self._cancelled: dict[int, list[str]] = {index: [] for index in self._others}
+        self._states = {index: replace(engine.state()) for index in self._others}
+
+    def add(self, request: Request) -> None:
+        self._engine.check(request)
+        if request.name in self._owner:
+            raise RequestError("invalid", f"a request named {request.name!r} is in the engine; give another name")
+        held = [list(self._owner.values()).count(index) for index in range(self._axis.degree)]
+        least = held.index(min(held))
+        if held[least] >= self._max_requests:
+            raise RequestError(
+                "queue_full", f"every replica holds {self._max_requests} requests, the most allowed; try again later"
+            )
+        self._owner[request.name] = least
+        if least == FRONT:
+            self._engine.add(request)
+        else:
+            self._added[least].append(request)
+
+    def cancel(self, name: str) -> None:
+        index = self._owner.pop(name, None)
+        if index == FRONT:
+            self._engine.cancel(name)
+        elif index is not None:
+            self._cancelled[index].append(name)
+
+    def has_work(self) -> bool:
+        return bool(self._owner) or any(self._cancelled.values()) or self._engine.has_work()
+
+    def step(self) -> list[GeneratedToken]:
+        busy = [one for one in self._others if one in self._owner.values() or self._cancelled[one]]
+        for index in busy:
+            order = {"add": [_request_table(one) for one in self._added[index]], "cancel": self._cancelled[index]}
+            self._added[index], self._cancelled[index] = [], []
+            _send(order, self._axis, index)
+        found = self._engine.step() if self._engine.has_work() else []
+        for index in busy:
+            answer = _receive(self._axis, index)
+            self._states[index] = EngineState(**answer["state"])
+            found += [_token(table) for table in answer["tokens"]]
+        tokens = [one for one in found if one.request in self._owner]
+        for one in tokens:
+            if one.finish is not None:
+                del self._owner[one.request]
+        return tokens
+
+    def state(self) -> EngineState:
+        """The sums over replicas."""
+        states = [self._engine.state(), *self._states.values()]
+        sums = {one.name: sum(getattr(state, one.name) for state in states) for one in fields(EngineState)}
+        return EngineState(**{**sums, "block_size": states[0].block_size})
+
+    def idle(self) -> None:
+        """Let all ranks of all replicas find out if one is gone."""
+        self._ask({"idle": True})
+        self._engine.idle()
+        self._answers()
+
+    def close(self) -> None:
+        self._ask({"stop": True})
+        self._engine.close()
+
+    def embed(self, tokens: Sequence[int], pool: Literal["mean", "last"]) -> Tensor:
+        return self._engine.embed(tokens, pool)
+
+    def replace_weights(self, model: nn.Module) -> None:
+        raise ConfigError("replicas read newer weights themselves; use replace_weights_from")
+
+    def replace_weights_from(self, checkpoint: Path) -> None:
+        """Let all ranks of all replicas take newer weights, or none."""
+        self._ask({"weights": str(checkpoint)})
+        try:
+            self._engine.replace_weights_from(checkpoint)
+        finally:
+            self._answers()
+
+    def _ask(self, order: dict[str, Any]) -> None:
+        for index in self._others:
+            _send(order, self._axis, index)
+
+    def _answers(self) -> None:
+        for index in self._others:
+            _receive(self._axis, index)
+
+
+def serve_replica(engine: Engine, axis: Axis) -> None:
+    """Run a replica that is not the front's, until the front tells it to end."""
+    while True:
+        order = _receive(axis, FRONT)
+        if "stop" in order:
+            engine.close()
+            return
+        tokens: list[GeneratedToken] = []
+        if "weights" in order:
+            with suppress(WeftError):  # the front has the same error, and says it
+                engine.replace_weights_from(Path(order["weights"]))
+        elif "idle" in order:
+            engine.idle()
+        else:
+            for table in order["add"]:
+                engine.add(_request(table))
+            for name in order["cancel"]:
+                engine.cancel(name)
+            tokens = engine.step() if engine.has_work() else []
+        _send({"tokens": [asdict(one) for one in tokens], "state": asdict(engine.state())}, axis, FRONT)
+
+
+def _send(value: dict[str, Any], axis: Axis, peer: int) -> None:
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = torch.tensor([len(text)])
+    for tensor in (size, text):
+        send(tensor, axis, peer, "requests and tokens").wait()
+
+
+def _receive(axis: Axis, peer: int) -> dict[str, Any]:
+    size = torch.empty(1, dtype=torch.int64)
+    receive(size, axis, peer, "requests and tokens").wait()
+    text = torch.empty(int(size), dtype=torch.uint8)
+    receive(text, axis, peer, "requests and tokens").wait()
+    value: dict[str, Any] = json.loads(text.numpy().tobytes())
+    return value
+
+
+def _request_table(request: Request) -> dict[str, Any]:
+    return {**asdict(request), "stop_tokens": sorted(request.stop_tokens)}
+
+
+def _request(table: dict[str, Any]) -> Request:
+    sampling = dict(table["sampling"])
+    sampling["logit_bias"] = {int(token): value for token, value in sampling["logit_bias"].items()}
+    given = {**table, "sampling": Sampling(**sampling), "tokens": tuple(table["tokens"])}
+    return Request(**{**given, "stop_tokens": frozenset(table["stop_tokens"])})
+
+
+def _token(table: dict[str, Any]) -> GeneratedToken:
+    found = table["logprobs"]
+    logprobs = None if found is None else TokenLogprobs(found["token"], tuple(map(tuple, found["likeliest"])))
+    return GeneratedToken(**{**table, "logprobs": logprobs})

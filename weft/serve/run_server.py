@@ -1,0 +1,182 @@
+"""Loads a model, and serves it until the process is told to stop: on one rank, or as one of several."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torch import nn
+
+from weft.errors import ConfigError, WeftError
+from weft.launch.environment import RankInfo, check_world, init_process_group, shutdown
+from weft.mesh import Mesh
+from weft.plan import Plan
+from weft.saved_run import open_checkpoint
+from weft.serve.adapters import merge_adapter
+from weft.serve.addresses import is_loopback, listen
+from weft.serve.engine import Engine, EngineOptions
+from weft.serve.follow import follow, require_run
+from weft.serve.follow_steps import follow_steps
+from weft.serve.generate import model_config
+from weft.serve.http import Api, build_app
+from weft.serve.http_guard import ServerLimits
+from weft.serve.loading import LoadedModel, load_model
+from weft.serve.model_part import ModelPart
+from weft.serve.rank_part import refuse_plan
+from weft.serve.ranks import ServingRanks
+from weft.serve.replicas import ReplicaFront, serve_replica
+from weft.serve.server import HttpServer
+from weft.serve.worker import EngineWorker
+
+RANK_TIMEOUT = timedelta(minutes=10)  # of a rank that waits for another; a rank that died is found at once
+END_SECONDS = 10.0
+
+Ready = Callable[[dict[str, Any]], None]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What `weft serve` is asked for. None of an optional value means: as the model says."""
+
+    host: str
+    port: int
+    api_keys: Sequence[str]
+    name: str | None
+    device: str
+    follows: bool
+    tokenizer: str | None
+    template: str | None
+    context_length: int | None
+    max_running: int
+    max_waiting: int
+    token_budget: int
+    num_blocks: int | None
+    limits: ServerLimits
+    swap_blocks: int = 0
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders by the names that requests choose
+    merged_adapter: str | None = None  # the folder of one that is part of the weights
+
+    def engine(self, loaded: LoadedModel, max_waiting: int) -> EngineOptions:
+        return EngineOptions(
+            num_blocks=self.num_blocks,
+            max_running=self.max_running,
+            max_waiting=max_waiting,
+            token_budget=self.token_budget,
+            context_length=self.context_length or loaded.context_length,
+            vocab_size=loaded.tokenizer.vocab_size,
+            swap_blocks=self.swap_blocks,
+            adapters={name: Path(folder) for name, folder in self.adapters.items()},
+            grammars=loaded.grammars,
+        )
+
+
+def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> None:
+    """Serve a model until SIGTERM or Ctrl-C. `ready` is told what is served and where, `say` what happens."""
+    if options.follows:
+        require_run(source)
+    sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
+    loaded = load_model(source, options.tokenizer, options.device, say)
+    if options.merged_adapter is not None:
+        merge_adapter(loaded.model, Path(options.merged_adapter))
+    engine = Engine(loaded.model, options.engine(loaded, options.max_waiting))
+
+    def load(checkpoint: Path) -> nn.Module:
+        model = load_model(checkpoint, options.tokenizer, "cpu", say).model  # a GPU may have no room for two
+        if options.merged_adapter is not None:
+            merge_adapter(model, Path(options.merged_adapter))
+        return model
+
+    _serve_engine(engine, loaded, sock, source, options, 1, load, ready, say)
+
+
+def run_rank(
+    source: Path,
+    options: ServeOptions,
+    plan: Plan,
+    rank_info: RankInfo,
+    sock: socket.socket | None,
+    ready: Ready,
+    say: Say,
+) -> None:
+    """Serve a model as one of the plan's ranks. Rank 0 listens, on `sock` if it is given."""
+    check_world(rank_info, plan.num_ranks, plan.degrees)
+    refuse_plan(model_config(source), plan)
+    if options.adapters or options.merged_adapter is not None:
+        raise ConfigError("--adapter and --merge-adapter need one rank; serve without a plan, or export a merged model")
+    if options.follows:
+        require_run(source)
+    if rank_info.rank == 0 and sock is None:
+        sock = listen(options.host, options.port)
+    if rank_info.rank > 0:
+        for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 tells when to end
+            signal.signal(number, signal.SIG_IGN)
+    device = init_process_group(rank_info, cast(Literal["cpu", "cuda"], options.device), RANK_TIMEOUT)
+    mesh = Mesh(plan, device)
+    ranks = ServingRanks(mesh)
+    replicas = mesh.with_own_group("data", "requests") if plan.data > 1 else mesh["data"]
+    is_folder = (source / "config.json").is_file()
+    path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
+    say_once = say if rank_info.rank == 0 else lambda message: None
+    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place)
+
+    def load(checkpoint: Path) -> nn.Module:
+        return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place).model
+
+    max_held = options.max_running + options.max_waiting
+    of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting)
+    if not ranks.is_lead:
+        follow_steps(ModelPart(loaded.model, of_engine, ranks, load))
+    else:
+        engine = Engine(loaded.model, of_engine, ranks, load)
+        if replicas.index > 0:
+            serve_replica(engine, replicas)
+        else:
+            assert sock is not None
+            front = ReplicaFront(engine, replicas, max_held) if plan.data > 1 else engine
+            _serve_engine(front, loaded, sock, source, options, plan.data, lambda checkpoint: checkpoint, ready, say)
+    shutdown()
+
+
+def _serve_engine(
+    engine: Engine | ReplicaFront,
+    loaded: LoadedModel,
+    sock: socket.socket,
+    source: Path,
+    options: ServeOptions,
+    num_replicas: int,
+    load: Callable[[Path], nn.Module | Path],
+    ready: Ready,
+    say: Say,
+) -> None:
+    """Serve an engine on a socket until the process is told to stop."""
+    name = options.name or source.resolve().name
+    served = loaded.served(name, options.template, engine.context_length, engine.vocab_size, options.adapters)
+    worker = EngineWorker(engine, num_replicas * (options.max_running + options.max_waiting))
+    api = Api(served, worker, options.limits, loaded.weights)
+
+    async def replace(weights: nn.Module | Path, name: str) -> None:
+        await worker.replace_weights(weights)
+        api.fingerprint = name
+
+    watch = follow(source, loaded.weights, load, replace, say) if options.follows else None
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{host}:{sock.getsockname()[1]}"
+    about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device}
+    app = build_app(api, options.api_keys, is_loopback(options.host))
+    HttpServer(app, worker, options.limits, lambda: ready(about), watch).run([sock])
+    has_ended = worker.join(END_SECONDS)
+    if worker.has_failed:
+        raise WeftError(str(worker.refusal))
+    if has_ended:
+        with suppress(RuntimeError):  # a rank that was lost meanwhile is not told
+            engine.close()
+    else:
+        os._exit(1)  # a step does not end; the launcher ends the other ranks

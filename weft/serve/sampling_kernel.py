@@ -1,0 +1,84 @@
+"""The draw of `sampling.py` without filters as one Triton kernel for GPUs, which reads the logits once.
+
+A program handles a part of the tokens of one request: it makes their noise, and finds the token with the highest sum of
+logit and noise. The plain function makes the noise in some thirty passes over memory.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS = 4096  # that a program handles
+
+
+@triton.jit
+def _mix(bits):
+    """Equals `sampling._mix`."""
+    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
+    bits = (bits ^ (bits >> 15)) * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _draw(
+    logits_ptr,
+    temperature_ptr,
+    key_ptr,
+    position_ptr,
+    best_ptr,
+    token_ptr,
+    num_tokens,
+    logits_stride,
+    temperature_stride,
+    key_stride,
+    position_stride,
+    NUM_PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    request, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    tokens = part * TOKENS + tl.arange(0, TOKENS)
+    inside = tokens < num_tokens
+    position = tl.load(position_ptr + request * position_stride).to(tl.uint32)
+    low = tl.load(key_ptr + request * key_stride).to(tl.uint32)
+    high = tl.load(key_ptr + request * key_stride + 1).to(tl.uint32)
+    first = _mix(position ^ _mix(low))
+    second = _mix(position + _mix(high ^ 0x5BD1E995))
+    bits = _mix(_mix(tokens.to(tl.uint32) ^ first) + second) & 0x7FFFFFFF
+    uniform = (bits.to(tl.float32) + 0.5) * (1.0 / 2147483648.0)
+    # log1p(-uniform) without cancellation: the series where uniform is small.
+    exponential = tl.where(uniform < 1e-3, uniform * (1 + uniform * (0.5 + uniform / 3)), -tl.log(1 - uniform))
+    temperature = tl.load(temperature_ptr + request * temperature_stride)
+    temperature = tl.where(temperature > 0, temperature, 1.0)
+    logits = tl.load(logits_ptr + request * logits_stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    scores = tl.where(inside, logits / temperature - tl.log(exponential), float("-inf"))
+    tl.store(best_ptr + request * NUM_PARTS + part, tl.max(scores, 0))
+    tl.store(token_ptr + request * NUM_PARTS + part, part * TOKENS + tl.argmax(scores, 0))
+
+
+def draw_by_kernel(logits: Tensor, temperature: Tensor, keys: Tensor, positions: Tensor) -> Tensor:
+    """Equals `sampling.draw` without filters: logits [requests, tokens] of any dtype -> tokens [requests]."""
+    num_requests, num_tokens = logits.shape
+    num_parts = triton.cdiv(num_tokens, _TOKENS)
+    best = torch.empty(num_requests, num_parts, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_requests, num_parts, dtype=torch.int64, device=logits.device)
+    assert logits.stride(1) == 1 and keys.stride(1) == 1, "logits and keys of a request lie end to end"  # noqa: PT018
+    _draw[(num_requests, num_parts)](
+        logits,
+        temperature,
+        keys,
+        positions,
+        best,
+        tokens,
+        num_tokens,
+        logits.stride(0),
+        temperature.stride(0),
+        keys.stride(0),
+        positions.stride(0),
+        NUM_PARTS=num_parts,
+        TOKENS=_TOKENS,
+        num_warps=4,
+    )
+    return tokens.gather(1, best.argmax(1, keepdim=True))[:, 0]

@@ -1,0 +1,120 @@
+"""The inputs of a step as tensors on the device: tokens, positions, slots and block tables of its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.serve.paged_attention import PagedBatch, to_device
+from weft.serve.scheduler import ScheduledChunk
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """Blocks of the cache. Block number `num_blocks`, behind those that requests use, is written by padding."""
+
+    block_size: int
+    num_blocks: int
+    device: torch.device
+
+
+def is_decode(chunk: ScheduledChunk) -> bool:
+    return chunk.samples and chunk.end - chunk.start == 1
+
+
+def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int = 0) -> tuple[Tensor, Tensor]:
+    """Two arrays of int32 in host memory.
+
+    The first is [4, tokens]: the token; the sampler's row whose last token it is, where the host does not know it yet,
+    else -1; its position; its slot. The second is [requests, 1 + blocks]: tokens in the cache after this step, block
+    table. Both are padded to `num_rows` with tokens whose keys and values go to the block for padding.
+    """
+    size = layout.block_size
+    tokens, sources, positions, slots = list[int](), list[int](), list[int](), list[int]()
+    width = max((chunk.end - 1) // size + 1 for chunk in chunks)
+    tables = np.zeros((max(len(chunks), num_rows), 1 + width), dtype=np.int32)
+    for index, (active, start, end, _) in enumerate(chunks):
+        assert active.held is not None
+        blocks = active.held.blocks
+        num_blocks = (end - 1) // size + 1
+        tables[index, 0] = end
+        tables[index, 1 : num_blocks + 1] = blocks[:num_blocks]
+        if start < len(active.tokens):
+            tokens += active.tokens[start:end]
+            sources += [-1] * (end - start)
+        else:
+            tokens.append(0)
+            sources.append(active.row)
+        positions += range(start, end)
+        slots += [blocks[position // size] * size + position % size for position in range(start, end)]
+    num_padded = max(0, num_rows - len(chunks))
+    if num_padded:
+        tables[len(chunks) :, :2] = 1, layout.num_blocks
+    padding = ([0] * num_padded, [-1] * num_padded, [0] * num_padded, [layout.num_blocks * size] * num_padded)
+    parts = [one + more for one, more in zip((tokens, sources, positions, slots), padding, strict=True)]
+    return torch.from_numpy(np.array(parts, dtype=np.int32)), torch.from_numpy(tables)
+
+
+def input_tokens(flat: Tensor, last: Tensor) -> Tensor:
+    """The tokens [tokens] of a packed array: those it has, or the last ones of the sampler's rows."""
+    return torch.where(flat[1] >= 0, last[flat[1].clamp(min=0).long()], flat[0])
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a step computes, in host memory: the arrays of `packed`, and how many tokens each request has in the step.
+
+    The first `num_decodes` requests have one token each; after the last token of the first `num_sampled` requests the
+    next token is sampled.
+    """
+
+    flat: Tensor  # [4, tokens] int32
+    tables: Tensor  # [requests, 1 + blocks] int32
+    queries: list[int]
+    num_decodes: int
+    num_sampled: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.flat.shape[1]
+
+    def batch(self, layout: PageLayout, last: Tensor | None = None) -> PagedBatch:
+        """The batch on the device. `last` are the last tokens of the sampler's rows, if the host may not know them."""
+        flat, tables = to_device(self.flat, layout.device), to_device(self.tables, layout.device)
+        return PagedBatch(
+            flat[0] if last is None else input_tokens(flat, last),
+            flat[2],
+            flat[3].long(),
+            tables[:, 1:],
+            tables[:, 0],
+            layout.block_size,
+            self.num_decodes,
+            self.queries[self.num_decodes :],
+            self.tables[self.num_decodes :, 0].tolist(),
+        )
+
+    def sampled_tokens(self, device: torch.device) -> Tensor:
+        """Where the last token of each request that samples lies."""
+        ends = np.cumsum(self.queries[: self.num_sampled]) - 1
+        return to_device(torch.from_numpy(ends.astype(np.int64)), device)
+
+
+def step_inputs(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> StepInputs:
+    """The inputs of chunks: decodes first, then prompts whose last token is computed, then the others."""
+    flat, tables = packed(chunks, layout)
+    queries = [chunk.end - chunk.start for chunk in chunks]
+    return StepInputs(flat, tables, queries, sum(map(is_decode, chunks)), sum(chunk.samples for chunk in chunks))
+
+
+def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
+    """The inputs of one text in the first blocks of an empty cache; nothing is sampled."""
+    number = len(tokens)
+    places = torch.arange(number, dtype=torch.int32)
+    given = torch.tensor(list(tokens), dtype=torch.int32)
+    table = torch.arange(-1, -(-number // block_size), dtype=torch.int32)[None]
+    table[0, 0] = number
+    return StepInputs(torch.stack([given, torch.full_like(given, -1), places, places]), table, [number], 0, 0)

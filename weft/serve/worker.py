@@ -1,0 +1,267 @@
+"""A thread that runs the engine's steps, and gives clients of an event loop their tokens.
+
+The engine is used by this thread alone. What the event loop wants of it (add, cancel, other weights, embeddings) is
+done between two steps, in the order in which it was asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from weft.errors import WeftError
+from weft.serve.request import EngineState, GeneratedToken, Request, RequestError
+
+T = TypeVar("T")
+IDLE_SECONDS = 2.0
+Pool = Literal["mean", "last"]  # of the last layer's hidden states
+
+
+class StepEngine(Protocol):
+    """What the worker and the server use of an engine. To cancel a request that it does not hold does nothing.
+
+    `idle` is called every `IDLE_SECONDS` while there is no work, so that lost ranks are found.
+    """
+
+    context_length: int
+    vocab_size: int
+
+    def add(self, request: Request) -> None: ...
+    def cancel(self, name: str) -> None: ...
+    def step(self) -> list[GeneratedToken]: ...
+    def has_work(self) -> bool: ...
+    def state(self) -> EngineState: ...
+    def replace_weights(self, model: nn.Module) -> None: ...
+    def replace_weights_from(self, checkpoint: Path) -> None: ...
+    def embed(self, tokens: Sequence[int], pool: Pool) -> torch.Tensor: ...
+    def idle(self) -> None: ...
+
+
+class UnavailableError(WeftError):
+    """The server takes no requests: it stops, or its engine failed. Another server may take them."""
+
+
+class TokenStream:
+    """The tokens of requests that were submitted together, in the order in which they are generated.
+
+    It holds at most as many tokens as its requests may generate, so a client that reads slowly holds no more memory.
+    """
+
+    def __init__(self, worker: EngineWorker, names: Iterable[str]) -> None:
+        self._worker, self._open = worker, set(names)
+        self._queue: asyncio.Queue[GeneratedToken | Exception] = asyncio.Queue()
+
+    async def tokens(self) -> AsyncIterator[GeneratedToken]:
+        """Yields tokens until every request has ended or was cancelled. Raises UnavailableError if the engine ends."""
+        while self._open:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item.request in self._open:
+                if item.finish is not None:
+                    self._open.remove(item.request)
+                yield item
+
+    def put(self, item: GeneratedToken | Exception) -> None:
+        """Give the stream a token, or the error that ends it."""
+        self._queue.put_nowait(item)
+
+    def cancel(self, name: str | None = None) -> None:
+        """Cancel one request, or all that have not ended: before the engine's next step."""
+        names = self._open & {name} if name is not None else set(self._open)
+        self._open -= names
+        self._worker.forget(names)
+
+
+class EngineWorker:
+    """Runs an engine in a thread. All methods are for the event loop in which `start` was called."""
+
+    def __init__(self, engine: StepEngine, max_requests: int = 512) -> None:
+        self._engine, self._max_requests = engine, max_requests
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, TokenStream] = {}  # by the name of a request that has not ended
+        self._inbox: deque[_EngineCall[Any]] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._refusal: UnavailableError | None = None
+        self.has_failed = False
+        self.state = engine.state()  # after the last step
+
+    def start(self) -> None:
+        """Start the thread. Call it in the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def refusal(self) -> UnavailableError | None:
+        """Why no request is taken any more; None if requests are taken."""
+        return self._refusal
+
+    async def submit(self, requests: Sequence[Request]) -> TokenStream:
+        """Give requests to the engine: all or, if it refuses one, none. Raises RequestError or UnavailableError."""
+        if self._refusal is not None:
+            raise self._refusal
+        if len(self._streams) + len(requests) > self._max_requests:
+            raise RequestError(
+                "queue_full",
+                f"the server holds {len(self._streams)} requests of at most {self._max_requests} and was asked for "
+                f"{len(requests)} more; try again later",
+            )
+        stream = TokenStream(self, [request.name for request in requests])
+        self._streams.update({request.name: stream for request in requests})
+        try:
+            await self.call(lambda: self._add(requests))
+        except BaseException:  # also if the client is gone while it waits
+            stream.cancel()
+            raise
+        return stream
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Returns what a function returns that uses the engine. It is called between two steps."""
+        result: Future[T] = Future()
+        self._put(_EngineCall(function, result))
+        return await asyncio.wrap_future(result)
+
+    async def embed(self, tokens: Sequence[int], pool: Pool) -> NDArray[np.float32]:
+        """Returns the embedding of a text. Raises RequestError or UnavailableError."""
+        if self._refusal is not None:
+            raise self._refusal
+        return await self.call(lambda: self._engine.embed(tokens, pool).float().cpu().numpy())
+
+    async def replace_weights(self, weights: nn.Module | Path) -> None:
+        """Compute with the weights of another model of the same shape, or of a checkpoint, from the next step on."""
+        if isinstance(weights, nn.Module):
+            await self.call(lambda: self._engine.replace_weights(weights))
+        else:
+            await self.call(lambda: self._engine.replace_weights_from(weights))
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Cancel requests before the next step."""
+        for name in [name for name in names if self._streams.pop(name, None) is not None]:
+            self._put(_EngineCall(partial(self._engine.cancel, name)))
+
+    def refuse(self, why: str) -> None:
+        """Take no more requests. Those that are held go on."""
+        self._refusal = self._refusal or UnavailableError(why)
+
+    def close(self) -> None:
+        """End the thread after its step. Streams that are open raise UnavailableError."""
+        self.refuse("the server stops; ask another one, or this one when it is back")
+        self._end_streams()
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the thread's end after `close`. Returns whether it has ended."""
+        self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
+
+    def _put(self, action: _EngineCall[Any]) -> None:
+        with self._wake:
+            if not self._closed:
+                self._inbox.append(action)
+                self._wake.notify()
+                return
+        action.fail(UnavailableError("the engine was stopped"))
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        """Add requests to the engine. Those added before one that is refused are cancelled by `submit`."""
+        for request in requests:
+            self._engine.add(request)
+
+    def _deliver(self, tokens: list[GeneratedToken], state: EngineState) -> None:
+        """In the event loop: give each stream its tokens."""
+        self.state = state
+        for token in tokens:
+            stream = self._streams.get(token.request)
+            if stream is not None:
+                stream.put(token)
+                if token.finish is not None:
+                    del self._streams[token.request]
+
+    def _fail(self, error: Exception) -> None:
+        """In the event loop: the engine failed, and so do all requests."""
+        self.has_failed = True
+        self._refusal = None
+        self.refuse(f"the engine failed: {type(error).__name__}: {error}; restart the server")
+        self._end_streams()
+
+    def _end_streams(self) -> None:
+        assert self._refusal is not None
+        for stream in set(self._streams.values()):
+            stream.put(self._refusal)
+        self._streams.clear()
+
+    def _run(self) -> None:
+        """The thread: what was asked for, then a step, as long as there is work."""
+        try:
+            while self._wait():
+                for _ in range(len(self._inbox)):  # what is asked for meanwhile waits for the next step
+                    self._inbox.popleft().run()
+                tokens = []
+                if self._engine.has_work():
+                    tokens = self._engine.step()
+                else:
+                    self._engine.idle()
+                self._tell(partial(self._deliver, tokens, self._engine.state()))
+        except Exception as error:
+            traceback.print_exc()
+            self._tell(partial(self._fail, error))
+        with self._wake:
+            self._closed = True
+        for action in self._inbox:
+            action.fail(UnavailableError("the engine was stopped"))
+
+    def _wait(self) -> bool:
+        """Waits until there is work, for `IDLE_SECONDS` at most. Returns False when the thread is to end."""
+        with self._wake:
+            if not self._closed and not self._inbox and not self._engine.has_work():
+                self._wake.wait(IDLE_SECONDS)
+            return not self._closed
+
+    def _tell(self, action: Callable[[], None]) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(action)
+        except RuntimeError:  # the event loop has ended, and with it all clients
+            with self._wake:
+                self._closed = True
+
+
+class _EngineCall(Generic[T]):
+    """Something to do with the engine. With a `result`, somebody waits for it; without, it must not fail."""
+
+    def __init__(self, function: Callable[[], T], result: Future[T] | None = None) -> None:
+        self._function, self._result = function, result
+
+    def run(self) -> None:
+        if self._result is None:
+            self._function()
+        elif self._result.set_running_or_notify_cancel():
+            try:
+                self._result.set_result(self._function())
+            except Exception as error:
+                self._result.set_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        if self._result is not None and self._result.set_running_or_notify_cancel():
+            self._result.set_exception(error)
