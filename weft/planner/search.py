@@ -26,9 +26,10 @@ from weft.parallel.apply import STRATEGIES
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard
-from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
+from weft.planner.closed_form_memory import RankMemory, Sizes, sizes
+from weft.planner.common_costs import CommonCosts, TextCosts
 from weft.planner.memory_stages import with_stages_that_fit
-from weft.planner.question import Question, asked_fields, inner_settings, size_settings, with_fields
+from weft.planner.question import Question, asked_fields, size_settings, with_fields
 from weft.planner.step import StepModel, StepTime
 from weft.profiling import Profile
 from weft.schedule.schedules import SCHEDULES
@@ -107,33 +108,30 @@ class Model:
 
     @cached_property
     def _sizes(self) -> dict[Any, Sizes]:
-        return {}
+        sizes: dict[Any, Sizes] = self.profile.cache.setdefault("sizes", {})  # the same on every cluster
+        return sizes
 
-    @cached_property
-    def _working(self) -> dict[Any, tuple[WorkingMemory, ...]]:
-        return {}
-
-    def _sizes_of(self, plan: Plan) -> tuple[Any, Sizes]:
-        """The sizes of a rank's part of the model, and the settings that they follow from."""
+    def _sizes_of(self, plan: Plan) -> Sizes:
+        """The sizes of a rank's part of the model."""
         inside = (size_settings(plan), plan.memory.recompute, plan.matmul)
         if inside not in self._sizes:
             self._sizes[inside] = sizes(self.profile, plan)
-        return inside, self._sizes[inside]
+        return self._sizes[inside]
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
-        inside, own = self._sizes_of(plan)
-        key = (*inside, inner_settings(plan), plan.memory.activations, plan.pipe, num_micro_batches)
-        if key not in self._working:
-            self._working[key] = working(own, plan, self.steps.stage_units(plan), num_micro_batches)
-        return memory(self._working[key], own, plan, num_micro_batches)
+        return self.common(plan, num_micro_batches).memory(plan)
+
+    def common(self, plan: Plan, num_micro_batches: int) -> CommonCosts:
+        """The costs that the plan shares with plans that differ only in data, shard and offloaded state."""
+        return TextCosts(plan, num_micro_batches, self.steps, self._sizes_of)
 
     def with_stages_that_fit(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
         """Returns the plan with the fastest stages with which it fits, named in `pipe.split`; None without such."""
         units, seconds = self.steps.units, self.steps.unit_seconds(plan)
         if units is None:
             return None
-        return with_stages_that_fit(plan, self._sizes_of(plan)[1], units, seconds, num_micro_batches, limit_bytes)
+        return with_stages_that_fit(plan, self._sizes_of(plan), units, seconds, num_micro_batches, limit_bytes)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """Returns the search over plans for this model."""
@@ -271,6 +269,7 @@ class Search(ABC):
             for pipe in self._pipes(degree, inner):
                 if self._is_slow(self.steps.bound(inner, pipe, num_micro_batches)):
                     continue
+                common: CommonCosts | None = None  # of all plans of the loops below
                 for shard in divisors(ranks):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
                         plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
@@ -280,7 +279,8 @@ class Search(ABC):
                                 continue
                             plan = made
                         if all(one.holds(plan) for one in self._outer) and self._allows(plan, num_micro_batches):
-                            self._consider(plan, num_micro_batches)
+                            common = common or self.model.common(plan, num_micro_batches)
+                            self._consider(plan, common)
 
     def _with_asked(self, plan: Plan) -> Plan | None:
         """Returns the plan with the fields that the question asks for and the search does not try by itself.
@@ -306,49 +306,54 @@ class Search(ABC):
         step = self.steps.step(candidate.plan, candidate.num_micro_batches)
         return replace(candidate, seconds=step.seconds, step=step)
 
-    def _offloaded(self, candidate: Candidate) -> Candidate | None:
+    def _offloaded(self, candidate: Candidate, common: CommonCosts) -> Candidate | None:
         """Returns the candidate with the smallest allowed share of its state in host memory with which it fits.
 
         Returns None if there is no such share.
         """
-        node, count = self.steps.cluster.node, candidate.num_micro_batches
+        node = self.steps.cluster.node
         is_hopeless = candidate.memory.least_bytes > self.limit_bytes
         if node.host_link_bytes_per_second is None or not self._shares or is_hopeless:
             return None
         held = candidate.memory.total_bytes
-        hosted = held - self._with_share(candidate, 1.0).memory.total_bytes
+        hosted = held - _with_share(candidate, 1.0, common).memory.total_bytes
         least = max(0.0, (held - self.limit_bytes) / hosted) if hosted > 0 else 2.0
         share = next((share for share in self._shares if share >= least), None)
         room = node.host_memory_bytes / node.num_devices - KEPT_FREE_BYTES
         if share is None or hosted * share > room:
             return None
-        found = self._with_share(candidate, share)
+        found = _with_share(candidate, share, common)
         if found.memory.total_bytes > self.limit_bytes:
             return None
-        return replace(found, seconds=self.steps.estimate(found.plan, count))
+        return replace(found, seconds=common.seconds(found.plan))
 
-    def _with_share(self, candidate: Candidate, share: float) -> Candidate:
-        plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
-        return replace(candidate, plan=plan, memory=self.model.held(plan, candidate.num_micro_batches))
-
-    def _try_smaller(self, plan: Plan, num_micro_batches: int) -> None:
+    def _try_smaller(self, plan: Plan, common: CommonCosts) -> None:
         """Tries a plan that does not fit with other stages, fewer micro-batches in flight, and `regather`, if it then
         fits.
 
         `regather` saves fewer inputs of matmuls. Each is tried with all micro-batches in flight first.
         """
+        if common.smaller_forms is None:
+            common.smaller_forms = [
+                [self.model.common(one, common.num_micro_batches) for one in forms]
+                for forms in self._smaller_forms(plan)
+            ]
+        for forms in common.smaller_forms:
+            for form in forms:  # a lower cap is slower; memory is checked first, as it takes less time
+                held = form.memory(plan)
+                if held.total_bytes <= self.limit_bytes:
+                    self._consider(form.form_of(plan), form)
+                    break
+                if form is forms[0]:
+                    self._try_other_stages(form.form_of(plan), held, common.num_micro_batches)
+
+    def _smaller_forms(self, plan: Plan) -> list[list[Plan]]:
+        """Returns the plan with fewer micro-batches in flight, and the same with `regather` where it saves memory."""
         forms = [[plan, *self._capped(plan)]]
         if self._regathers and plan.tensor.sequence and plan.memory.recompute == "none":  # else it gathers again anyway
             again = replace(plan, tensor=replace(plan.tensor, regather=True))
             forms.append([again, *self._capped(again)])
-        for smaller in forms:
-            for one in smaller:  # a lower cap is slower; memory is checked first, as it takes less time
-                held = self.model.held(one, num_micro_batches)
-                if held.total_bytes <= self.limit_bytes:
-                    self._consider(one, num_micro_batches)
-                    break
-                if one is smaller[0]:
-                    self._try_other_stages(one, held, num_micro_batches)
+        return forms
 
     def _try_other_stages(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
         """Tries the plan, which needs `held`, with stages that fit, if there are such.
@@ -359,8 +364,11 @@ class Search(ABC):
         if held.total_bytes - held.saved_bytes / 2 > self.limit_bytes or not self._names.isdisjoint(STAGES):
             return
         found = self.model.with_stages_that_fit(plan, num_micro_batches, self.limit_bytes)
-        if found is not None and self.model.held(found, num_micro_batches).total_bytes <= self.limit_bytes:
-            self._consider(found, num_micro_batches)
+        if found is None:
+            return
+        common = self.model.common(found, num_micro_batches)
+        if common.memory(found).total_bytes <= self.limit_bytes:
+            self._consider(found, common)
 
     def _capped(self, plan: Plan) -> list[Plan]:
         """Returns the plan with caps on the micro-batches in flight, the highest first."""
@@ -372,27 +380,27 @@ class Search(ABC):
         caps = range(full if pipe.num_stages > pipe.degree else full - step, full - pipe.degree // 2 - 1, -step)
         return [replace(plan, pipe=replace(pipe, in_flight=cap)) for cap in caps]
 
-    def _consider(self, plan: Plan, num_micro_batches: int) -> None:
+    def _consider(self, plan: Plan, common: CommonCosts) -> None:
         """Keeps a plan if it is among the fastest that fit.
 
         A plan that does not fit but would be among the fastest is kept if it is the nearest to fit of its layout.
         """
         self.num_considered += 1
         number = self.num_considered  # smaller forms of the plan are considered in between
-        seconds = self.steps.estimate(plan, num_micro_batches)
+        seconds = common.seconds(plan)
         if self._is_slow(seconds):
             return  # if it does not fit, it is not worth reporting either
-        held = self.model.held(plan, num_micro_batches)
-        candidate: Candidate | None = Candidate(plan, num_micro_batches, seconds, held)
+        held = common.memory(plan)
+        candidate: Candidate | None = Candidate(plan, common.num_micro_batches, seconds, held)
         assert candidate is not None
         is_large, layout = held.total_bytes > self.limit_bytes, tuple(plan.degrees.values())
         if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
             self._large[layout] = candidate
         is_capped = plan.pipe.in_flight is not None and IN_FLIGHT not in self._names
         if is_large and not plan.tensor.regather and not is_capped:
-            self._try_smaller(plan, num_micro_batches)
+            self._try_smaller(plan, common)
         if is_large or self._shares[:1] != [0.0]:
-            candidate = self._offloaded(candidate)
+            candidate = self._offloaded(candidate, common)
         if candidate is None or self._is_slow(candidate.seconds):
             return
         item = (-candidate.seconds, -number, candidate)
@@ -422,6 +430,12 @@ class TextSearch(Search):
         found = [Pipe(degree, name) for name in SCHEDULES if name != "interleaved"]  # type: ignore[arg-type]
         found += [Pipe(degree, "interleaved", chunks=chunks) for chunks in range(2, most + 1)]
         return [pipe for pipe in found if all(one.holds(Plan(pipe=pipe)) for one in self._of_pipe)]
+
+
+def _with_share(candidate: Candidate, share: float, common: CommonCosts) -> Candidate:
+    """Returns the candidate with a share of its state in host memory."""
+    plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
+    return replace(candidate, plan=plan, memory=common.memory(plan))
 
 
 def _rank(candidate: Candidate) -> tuple[float, float, str]:
