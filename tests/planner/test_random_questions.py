@@ -14,26 +14,31 @@ from weft.planner.answer import Answer, ask
 from weft.planner.predict import predict
 from weft.planner.question import Question, parse_constraints
 
-NUM_SAMPLED, NUM_SOAK = 1, 500
+NUM_SAMPLED, NUM_SOAK, NUM_ALIKE = 1, 500, 20
 # The search orders plans by a closed form and simulates the best of them, so equal plans may change places.
 TOLERANCE = 1.01
 WORDS = ("no pipe", "no recompute", "x=1", "shard<=2", "pipe<=2", "schedule=gpipe", "stage=1", "micro_batch<=2")
 
 
 def question_of(seed: int) -> tuple[LanguageConfig, str, int, int]:
-    """Returns a random model, cluster, batch and sequence."""
-    rng = random.Random(seed)
+    """Returns a random model, cluster, batch and sequence.
+
+    Questions in a row have models of equal blocks, because a model takes longer to profile than to plan.
+    """
+    rng = random.Random(seed // NUM_ALIKE)
     hidden, heads = rng.choice([(256, 4), (512, 8), (768, 12)])
-    layers = rng.randint(2, 6)
     sequence = rng.choice([128, 256, 512])
+    is_decoder, groups = rng.random() < 0.5, rng.choice([1, 2])
     vocabulary = rng.choice([4096, 8192, 32000])
+    rng = random.Random(f"question {seed}")
+    layers = rng.randint(2, 6)
     config: LanguageConfig = GPT2Config(
         vocab_size=vocabulary, n_positions=sequence, n_embd=hidden, n_layer=layers, n_head=heads
     )
-    if rng.random() < 0.5:
+    if is_decoder:
         config = DecoderConfig(
             vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-            num_key_value_heads=heads // rng.choice([1, 2]), intermediate_size=2 * hidden,
+            num_key_value_heads=heads // groups, intermediate_size=2 * hidden,
             max_position_embeddings=sequence,
         )  # fmt: skip
     cluster = rng.choice(["h100:1x4", "h100:2x2", "a100-40:1x8", "a100-80:2x4", "h100:3x2", "v100-32:1x4"])

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from weft.plan import Plan
-from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, working
+from weft.planner.closed_form_memory import RESERVE_BYTES, SLACK, RankMemory, Sizes, WorkingMemory, memory, working
 from weft.planner.step import CommonTimes, StepModel
 
 
@@ -19,7 +19,8 @@ class CommonCosts:
     """Times and memory of plans that differ from `plan` only in `data`, `shard` and `memory.offload`.
 
     `estimate` and `held` compute the time and the memory of any plan. `smaller_forms` are the costs of the same plans
-    with other settings that need less memory; the search fills it when it needs them.
+    with other settings that need less memory: in each list, each form needs at most as much as the one before. The
+    search fills it when it needs them.
     """
 
     def __init__(
@@ -32,6 +33,16 @@ class CommonCosts:
         self.num_micro_batches = num_micro_batches
         self.smaller_forms: list[list[CommonCosts]] | None = None
         self._plan, self._estimate, self._held = plan, estimate, held
+
+    @property
+    def floor_bytes(self) -> float:
+        """A lower bound of `memory` under any data, shard and offloaded state."""
+        return 0.0
+
+    @property
+    def halved_floor_bytes(self) -> float:
+        """A lower bound of `memory` less half of the saved activations."""
+        return 0.0
 
     def form_of(self, plan: Plan) -> Plan:
         """Returns a plan with the data, shard and memory policy of `plan`, and all other settings of these costs."""
@@ -70,6 +81,14 @@ class TextCosts(CommonCosts):
         stages = self._steps.stage_units(self._plan)
         return largest(working(self._sizes, self._plan, stages, self.num_micro_batches))
 
+    @cached_property
+    def floor_bytes(self) -> float:
+        return max(_least_bytes(rank) for rank in self._working)
+
+    @cached_property
+    def halved_floor_bytes(self) -> float:
+        return min(_least_bytes(rank) - rank.saved / 2 for rank in self._working)
+
     def seconds(self, plan: Plan) -> float:
         return self._steps.estimate(plan, self.num_micro_batches, self._times)
 
@@ -89,6 +108,11 @@ def largest(ranks: Sequence[WorkingMemory]) -> tuple[WorkingMemory, ...]:
             continue
         found = [other for other in found if not _is_within(other, rank)] + [rank]
     return tuple(found)
+
+
+def _least_bytes(rank: WorkingMemory) -> float:
+    """Device memory of a rank whose state takes no memory."""
+    return (rank.saved + rank.throughout + max(rank.loss, rank.backward)) * SLACK + RESERVE_BYTES
 
 
 def _is_within(rank: WorkingMemory, other: WorkingMemory) -> bool:

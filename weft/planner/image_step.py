@@ -76,6 +76,9 @@ class ImageSteps(StepModel):
             found = found.plus(one)
         return found
 
+    def kernel_seconds(self, plan: Plan) -> float:
+        return sum(self.chain(plan))
+
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
         return num_micro_batches * sum(self.chain(plan)) / pipe.degree + FIXED_SECONDS
 

@@ -66,7 +66,6 @@ def planned_model(
     return Model(steps, found.profile)
 
 
-@lru_cache(maxsize=8)
 def _traced(
     config: LanguageConfig, sequence: int, precision: Precision, is_compiled: bool, equal_stages: bool
 ) -> TracedModel:
@@ -76,18 +75,7 @@ def _traced(
         if isinstance(config, GPT2Config)
         else replace(config, num_hidden_layers=NUM_PROFILED, num_experts_per_layer=(), first_k_dense_replace=0)
     )
-
-    def tokens() -> Tensor:
-        return torch.zeros(1, sequence, dtype=torch.long, device="cpu")
-
-    def profiled(in_head: bool) -> Profile:
-        with torch.device("meta"):
-            module = build(shallow).to(COMPUTE_DTYPE[precision])
-        if in_head:
-            install_loss_head(module)
-        return profile(module, lambda: (tokens(),), ExampleLoss(tokens))
-
-    found, in_head = profiled(in_head=False), profiled(in_head=True)
+    found, in_head = _profiled(shallow, sequence, precision, False), _profiled(shallow, sequence, precision, True)
     units = None if equal_stages else ModelUnits((found, in_head), config.num_layers)
     if is_compiled:
         found, in_head = compiled_profile(found), compiled_profile(in_head)
@@ -98,3 +86,17 @@ def _traced(
     numel = (int(held.first_numel), found.blocks[-1].numel, int(held.last_numel))
     experts = sum(one.numel * one.num_experts for one in found.blocks[-1].experts)
     return TracedModel(found, work, numel, int(held.tied_numel), experts, units)
+
+
+@lru_cache(maxsize=16)
+def _profiled(shallow: LanguageConfig, sequence: int, precision: Precision, in_head: bool) -> Profile:
+    """The profile of a model with few layers, with the loss computed in its head or from its logits."""
+
+    def tokens() -> Tensor:
+        return torch.zeros(1, sequence, dtype=torch.long, device="cpu")
+
+    with torch.device("meta"):
+        module = build(shallow).to(COMPUTE_DTYPE[precision])
+    if in_head:
+        install_loss_head(module)
+    return profile(module, lambda: (tokens(),), ExampleLoss(tokens))

@@ -26,13 +26,14 @@ from weft.parallel.apply import STRATEGIES
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard
+from weft.planner.candidate import Candidate, SearchResult, rank, with_share
 from weft.planner.closed_form_memory import RankMemory, Sizes, sizes
 from weft.planner.common_costs import CommonCosts, TextCosts
 from weft.planner.memory_stages import with_stages_that_fit
 from weft.planner.question import Question, asked_fields, size_settings, with_fields
-from weft.planner.step import StepModel, StepTime
+from weft.planner.step import StepModel
 from weft.profiling import Profile
-from weft.schedule.schedules import SCHEDULES
+from weft.schedule.schedules import SCHEDULES, least_in_flight, refuse_schedule
 from weft.sharding.host_memory import KEPT_FREE_BYTES
 from weft.strategy import SearchSpace, Strategy, divisors
 
@@ -43,29 +44,6 @@ REGATHER = "tensor.regather"
 IN_FLIGHT, CAPPED, MIN_CAPPED = "pipe.in_flight", ("1f1b", "interleaved"), 4  # schedules and degrees that are capped
 STAGES = ("pipe.balance", "pipe.split")
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan with its cost. `step` is set if its schedule was simulated."""
-
-    plan: Plan
-    num_micro_batches: int
-    seconds: float
-    memory: RankMemory
-    step: StepTime | None = None
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The best plans, plans that would be as fast but do not fit (the nearest to fit first), and the number of plans
-    tried.
-    """
-
-    best: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
-    refused: tuple[tuple[str, str], ...]  # (plans that the model does not allow, reason)
-    num_considered: int
 
 
 @dataclass(frozen=True)
@@ -170,13 +148,12 @@ class Search(ABC):
 
     def run(self) -> SearchResult:
         """Runs the search."""
-        inner = sorted(self._inner_plans(), key=lambda pair: pair[0])
-        for bound, plan in inner:
+        for bound, plan in self._inner_plans():
             if self._is_slow(bound):
                 break
             self._lay_out(plan)
-        kept = sorted((item[2] for item in self._best), key=_rank)
-        timed = sorted((self._time(candidate) for candidate in kept), key=_rank)
+        kept = sorted((item[2] for item in self._best), key=rank)
+        timed = sorted((self._time(candidate) for candidate in kept), key=rank)
         timed = [one for one in timed if one.seconds < self.limit_seconds][: self.keep]
         fastest = timed[0].seconds if timed else float("inf")
         large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
@@ -190,12 +167,29 @@ class Search(ABC):
         return Plan(precision=self.question.precision)
 
     def _inner_plans(self) -> Iterator[tuple[float, Plan]]:
-        """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work.
+        """Yields (lower bound of the step's seconds, plan) for all settings that shape a rank's own work, the lowest
+        bound first.
 
-        The other axes have degree 1.
+        The other axes have degree 1. Bounds with collectives are computed for plans whose kernels may be fast enough.
         """
-        for plan in self._settings(self._base, STRATEGIES):
-            yield from self._policies(plan)
+        plans = [one for plan in self._settings(self._base, STRATEGIES) for one in self._policies(plan)]
+        queue = [(self._inner_bound(plan, self.steps.kernel_seconds(plan)), index) for index, plan in enumerate(plans)]
+        heapq.heapify(queue)
+        bounds: dict[int, float] = {}
+        while queue:
+            bound, index = queue[0]
+            if index in bounds:
+                heapq.heappop(queue)
+                yield bound, plans[index]
+            else:
+                bounds[index] = self._inner_bound(plans[index], sum(self.steps.chain(plans[index])))
+                heapq.heapreplace(queue, (bounds[index], index))
+
+    def _inner_bound(self, plan: Plan, seconds: float) -> float:
+        """A lower bound of a step in which a micro-batch takes `seconds` in the whole model, on any number of ranks."""
+        assert plan.micro_batch is not None
+        rounds = self.question.batch / plan.micro_batch / plan.num_batch_ranks
+        return rounds * seconds * plan.num_ranks / self.num_devices
 
     def _settings(self, plan: Plan, strategies: Sequence[Strategy]) -> Iterator[Plan]:
         """Yields the plan under all settings of these strategies' axes."""
@@ -222,8 +216,8 @@ class Search(ABC):
         degrees = Plan(**fields).degrees
         self._refused.setdefault(reason, " × ".join(f"{axis} {degrees[axis]}" for axis in strategy.axes))
 
-    def _policies(self, inner: Plan) -> Iterator[tuple[float, Plan]]:
-        """Yields (lower bound of the step's seconds, plan) for each micro-batch and recompute policy."""
+    def _policies(self, inner: Plan) -> Iterator[Plan]:
+        """Yields the plan with each micro-batch and recompute policy."""
         batch = self.question.batch
         for micro_batch in divisors(batch):
             if micro_batch > MAX_MICRO_BATCH and "micro_batch" not in self._names:
@@ -234,9 +228,7 @@ class Search(ABC):
             for recompute in recomputes:
                 plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
                 if all(one.holds(plan) for one in self._inner):
-                    seconds = sum(self.steps.chain(plan))
-                    rounds = batch / micro_batch / inner.num_batch_ranks
-                    yield rounds * seconds * inner.num_ranks / self.num_devices, plan
+                    yield plan
 
     @abstractmethod
     def _pipes(self, degree: int, inner: Plan) -> list[Pipe]:
@@ -274,7 +266,7 @@ class Search(ABC):
                     for stage in (1, 2, 3) if shard > 1 else (1,):
                         plan = replace(inner, data=ranks // shard, pipe=pipe, shard=Shard(shard, stage))  # type: ignore[arg-type]
                         if self._asked:
-                            made = self._with_asked(plan)
+                            made = self._with_asked(plan, num_micro_batches)
                             if made is None:
                                 continue
                             plan = made
@@ -282,14 +274,16 @@ class Search(ABC):
                             common = common or self.model.common(plan, num_micro_batches)
                             self._consider(plan, common)
 
-    def _with_asked(self, plan: Plan) -> Plan | None:
+    def _with_asked(self, plan: Plan, num_micro_batches: int) -> Plan | None:
         """Returns the plan with the fields that the question asks for and the search does not try by itself.
 
         Returns None, and remembers the reason, if such a plan is refused.
         """
         try:
             plan = with_fields(plan, self._asked)
-            reason = refuse_pipeline(self.model.profile, plan) or self._reason(plan)
+            pipe = plan.pipe
+            reason = refuse_schedule(pipe.schedule, pipe.degree, num_micro_batches, **pipe.options)
+            reason = reason or refuse_pipeline(self.model.profile, plan) or self._reason(plan)
         except PlanError as error:
             reason = str(error)
         if reason is not None:
@@ -316,13 +310,13 @@ class Search(ABC):
         if node.host_link_bytes_per_second is None or not self._shares or is_hopeless:
             return None
         held = candidate.memory.total_bytes
-        hosted = held - _with_share(candidate, 1.0, common).memory.total_bytes
+        hosted = held - with_share(candidate, 1.0, common).memory.total_bytes
         least = max(0.0, (held - self.limit_bytes) / hosted) if hosted > 0 else 2.0
         share = next((share for share in self._shares if share >= least), None)
         room = node.host_memory_bytes / node.num_devices - KEPT_FREE_BYTES
         if share is None or hosted * share > room:
             return None
-        found = _with_share(candidate, share, common)
+        found = with_share(candidate, share, common)
         if found.memory.total_bytes > self.limit_bytes:
             return None
         return replace(found, seconds=common.seconds(found.plan))
@@ -333,13 +327,11 @@ class Search(ABC):
 
         `regather` saves fewer inputs of matmuls. Each is tried with all micro-batches in flight first.
         """
-        if common.smaller_forms is None:
-            common.smaller_forms = [
-                [self.model.common(one, common.num_micro_batches) for one in forms]
-                for forms in self._smaller_forms(plan)
-            ]
-        for forms in common.smaller_forms:
-            for form in forms:  # a lower cap is slower; memory is checked first, as it takes less time
+        for forms in self._forms(plan, common):
+            fits_somewhere = forms[-1].floor_bytes <= self.limit_bytes  # the last form needs least
+            if not fits_somewhere and forms[0].halved_floor_bytes > self.limit_bytes:
+                continue
+            for form in forms if fits_somewhere else forms[:1]:  # a lower cap is slower
                 held = form.memory(plan)
                 if held.total_bytes <= self.limit_bytes:
                     self._consider(form.form_of(plan), form)
@@ -347,12 +339,27 @@ class Search(ABC):
                 if form is forms[0]:
                     self._try_other_stages(form.form_of(plan), held, common.num_micro_batches)
 
-    def _smaller_forms(self, plan: Plan) -> list[list[Plan]]:
+    def _forms(self, plan: Plan, common: CommonCosts) -> list[list[CommonCosts]]:
+        """Returns the costs of the plan's smaller forms, which plans with the same common costs share."""
+        if common.smaller_forms is None:
+            count = common.num_micro_batches
+            plans = self._smaller_forms(plan, count)
+            common.smaller_forms = [[self.model.common(one, count) for one in forms] for forms in plans]
+        return common.smaller_forms
+
+    def _is_hopeless(self, plan: Plan, common: CommonCosts) -> bool:
+        """Does no plan with these common costs fit, in no smaller form and with no share of its state on the host?"""
+        limit = self.limit_bytes
+        return common.floor_bytes > limit and all(
+            forms[-1].floor_bytes > limit and forms[0].halved_floor_bytes > limit for forms in self._forms(plan, common)
+        )
+
+    def _smaller_forms(self, plan: Plan, num_micro_batches: int) -> list[list[Plan]]:
         """Returns the plan with fewer micro-batches in flight, and the same with `regather` where it saves memory."""
-        forms = [[plan, *self._capped(plan)]]
+        forms = [[plan, *self._capped(plan, num_micro_batches)]]
         if self._regathers and plan.tensor.sequence and plan.memory.recompute == "none":  # else it gathers again anyway
             again = replace(plan, tensor=replace(plan.tensor, regather=True))
-            forms.append([again, *self._capped(again)])
+            forms.append([again, *self._capped(again, num_micro_batches)])
         return forms
 
     def _try_other_stages(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
@@ -370,7 +377,7 @@ class Search(ABC):
         if common.memory(found).total_bytes <= self.limit_bytes:
             self._consider(found, common)
 
-    def _capped(self, plan: Plan) -> list[Plan]:
+    def _capped(self, plan: Plan, num_micro_batches: int) -> list[Plan]:
         """Returns the plan with caps on the micro-batches in flight, the highest first."""
         pipe = plan.pipe
         if pipe.degree < MIN_CAPPED or pipe.schedule not in CAPPED or IN_FLIGHT in self._names:
@@ -378,7 +385,8 @@ class Search(ABC):
         # Those of one group at all stages but the last, and of 1 to 1/2 of a group at the last.
         full, step = pipe.num_stages, pipe.degree // 4
         caps = range(full if pipe.num_stages > pipe.degree else full - step, full - pipe.degree // 2 - 1, -step)
-        return [replace(plan, pipe=replace(pipe, in_flight=cap)) for cap in caps]
+        least = least_in_flight(pipe.degree, num_micro_batches, pipe.num_stages // pipe.degree)
+        return [replace(plan, pipe=replace(pipe, in_flight=cap)) for cap in caps if cap >= least]
 
     def _consider(self, plan: Plan, common: CommonCosts) -> None:
         """Keeps a plan if it is among the fastest that fit.
@@ -387,13 +395,18 @@ class Search(ABC):
         """
         self.num_considered += 1
         number = self.num_considered  # smaller forms of the plan are considered in between
+        layout, held = tuple(plan.degrees.values()), None
+        if layout in self._large and self._is_hopeless(plan, common):
+            nearest = self._large[layout].memory.total_bytes  # to fit, of the plans of this layout
+            if common.floor_bytes >= nearest or (held := common.memory(plan)).total_bytes >= nearest:
+                return
         seconds = common.seconds(plan)
         if self._is_slow(seconds):
             return  # if it does not fit, it is not worth reporting either
-        held = common.memory(plan)
+        held = held or common.memory(plan)
         candidate: Candidate | None = Candidate(plan, common.num_micro_batches, seconds, held)
         assert candidate is not None
-        is_large, layout = held.total_bytes > self.limit_bytes, tuple(plan.degrees.values())
+        is_large = held.total_bytes > self.limit_bytes
         if is_large and (layout not in self._large or held.total_bytes < self._large[layout].memory.total_bytes):
             self._large[layout] = candidate
         is_capped = plan.pipe.in_flight is not None and IN_FLIGHT not in self._names
@@ -430,14 +443,3 @@ class TextSearch(Search):
         found = [Pipe(degree, name) for name in SCHEDULES if name != "interleaved"]  # type: ignore[arg-type]
         found += [Pipe(degree, "interleaved", chunks=chunks) for chunks in range(2, most + 1)]
         return [pipe for pipe in found if all(one.holds(Plan(pipe=pipe)) for one in self._of_pipe)]
-
-
-def _with_share(candidate: Candidate, share: float, common: CommonCosts) -> Candidate:
-    """Returns the candidate with a share of its state in host memory."""
-    plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
-    return replace(candidate, plan=plan, memory=common.memory(plan))
-
-
-def _rank(candidate: Candidate) -> tuple[float, float, str]:
-    """Returns a sort key: the step time, then the memory, then the name of the plan."""
-    return candidate.seconds, candidate.memory.total_bytes, candidate.plan.describe_axes()
