@@ -45,7 +45,7 @@ def test_a_run_is_compared_with_wefts_best_by_the_same_model() -> None:
     assert f"{1 - best.seconds / found.theirs.seconds:.1%} faster than their plan" in words["best"]
     assert f"predicted for weft {found.theirs.seconds:.2f} s" in words["time"]
     assert found.framework_seconds is not None
-    assert f"predicted for megatron {found.framework_seconds:.2f} s" in words["time"]
+    assert f"predicted for megatron-deepspeed-bf16 {found.framework_seconds:.2f} s" in words["time"]
     assert found.framework_seconds > found.theirs.seconds  # eager, with scores of attention in memory
     assert found.published_seconds == pytest.approx(4 / 3 * found.answer.model.flops * 4 / (150e12 * 2))
     told = json.loads(json.dumps(found.to_json()))
