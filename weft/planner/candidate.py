@@ -24,13 +24,14 @@ class Candidate:
 @dataclass(frozen=True)
 class SearchResult:
     """The best plans, plans that would be as fast but do not fit (the nearest to fit first), and the number of plans
-    tried.
+    tried. `least_device_seconds`: no plan takes fewer seconds times devices.
     """
 
     best: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
     refused: tuple[tuple[str, str], ...]  # (plans that the model does not allow, reason)
     num_considered: int
+    least_device_seconds: float = 0.0
 
 
 def with_share(candidate: Candidate, share: float, common: CommonCosts) -> Candidate:

@@ -148,7 +148,9 @@ class Search(ABC):
 
     def run(self) -> SearchResult:
         """Runs the search."""
+        least = math.inf  # the first bound
         for bound, plan in self._inner_plans():
+            least = min(least, bound)
             if self._is_slow(bound):
                 break
             self._lay_out(plan)
@@ -159,7 +161,8 @@ class Search(ABC):
         large = [one for one in self._large.values() if one.seconds < fastest] or list(self._large.values())
         large = sorted(large, key=lambda candidate: candidate.memory.total_bytes)[:NUM_TOO_LARGE]
         refused = tuple((what, reason) for reason, what in self._refused.items())
-        return SearchResult(tuple(timed), tuple(large), refused, self.num_considered)
+        least = 0.0 if math.isinf(least) else least * self.num_devices
+        return SearchResult(tuple(timed), tuple(large), refused, self.num_considered, least)
 
     @property
     def _base(self) -> Plan:
