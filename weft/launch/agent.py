@@ -66,7 +66,7 @@ def start_local(
     num_ranks: int,
     arguments: Sequence[str],
     environ: Mapping[str, str],
-    restarts: Restarts = Restarts(),  # noqa: B008 (frozen)
+    restarts: Restarts = Restarts(),
     newest: Callable[[], ResumePoint] = ResumePoint,
     stacks: Path | None = None,
     shadowed: bool = False,
