@@ -26,7 +26,7 @@ from weft.parallel.apply import STRATEGIES
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Shard
-from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
+from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, plan_sizes, working
 from weft.planner.memory_stages import with_stages_that_fit
 from weft.planner.question import Question, asked_fields, inner_settings, size_settings, with_fields
 from weft.planner.step import StepModel, StepTime
@@ -115,15 +115,17 @@ class Model:
 
     def _sizes_of(self, plan: Plan) -> tuple[Any, Sizes]:
         """The sizes of a rank's part of the model, and the settings that they follow from."""
-        inside = (size_settings(plan), plan.memory.recompute, plan.matmul)
+        is_partial = plan.memory.recompute_stages is not None
+        inside = (size_settings(plan), plan.memory.recompute, is_partial, plan.matmul)
         if inside not in self._sizes:
-            self._sizes[inside] = sizes(self.profile, plan)
+            self._sizes[inside] = plan_sizes(self.profile, plan)
         return inside, self._sizes[inside]
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
         inside, own = self._sizes_of(plan)
-        key = (*inside, inner_settings(plan), plan.memory.activations, plan.pipe, num_micro_batches)
+        stages = (plan.memory.recompute_stages, plan.pipe)
+        key = (*inside, inner_settings(plan), plan.memory.activations, stages, num_micro_batches)
         if key not in self._working:
             self._working[key] = working(own, plan, self.steps.stage_units(plan), num_micro_batches)
         return memory(self._working[key], own, plan, num_micro_batches)
