@@ -27,6 +27,17 @@ class StageUnits(NamedTuple):
     num_recomputed: int = 0
 
 
+class UnitSeconds(NamedTuple):
+    """Seconds of one micro-batch in the first end of the model, in one block, in the last end, and in a recomputed
+    block.
+    """
+
+    first: float
+    block: float
+    last: float
+    recomputed: float
+
+
 @dataclass(frozen=True)
 class ModelUnits:
     """The units of a model of equal blocks. `profiles` are of its first blocks, for one sequence: (loss from logits,

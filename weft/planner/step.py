@@ -22,7 +22,7 @@ from weft.plan import Pipe, Plan
 from weft.planner.closed_form_memory import spared_bytes, updated_bytes
 from weft.planner.micro_batch import MicroBatchModel, Seconds, beside, place
 from weft.planner.schedule_time import ScheduleTime, run
-from weft.planner.stage_units import ModelUnits, StageUnits, equal_stages
+from weft.planner.stage_units import ModelUnits, StageUnits, UnitSeconds, equal_stages
 from weft.profiling.workload import BlockWork, Call
 from weft.schedule.schedules import make_schedule
 from weft.schedule.shadow import with_shadows
@@ -124,10 +124,14 @@ class StepModel(MicroBatchModel):
         reduction = self._reduction(max(numels), plan, [busiest], count, ignored)
         return makespan + reduction + self._optimizer_seconds(max(numels), plan, num_micro_batches)
 
-    def unit_seconds(self, plan: Plan) -> tuple[float, float, float]:
-        """Seconds of one micro-batch in the first end of the model, in one block, and in the last end."""
-        first, blocks, last = self._chain(plan)
-        return sum(first), sum(blocks) / (len(self.workload.blocks) or 1), sum(last)
+    def unit_seconds(self, plan: Plan) -> UnitSeconds:
+        """Seconds of one micro-batch in each end of the model, in one block, and in a block of a stage that recomputes,
+        if only some do.
+        """
+        count, each = plan.memory.recompute_stages, len(self.workload.blocks) or 1
+        first, blocks, last = self._chain(plan if count is None else plan.of_stage(count))
+        again = blocks if count is None else self._chain(plan.of_stage(0))[1]
+        return UnitSeconds(sum(first), sum(blocks) / each, sum(last), sum(again) / each)
 
     def bound(self, plan: Plan, pipe: Pipe, num_micro_batches: int) -> float:
         """A lower bound of `estimate` for the plan with this pipe, for any shard and data."""
