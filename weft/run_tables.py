@@ -1,4 +1,4 @@
-"""The tables [train], [checkpoint], [restart], [numbers] and [log] of a run file as frozen dataclasses."""
+"""The tables [train], [checkpoint], [restart], [numbers], [log] and [roles] of a run file as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from weft.data.config import Data, PreferenceConfig
 from weft.data.goldfish import Goldfish
 from weft.errors import ConfigError
+from weft.plan import Plan
 from weft.schema import at_least, at_most
 
 MAX_BATCH, MAX_BATCH_TOKENS = 1 << 24, 1 << 36  # of a step; more micro-batches could not be listed
+MAX_ROLE_RANKS = 1 << 10
 # Limits of AdamW and torch's generators: a value is at least the first number and below the second.
 LIMITS = {
     "learning_rate": (0.0, math.inf),
@@ -189,6 +192,21 @@ class NumbersConfig:
                 f"numbers.spike = {self.spike}; it counts median absolute deviations: give a number above 0, e.g. 10"
             )
 
+    def refuse(self, train: TrainConfig, plan: Plan, checkpoint: CheckpointConfig) -> None:
+        """Raise ConfigError if these checks need options of other tables that are not set."""
+        if self.on_bad in ("repeat", "rollback") and checkpoint.every is None:
+            raise ConfigError(f"numbers.on_bad = '{self.on_bad}' goes back to a checkpoint; give checkpoint.every")
+        if self.repeat_every is not None and not train.deterministic:
+            raise ConfigError(
+                f"numbers.repeat_every = {self.repeat_every} compares bits, which kernels need not repeat; give "
+                f"train.deterministic = true"
+            )
+        if self.repeat_every is not None and plan.pipe.degree > 1:
+            raise ConfigError(
+                f"numbers.repeat_every = {self.repeat_every} repeats a micro-batch, which plan.pipe = "
+                f"{plan.pipe.degree} spreads over stages and time; leave it out (compare_every works)"
+            )
+
 
 @dataclass(frozen=True)
 class LogConfig:
@@ -196,6 +214,61 @@ class LogConfig:
 
     tensorboard: bool = False
     wandb: str | None = None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Ranks of the run that do not train (docs/roles.md).
+
+    `loader`: ranks that read batches ahead of the training ranks; each training rank has at most `depth` batches on
+    their way. `validator`: ranks that evaluate snapshots while training goes on; with `keep_best`, the snapshot with
+    the lowest held-out loss is kept in the folder `best` of the run.
+    """
+
+    loader: int = 0
+    validator: int = 0
+    depth: int = 2
+    keep_best: bool = True
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("loader", 0), ("validator", 0), ("depth", 1)):
+            at_least(f"roles.{name}", getattr(self, name), smallest)
+            at_most(f"roles.{name}", getattr(self, name), MAX_ROLE_RANKS)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of ranks of each role, in the order of their ranks."""
+        return {"validator": self.validator, "loader": self.loader}
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that do not train."""
+        return self.validator + self.loader
+
+    def refuse(self, train: TrainConfig, plan: Plan, data: Data) -> None:
+        """Raise ConfigError if roles need options of other tables that are not set, or do not go with them."""
+        if not self.num_ranks:
+            return
+        if isinstance(data, PreferenceConfig):
+            raise ConfigError(
+                "[roles]: data.kind = 'preference' needs the model itself, for its reference, and only training ranks "
+                "have it; leave [roles] out"
+            )
+        if plan.pipe.shadow:
+            raise ConfigError(
+                "[roles]: plan.pipe.shadow = true forms the world anew when a rank is lost, without ranks of other "
+                "roles; leave one of them out"
+            )
+        if self.validator and train.evaluate_every is None:
+            raise ConfigError(
+                f"roles.validator = {self.validator} evaluates every train.evaluate_every steps, which is not given; "
+                f"give it, or leave the validator out"
+            )
+        if self.validator and data.held_out == 0:
+            raise ConfigError(
+                f"roles.validator = {self.validator} but data.held_out = 0 leaves nothing to evaluate on; give a "
+                f"share of the data, or leave the validator out"
+            )
 
 
 @dataclass(frozen=True)
