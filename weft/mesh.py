@@ -147,7 +147,8 @@ class Mesh:
         """
         pipe = self.plan.pipe
         assert self.plan.num_ranks == pipe.degree
-        self.plan = replace(self.plan, pipe=replace(pipe, degree=pipe.degree - 1))
+        memory = replace(self.plan.memory, recompute_stages=None)  # each stage was built with its own policy
+        self.plan = replace(self.plan, pipe=replace(pipe, degree=pipe.degree - 1), memory=memory)
         self.rank, self.num_local_ranks = dist.get_rank(), min(self.num_local_ranks, dist.get_world_size())
         self.coordinates = self._coordinates()
         self._groups = self._make_groups() if pipe.degree > 2 else {}

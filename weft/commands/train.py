@@ -38,7 +38,7 @@ from weft.launch.environment import RankInfo, is_elastic, take_device
 from weft.launch.folder_lock import locked, refuse_if_used
 from weft.launch.fork_server import ForkServer
 from weft.models import LanguageConfig, VisionConfig
-from weft.planner.predict import predict, run_cluster
+from weft.planner.predict import predict, refuse_run, run_cluster
 from weft.run_file import Run, load_run
 from weft.step.examples import micro_batch_profile
 from weft.step.task import task_of
@@ -110,7 +110,7 @@ def train_here(
         print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif is_finished:
         if isinstance(run.model, LanguageConfig):
-            _show_sample(fork_server, run, again, console)
+            _show_sample(fork_server, run, again, _another_plan(run, run_file, overrides), console)
         else:
             _show_accuracy(run, again, console)
     if not is_finished:
@@ -250,7 +250,27 @@ def _last_event(run: Run) -> dict[str, Any]:
     return {"step": last.get("step"), "evaluation": last.get("evaluation")}
 
 
-def _show_sample(fork_server: ForkServer, run: Run, again: Again, console: Console) -> None:
+def _another_plan(run: Run, run_file: Path, overrides: list[str]) -> tuple[str, ...] | None:
+    """Returns overrides that make the run's ranks, or two processes on a CPU, another plan that its model allows."""
+    num_ranks = max(run.plan.num_ranks, 2) if device_type(run) == "cpu" else run.plan.num_ranks
+    for changes in (
+        ("plan.tensor.x=2", "plan.data=1"),
+        ("plan.pipe=2", "plan.data=1"),
+        ("plan.shard=2", "plan.data=1"),
+    ):
+        try:
+            other = load_run(run_file, [*overrides, *changes])
+            refuse_run(other)
+        except ConfigError:
+            continue
+        if other.plan != run.plan and other.plan.num_ranks <= num_ranks:
+            return changes
+    return None
+
+
+def _show_sample(
+    fork_server: ForkServer, run: Run, again: Again, other_plan: tuple[str, ...] | None, console: Console
+) -> None:
     options = {"prompt": PROMPT, "num_tokens": 240, "seconds": SAMPLE_SECONDS}
     try:
         with console.status("generating"):
@@ -260,10 +280,11 @@ def _show_sample(fork_server: ForkServer, run: Run, again: Again, console: Conso
     except LocalError as error:  # the model may be too large for one GPU; the run is finished all the same
         say(console, f"\n[yellow]no sample[/]  {escape(str(error).splitlines()[0])}")
     more = f"train.steps={2 * run.train.steps}"
+    with_other_plan = "" if other_plan is None else f"another plan:    {again('train', more, *other_plan)}\n"
     console.print(
         f"\n[bold]what to try next[/]\n"
         f"train on:        {again('train', more)}\n"
-        f"another plan:    {again('train', more, 'plan.tensor.x=2', 'plan.data=1')}\n"
+        f"{with_other_plan}"
         f"what it costs:   {again('plan', 'plan.shard.stage=2')}\n"
         f"more text:       {shlex.join(['weft', 'generate', str(run.folder), '--prompt', 'import '])}\n"
         f"for others:      {shlex.join(['weft', 'export', str(run.folder), 'my-model'])}",

@@ -65,17 +65,20 @@ class ForkServer:
         self, main: Main, warm: Callable[[], object] = lambda: None, jobs: Mapping[str, Job] | None = None
     ) -> None:
         ours, theirs = socket.socketpair()
-        # A signal to the process group is held back until the child has a session of its own and no handlers of ours.
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        self._pid = fork()
-        if self._pid == 0:
-            try:
-                ours.close()
-                _become_server(held)
-                _Server(theirs, main, jobs or {}).serve(warm)
-            finally:
-                os._exit(0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            # A signal to the process group waits until the child has a session of its own and no handlers of ours.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+            self._pid = fork()
+            if self._pid == 0:
+                try:
+                    ours.close()
+                    _become_server(held)
+                    _Server(theirs, main, jobs or {}).serve(warm)
+                finally:
+                    os._exit(0)
+        finally:  # also where nothing can be forked
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         theirs.close()
         self._lines = _JsonLines(ours)
         self._exits: deque[dict[str, Any]] = deque()  # exits of ranks that arrived while `call` waited for a job
