@@ -14,7 +14,7 @@ from weft.plan import Plan
 from weft.schema import at_least, at_most
 
 MAX_BATCH, MAX_BATCH_TOKENS = 1 << 24, 1 << 36  # of a step; more micro-batches could not be listed
-MAX_ROLE_RANKS = 1 << 10
+MAX_LOADERS = 1 << 10  # also of batches on their way to a rank
 # Limits of AdamW and torch's generators: a value is at least the first number and below the second.
 LIMITS = {
     "learning_rate": (0.0, math.inf),
@@ -221,8 +221,8 @@ class Roles:
     """Ranks of the run that do not train (docs/roles.md).
 
     `loader`: ranks that read batches ahead of the training ranks; each training rank has at most `depth` batches on
-    their way. `validator`: ranks that evaluate snapshots while training goes on; with `keep_best`, the snapshot with
-    the lowest held-out loss is kept in the folder `best` of the run.
+    their way. `validator`: 1 for a rank that evaluates snapshots while training goes on; with `keep_best`, the
+    snapshot with the lowest held-out loss is kept in the folder `best` of the run.
     """
 
     loader: int = 0
@@ -231,9 +231,9 @@ class Roles:
     keep_best: bool = True
 
     def __post_init__(self) -> None:
-        for name, smallest in (("loader", 0), ("validator", 0), ("depth", 1)):
+        for name, smallest, largest in (("loader", 0, MAX_LOADERS), ("validator", 0, 1), ("depth", 1, MAX_LOADERS)):
             at_least(f"roles.{name}", getattr(self, name), smallest)
-            at_most(f"roles.{name}", getattr(self, name), MAX_ROLE_RANKS)
+            at_most(f"roles.{name}", getattr(self, name), largest)
 
     @property
     def counts(self) -> dict[str, int]:

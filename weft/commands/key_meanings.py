@@ -261,7 +261,7 @@ NUMBERS = {
 LOG = {"tensorboard": "write TensorBoard's files to the run folder", "wandb": "the project in Weights & Biases"}
 ROLES = {
     "loader": "ranks that read and prepare batches ahead of training",
-    "validator": "ranks that evaluate snapshots while training goes on",
+    "validator": "1: a rank evaluates snapshots while training goes on",
     "depth": "batches that loaders may have ready for each training rank",
     "keep_best": "keep the snapshot with the lowest held-out loss, in the run's folder best",
 }

@@ -26,7 +26,7 @@ from weft.step.train_step import train_step
 from weft.train.agreement import agree_on_run
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.checkpoints import Checkpoints
-from weft.train.parts import Evaluation, make_parts
+from weft.train.parts import make_parts
 from weft.train.prefetch import make_batches
 from weft.train.recording import CommunicationProfile
 from weft.train.role_links import RoleLinks, batch_queue, job_store
@@ -34,6 +34,7 @@ from weft.train.role_rank import serve_role
 from weft.train.setup import attention, build_state, refuse_start, show_status, watched, world
 from weft.train.step_results import Reporter, StepResults
 from weft.train.stop import Stop
+from weft.train.validation import make_evaluation
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
         with watched(state, rank_info, checkpoints.saver, step_seconds):
             checkpoints.resume()
             results = StepResults(state, policy, reporter)  # on a GPU, losses and norms are read one step late
-            evaluation = Evaluation(state, results.log)
+            evaluation = make_evaluation(state, results.log, links, store)
             parts = make_parts(state, evaluation, checkpoints, CommunicationProfile(state), results.log)
             batches = make_batches(state, policy, batch_queue(links, state))
             timeout = timedelta(seconds=run.train.timeout_seconds)

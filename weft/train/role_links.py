@@ -8,7 +8,6 @@ from datetime import timedelta
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # as documented
 
-from weft.comm import Ledger
 from weft.errors import LostRankError
 from weft.launch.environment import join_job
 from weft.launch.role_ranks import JobRank
@@ -42,6 +41,7 @@ class RoleLinks:
     """A training rank's links, by role. `digest` is that of `role_digest`."""
 
     loaders: list[RoleLink]
+    validators: list[RoleLink]
     digest: str
 
     @staticmethod
@@ -51,19 +51,18 @@ class RoleLinks:
         """Connects to all ranks of other roles; None if there are none. One that is lost already is reported."""
         if store is None:
             return None
-        found = RoleLinks(
-            _links(run, "loader", run.roles.loader, mesh.rank, mesh.ledger, store), role_digest(run, data)
-        )
-        for link in found.loaders:
+
+        def links(role: str, count: int) -> list[RoleLink]:
+            return [RoleLink(store, role, each, mesh.rank, mesh.ledger, timeout_of(run)) for each in range(count)]
+
+        roles = run.roles
+        found = RoleLinks(links("loader", roles.loader), links("validator", roles.validator), role_digest(run, data))
+        for link in (*found.loaders, *found.validators):
             try:
                 link.connect(found.digest)
             except LostRankError as error:
                 say(f"{error}; training goes on without it")
         return found
-
-
-def _links(run: Run, role: str, count: int, trainer: int, ledger: Ledger, store: Store) -> list[RoleLink]:
-    return [RoleLink(store, role, number, trainer, ledger, timeout_of(run)) for number in range(count)]
 
 
 def batch_queue(links: RoleLinks | None, state: TrainState) -> BatchQueue | None:

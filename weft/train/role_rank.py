@@ -1,4 +1,4 @@
-"""What a rank that does not train runs: a loader makes batches until the training ranks end.
+"""What a rank that does not train runs: a loader makes batches, a validator measures snapshots, until training ends.
 
 It keeps no state: after a restart it goes on with what it is asked for. It ends with status 0 when the training ranks
 end, in whatever way, because their own status says how the run went.
@@ -19,16 +19,17 @@ from weft.launch.role_ranks import JobRank
 from weft.mesh import UnconnectedMesh
 from weft.roles.batch_queue import serve_batches
 from weft.roles.links import meet_trainers
+from weft.roles.snapshots import serve_snapshots
 from weft.run_file import Run
 from weft.step.batch import Batch
 from weft.train.batches import TrainingData
 from weft.train.role_links import job_store, role_digest, timeout_of
 from weft.train.stop import SIGNALS
+from weft.train.validator import Validator
 
 
 def serve_role(run: Run, rank: JobRank, data: TrainingData, ledger: Ledger | None = None) -> None:
     """Does the work of a rank that does not train, until the training ranks end. Counts what it sends in `ledger`."""
-    torch.set_num_threads(1)
     store = job_store(run, rank)
     assert store is not None, "a rank without training has a role"
     num_training, ledger = run.plan.num_ranks, ledger or Ledger()
@@ -36,7 +37,11 @@ def serve_role(run: Run, rank: JobRank, data: TrainingData, ledger: Ledger | Non
     channels = meet_trainers(store, rank.role, rank.number, num_training, own, ledger, timeout_of(run))
     for number in SIGNALS:  # the training ranks decide when the run stops
         signal.signal(number, signal.SIG_IGN)
-    _load(run, data, channels)
+    if rank.role == "validator":
+        serve_snapshots(channels, store, Validator(run, data).measure)
+    else:
+        torch.set_num_threads(1)
+        _load(run, data, channels)
 
 
 def _load(run: Run, data: TrainingData, channels: Sequence[PairChannel]) -> None:
