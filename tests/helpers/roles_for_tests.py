@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,11 +19,14 @@ from weft.checkpoint import Checkpoint, steps
 from weft.checkpoint.folder import step_name
 from weft.launch.environment import detect
 from weft.launch.fork_server import REJOIN_VARIABLE, ForkServer
+from weft.roles import links
 from weft.run_file import Run, load_run
 from weft.train import loop
 from weft.train.batches import TrainingData
 from weft.train.local_job import start_ranks
+from weft.train.validator import Validator
 
+WAIT_SECONDS = 120
 # Small enough that a run of 12 steps takes a second; 100 sequences, so that 12 steps of 16 are two epochs.
 RUN_FILE = """
 [model]
@@ -58,8 +64,19 @@ class Messages(Silent):
         self._path = path
 
     def say(self, message: str) -> None:
-        with open(self._path, "a") as file:
-            file.write(message + "\n")
+        _note(self._path, message)
+
+
+def _note(path: Path, line: str) -> None:
+    with open(path, "a") as file:
+        file.write(line + "\n")
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come within {WAIT_SECONDS} s"
+        time.sleep(0.01)
 
 
 def rank_main(arguments: list[str]) -> None:
@@ -78,21 +95,62 @@ def rank_main(arguments: list[str]) -> None:
         count += 1
         if dies and count > spec["kill"]["after"]:
             os.kill(os.getpid(), signal.SIGKILL)
-        with open(notes / "made", "a") as file:
-            file.write(f"{rank.rank} {step} {axis.index}\n")
-        return made(data, run, step, axis)
+        _note(notes / "made", f"{rank.rank} {step} {axis.index}")
+        batches = made(data, run, step, axis)
+        if spec["keyed_by_rank"]:
+            return [(inputs.roll(rank.rank, 1), *rest) for inputs, *rest in batches]
+        return batches
 
-    with patch.object(TrainingData, "host_batches", host_batches):
+    def train_step(model: Any, optimizer: Any, given: Any, *rest: Any) -> Any:
+        used = [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for batch in given for tensor in batch]
+        _note(notes / f"used-{rank.rank}", " ".join(used))
+        if spec["waits_for_return"] and len((notes / f"used-{rank.rank}").read_text().splitlines()) == 8:
+            _wait_for(notes / "back")
+        return stepped(model, optimizer, given, *rest)
+
+    def measure(validator: Validator, step: int, tensors: Any) -> Any:
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return measured(validator, step, tensors)
+
+    class Announced(ThreadPoolExecutor):
+        """Started when a rank of another role has announced itself, and begins to connect."""
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            if REJOIN_VARIABLE in os.environ:
+                (notes / "back").touch()
+
+    stepped, measured = loop.train_step, Validator.measure
+    with (
+        patch.object(TrainingData, "host_batches", host_batches),
+        patch.object(loop, "train_step", train_step),
+        patch.object(Validator, "measure", measure),
+        patch.object(links, "ThreadPoolExecutor", Announced),
+    ):
         loop.train(run, rank, Messages(notes / "said") if rank.rank == 0 else Silent())
 
 
-def train_with_roles(run_file: Path, name: str, *overrides: str, kill: dict[str, int] | None = None) -> Run:
-    """Trains a run under the local agent. `kill` = {rank, after}: that rank dies after so many batches, once."""
+def train_with_roles(
+    run_file: Path,
+    name: str,
+    *overrides: str,
+    kill: dict[str, int] | None = None,
+    keyed_by_rank: bool = False,
+    waits_for_return: bool = False,
+) -> Run:
+    """Trains a run under the local agent.
+
+    `kill` = {rank, after}: that rank dies after so many batches or snapshots, once. With `keyed_by_rank`, each rank
+    changes the batches that it makes by its own rank, which a rank must never do. With `waits_for_return`, the training
+    ranks wait in step 8 until a killed rank is back.
+    """
     own = [f"folder={run_file.parent / name}", *overrides]
     run = load_run(run_file, own)
     notes = notes_of(run)
     notes.mkdir()
     spec = {"run_file": str(run_file), "overrides": own, "notes": str(notes), "kill": kill}
+    spec |= {"keyed_by_rank": keyed_by_rank, "waits_for_return": waits_for_return}
     with patch.dict(os.environ, OMP_NUM_THREADS="1"), ForkServer(rank_main) as fork_server:
         assert start_ranks(fork_server, run, [json.dumps(spec)]) == 0
     return run
@@ -107,6 +165,11 @@ def batches_made(run: Run) -> list[tuple[int, int, int]]:
     """(rank, number of the batch, index on the axis `batch`) of every batch that a rank made."""
     lines = (notes_of(run) / "made").read_text().splitlines()
     return [tuple(map(int, line.split())) for line in lines]  # type: ignore[misc]
+
+
+def batches_used(run: Run) -> list[str]:
+    """Digests of the batches that the training ranks trained on, by rank and step."""
+    return [(notes_of(run) / f"used-{rank}").read_text() for rank in range(run.plan.num_ranks)]
 
 
 def said(run: Run) -> str:

@@ -33,3 +33,16 @@ def test_a_validator_measures_what_inline_evaluation_does(run_file: Path) -> Non
     kept = Checkpoint(best / step_name(steps(best)[-1]))
     assert steps(best) == [min(found, key=lambda step: found[step])]
     assert kept.stated("held_out", dict)["loss"] == min(found.values())
+
+
+def test_a_killed_validator_loses_measures_only(run_file: Path) -> None:
+    plain = train_with_roles(run_file, "plain-2", "plan.data=2")
+    kill = {"rank": 2, "after": 0}
+    run = train_with_roles(run_file, "killed", "plan.data=2", "roles.validator=1", kill=kill, waits_for_return=True)
+    assert_bit_equal(run, plain)
+    assert "validator 0 was lost; step 4 is not evaluated, and training goes on" in said(run)
+    assert 4 not in {event["step"] for event in events(run.folder, "evaluation")}
+    inline = {event["step"]: event["loss"] for event in events(plain.folder, "evaluation")}
+    found = {event["step"]: event["loss"] for event in events(run.folder, "evaluation")}
+    assert found == pytest.approx({step: inline[step] for step in found}, rel=1e-6)
+    assert 12 in found  # by the validator that was started again

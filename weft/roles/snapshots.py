@@ -144,7 +144,7 @@ class SnapshotSender:
 
     def results(self, wait: bool = False) -> list[SnapshotResult]:
         """The results that have come, on training rank 0. With `wait`, at least one if any is outstanding."""
-        found = []
+        found: list[SnapshotResult] = []
         while not self._results.empty() or (wait and not found and any(self._is_busy)):
             result = self._results.get()
             self._is_busy[next(link.number for link in self._links if link.name == result.validator)] = False
