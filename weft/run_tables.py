@@ -40,7 +40,8 @@ class TrainConfig:
     `layer_drop` skips blocks (`step/layer_drop.py`). `compressed` sends less over `data`, and `kfac`
     preconditions gradients; both are not exact.
     `share_gpus` allows more ranks than GPUs, for tests.
-    `evaluate_sequences` is the number of held-out sequences or images. `timeline` is a file in which the last step of a
+    `evaluate_sequences` is the number of held-out sequences or images. `patience` is the number of evaluations without
+    a lower held-out loss after which the run stops. `timeline` is a file in which the last step of a
     pipeline is drawn. `profile` = "10:20" records the communication of the ten steps after the tenth. `freeze` has
     patterns of names of parameters that are not trained (`model.embed*`).
     `dpo_beta` is the strength of the reference in the loss of preferences (`step/preference.py`).
@@ -76,11 +77,13 @@ class TrainConfig:
     log_every: int = 1
     evaluate_every: int | None = None
     evaluate_sequences: int = 64
+    patience: int | None = None
     timeline: str | None = None
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "evaluate_every", "evaluate_sequences", "timeout_seconds", "decay_steps"):
+        positive = ("steps", "log_every", "evaluate_every", "evaluate_sequences", "patience", "timeout_seconds")
+        for name in (*positive, "decay_steps"):
             if getattr(self, name) is not None:
                 at_least(f"train.{name}", getattr(self, name), 1)
         at_least("train.warmup_steps", self.warmup_steps, 0)
@@ -105,6 +108,11 @@ class TrainConfig:
             )
         if self.decay_steps is not None and self.schedule != "wsd":
             raise ConfigError(f"train.decay_steps belongs to schedule = 'wsd'; given schedule = '{self.schedule}'")
+        if self.patience is not None and self.evaluate_every is None:
+            raise ConfigError(
+                f"train.patience = {self.patience} counts evaluations, and train.evaluate_every is not given; give it, "
+                f"or leave train.patience out"
+            )
         if self.profile is not None and not self.profile_steps:
             raise ConfigError(
                 f"train.profile = '{self.profile}' is not FIRST:LAST with 0 <= FIRST < LAST <= train.steps = "

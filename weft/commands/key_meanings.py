@@ -177,6 +177,7 @@ TRAIN = {
     "log_every": "steps between two lines of the metrics",
     "evaluate_every": "steps between two evaluations on held-out samples",
     "evaluate_sequences": "held-out sequences or images of an evaluation",
+    "patience": "stop after so many evaluations without a lower held-out loss",
     "dpo_beta": "the strength of the reference in the loss of preferences",
     "freeze": "patterns of names of parameters that are not trained, such as model.embed*",
     "timeline": "a file to draw the last step of a pipeline to",

@@ -44,6 +44,7 @@ from weft.run_file import Run, load_run
 from weft.step.examples import micro_batch_profile
 from weft.step.task import task_of
 from weft.train.batches import TrainingData, prepare_data
+from weft.train.early_stopping import stopped_early
 from weft.train.local_job import start_ranks
 from weft.train.loop import train
 from weft.train.resume import changed_settings, refuse_other_training
@@ -113,7 +114,8 @@ def train_here(
         if verify:
             _verify(fork_server, run, console)
         _run_ranks(fork_server, run, as_json)
-    is_finished = max(steps(run.folder / "checkpoints"), default=0) >= run.train.steps  # else it was asked to stop
+    last = max(steps(run.folder / "checkpoints"), default=0)
+    is_finished = last >= run.train.steps or stopped_early(run, last) is not None  # else it was asked to stop
     if as_json:
         print_json({"run": run.name, "folder": str(run.folder), **_last_event(run)})
     elif is_finished:
@@ -135,11 +137,11 @@ def _command(run_file: Path, overrides: list[str], name: str, *changes: str) -> 
 
 
 def _finished(run: Run) -> Checkpoint | None:
-    """Returns the last checkpoint of a run that has done all its steps. None if it has not, or if that checkpoint is
-    damaged: training then resumes from an older one, and says so.
+    """Returns the last checkpoint of a run that has done all its steps, or has stopped early. None if it has not, or
+    if that checkpoint is damaged: training then resumes from an older one, and says so.
     """
     done = steps(run.folder / "checkpoints")
-    if not done or done[-1] < run.train.steps:
+    if not done or (done[-1] < run.train.steps and stopped_early(run, done[-1]) is None):
         return None
     try:
         return Checkpoint(run.folder / "checkpoints" / step_name(done[-1]))
@@ -150,6 +152,9 @@ def _finished(run: Run) -> Checkpoint | None:
 def _say_finished(finished: Checkpoint, run: Run, again: Again, console: Console) -> None:
     changed = "; ".join(changed_settings(finished, run))
     then = f"It was trained with {changed}. " if changed else ""
+    why = stopped_early(run, finished.step)
+    if why is not None:
+        then += f"It stopped early: {why}. To go on from there, give a higher train.patience. "
     console.print(
         f"\nThis run is finished: step {finished.step} of {run.train.steps} is in {run.folder}. "
         f"{then}"

@@ -96,7 +96,7 @@ def whole_tensors(pieces: Iterable[Piece]) -> dict[tuple[str, str], Tensor]:
         key, shape = (piece.name, piece.kind), piece.region.shape
         if key not in found:
             found[key] = torch.empty(shape, dtype=piece.tensor.dtype)
-        copy_runs(overlap(piece.region, Region.whole(shape)), piece.tensor, found[key].view(-1))
+        copy_runs(overlap(piece.region, Region.whole(shape)), piece.tensor.view(-1), found[key].view(-1))
     return found
 
 

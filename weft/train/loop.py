@@ -26,6 +26,7 @@ from weft.step.train_step import train_step
 from weft.train.agreement import agree_on_run
 from weft.train.batches import TrainingData, prepare_data
 from weft.train.checkpoints import Checkpoints
+from weft.train.early_stopping import stopped_early
 from weft.train.parts import make_parts
 from weft.train.prefetch import make_batches
 from weft.train.recording import CommunicationProfile
@@ -87,9 +88,8 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
             parts = make_parts(state, evaluation, checkpoints, CommunicationProfile(state), results.log)
             batches = make_batches(state, policy, batch_queue(links, state))
             timeout = timedelta(seconds=run.train.timeout_seconds)
-            stop = Stop(
-                mesh, take_over_losses(state.model, mesh, checkpoints.saver, rank_info, lambda: state.step, timeout)
-            )
+            sections = take_over_losses(state.model, mesh, checkpoints.saver, rank_info, lambda: state.step, timeout)
+            stop = Stop(mesh, sections, evaluation.wants_stop, stopped_early(run, state.step) is not None)
             objective, model, optimizer = task_of(run).objective, state.model, state.optimizer
             while state.step < run.train.steps and not stop.agreed:
                 status.step_begins(state.step)
@@ -117,7 +117,9 @@ def _train(run: Run, rank: JobRank, data: TrainingData, reporter: Reporter, step
             batches.close()
             stop.close()  # last, because a signal must not end a rank that is still writing
             results.close()
-        return Outcome(state.step, state.step >= run.train.steps, results.loss, evaluation.means.get("loss"))
+            evaluation.mark(state.step)
+        is_finished = stop.is_early or state.step >= run.train.steps
+        return Outcome(state.step, is_finished, results.loss, evaluation.means.get("loss"))
 
 
 def _say_nothing(message: str) -> None:

@@ -59,6 +59,7 @@ class Validation(Evaluation):
             self.means = means
             if self._log is not None:
                 self._log.write("evaluation", result.step, {**means, "known_at_step": step, "by": result.validator})
+                self._judge(result.step, step)
             words = ", ".join(f"{key} {value:.4f}" for key, value in means.items())
             self._state.say(f"step {result.step}: held-out {words} (by {result.validator}, known at step {step})")
 
