@@ -12,6 +12,7 @@ import typer
 from weft.commands import PROMPT
 from weft.commands.device_option import DeviceOption, chosen_device
 from weft.commands.model_text import print_text
+from weft.commands.serve import SpeculateOption
 
 EXAMPLE = 'Example: weft generate runs/quickstart --prompt "def main():" --tokens 100'
 
@@ -25,6 +26,7 @@ def generate_command(
     seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="bytes or a tokenizer.json, for HF folders without one")] = None,
     device: DeviceOption = "auto",
+    speculate: SpeculateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""
@@ -32,6 +34,7 @@ def generate_command(
     from rich.console import Console
 
     from weft.serve.generate import generate, load_for_generation
+    from weft.serve.loading import load_draft
 
     with Console(stderr=True).status("generating"):
         model, tokens_of, context = load_for_generation(source, tokenizer, kind, _warn)
@@ -44,6 +47,7 @@ def generate_command(
             top_k=top_k,
             seed=seed,
             context=context,
+            speculate=load_draft(speculate, tokenizer, tokens_of, kind),
         )
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text}))

@@ -48,6 +48,13 @@ CacheOption = Annotated[
 SwapOption = Annotated[
     int, typer.Option(help="such blocks in host memory, for requests that others push out; 0: compute again", min=0)
 ]
+SpeculateOption = Annotated[
+    str | None,
+    typer.Option(
+        help="draft tokens: ngram (by lookup in the request), or the FOLDER of a smaller model; answers stay the same",
+        show_default=False,
+    ),
+]
 
 
 def serve_command(
@@ -69,6 +76,7 @@ def serve_command(
     token_budget: BudgetOption = None,
     cache_blocks: CacheOption = None,
     swap_blocks: SwapOption = 0,
+    speculate: SpeculateOption = None,
     body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
     request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="to finish requests after SIGTERM", min=0.0)] = 30.0,
@@ -99,6 +107,7 @@ def serve_command(
         token_budget=token_budget or usual_budget,
         num_blocks=cache_blocks,
         swap_blocks=swap_blocks,
+        speculate=speculate,
         adapters=named_adapters(adapter or []),
         merged_adapter=None if merge_adapter is None else str(merge_adapter),
         limits=ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds),

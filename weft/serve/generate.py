@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -41,12 +42,14 @@ def generate(
     seed: int = 0,
     context: int = 1024,
     seconds: float = math.inf,
+    speculate: Literal["ngram"] | nn.Module | None = None,
 ) -> str:
     """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
     Temperature 0 takes the most likely token. When the context is full, generation goes on after its second half.
+    `speculate` drafts tokens (`speculation.py`); the text is the same.
     """
     deadline = time.monotonic() + seconds
-    options = EngineOptions(max_running=1, context_length=context, vocab_size=tokenizer.vocab_size)
+    options = EngineOptions(max_running=1, context_length=context, vocab_size=tokenizer.vocab_size, speculate=speculate)
     engine = Engine(model, options)
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.end]
     start, given, number = len(tokens), tokens[-engine.context_length :], 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -57,6 +58,23 @@ class LoadedModel:
             raise ConfigError(f"an adapter is named '{name}', as the model is; give one of them another name")
         sizes = (context_length, vocab_size)
         return ServedModel(name, self.tokenizer, *sizes, self.end_tokens, self.grammars, chat, names)
+
+
+def load_draft(
+    speculate: str | None, tokenizer: str | None, own: Tokenizer, device: torch.device | str
+) -> Literal["ngram"] | nn.Module | None:
+    """What drafts tokens for an engine: lookup, or the model in a folder, whose tokenizer must be the model's `own`."""
+    if speculate is None or speculate == "ngram":
+        return "ngram" if speculate else None
+    if not Path(speculate).is_dir():
+        raise ConfigError(f"--speculate {speculate} is no folder; give ngram, or the folder of a smaller model")
+    model, of_draft, _ = load_for_generation(Path(speculate), tokenizer, device)
+    if of_draft.fingerprint != own.fingerprint:
+        raise ConfigError(
+            f"the model in {speculate} has another tokenizer than the model that it drafts for, so its tokens mean "
+            f"other texts; give a draft model with the same tokenizer"
+        )
+    return model
 
 
 def load_model(

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,9 @@ class EngineOptions:
     swap_blocks: int = 0  # of host memory, for requests sent back to the queue; without room, they compute again
     adapters: Mapping[str, Path] = field(default_factory=dict)  # folders of PEFT by the names that requests choose
     grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
+    speculate: Literal["ngram"] | nn.Module | None = (
+        None  # what drafts tokens (`speculation.py`)
+    )
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_running", "token_budget", "context_length", "vocab_size"):
@@ -84,12 +88,12 @@ class ModelPart:
 
     @torch.inference_mode()
     def logits(self, inputs: StepInputs, last: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        """Compute this rank's part of a step. On the last stage, returns the logits of the requests that sample, and
-        the positions of their last tokens; None if there are none.
+        """Compute this rank's part of a step. On the last stage, returns the logits after the tokens at which requests
+        sample, and the positions of these tokens; None if there are none.
         """
         batch = inputs.batch(self.layout, last)
         residual = self._through(batch, self.cache)
-        if residual is None or not inputs.num_sampled:
+        if residual is None or not inputs.sampled:
             return None
         ends = inputs.sampled_tokens(self.device)
         return self.paged.logits(residual[ends]), batch.positions[ends]
@@ -145,7 +149,10 @@ class ModelPart:
         linears = [module for module in self.paged.body.modules() if isinstance(module, nn.Linear)]
         widest = max(linear.weight.shape[0] for linear in linears)
         free -= 16 * options.token_budget * widest + 24 * options.max_running * self.paged.vocab_size
-        fitting = int(free // (self.paged.bytes_per_token * options.block_size))
+        bytes_per_token = self.paged.bytes_per_token
+        if isinstance(options.speculate, nn.Module):  # the draft model's cache has as many blocks
+            bytes_per_token += PagedModel(options.speculate, 1).bytes_per_token
+        fitting = int(free // (bytes_per_token * options.block_size))
         if fitting < 1:
             raise ConfigError(
                 f"no memory is left for the key-value cache on {self.device}: the weights, {options.token_budget} "

@@ -7,11 +7,12 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 
 from weft.errors import ConfigError, WeftError
@@ -27,7 +28,7 @@ from weft.serve.follow_steps import follow_steps
 from weft.serve.generate import model_config
 from weft.serve.http import Api, build_app
 from weft.serve.http_guard import ServerLimits
-from weft.serve.loading import LoadedModel, load_model
+from weft.serve.loading import LoadedModel, load_draft, load_model
 from weft.serve.model_part import ModelPart
 from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks
@@ -63,8 +64,9 @@ class ServeOptions:
     swap_blocks: int = 0
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by the names that requests choose
     merged_adapter: str | None = None  # the folder of one that is part of the weights
+    speculate: str | None = None  # "ngram", or the folder of a draft model
 
-    def engine(self, loaded: LoadedModel, max_waiting: int) -> EngineOptions:
+    def engine(self, loaded: LoadedModel, max_waiting: int, device: torch.device | str) -> EngineOptions:
         return EngineOptions(
             num_blocks=self.num_blocks,
             max_running=self.max_running,
@@ -75,6 +77,7 @@ class ServeOptions:
             swap_blocks=self.swap_blocks,
             adapters={name: Path(folder) for name, folder in self.adapters.items()},
             grammars=loaded.grammars,
+            speculate=load_draft(self.speculate, self.tokenizer, loaded.tokenizer, device),
         )
 
 
@@ -86,7 +89,7 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
     loaded = load_model(source, options.tokenizer, options.device, say)
     if options.merged_adapter is not None:
         merge_adapter(loaded.model, Path(options.merged_adapter))
-    engine = Engine(loaded.model, options.engine(loaded, options.max_waiting))
+    engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:
         model = load_model(checkpoint, options.tokenizer, "cpu", say).model  # a GPU may have no room for two
@@ -131,7 +134,9 @@ def run_rank(
         return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place).model
 
     max_held = options.max_running + options.max_waiting
-    of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting)
+    if not ranks.is_lead:
+        options = replace(options, speculate=None)  # the scheduling rank drafts
+    of_engine = options.engine(loaded, max_held if plan.data > 1 else options.max_waiting, device)
     if not ranks.is_lead:
         follow_steps(ModelPart(loaded.model, of_engine, ranks, load))
     else:
@@ -162,11 +167,11 @@ def _serve_engine(
     worker = EngineWorker(engine, num_replicas * (options.max_running + options.max_waiting))
     api = Api(served, worker, options.limits, loaded.weights)
 
-    async def replace(weights: nn.Module | Path, name: str) -> None:
+    async def take(weights: nn.Module | Path, name: str) -> None:
         await worker.replace_weights(weights)
         api.fingerprint = name
 
-    watch = follow(source, loaded.weights, load, replace, say) if options.follows else None
+    watch = follow(source, loaded.weights, load, take, say) if options.follows else None
     host = f"[{options.host}]" if ":" in options.host else options.host
     url = f"http://{host}:{sock.getsockname()[1]}"
     about = {"url": url, "model": name, "weights": loaded.weights, "device": options.device}

@@ -51,12 +51,25 @@ class ActiveRequest:
 
 
 class ScheduledChunk(NamedTuple):
-    """The tokens `start` to `end` of a request, which a step computes; after the last one, the next is sampled."""
+    """The tokens `start` to `end` of a request, which a step computes, and `drafts` that may follow them.
+
+    If it `samples`, the next token is sampled after the last one, and after each draft (`speculation.py`).
+    """
 
     active: ActiveRequest
     start: int
     end: int
     samples: bool
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start + len(self.drafts)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that are sampled."""
+        return 1 + len(self.drafts) if self.samples else 0
 
 
 class PageSwap(Protocol):

@@ -23,7 +23,7 @@ class PageLayout:
 
 
 def is_decode(chunk: ScheduledChunk) -> bool:
-    return chunk.samples and chunk.end - chunk.start == 1
+    return chunk.samples and chunk.num_tokens == 1
 
 
 def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int = 0) -> tuple[Tensor, Tensor]:
@@ -35,16 +35,17 @@ def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int =
     """
     size = layout.block_size
     tokens, sources, positions, slots = list[int](), list[int](), list[int](), list[int]()
-    width = max((chunk.end - 1) // size + 1 for chunk in chunks)
+    width = max((chunk.start + chunk.num_tokens - 1) // size + 1 for chunk in chunks)
     tables = np.zeros((max(len(chunks), num_rows), 1 + width), dtype=np.int32)
-    for index, (active, start, end, _) in enumerate(chunks):
+    for index, chunk in enumerate(chunks):
+        active, start, end = chunk.active, chunk.start, chunk.start + chunk.num_tokens
         assert active.held is not None
         blocks = active.held.blocks
         num_blocks = (end - 1) // size + 1
         tables[index, 0] = end
         tables[index, 1 : num_blocks + 1] = blocks[:num_blocks]
         if start < len(active.tokens):
-            tokens += active.tokens[start:end]
+            tokens += [*active.tokens[start : chunk.end], *chunk.drafts]
             sources += [-1] * (end - start)
         else:
             tokens.append(0)
@@ -68,15 +69,14 @@ def input_tokens(flat: Tensor, last: Tensor) -> Tensor:
 class StepInputs:
     """What a step computes, in host memory: the arrays of `packed`, and how many tokens each request has in the step.
 
-    The first `num_decodes` requests have one token each; after the last token of the first `num_sampled` requests the
-    next token is sampled.
+    The first `num_decodes` requests have one token each. After the tokens at the places `sampled`, the next is sampled.
     """
 
     flat: Tensor  # [4, tokens] int32
     tables: Tensor  # [requests, 1 + blocks] int32
     queries: list[int]
     num_decodes: int
-    num_sampled: int
+    sampled: list[int]
 
     @property
     def num_tokens(self) -> int:
@@ -98,16 +98,17 @@ class StepInputs:
         )
 
     def sampled_tokens(self, device: torch.device) -> Tensor:
-        """Where the last token of each request that samples lies."""
-        ends = np.cumsum(self.queries[: self.num_sampled]) - 1
-        return to_device(torch.from_numpy(ends.astype(np.int64)), device)
+        """The places of the tokens after which the next is sampled."""
+        return to_device(torch.tensor(self.sampled, dtype=torch.int64), device)
 
 
 def step_inputs(chunks: Sequence[ScheduledChunk], layout: PageLayout) -> StepInputs:
     """The inputs of chunks: decodes first, then prompts whose last token is computed, then the others."""
     flat, tables = packed(chunks, layout)
-    queries = [chunk.end - chunk.start for chunk in chunks]
-    return StepInputs(flat, tables, queries, sum(map(is_decode, chunks)), sum(chunk.samples for chunk in chunks))
+    queries = [chunk.num_tokens for chunk in chunks]
+    ends = np.cumsum(queries).tolist()
+    sampled = [place for chunk, end in zip(chunks, ends, strict=True) for place in range(end - chunk.num_rows, end)]
+    return StepInputs(flat, tables, queries, sum(map(is_decode, chunks)), sampled)
 
 
 def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
@@ -117,4 +118,4 @@ def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
     given = torch.tensor(list(tokens), dtype=torch.int32)
     table = torch.arange(-1, -(-number // block_size), dtype=torch.int32)[None]
     table[0, 0] = number
-    return StepInputs(torch.stack([given, torch.full_like(given, -1), places, places]), table, [number], 0, 0)
+    return StepInputs(torch.stack([given, torch.full_like(given, -1), places, places]), table, [number], 0, [])
