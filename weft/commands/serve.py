@@ -55,6 +55,12 @@ SpeculateOption = Annotated[
         show_default=False,
     ),
 ]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="weights of linears in fewer bits: fp8, int8, int4 or int4-128; changes answers", show_default=False
+    ),
+]
 
 
 def serve_command(
@@ -77,6 +83,8 @@ def serve_command(
     cache_blocks: CacheOption = None,
     swap_blocks: SwapOption = 0,
     speculate: SpeculateOption = None,
+    weights: WeightsOption = None,
+    calibration: Annotated[Path | None, typer.Option(help="a text by which int4 and int8 are rounded better")] = None,
     body_bytes: Annotated[int, typer.Option(help="of a request; beyond, clients get 413", min=1)] = 4 << 20,
     request_seconds: Annotated[float, typer.Option(help="until an answer is whole", min=0.1)] = 600.0,
     drain_seconds: Annotated[float, typer.Option(help="to finish requests after SIGTERM", min=0.0)] = 30.0,
@@ -108,6 +116,8 @@ def serve_command(
         num_blocks=cache_blocks,
         swap_blocks=swap_blocks,
         speculate=speculate,
+        weights=weights,
+        calibration=None if calibration is None else str(calibration),
         adapters=named_adapters(adapter or []),
         merged_adapter=None if merge_adapter is None else str(merge_adapter),
         limits=ServerLimits(body_bytes=body_bytes, request_seconds=request_seconds, drain_seconds=drain_seconds),

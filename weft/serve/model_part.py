@@ -15,6 +15,7 @@ from weft.errors import ConfigError
 from weft.models import GPT2
 from weft.serve.adapters import attach_adapters
 from weft.serve.grammar import Grammars
+from weft.serve.packed_linear import PackedLinear
 from weft.serve.paged_attention import PagedBatch
 from weft.serve.paged_model import PagedModel
 from weft.serve.ranks import ServingRanks
@@ -44,9 +45,7 @@ class EngineOptions:
     swap_blocks: int = 0  # of host memory, for requests sent back to the queue; without room, they compute again
     adapters: Mapping[str, Path] = field(default_factory=dict)  # folders of PEFT by the names that requests choose
     grammars: Grammars | None = None  # compiles the schemas of requests; None: requests with schemas are refused
-    speculate: Literal["ngram"] | nn.Module | None = (
-        None  # what drafts tokens (`speculation.py`)
-    )
+    speculate: Literal["ngram"] | nn.Module | None = None  # what drafts tokens (`speculation.py`)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_running", "token_budget", "context_length", "vocab_size"):
@@ -77,6 +76,8 @@ class ModelPart:
         self.context_length = _context_length(model, options.context_length)
         self.paged = PagedModel(model, self.context_length, ModelAxes() if ranks is None else ranks.axes)
         linears = [linear for block in self.paged.blocks for linear in block.linears]
+        if options.adapters and any(isinstance(linear, PackedLinear) for linear in linears):
+            raise ConfigError("adapters cannot be added to weights in fewer bits; leave out --weights or --adapter")
         if options.adapters and ranks is not None:
             raise ConfigError("adapters are chosen by requests on one rank only; merge the adapter, or use one rank")
         self.adapters = attach_adapters(model, linears, options.adapters)
@@ -124,13 +125,14 @@ class ModelPart:
     @torch.inference_mode()
     def take_weights(self, model: nn.Module) -> None:
         """Copy the weights of another model, or part, of the same config."""
-        for name, parameter in self.paged.model.named_parameters():
-            parameter.copy_(model.get_parameter(name))
+        new = dict((*model.named_parameters(), *model.named_buffers()))
+        for name, own in (*self.paged.model.named_parameters(), *self.paged.model.named_buffers()):
+            own.copy_(new[name])
 
     def refuse_weights(self, model: nn.Module) -> None:
         """Raise ConfigError if a model is another one than this."""
-        own, new = self.paged.model, dict(model.named_parameters())
-        if getattr(model, "config", None) != own.config or dict(own.named_parameters()).keys() != new.keys():
+        own = self.paged.model
+        if getattr(model, "config", None) != own.config or _names(own) != _names(model):
             raise ConfigError(
                 f"the new weights are of {getattr(model, 'config', type(model).__name__)}, the engine serves "
                 f"{own.config}; give weights of the same model, or start another engine"
@@ -159,6 +161,11 @@ class ModelPart:
                 f"tokens a step and {options.max_running} requests fill it; lower token_budget or max_running"
             )
         return min(most, fitting)
+
+
+def _names(model: nn.Module) -> list[str]:
+    """The names of all values of a model, which has buffers where weights are in fewer bits."""
+    return [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
 
 
 def _context_length(model: nn.Module, asked: int | None) -> int:

@@ -24,6 +24,7 @@ from weft.models.decoder import Attention, DecoderLayer, rotary_tables
 from weft.models.experts import SparseMLP, SwiGLU
 from weft.models.gpt2 import GPT2MLP, GPT2Layer
 from weft.serve.fused import rotate_and_store
+from weft.serve.packed_linear import PackedLinear, join_packed
 from weft.serve.paged_attention import PagedBatch, attend
 from weft.serve.split_layers import (
     ModelAxes,
@@ -204,6 +205,9 @@ def _gpt2_block(layer: GPT2Layer, axes: ModelAxes) -> PagedBlock:
 
 def join_linears(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear that gives the results of all, end to end. Their parameters become views of its own."""
+    packed = [one for one in linears if isinstance(one, PackedLinear)]
+    if packed:
+        return join_packed(packed)
     sizes = [one.weight.shape[0] for one in linears]
     biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
     joined = nn.Linear(linears[0].weight.shape[1], sum(sizes), bias=bool(biases), device="meta")

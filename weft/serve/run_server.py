@@ -28,7 +28,7 @@ from weft.serve.follow_steps import follow_steps
 from weft.serve.generate import model_config
 from weft.serve.http import Api, build_app
 from weft.serve.http_guard import ServerLimits
-from weft.serve.loading import LoadedModel, load_draft, load_model
+from weft.serve.loading import LoadedModel, Packing, load_draft, load_model
 from weft.serve.model_part import ModelPart
 from weft.serve.rank_part import refuse_plan
 from weft.serve.ranks import ServingRanks
@@ -65,6 +65,19 @@ class ServeOptions:
     adapters: Mapping[str, str] = field(default_factory=dict)  # folders by the names that requests choose
     merged_adapter: str | None = None  # the folder of one that is part of the weights
     speculate: str | None = None  # "ngram", or the folder of a draft model
+    weights: str | None = None  # a format of fewer bits
+    calibration: str | None = None  # the path of a text by which rounding to it is corrected
+
+    @property
+    def packing(self) -> Packing | None:
+        """How weights are kept. Raises ConfigError for options that do not go together."""
+        if self.weights is None:
+            if self.calibration is not None:
+                raise ConfigError("--calibration corrects rounded weights; give --weights int4 or int8 too")
+            return None
+        if self.merged_adapter is not None:
+            raise ConfigError("--merge-adapter changes weights that --weights rounds; export a merged model first")
+        return Packing(self.weights, self.calibration)
 
     def engine(self, loaded: LoadedModel, max_waiting: int, device: torch.device | str) -> EngineOptions:
         return EngineOptions(
@@ -86,13 +99,14 @@ def run_server(source: Path, options: ServeOptions, ready: Ready, say: Say) -> N
     if options.follows:
         require_run(source)
     sock = listen(options.host, options.port)  # before the model is loaded: a port in use is known at once
-    loaded = load_model(source, options.tokenizer, options.device, say)
+    loaded = load_model(source, options.tokenizer, options.device, say, packing=options.packing)
     if options.merged_adapter is not None:
         merge_adapter(loaded.model, Path(options.merged_adapter))
     engine = Engine(loaded.model, options.engine(loaded, options.max_waiting, options.device))
 
     def load(checkpoint: Path) -> nn.Module:
-        model = load_model(checkpoint, options.tokenizer, "cpu", say).model  # a GPU may have no room for two
+        # On the host: a GPU may have no room for two.
+        model = load_model(checkpoint, options.tokenizer, "cpu", say, packing=options.packing).model
         if options.merged_adapter is not None:
             merge_adapter(model, Path(options.merged_adapter))
         return model
@@ -128,10 +142,10 @@ def run_rank(
     is_folder = (source / "config.json").is_file()
     path = Path(ranks.agree_on_text(str(source if is_folder else open_checkpoint(source).path)))
     say_once = say if rank_info.rank == 0 else lambda message: None
-    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place)
+    loaded = load_model(path, options.tokenizer, device, say_once, ranks.place, options.packing)
 
     def load(checkpoint: Path) -> nn.Module:
-        return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place).model
+        return load_model(checkpoint, options.tokenizer, "cpu", say_once, ranks.place, options.packing).model
 
     max_held = options.max_running + options.max_waiting
     if not ranks.is_lead:
