@@ -60,6 +60,15 @@ def test_weights_in_fewer_bits_hold_what_does_not_fit_in_sixteen() -> None:
         predict_serving(model, cluster, Plan(), workload, weights="int3")  # type: ignore[arg-type]
 
 
+def test_a_cache_of_four_bits_holds_more_tokens() -> None:
+    workload, cluster = ServingWorkload.of(4, 512, 32), load("h200:1x1")
+    plain, lean = (predict_serving(LLAMA_8B, cluster, Plan(), workload, cache=cache) for cache in (None, "int4"))
+    assert plain.cache_bytes_per_token == 32 * 8 * 512
+    assert lean.cache_bytes_per_token == 32 * 8 * 144
+    assert 3.3 < lean.cache_tokens / plain.cache_tokens < 512 / 144  # tails take some
+    assert lean.memory_bytes <= cluster.node.device.memory_bytes
+
+
 def test_what_does_not_fit_is_refused_and_layouts_use_all_devices() -> None:
     with pytest.raises(PlanError, match="leave no room for a request of 320 tokens; split the model over more devices"):
         predict_serving(load_model("llama3-70b"), load("h100:1x1"), Plan(), ServingWorkload.of(1, 256, 64))  # type: ignore[arg-type]

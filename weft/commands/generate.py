@@ -12,7 +12,7 @@ import typer
 from weft.commands import PROMPT
 from weft.commands.device_option import DeviceOption, chosen_device
 from weft.commands.model_text import print_text
-from weft.commands.serve import SpeculateOption, WeightsOption
+from weft.commands.serve import KeysValuesOption, SpeculateOption, WeightsOption
 
 EXAMPLE = 'Example: weft generate runs/quickstart --prompt "def main():" --tokens 100'
 
@@ -28,12 +28,14 @@ def generate_command(
     device: DeviceOption = "auto",
     speculate: SpeculateOption = None,
     weights: WeightsOption = None,
+    cache: KeysValuesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
 ) -> None:
     """Continue a prompt with a trained model, on one process."""
     kind = chosen_device(device)
     from rich.console import Console
 
+    from weft.serve.cache_formats import cache_format
     from weft.serve.generate import generate, load_for_generation
     from weft.serve.loading import load_draft
     from weft.serve.weight_formats import weight_format
@@ -51,6 +53,7 @@ def generate_command(
             seed=seed,
             context=context,
             speculate=load_draft(speculate, tokenizer, tokens_of, kind),
+            cache=cache_format(cache),
         )
     if as_json:
         print(json.dumps({"prompt": prompt, "text": text}))

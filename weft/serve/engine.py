@@ -84,7 +84,10 @@ class Engine:
         policy = PagedBlocks(part.layout.num_blocks, options.block_size, options.prefix_cache)
         if options.swap_blocks and ranks is not None:
             raise ConfigError("swap_blocks needs one rank: other ranks compute again what they lack; give 0")
-        pages = HostPages(part.cache, options.block_size, options.swap_blocks) if options.swap_blocks else None
+        pages = None
+        if options.swap_blocks:
+            every = [page for layer in part.cache for page in layer.pages]
+            pages = HostPages(every, options.swap_blocks, part.paged.cache_format.keeps_whole_blocks)
         sizes = (options.token_budget, options.max_running, self._num_stages)
         self._scheduler = Scheduler(policy, *sizes, pages)
         self._sampler = Sampler(self._scheduler.max_running, self.vocab_size, part.device)

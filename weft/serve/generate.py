@@ -26,7 +26,9 @@ from weft.saved_run import (
     saved_tokenizer,
     with_intact_checkpoint,
 )
+from weft.serve.cache_formats import block_size_of
 from weft.serve.engine import Engine, EngineOptions
+from weft.serve.layer_cache import CacheFormat, PlainFormat
 from weft.serve.packed_linear import make_room
 from weft.serve.rank_part import RankPlace, build_part, build_whole, read_part
 from weft.serve.request import Request, Sampling
@@ -45,13 +47,21 @@ def generate(
     context: int = 1024,
     seconds: float = math.inf,
     speculate: Literal["ngram"] | nn.Module | None = None,
+    cache: CacheFormat | None = None,
 ) -> str:
     """Generate up to `num_tokens` tokens after the prompt. Stops earlier at the end of the document or after `seconds`.
     Temperature 0 takes the most likely token. When the context is full, generation goes on after its second half.
-    `speculate` drafts tokens (`speculation.py`); the text is the same.
+    `speculate` drafts tokens (`speculation.py`); the text is the same. `cache` is how keys and values are kept.
     """
     deadline = time.monotonic() + seconds
-    options = EngineOptions(max_running=1, context_length=context, vocab_size=tokenizer.vocab_size, speculate=speculate)
+    options = EngineOptions(
+        max_running=1,
+        context_length=context,
+        vocab_size=tokenizer.vocab_size,
+        speculate=speculate,
+        cache=cache,
+        block_size=block_size_of(cache or PlainFormat()),
+    )
     engine = Engine(model, options)
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.end]
     start, given, number = len(tokens), tokens[-engine.context_length :], 0

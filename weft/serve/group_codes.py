@@ -34,7 +34,8 @@ def decode(coded: GroupCodes, bits: int, dtype: torch.dtype) -> Tensor:
     """The numbers [..., n] that codes stand for."""
     codes = unpack(coded.codes, bits)
     grouped = codes.unflatten(-1, (coded.scale.shape[-1], -1)).to(dtype)
-    return (grouped * coded.scale[..., None].to(dtype) + coded.least[..., None].to(dtype)).flatten(-2)
+    numbers: Tensor = grouped * coded.scale[..., None].to(dtype) + coded.least[..., None].to(dtype)
+    return numbers.flatten(-2)
 
 
 def group_range(grouped: Tensor, bits: int) -> tuple[Tensor, Tensor]:

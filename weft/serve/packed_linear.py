@@ -29,7 +29,7 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = num_in, len(parts[0])
         for index, part in enumerate(parts):
             self.register_buffer(f"part_{index}", part)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
@@ -71,8 +71,9 @@ def replace_linear(model: nn.Module, name: str, packed: PackedLinear) -> None:
 def make_room(model: nn.Module, format: WeightFormat) -> None:
     """Replace linears on the meta device by packed ones without values."""
     for name, linear in list(linears_to_pack(model)):
-        parts = format.empty(*linear.weight.shape, "meta")
-        replace_linear(model, name, PackedLinear(format, parts, linear.weight.shape[1], linear.bias))
+        num_out, num_in = linear.weight.shape
+        parts = format.empty(num_out, num_in, "meta")
+        replace_linear(model, name, PackedLinear(format, parts, num_in, linear.bias))
 
 
 def read_packed(model: nn.Module, read: Callable[[str], Tensor]) -> None:
@@ -108,7 +109,7 @@ def join_packed(linears: Sequence[PackedLinear]) -> PackedLinear:
     """One linear that gives the results of all, end to end. Their parts become views of its own."""
     sizes = [len(one.parts[0]) for one in linears]
     parts = [torch.cat(same) for same in zip(*(one.parts for one in linears), strict=True)]
-    biases = [one.bias for one in linears if one.bias is not None]
+    biases: list[Tensor] = [one.bias for one in linears if one.bias is not None]
     bias = torch.cat(biases) if biases else None
     joined = PackedLinear(linears[0].format, parts, linears[0].in_features, bias)
     for index, part in enumerate(parts):

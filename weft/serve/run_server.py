@@ -22,6 +22,7 @@ from weft.plan import Plan
 from weft.saved_run import open_checkpoint
 from weft.serve.adapters import merge_adapter
 from weft.serve.addresses import is_loopback, listen
+from weft.serve.cache_formats import block_size_of, cache_format
 from weft.serve.engine import Engine, EngineOptions
 from weft.serve.follow import follow, require_run
 from weft.serve.follow_steps import follow_steps
@@ -67,6 +68,7 @@ class ServeOptions:
     speculate: str | None = None  # "ngram", or the folder of a draft model
     weights: str | None = None  # a format of fewer bits
     calibration: str | None = None  # the path of a text by which rounding to it is corrected
+    cache: str | None = None  # a format of keys and values
 
     @property
     def packing(self) -> Packing | None:
@@ -80,7 +82,10 @@ class ServeOptions:
         return Packing(self.weights, self.calibration)
 
     def engine(self, loaded: LoadedModel, max_waiting: int, device: torch.device | str) -> EngineOptions:
+        cache = cache_format(self.cache)
         return EngineOptions(
+            cache=cache,
+            block_size=block_size_of(cache),
             num_blocks=self.num_blocks,
             max_running=self.max_running,
             max_waiting=max_waiting,

@@ -19,7 +19,16 @@ class PageLayout:
 
     block_size: int
     num_blocks: int
+    num_rows: int  # requests that run at once; row number `num_rows` is that of padding
     device: torch.device
+
+
+TABLE = 2  # where the block table begins, in the arrays below
+
+
+def padding_table(layout: PageLayout) -> tuple[int, int, int]:
+    """The length, row and only block of padding."""
+    return 1, layout.num_rows, layout.num_blocks
 
 
 def is_decode(chunk: ScheduledChunk) -> bool:
@@ -30,20 +39,20 @@ def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int =
     """Two arrays of int32 in host memory.
 
     The first is [4, tokens]: the token; the sampler's row whose last token it is, where the host does not know it yet,
-    else -1; its position; its slot. The second is [requests, 1 + blocks]: tokens in the cache after this step, block
-    table. Both are padded to `num_rows` with tokens whose keys and values go to the block for padding.
+    else -1; its position; its slot. The second is [requests, 2 + blocks]: tokens in the cache after this step, row,
+    block table. Both are padded to `num_rows` with tokens whose keys and values go to the block for padding.
     """
     size = layout.block_size
     tokens, sources, positions, slots = list[int](), list[int](), list[int](), list[int]()
     width = max((chunk.start + chunk.num_tokens - 1) // size + 1 for chunk in chunks)
-    tables = np.zeros((max(len(chunks), num_rows), 1 + width), dtype=np.int32)
+    tables = np.zeros((max(len(chunks), num_rows), TABLE + width), dtype=np.int32)
     for index, chunk in enumerate(chunks):
         active, start, end = chunk.active, chunk.start, chunk.start + chunk.num_tokens
         assert active.held is not None
         blocks = active.held.blocks
         num_blocks = (end - 1) // size + 1
-        tables[index, 0] = end
-        tables[index, 1 : num_blocks + 1] = blocks[:num_blocks]
+        tables[index, :TABLE] = end, active.row
+        tables[index, TABLE : TABLE + num_blocks] = blocks[:num_blocks]
         if start < len(active.tokens):
             tokens += [*active.tokens[start : chunk.end], *chunk.drafts]
             sources += [-1] * (end - start)
@@ -54,7 +63,7 @@ def packed(chunks: Sequence[ScheduledChunk], layout: PageLayout, num_rows: int =
         slots += [blocks[position // size] * size + position % size for position in range(start, end)]
     num_padded = max(0, num_rows - len(chunks))
     if num_padded:
-        tables[len(chunks) :, :2] = 1, layout.num_blocks
+        tables[len(chunks) :, : TABLE + 1] = padding_table(layout)
     padding = ([0] * num_padded, [-1] * num_padded, [0] * num_padded, [layout.num_blocks * size] * num_padded)
     parts = [one + more for one, more in zip((tokens, sources, positions, slots), padding, strict=True)]
     return torch.from_numpy(np.array(parts, dtype=np.int32)), torch.from_numpy(tables)
@@ -73,7 +82,7 @@ class StepInputs:
     """
 
     flat: Tensor  # [4, tokens] int32
-    tables: Tensor  # [requests, 1 + blocks] int32
+    tables: Tensor  # [requests, 2 + blocks] int32
     queries: list[int]
     num_decodes: int
     sampled: list[int]
@@ -89,8 +98,9 @@ class StepInputs:
             flat[0] if last is None else input_tokens(flat, last),
             flat[2],
             flat[3].long(),
-            tables[:, 1:],
+            tables[:, TABLE:],
             tables[:, 0],
+            tables[:, 1],
             layout.block_size,
             self.num_decodes,
             self.queries[self.num_decodes :],
@@ -116,6 +126,6 @@ def text_inputs(tokens: Sequence[int], block_size: int) -> StepInputs:
     number = len(tokens)
     places = torch.arange(number, dtype=torch.int32)
     given = torch.tensor(list(tokens), dtype=torch.int32)
-    table = torch.arange(-1, -(-number // block_size), dtype=torch.int32)[None]
-    table[0, 0] = number
+    table = torch.arange(-TABLE, -(-number // block_size), dtype=torch.int32)[None]
+    table[0, :TABLE] = torch.tensor([number, 0])
     return StepInputs(torch.stack([given, torch.full_like(given, -1), places, places]), table, [number], 0, [])
