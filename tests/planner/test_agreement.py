@@ -11,7 +11,7 @@ import pytest
 from weft.cluster.hardware import load
 from weft.commands.run_planning import ask_for, catalog_run, planning_cluster, with_plan
 from weft.errors import PlanError
-from weft.models import GPT2Config
+from weft.models import DecoderConfig, GPT2Config
 from weft.parallel.context.axis import ContextAxis
 from weft.parallel.tensor.axis import TensorAxes
 from weft.plan import Context, Pipe, Plan, Tensor

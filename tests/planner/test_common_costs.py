@@ -12,7 +12,7 @@ from weft.cluster.hardware import Cluster, load
 from weft.models import GPT2Config
 from weft.plan import Plan
 from weft.planner.candidate import Candidate, SearchResult
-from weft.planner.closed_form_memory import RankMemory, memory, sizes, working
+from weft.planner.closed_form_memory import RankMemory, memory, plan_sizes, working
 from weft.planner.common_costs import CommonCosts, TextCosts
 from weft.planner.model import planned_model
 from weft.planner.question import Question, parse_constraints
@@ -28,7 +28,7 @@ class EachAlone(Model):
     """The model with the costs of every plan computed alone: nothing shared, no bound, all pipeline ranks."""
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
-        own = sizes(self.profile, plan)
+        own = plan_sizes(self.profile, plan)
         ranks = working(own, plan, self.steps.stage_units(plan), num_micro_batches)
         return memory(ranks, own, plan, num_micro_batches)
 

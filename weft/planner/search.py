@@ -3,11 +3,11 @@
 Settings that shape a rank's own work (those that the strategies of the axes name, micro-batch, recompute) are tried in
 the order of a lower bound: a step takes at least its compute divided over all devices, without waits or communication.
 For each of them, all layouts of the other axes (pipe with its schedules, shard with its stages, data) are checked for
-memory and timed in closed form. A plan that does not fit is tried with stages by memory, with fewer micro-batches in
-flight, with inputs of matmuls gathered again, and with the smallest share of its state in host memory with which it
-fits. The search ends when no remaining bound is lower than the times of the plans found, so it misses no plan that is
-among the fastest. The best plans are then timed by simulating their schedules. The search is deterministic: the same
-question has the same answer.
+memory and timed in closed form. A plan that does not fit is tried with stages by memory, with recompute in its first
+stages, with fewer micro-batches in flight, with inputs of matmuls gathered again, and with the smallest share of its
+state in host memory with which it fits. The search ends when no remaining bound is lower than the times of the plans
+found, so it misses no plan that is among the fastest. The best plans are then timed by simulating their schedules. The
+search is deterministic: the same question has the same answer.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from weft.errors import PlanError
 from weft.parallel.apply import STRATEGIES
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
-from weft.plan import Pipe, Plan, Shard
+from weft.plan import Pipe, Plan, Recompute, Shard
 from weft.planner.candidate import Candidate, SearchResult, rank, with_share
-from weft.planner.closed_form_memory import RankMemory, Sizes, sizes
+from weft.planner.closed_form_memory import RankMemory, Sizes, plan_sizes
 from weft.planner.common_costs import CommonCosts, TextCosts
-from weft.planner.memory_stages import with_stages_that_fit
+from weft.planner.memory_stages import StageChoice
 from weft.planner.question import Question, asked_fields, size_settings, with_fields
+from weft.planner.smaller_forms import CAPPED, IN_FLIGHT, smaller_forms
 from weft.planner.step import StepModel
 from weft.profiling import Profile
-from weft.schedule.schedules import SCHEDULES, least_in_flight, refuse_schedule
+from weft.schedule.schedules import SCHEDULES, refuse_schedule
 from weft.sharding.host_memory import KEPT_FREE_BYTES
 from weft.strategy import SearchSpace, Strategy, divisors
 
 MAX_MICRO_BATCH = 64
 NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
-REGATHER = "tensor.regather"
-IN_FLIGHT, CAPPED, MIN_CAPPED = "pipe.in_flight", ("1f1b", "interleaved"), 4  # schedules and degrees that are capped
-STAGES = ("pipe.balance", "pipe.split")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+STAGES = ("pipe.balance", "pipe.split", "memory.recompute_stages")
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
 
 
@@ -91,9 +91,10 @@ class Model:
 
     def _sizes_of(self, plan: Plan) -> Sizes:
         """The sizes of a rank's part of the model."""
-        inside = (size_settings(plan), plan.memory.recompute, plan.matmul)
+        memory = plan.memory
+        inside = (size_settings(plan), memory.recompute, memory.recompute_stages is not None, plan.matmul)
         if inside not in self._sizes:
-            self._sizes[inside] = sizes(self.profile, plan)
+            self._sizes[inside] = plan_sizes(self.profile, plan)
         return self._sizes[inside]
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
@@ -106,10 +107,15 @@ class Model:
 
     def with_stages_that_fit(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
         """Returns the plan with the fastest stages with which it fits, named in `pipe.split`; None without such."""
-        units, seconds = self.steps.units, self.steps.unit_seconds(plan)
-        if units is None:
+        choice = self.stage_choice(plan, num_micro_batches, limit_bytes)
+        return None if choice is None else choice.with_stages()
+
+    def stage_choice(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> StageChoice | None:
+        """Returns what chooses the plan's stages by memory; None if the model's blocks are not equal."""
+        if self.steps.units is None:
             return None
-        return with_stages_that_fit(plan, self._sizes_of(plan), units, seconds, num_micro_batches, limit_bytes)
+        sizes, seconds = self._sizes_of(plan), self.steps.unit_seconds(plan)
+        return StageChoice(plan, sizes, self.steps.units, seconds, num_micro_batches, limit_bytes)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """Returns the search over plans for this model."""
@@ -140,7 +146,6 @@ class Search(ABC):
         self._inner = [one for one in question.constraints if one.is_inner]
         self._outer = [one for one in question.constraints if not one.is_inner and one.name != OFFLOAD]
         self._asked = asked_fields(question.constraints)
-        self._regathers = not any(one.name == REGATHER for one in question.constraints)  # else only if needed to fit
         self._names = frozenset(one.name for one in question.constraints)
         self._of_pipe = [one for one in question.constraints if one.name in ("pipe.schedule", "pipe.chunks")]
         limits = [one for one in question.constraints if one.name == OFFLOAD]
@@ -227,8 +232,7 @@ class Search(ABC):
                 break
             if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
                 continue
-            recomputes: list[Any] = ["none"] if inner.tensor.regather else ["none", "selective", "full"]
-            for recompute in recomputes:
+            for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
                 plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
                 if all(one.holds(plan) for one in self._inner):
                     yield plan
@@ -331,9 +335,9 @@ class Search(ABC):
         `regather` saves fewer inputs of matmuls. Each is tried with all micro-batches in flight first.
         """
         for forms in self._forms(plan, common):
-            fits_somewhere = forms[-1].floor_bytes <= self.limit_bytes  # the last form needs least
-            if not fits_somewhere and forms[0].halved_floor_bytes > self.limit_bytes:
+            if self._is_too_large(forms) and not self._may_recompute(plan):
                 continue
+            fits_somewhere = forms[-1].floor_bytes <= self.limit_bytes  # the last form needs least
             for form in forms if fits_somewhere else forms[:1]:  # a lower cap is slower
                 held = form.memory(plan)
                 if held.total_bytes <= self.limit_bytes:
@@ -341,29 +345,26 @@ class Search(ABC):
                     break
                 if form is forms[0]:
                     self._try_other_stages(form.form_of(plan), held, common.num_micro_batches)
+                    if self._may_recompute(plan):
+                        self._try_recompute(form.form_of(plan), common.num_micro_batches)
 
     def _forms(self, plan: Plan, common: CommonCosts) -> list[list[CommonCosts]]:
         """Returns the costs of the plan's smaller forms, which plans with the same common costs share."""
         if common.smaller_forms is None:
             count = common.num_micro_batches
-            plans = self._smaller_forms(plan, count)
+            plans = smaller_forms(plan, count, self._names)
             common.smaller_forms = [[self.model.common(one, count) for one in forms] for forms in plans]
         return common.smaller_forms
 
     def _is_hopeless(self, plan: Plan, common: CommonCosts) -> bool:
         """Does no plan with these common costs fit, in no smaller form and with no share of its state on the host?"""
-        limit = self.limit_bytes
-        return common.floor_bytes > limit and all(
-            forms[-1].floor_bytes > limit and forms[0].halved_floor_bytes > limit for forms in self._forms(plan, common)
-        )
+        if common.floor_bytes <= self.limit_bytes or self._may_recompute(plan):
+            return False
+        return all(map(self._is_too_large, self._forms(plan, common)))
 
-    def _smaller_forms(self, plan: Plan, num_micro_batches: int) -> list[list[Plan]]:
-        """Returns the plan with fewer micro-batches in flight, and the same with `regather` where it saves memory."""
-        forms = [[plan, *self._capped(plan, num_micro_batches)]]
-        if self._regathers and plan.tensor.sequence and plan.memory.recompute == "none":  # else it gathers again anyway
-            again = replace(plan, tensor=replace(plan.tensor, regather=True))
-            forms.append([again, *self._capped(again, num_micro_batches)])
-        return forms
+    def _is_too_large(self, forms: list[CommonCosts]) -> bool:
+        """Does none of these forms of a plan fit, without any state, and the first not with other stages either?"""
+        return min(forms[-1].floor_bytes, forms[0].halved_floor_bytes) > self.limit_bytes
 
     def _try_other_stages(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
         """Tries the plan, which needs `held`, with stages that fit, if there are such.
@@ -374,22 +375,29 @@ class Search(ABC):
         if held.total_bytes - held.saved_bytes / 2 > self.limit_bytes or not self._names.isdisjoint(STAGES):
             return
         found = self.model.with_stages_that_fit(plan, num_micro_batches, self.limit_bytes)
-        if found is None:
-            return
-        common = self.model.common(found, num_micro_batches)
-        if common.memory(found).total_bytes <= self.limit_bytes:
-            self._consider(found, common)
+        if found is not None:
+            self._consider_if_fits(found, num_micro_batches)
 
-    def _capped(self, plan: Plan, num_micro_batches: int) -> list[Plan]:
-        """Returns the plan with caps on the micro-batches in flight, the highest first."""
-        pipe = plan.pipe
-        if pipe.degree < MIN_CAPPED or pipe.schedule not in CAPPED or IN_FLIGHT in self._names:
-            return []
-        # Those of one group at all stages but the last, and of 1 to 1/2 of a group at the last.
-        full, step = pipe.num_stages, pipe.degree // 4
-        caps = range(full if pipe.num_stages > pipe.degree else full - step, full - pipe.degree // 2 - 1, -step)
-        least = least_in_flight(pipe.degree, num_micro_batches, pipe.num_stages // pipe.degree)
-        return [replace(plan, pipe=replace(pipe, in_flight=cap)) for cap in caps if cap >= least]
+    def _may_recompute(self, plan: Plan) -> bool:
+        """Is the plan tried with recompute in some of its stages, if it does not fit?"""
+        is_pipeline = plan.pipe.degree > 1 and plan.pipe.schedule in CAPPED
+        return is_pipeline and plan.memory.recompute == "none" and self._names.isdisjoint(STAGES)
+
+    def _try_recompute(self, plan: Plan, num_micro_batches: int) -> None:
+        """Tries a plan that does not fit with recompute in as few stages as it fits with."""
+        for kind in RECOMPUTES[1:]:
+            some = replace(plan, memory=replace(plan.memory, recompute=kind, recompute_stages=1))
+            choice = self.model.stage_choice(some, num_micro_batches, self.limit_bytes)
+            if choice is None or not all(one.holds(some) for one in self._inner):
+                continue
+            found = choice.with_recompute()
+            if found is not None:
+                self._consider_if_fits(found, num_micro_batches)
+
+    def _consider_if_fits(self, plan: Plan, num_micro_batches: int) -> None:
+        common = self.model.common(plan, num_micro_batches)
+        if common.memory(plan).total_bytes <= self.limit_bytes:
+            self._consider(plan, common)
 
     def _consider(self, plan: Plan, common: CommonCosts) -> None:
         """Keeps a plan if it is among the fastest that fit.
