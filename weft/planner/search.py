@@ -31,7 +31,7 @@ from weft.planner.closed_form_memory import RankMemory, Sizes, plan_sizes
 from weft.planner.common_costs import CommonCosts, TextCosts
 from weft.planner.memory_stages import StageChoice
 from weft.planner.question import Question, asked_fields, size_settings, with_fields
-from weft.planner.smaller_forms import CAPPED, IN_FLIGHT, smaller_forms
+from weft.planner.smaller_forms import IN_FLIGHT, STAGES, may_recompute, smaller_forms
 from weft.planner.step import StepModel
 from weft.profiling import Profile
 from weft.schedule.schedules import SCHEDULES, refuse_schedule
@@ -42,7 +42,6 @@ MAX_MICRO_BATCH = 64
 NUM_TIMED = 48  # plans, the best in closed form, that are timed by simulation
 NUM_TOO_LARGE = 5
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-STAGES = ("pipe.balance", "pipe.split", "memory.recompute_stages")
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
 
 
@@ -250,8 +249,6 @@ class Search(ABC):
         reasons = (strategy.refuse(self.model.profile, plan) for strategy in STRATEGIES)
         return next((reason for reason in reasons if reason is not None), None)
 
-    # --- the other axes
-
     def _lay_out(self, inner: Plan) -> None:
         """Tries all layouts of pipe, shard and data around the settings of `inner`."""
         group = inner.num_ranks
@@ -301,8 +298,6 @@ class Search(ABC):
         """Are all plans kept so far faster than `seconds`, and are there enough of them?"""
         return seconds >= self.limit_seconds or (len(self._best) >= self._room and seconds >= -self._best[0][0])
 
-    # --- costs
-
     def _time(self, candidate: Candidate) -> Candidate:
         step = self.steps.step(candidate.plan, candidate.num_micro_batches)
         return replace(candidate, seconds=step.seconds, step=step)
@@ -335,7 +330,7 @@ class Search(ABC):
         `regather` saves fewer inputs of matmuls. Each is tried with all micro-batches in flight first.
         """
         for forms in self._forms(plan, common):
-            if self._is_too_large(forms) and not self._may_recompute(plan):
+            if self._is_too_large(forms) and not may_recompute(plan, self._names):
                 continue
             fits_somewhere = forms[-1].floor_bytes <= self.limit_bytes  # the last form needs least
             for form in forms if fits_somewhere else forms[:1]:  # a lower cap is slower
@@ -345,7 +340,7 @@ class Search(ABC):
                     break
                 if form is forms[0]:
                     self._try_other_stages(form.form_of(plan), held, common.num_micro_batches)
-                    if self._may_recompute(plan):
+                    if may_recompute(plan, self._names):
                         self._try_recompute(form.form_of(plan), common.num_micro_batches)
 
     def _forms(self, plan: Plan, common: CommonCosts) -> list[list[CommonCosts]]:
@@ -357,8 +352,8 @@ class Search(ABC):
         return common.smaller_forms
 
     def _is_hopeless(self, plan: Plan, common: CommonCosts) -> bool:
-        """Does no plan with these common costs fit, in no smaller form and with no share of its state on the host?"""
-        if common.floor_bytes <= self.limit_bytes or self._may_recompute(plan):
+        """Does no plan with these common costs fit, in no smaller form and without any state?"""
+        if common.floor_bytes <= self.limit_bytes or may_recompute(plan, self._names):
             return False
         return all(map(self._is_too_large, self._forms(plan, common)))
 
@@ -377,11 +372,6 @@ class Search(ABC):
         found = self.model.with_stages_that_fit(plan, num_micro_batches, self.limit_bytes)
         if found is not None:
             self._consider_if_fits(found, num_micro_batches)
-
-    def _may_recompute(self, plan: Plan) -> bool:
-        """Is the plan tried with recompute in some of its stages, if it does not fit?"""
-        is_pipeline = plan.pipe.degree > 1 and plan.pipe.schedule in CAPPED
-        return is_pipeline and plan.memory.recompute == "none" and self._names.isdisjoint(STAGES)
 
     def _try_recompute(self, plan: Plan, num_micro_batches: int) -> None:
         """Tries a plan that does not fit with recompute in as few stages as it fits with."""

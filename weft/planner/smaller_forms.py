@@ -1,4 +1,6 @@
-"""Forms of a plan that need less memory: fewer micro-batches in flight, and inputs of matmuls gathered again."""
+"""Forms of a plan that need less memory: fewer micro-batches in flight, inputs of matmuls gathered again, and
+recompute in some stages.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from weft.plan import Plan
 from weft.schedule.schedules import least_in_flight
 
 REGATHER, IN_FLIGHT = "tensor.regather", "pipe.in_flight"
+STAGES = ("pipe.balance", "pipe.split", "memory.recompute_stages")
 CAPPED, MIN_CAPPED = ("1f1b", "interleaved"), 4  # schedules and degrees that are capped
 
 
@@ -23,6 +26,12 @@ def smaller_forms(plan: Plan, num_micro_batches: int, asked: Collection[str]) ->
         again = replace(plan, tensor=replace(plan.tensor, regather=True))
         forms.append([again, *_capped(again, num_micro_batches, asked)])
     return forms
+
+
+def may_recompute(plan: Plan, asked: Collection[str]) -> bool:
+    """Is a plan that does not fit tried with recompute in some of its stages?"""
+    is_pipeline = plan.pipe.degree > 1 and plan.pipe.schedule in CAPPED
+    return is_pipeline and plan.memory.recompute == "none" and not set(asked) & set(STAGES)
 
 
 def _capped(plan: Plan, num_micro_batches: int, asked: Collection[str]) -> list[Plan]:
