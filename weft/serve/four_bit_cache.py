@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.errors import ConfigError
 from weft.serve.group_codes import GroupCodes, decode, encode
@@ -33,6 +33,10 @@ class FourBitFormat:
     block_size: int | None = GROUP
     keeps_whole_blocks = True  # a tail belongs to a running request
     is_chunked_alike = True
+    needs_one_rank = False
+
+    def refuse(self, model: nn.Module) -> None:
+        return
 
     def layer(self, index: int, sizes: CacheSizes) -> LayerCache:
         return FourBitLayer(sizes)
