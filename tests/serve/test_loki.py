@@ -1,4 +1,4 @@
-"""Loki: all tokens chosen is dense attention, the chosen are those of a search through all, calibrated axes are the best,
+"""Loki: all tokens chosen is dense attention, the chosen are those of a search through all, calibrated axes are best,
 and files for other models are refused.
 """
 
