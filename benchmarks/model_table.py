@@ -43,7 +43,7 @@ def outcome_of(entry: Entry, plan: Plan) -> dict[str, Any]:
     """Returns {"outcome": proved, not proved, refused, differs or failed, and why}."""
     begin = time.monotonic()
     try:
-        batch_fn = entry.pairs if plan.context.degree * plan.tile.degree > 1 else entry.batch
+        batch_fn = entry.batch
         report = weft.verify(entry.build, batch_fn, plan, timeout_seconds=SECONDS)
         failure = report.first_failure
         found = {"outcome": "proved" if report.passed else "differs", "not_proved": list(report.not_proved)}
