@@ -10,7 +10,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import rich  # noqa: F401 (other files of this folder need it)
@@ -155,19 +155,13 @@ def plan_command(
 ) -> None:
     """Find the best plans for a model on a cluster, and why; or predict the plan that a run file gives."""
     if serve:
-        _plan_serving(
-            model, run_file, cluster, (requests, prompt, output), {"weights": weights, "cache": cache}, as_json
-        )
+        _plan_serving(model, run_file, cluster, (requests, prompt, output), (weights, cache), as_json)
         return
     if like is not None:
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
         return
     _refuse_two_models(model, run_file, (tokens_per_step, sequence, images_per_step, size))
-    if model is not None and (cluster is None or (tokens_per_step is None) == (None in (images_per_step, size))):
-        raise ConfigError(
-            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
-            "--cluster, --images-per-step and --size"
-        )
+    _refuse_missing_sizes(model, cluster, tokens_per_step, (images_per_step, size))
     from weft.run_file import check_run_file, load_run
 
     changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
@@ -183,12 +177,10 @@ def plan_command(
     job = None if write_job is None else JobFile(write_job, run_file, changes)
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job)
     with command_fork_server(_run_as_rank, warms=False):
-        if model is not None:
-            assert cluster is not None
-            run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
-        else:
-            assert run_file is not None
+        if run_file is not None:
             run = load_run(run_file, changes)
+        else:
+            run = named_run(model or "", cluster or "", tokens_per_step, sequence, images_per_step, size)
         if model is not None or options.is_search or search or not has_layout(run):
             search_plans(run, options, make_console(as_json), as_json)
         else:
@@ -369,29 +361,23 @@ def _plan_like(name: str, others: tuple[object, ...], as_json: bool) -> None:
         plan_like(name, make_console(as_json), as_json)
 
 
-def _plan_serving(
-    model: str | None,
-    run_file: Path | None,
-    cluster: str | None,
-    sizes: tuple[int, int, int],
-    formats: dict[str, str | None],
-    as_json: bool,
-) -> None:
-    """Plan to serve a model of the catalog, or that of a run file."""
+def _plan_serving(model: str | None, run_file: Path | None, *asked: Any) -> None:
+    """Plan to serve a model of the catalog, or that of a run file; `asked` is the rest for `plan_to_serve`."""
     _refuse_two_models(model, run_file, ())
-    from weft.commands.console import make_console
-    from weft.commands.plan_serve import plan_serving
-    from weft.models.catalog import load_model
-    from weft.planner.serving import ServingWorkload
-    from weft.run_file import load_run
+    from weft.commands.plan_serve import plan_to_serve
 
-    console, workload = make_console(as_json), ServingWorkload.of(*sizes)
-    if run_file is not None:
-        run = load_run(run_file)
-        plan_serving(run.name, run.model, cluster or run.cluster, workload, formats, console, as_json)
-    else:
-        assert model is not None
-        plan_serving(model, load_model(model), cluster or "local", workload, formats, console, as_json)
+    plan_to_serve(model, run_file, *asked)
+
+
+def _refuse_missing_sizes(
+    model: str | None, cluster: str | None, tokens: str | None, images: tuple[object, ...]
+) -> None:
+    """Raise ConfigError if `--model` is given without a cluster, or without the sizes of a step of its kind."""
+    if model is not None and (cluster is None or (tokens is None) == (None in images)):
+        raise ConfigError(
+            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
+            "--cluster, --images-per-step and --size"
+        )
 
 
 def _refuse_two_models(model: str | None, run_file: Path | None, sizes: tuple[object, ...]) -> None:

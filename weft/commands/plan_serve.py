@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,11 +11,32 @@ from rich.table import Table
 from weft.architectures import LanguageConfig, ModelConfig
 from weft.cluster.cpu_rates import with_assumed_rates
 from weft.cluster.hardware import Cluster, load
-from weft.commands.console import print_json
+from weft.commands.console import make_console, print_json
 from weft.errors import ConfigError, PlanError
+from weft.models.catalog import load_model
 from weft.planner.serving import MAX_RUNNING, TOKEN_BUDGET, ServingPrediction, ServingWorkload, search_serving
+from weft.run_file import load_run
 
 NUM_SHOWN = 8
+
+
+def plan_to_serve(
+    model: str | None,
+    run_file: Path | None,
+    cluster: str | None,
+    sizes: tuple[int, int, int],
+    formats: tuple[str | None, str | None],
+    as_json: bool,
+) -> None:
+    """Plan to serve a model of the catalog, or that of a run file. `formats` are those of weights and cache."""
+    console, workload = make_console(as_json), ServingWorkload.of(*sizes)
+    named = dict(zip(("weights", "cache"), formats, strict=True))
+    if run_file is not None:
+        run = load_run(run_file)
+        plan_serving(run.name, run.model, cluster or run.cluster, workload, named, console, as_json)
+    else:
+        assert model is not None
+        plan_serving(model, load_model(model), cluster or "local", workload, named, console, as_json)
 
 
 def plan_serving(

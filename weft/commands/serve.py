@@ -98,14 +98,12 @@ def serve_command(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API, and a page to chat at /. Ends on Ctrl-C or SIGTERM."""
     _refuse_address(host, api_key or [])
-    plan = serving_plan(overrides or [])
-    kind = chosen_device(device)
+    plan, kind = serving_plan(overrides or []), chosen_device(device)
     try:
         from weft.serve.http_guard import ServerLimits
         from weft.serve.run_server import ServeOptions
     except ModuleNotFoundError as error:
         raise ConfigError(f"weft serve needs {error.name}; run: pip install 'weft[serve]'") from None
-    usual_running, usual_budget = (256, 2048) if kind == "cuda" else (64, 512)
     options = ServeOptions(
         host=host,
         port=port,
@@ -116,9 +114,9 @@ def serve_command(
         tokenizer=tokenizer,
         template=None if chat_template is None else str(chat_template),
         context_length=context,
-        max_running=max_running or usual_running,
+        max_running=max_running or (256 if kind == "cuda" else 64),
         max_waiting=max_waiting,
-        token_budget=token_budget or usual_budget,
+        token_budget=token_budget or (2048 if kind == "cuda" else 512),
         num_blocks=cache_blocks,
         swap_blocks=swap_blocks,
         speculate=speculate,
