@@ -59,8 +59,9 @@ def outcome_of(entry: Entry, plan: Plan) -> dict[str, Any]:
     return found | {"seconds": round(time.monotonic() - begin, 1), "transformers": transformers.__version__}
 
 
-def page(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
+def page(found_with: dict[str, Any]) -> str:
     """Returns the page of the docs: a table with a number for each reason, and the reasons below."""
+    rows: dict[str, dict[str, dict[str, Any]]] = found_with["models"]
     reasons: dict[str, int] = {}
     lines = []
     for name, outcomes in rows.items():
@@ -78,17 +79,8 @@ def page(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
     head = f"| model | {' | '.join(f'{plan} ({counts[plan]})' for plan in PLANS)} |"
     notes = "\n".join(f"{number}. {reason}" for reason, number in reasons.items())
     versions = " and ".join(sorted({found["transformers"] for row in rows.values() for found in row.values()}))
-    return "\n".join(
-        [
-            _INTRODUCTION.format(versions=versions),
-            head,
-            "|---" * (len(PLANS) + 1) + "|",
-            *lines,
-            "\n## Reasons\n",
-            notes,
-            "",
-        ]
-    )
+    introduction = _INTRODUCTION.format(versions=versions)
+    return "\n".join([introduction, head, "|---" * (len(PLANS) + 1) + "|", *lines, "\n## Reasons\n", notes, ""])
 
 
 _INTRODUCTION = """# Which models each axis splits
@@ -127,7 +119,7 @@ def main() -> None:
             "models": {name: rows[name] for name in order},
         }  # fmt: skip
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        PAGE.write_text(page(result["models"]))
+        PAGE.write_text(page(result))
 
 
 if __name__ == "__main__":

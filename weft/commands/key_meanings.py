@@ -111,6 +111,7 @@ CHAT = {
     "documents": "follows from the kind",
     "template": "a file with a chat template; by default the one in the tokenizer's folder",
 }
+_MIRROR = "mirror half of the images to train on, others in each epoch"
 SLIDES = {
     "kind": "synthetic slides",
     "images": "the number of images",
@@ -118,6 +119,7 @@ SLIDES = {
     "seed": "of the images",
     "held_out": _HELD_OUT,
     "cache": _CACHE,
+    "mirror": _MIRROR,
 }
 IMAGES = {
     "kind": "a folder of images",
@@ -127,6 +129,7 @@ IMAGES = {
     "level": "the level of a pyramidal TIFF",
     "on_bad": "what to do with an image that cannot be used",
     "held_out": _HELD_OUT,
+    "mirror": _MIRROR,
 }
 
 TRAIN = {
@@ -177,6 +180,7 @@ TRAIN = {
     "log_every": "steps between two lines of the metrics",
     "evaluate_every": "steps between two evaluations on held-out samples",
     "evaluate_sequences": "held-out sequences or images of an evaluation",
+    "patience": "stop after so many evaluations without a lower held-out loss",
     "dpo_beta": "the strength of the reference in the loss of preferences",
     "freeze": "patterns of names of parameters that are not trained, such as model.embed*",
     "timeline": "a file to draw the last step of a pipeline to",
@@ -217,6 +221,7 @@ PLAN = {
     "micro_batch": "samples of one forward of a rank; by default all of a step",
     "memory": "how memory is saved",
     "memory.recompute": "activations that are computed again in backward",
+    "memory.recompute_stages": "the first so many stages of pipe recompute, the others save everything; by default all",
     "memory.accumulate": "reduce gradients once a step (whole), or after each micro-batch (slice)",
     "memory.master": "keep fp32 weights beside those in bf16",
     "memory.state": "the bits of AdamW's moments",
@@ -258,6 +263,12 @@ NUMBERS = {
     "repeat_every": "steps between micro-batches that are computed twice and compared",
 }
 LOG = {"tensorboard": "write TensorBoard's files to the run folder", "wandb": "the project in Weights & Biases"}
+ROLES = {
+    "loader": "ranks that read and prepare batches ahead of training",
+    "validator": "1: a rank evaluates snapshots while training goes on",
+    "depth": "batches that loaders may have ready for each training rank",
+    "keep_best": "keep the snapshot with the lowest held-out loss, in the run's folder best",
+}
 LORA = {
     "rank": "the rank of the updates",
     "alpha": "their scale is alpha / rank",

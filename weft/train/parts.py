@@ -7,6 +7,7 @@ A new part is a class here (or in its own file) and a line in `make_parts`.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from weft.pipeline.rank_model import pipeline_of, rank_model
 from weft.resilience.faults import Faults
 from weft.step.task import task_of
 from weft.step.train_step import evaluate
+from weft.train.early_stopping import EarlyStopping
 from weft.train.learning_rate import learning_rate
 from weft.train.metrics import MetricsLog
 from weft.train.state import TrainState
@@ -164,6 +166,17 @@ class Evaluation(TrainingPart):
         self._state, self._log = state, log
         self._objective = task_of(state.run).objective
         self.means: dict[str, float] = {}
+        self.seconds, self.count = 0.0, 0  # spent on evaluations, and their number
+        self.early = None if log is None else EarlyStopping(state.run)  # on rank 0, which decides
+
+    def wants_stop(self) -> bool:
+        """Has rank 0 found that the run should stop early?"""
+        return self.early is not None and self.early.wants_stop()
+
+    def mark(self, step: int) -> None:
+        """Notes that the run has stopped early at this step, if it has."""
+        if self.early is not None and self.early.wants_stop() and step < self._state.run.train.steps:
+            self.early.mark(step)
 
     def pauses_after(self, step: int) -> bool:
         config = self._state.run.train
@@ -176,12 +189,22 @@ class Evaluation(TrainingPart):
         state.status.phase("evaluating")
         held_out = state.data.evaluation_batches(state.run, state.mesh["batch"], state.mesh.device)
         if held_out:
+            began, self.count = time.perf_counter(), self.count + 1
             means = evaluate(state.model, held_out, state.mesh, self._objective).flatten().tolist()
             self.means = dict(zip(self._objective.measures, means, strict=True))
+            self.seconds += time.perf_counter() - began
         if self._log is not None and self.means:
             self._log.write("evaluation", step, self.means)
+            self._judge(step, step)
             state.say(f"step {step}: held-out " + ", ".join(f"{key} {value:.4f}" for key, value in self.means.items()))
         return True
+
+    def _judge(self, step: int, known_at: int) -> None:
+        """Judges the newest means, which are those of `step`."""
+        if self.early is not None and not self.early.wants_stop():
+            self.early.judge(step, self.means["loss"], known_at)
+            if self.early.reason is not None:
+                self._state.say(f"stopping early: {self.early.reason}")
 
 
 class ExpertLoads(TrainingPart):
@@ -255,8 +278,9 @@ def make_parts(
     checkpoints: TrainingPart,
     profile: TrainingPart,
     log: MetricsLog | None,
+    *more: TrainingPart,
 ) -> TrainingParts:
-    """Returns all parts of a run, in the order in which they run."""
+    """Returns all parts of a run, in the order in which they run: `more` at the end."""
     return TrainingParts(
         (
             InjectedFaults(state),
@@ -268,5 +292,6 @@ def make_parts(
             evaluation,
             checkpoints,
             StepTimeline(state),
+            *more,
         )
     )
