@@ -115,11 +115,6 @@ class Entry:
     build: Callable[[], nn.Module]
     batch: Callable[[int], dict[str, Tensor]]
 
-    def pairs(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch as (inputs, labels), for axes that cut samples into parts."""
-        inputs, labels = self.batch(step).values()
-        return inputs, labels
-
 
 def zoo() -> list[Entry]:
     """Returns all models, by kind and name."""

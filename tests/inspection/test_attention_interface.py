@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import masking_utils
 from transformers.masking_utils import create_causal_mask
 
 from weft.errors import PlanError
@@ -153,3 +154,20 @@ def test_calls_that_are_refused() -> None:
     dropping.eval()(TOKENS)  # nothing is dropped in an evaluation
     use_attention(ones := build("llama"), Attend())
     ones(TOKENS, attention_mask=torch.ones_like(TOKENS))
+
+
+def test_positions_of_a_part_of_a_sequence_change_no_mask() -> None:
+    """transformers takes the gap in a rank's positions for two documents."""
+    model, attend = build("mistral", num_key_value_heads=2, sliding_window=8), Attend()
+    use_attention(model, attend)
+    positions = torch.cat([torch.arange(4), torch.arange(12, 16)])[None]
+    model(TOKENS[:, :8], position_ids=positions)
+    assert attend.windows == [8, 8]
+
+
+def test_masks_that_are_joined_by_or_are_refused() -> None:
+    model = build("llama")
+    use_attention(model, Attend())
+    mask: Any = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
+    with pytest.raises(PlanError, match="masks keys by 'or_masks'"):
+        masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["weft"](mask_function=mask)

@@ -11,6 +11,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -24,6 +26,7 @@ from transformers import (
 import weft
 from weft.errors import PlanError
 from weft.step.model_loss import model_loss
+from weft.step.objective import Objective
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -219,3 +222,74 @@ def images(step: int) -> dict[str, Any]:
 @pytest.mark.processes
 def test_a_dict_of_images_in_tiles() -> None:
     weft.verify(vit, images, weft.Plan(tile=weft.Tile(rows=2))).require()
+
+
+# --- two towers, three inputs
+
+
+def clip() -> nn.Module:
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text = {**sizes, "vocab_size": 61, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 60}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 16, "patch_size": 4}))
+
+
+def captions(step: int) -> dict[str, Any]:
+    tokens = torch.randint(1, 60, (4, 8), generator=torch.Generator().manual_seed(step))
+    tokens[:, -1] = 60
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **_pixels(step)}
+
+
+def _pixels(step: int) -> dict[str, Any]:
+    return {"pixel_values": images(step)["pixel_values"]}
+
+
+def _count(given: Any) -> torch.Tensor:
+    return torch.tensor(len(given["input_ids"]))
+
+
+def _contrast(model: nn.Module, given: Any) -> torch.Tensor:
+    loss: torch.Tensor = model(**given, return_loss=True).loss * len(given["input_ids"])
+    return loss
+
+
+def _agreement(model: nn.Module, given: Any) -> torch.Tensor:
+    found = model(**given)
+    loss: torch.Tensor = -(found.text_embeds * found.image_embeds).sum()
+    return loss
+
+
+CLIP_PIPE = weft.Plan(pipe=weft.Pipe(2), micro_batch=4)
+CONTRAST, AGREEMENT = Objective(_count, _contrast), Objective(_count, _agreement)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("objective", "plan", "reason"),
+    [
+        (CONTRAST, weft.Plan(data=2), r"CLIPModel with this loss, unsplit, computes another loss from 2 samples"),
+        (CONTRAST, weft.Plan(context=weft.Context(2)), r"the attention of .* is not causal"),
+        (CONTRAST, weft.Plan(tile=weft.Tile(rows=2)), r"a dict that does not say which are which"),
+        (None, weft.Plan(data=2), r"has no 'labels' with which the model could compute its loss"),
+    ],
+)
+def test_what_clip_is_refused(objective: Objective | None, plan: weft.Plan, reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        weft.verify(clip, captions, plan, objective=objective)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("objective", "plan"),
+    [
+        (AGREEMENT, weft.Plan(data=2)),
+        pytest.param(CONTRAST, CLIP_PIPE, marks=pytest.mark.soak),
+        pytest.param(AGREEMENT, weft.Plan(shard=weft.Shard(2, 3)), marks=pytest.mark.soak),
+    ],
+)
+def test_clip_is_proved(objective: Objective, plan: weft.Plan) -> None:
+    weft.verify(clip, captions, plan, objective=objective).require()

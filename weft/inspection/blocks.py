@@ -31,6 +31,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 def find_units(model: nn.Module) -> dict[str, nn.Module]:
     """Returns by name the blocks, and the outermost other modules that have parameters and contain no blocks.
 
+    A list or dict of modules is none, because a forward calls what it contains.
     In a model without blocks that is one such module (a wrapper), they are the modules inside it.
     """
     blocks = find_blocks(model)
@@ -40,7 +41,8 @@ def find_units(model: nn.Module) -> dict[str, nn.Module]:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             holds_blocks = any(block.startswith(f"{path}.") for block in blocks)
-            if path in blocks or (not holds_blocks and any(True for _ in child.parameters())):
+            is_called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if path in blocks or (is_called and not holds_blocks and any(True for _ in child.parameters())):
                 found[path] = child
             else:
                 visit(path, child)

@@ -2,7 +2,8 @@
 
 The model runs once on fake tensors (shapes only) with made-up tokens, and every operation on the head's result is
 watched. Element-wise functions of the logits and numbers (Cohere scales them, Gemma 2 caps them) work on a part of the
-classes as on all. A softmax, or a bias that is added after the head, does not, and the logits are then gathered. A
+classes as on all. A softmax, a bias that is added after the head, or a scale that is trained (each rank would have the
+gradient of its classes alone) does not, and the logits are then gathered. A
 model that does not run on tokens alone (of images) is taken to return its head's result, which its first forward checks
 (`parallel/tensor/head_use.py`).
 """
@@ -42,9 +43,12 @@ def reason_logits_need_all_classes(model: nn.Module, head: nn.Module) -> str | N
     try:
         for module, _ in modes:
             module.training = False  # layer drop, which depends on random numbers, is of training
-        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             tensors = [*model.named_parameters(), *model.named_buffers()]
-            state = {name: torch.empty(t.shape, dtype=t.dtype, device="cpu") for name, t in tensors}
+            state = {
+                name: torch.empty(t.shape, dtype=t.dtype, device="cpu", requires_grad=t.requires_grad)
+                for name, t in tensors
+            }
             tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="cpu")
             with no_fakes_left(model), watch:
                 result = call_with(model, state, (tokens,))
@@ -70,12 +74,12 @@ class LogitsWatch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: str | None = None
-        self.num_classes = 0
+        self.num_classes = self._num_elements = 0
         self._storages: dict[int, Tensor] = {}  # of logits; the tensors keep them alive
 
     def take(self, _: nn.Module, __: Any, result: Tensor) -> None:
         """A forward hook of the head."""
-        self.num_classes = result.shape[-1]
+        self.num_classes, self._num_elements = result.shape[-1], result.numel()
         self._storages[result.untyped_storage()._cdata] = result
 
     def is_logits(self, tensor: Tensor) -> bool:
@@ -94,10 +98,14 @@ class LogitsWatch(TorchDispatchMode):
         others = [tensor for tensor in given if not self.is_logits(tensor)]
         if any(tensor.dim() and tensor.shape[-1] != 1 for tensor in others):
             self.refuse(f"'{name}' joins its logits with a value of each class")
+        if any(tensor.requires_grad for tensor in others):
+            self.refuse(f"'{name}' joins its logits with a value that is trained, whose gradient is of all classes")
         result = func(*args, **(kwargs or {}))
         keeps_classes = isinstance(result, Tensor) and result.dim() > 0 and result.shape[-1] == self.num_classes
         if func._overloadpacket not in OF_EACH_ELEMENT or not keeps_classes:
             self.refuse(f"'{name}' of its logits needs all classes")
+        elif result.numel() != self._num_elements:
+            self.refuse(f"'{name}' leaves a part of its logits out")
         elif isinstance(result, Tensor):
             self._storages[result.untyped_storage()._cdata] = result
         return result

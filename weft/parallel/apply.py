@@ -23,6 +23,7 @@ from weft.parallel.data import DataAxis
 from weft.parallel.expert.axis import ExpertAxis
 from weft.parallel.expert.balance import RouterBalance
 from weft.parallel.fp8 import Fp8Matmuls
+from weft.parallel.parameter_rules import refuse_parameters
 from weft.parallel.shard import ShardAxis
 from weft.parallel.tensor.axis import TensorAxes
 from weft.parallel.tile import TileAxis, TileGradients
@@ -117,7 +118,7 @@ def _local_value(model: nn.Module, values: Values, name: str) -> Tensor:
 
 def refuse(model_profile: Profile, plan: Plan) -> None:
     """Raise a PlanError with the first reason why the plan does not fit the model, if there is one."""
-    for reason_for in (refuse_pipeline, *(strategy.refuse for strategy in STRATEGIES)):
+    for reason_for in (refuse_parameters, refuse_pipeline, *(strategy.refuse for strategy in STRATEGIES)):
         reason = reason_for(model_profile, plan)
         if reason is not None:
             raise PlanError(reason)

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
@@ -94,12 +95,33 @@ class _TraceRecorder(OperationWatch):
         self.values: list[TracedTensor] = []
         # number -> parameters that a tensor is computed from, if from nothing else
         self.lineage: dict[int, frozenset[str]] = {}
+        self._functions: dict[int, Any] = {}  # number -> what autograd calls for a tensor, when it was numbered
 
     def find(self, value: Any) -> list[int]:
+        self._refuse_functions(tensors_in(value))
         return [self.numbers[tensor] for tensor in tensors_in(value) if tensor in self.numbers]
+
+    def _refuse_functions(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse results of the user's autograd.Function between units: only its forward is watched."""
+        for tensor in tensors:
+            if not isinstance(tensor, FakeTensor):
+                continue
+            function = tensor.grad_fn
+            is_known = tensor in self.numbers and function is self._functions[self.numbers[tensor]]
+            if not is_known and (tensor not in self.numbers or isinstance(function, BackwardCFunction)):
+                name = "" if function is None else f" ('{function.name().removesuffix('Backward')}')"
+                raise PlanError(
+                    f"the model cannot be cut into stages: its forward uses a torch.autograd.Function{name} between "
+                    f"blocks, whose backward no stage would run; call it inside of a block, or use pipe = 1"
+                )
+
+    def without_results(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._refuse_functions(tensors_in((args, kwargs)))
+        return func(*args, **kwargs)
 
     def number(self, tensor: Tensor) -> int:
         self.numbers[tensor] = len(self.values)
+        self._functions[len(self.values)] = tensor.grad_fn
         with torch._C.DisableTorchFunction():  # a tile's own shape
             value = TracedTensor(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, layout_of(tensor))
         self.values.append(value)
@@ -115,6 +137,7 @@ class _TraceRecorder(OperationWatch):
                 "the model cannot be cut into stages: its forward computes gradients (torch.autograd.grad), which go "
                 "back through several stages; use pipe = 1, or compute them inside a block"
             )
+        self._refuse_functions(tensors_in((args, kwargs)))
         name, inputs = operation_name(func), [self.numbers[tensor] for tensor in numbered]
         versions = [(tensor, tensor._version) for tensor in (*self.numbers, *tensors_in((args, kwargs)))]
         self.ledger.event = len(self.events)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from weft.errors import PlanError
 from weft.profiling.count import Tally, cast, count, fake
 from weft.profiling.flops import KEPT_OPERATIONS
 from weft.profiling.parts import (
@@ -56,6 +57,7 @@ def profile(
     are called one by one), the profile has only the structure (`counted` is false). With `dtype`, floating-point
     parameters and arguments are counted in that dtype, which is the one that a parallel model computes in.
     """
+    _refuse_script(model)
     found = replace(structure(model), example=example, dtype=dtype)
     if example is None:
         return found
@@ -68,6 +70,16 @@ def profile(
         return counted
     source = ProfileSource(model, example, finish, dtype, {block.name: block for block in counted.all}, tally.given)
     return replace(counted, source=source, has_loss=True)
+
+
+def _refuse_script(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module '{name}'" if name else "the model"
+            raise PlanError(
+                f"{where} is a ScriptModule, whose code and parameters torch keeps where weft cannot split them; use "
+                f"the module before torch.jit.script, and torch.compile for speed"
+            )
 
 
 __all__ = [

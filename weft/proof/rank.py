@@ -61,6 +61,7 @@ from weft.step.train_step import evaluate, train_step
 logger = logging.getLogger("weft")
 
 STEPS = 3
+MAX_MESSAGE = 300  # characters of an error of a model's own code that are repeated
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ def _explained(plan: Plan, name: str) -> Iterator[None]:
     except Exception as error:
         raise PlanError(
             f"{name} runs unsplit and fails under {plan.describe_axes()}: {_described(error)}. Its code does something "
-            f"that this plan changes, and no rule of weft names it; use another plan"
+            f"that this plan changes, and no rule of weft names it (it may take parameters from parameters() or "
+            f"named_parameters(), which are this rank's parts, or expect all features); use another plan"
         ) from error
 
 
@@ -211,7 +213,10 @@ def unsplit(name: str) -> Iterator[None]:
 def _described(error: Exception) -> str:
     """Returns an error of a model's own code in words: its class, its message and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+    message = str(error).strip().partition("\n")[0]  # torch's may go on for a page
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]} …"
+    return f"{type(error).__name__}: {message} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 # --- the unsplit model
@@ -371,7 +376,7 @@ def _own_batches(case: Case, step: int, model: nn.Module, mesh: Mesh) -> list[Ba
 
 
 def _pieces(model: nn.Module) -> list[tuple[ParameterPart, Tensor]]:
-    return [(part, piece.detach().flatten()) for part, piece in named_pieces(model)]
+    return [(part, piece.detach().flatten().clone()) for part, piece in named_pieces(model)]
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:

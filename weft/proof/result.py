@@ -12,6 +12,7 @@ from weft.errors import PlanError
 from weft.inspection.nested_tensors import tensors_in
 from weft.mesh import Mesh
 from weft.parallel.context.axis import own_tokens
+from weft.parallel.tensor.split_logits import own_logits
 from weft.parallel.tensor.vocabulary import vocabulary_of
 from weft.parallel.tile import own_targets, tile
 from weft.pipeline.rank_model import pipeline_of
@@ -70,7 +71,8 @@ def compare_result(
     model.eval()
     with torch.no_grad():
         args, kwargs = arguments_of(model, objective, own_part(batch, model, mesh, objective))
-        found = [tensor for tensor in tensors_in(model(*args, **kwargs)) if tensor.dim()]
+        found = [own_logits(tensor) for tensor in tensors_in(model(*args, **kwargs))]
+        found = [tensor for tensor in found if tensor.dim()]
     model.train(was_training)
     expected = [_joined(tensors, batch_size) for tensors in zip(*outputs, strict=True)]
     pairs = []

@@ -37,10 +37,10 @@ def sample_dependence(
     for quantity, difference in differences.items():
         if difference > max(TOLERANCE, NOISE_MULTIPLE * noise.get(quantity, 0.0)):
             return (
-                f"{name} itself, unsplit, computes another {quantity} from {num_samples} samples at a time than from "
-                f"{expected.num_samples} (relative difference {difference:.0e}), so its result for a sample depends on "
-                f"the others of a forward, or on earlier forwards, and no plan that splits the batch can equal it; let "
-                f"it treat each sample alone, or give each forward the whole batch (data, shard and expert 1, and no "
-                f"smaller micro_batch)"
+                f"{name} with this loss, unsplit, computes another {quantity} from {num_samples} samples at a time "
+                f"than from {expected.num_samples} (relative difference {difference:.0e}), so its result for a sample "
+                f"depends on the others of a forward, or on earlier forwards, and no plan that splits the batch can "
+                f"equal it; let it treat each sample alone, or give each forward the whole batch (data, shard and "
+                f"expert 1, and no smaller micro_batch)"
             )
     return None

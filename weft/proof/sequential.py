@@ -99,7 +99,8 @@ def run_sequential(
         change_biases([model], lambda counts: None)
         found.losses.append(loss.item())
         found.norms.append(norm.item())
-    found.parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    # Copies, because the forwards of an evaluation may change parameters (an embedding's max_norm).
+    found.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     found.buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     found.changed = frozenset(name for name, old in before.items() if not _is_equal(old, found.buffers[name]))
     batch = to_double(batch_fn(0))

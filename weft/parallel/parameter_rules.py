@@ -1,0 +1,37 @@
+"""What weft asks of a model's parameters under every plan: real numbers, dense gradients, and no hooks on these.
+
+A rank holds pieces of flat buffers, whose gradients are sums over ranks. A hook that the user registered on a parameter
+would see the gradient of one rank's samples, or nothing.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from weft.plan import Plan
+from weft.profiling import Profile
+
+
+def refuse_parameters(profile: Profile, plan: Plan) -> str | None:
+    """Returns why a model's parameters cannot be held in flat buffers; None if they can."""
+    if plan.num_ranks == 1 or profile.model is None:
+        return None
+    for name, module in profile.model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            return (
+                f"the embedding '{name}' has sparse gradients (sparse = True), and ranks sum gradients as dense "
+                f"buffers; use sparse = False"
+            )
+    for name, parameter in profile.model.named_parameters():
+        if parameter.is_complex():
+            return (
+                f"parameter '{name}' is of {str(parameter.dtype).removeprefix('torch.')}, and weft holds real numbers; "
+                f"let the parameter be torch.view_as_real of it, and use torch.view_as_complex in forward"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return (
+                f"parameter '{name}' has a hook on its gradient (register_hook), which weft would not call: ranks hold "
+                f"pieces of parameters, and sums of their gradients; scale or change gradients inside of the model (an "
+                f"autograd.Function, or a hook on a result), or between backward and the optimizer's step"
+            )
+    return None
