@@ -17,13 +17,14 @@ from weft.comm import Traffics
 from weft.compile.saved_bytes import assumptions
 from weft.errors import PlanError
 from weft.models import LanguageConfig, ModelConfig
+from weft.planner.candidate import Candidate, SearchResult
 from weft.planner.explain import Rejected, Sensitivity, fewer_nodes, rejections, sensitivities, smaller, why
 from weft.planner.goodput import failures
 from weft.planner.image_model import planned_images, software_for_images
 from weft.planner.model import planned_model
 from weft.planner.predict import link_of
 from weft.planner.question import Objective, Question
-from weft.planner.search import Candidate, Model, SearchResult, search
+from weft.planner.search import Model, search
 from weft.profiling.software import software_for_text
 from weft.schema import to_table
 

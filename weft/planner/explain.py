@@ -9,9 +9,10 @@ from typing import Any
 from weft.cluster.hardware import Cluster, Link
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Plan
+from weft.planner.candidate import Candidate, SearchResult
 from weft.planner.closed_form_memory import RankMemory
 from weft.planner.question import Question
-from weft.planner.search import Candidate, Model, SearchResult, search
+from weft.planner.search import Model, search
 
 GB = 1e9
 MAX_TIMES = 64

@@ -17,9 +17,9 @@ from weft.errors import ConfigError
 from weft.models.catalog import load_model
 from weft.plan import Plan
 from weft.planner.answer import Answer, Progress, ask, planned
+from weft.planner.candidate import Candidate
 from weft.planner.explain import GB, WORDS, short, too_large
 from weft.planner.question import Question, parse_constraints, with_fields
-from weft.planner.search import Candidate
 from weft.schema import nearest_of_all, to_table
 
 TABLE = Path(__file__).parent / "famous_runs.csv"

@@ -26,10 +26,12 @@ from weft.parallel.apply import STRATEGIES
 from weft.pipeline.build import refuse as refuse_pipeline
 from weft.plan import Memory as MemoryPolicy
 from weft.plan import Pipe, Plan, Recompute, Shard
-from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, plan_sizes, working
+from weft.planner.candidate import Candidate, SearchResult
+from weft.planner.closed_form_memory import RankMemory, Sizes, WorkingMemory, memory, sizes, working
 from weft.planner.memory_stages import StageChoice
 from weft.planner.question import Question, asked_fields, inner_settings, size_settings, with_fields
-from weft.planner.step import StepModel, StepTime
+from weft.planner.stage_units import UnitSeconds
+from weft.planner.step import StepModel
 from weft.profiling import Profile
 from weft.schedule.schedules import SCHEDULES
 from weft.sharding.host_memory import KEPT_FREE_BYTES
@@ -43,29 +45,6 @@ IN_FLIGHT, CAPPED, MIN_CAPPED = "pipe.in_flight", ("1f1b", "interleaved"), 4  # 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 STAGES = ("pipe.balance", "pipe.split", "memory.recompute_stages")
 OFFLOAD, SHARES = "memory.offload", [share / 20 for share in range(21)]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan with its cost. `step` is set if its schedule was simulated."""
-
-    plan: Plan
-    num_micro_batches: int
-    seconds: float
-    memory: RankMemory
-    step: StepTime | None = None
-
-
-@dataclass(frozen=True)
-class SearchResult:
-    """The best plans, plans that would be as fast but do not fit (the nearest to fit first), and the number of plans
-    tried.
-    """
-
-    best: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
-    refused: tuple[tuple[str, str], ...]  # (plans that the model does not allow, reason)
-    num_considered: int
 
 
 @dataclass(frozen=True)
@@ -116,10 +95,14 @@ class Model:
 
     def _sizes_of(self, plan: Plan) -> tuple[Any, Sizes]:
         """The sizes of a rank's part of the model, and the settings that they follow from."""
-        memory = plan.memory
-        inside = (size_settings(plan), memory.recompute, memory.recompute_stages is not None, plan.matmul)
+        inside = (size_settings(plan), plan.memory.recompute, plan.memory.recompute_stages is not None, plan.matmul)
         if inside not in self._sizes:
-            self._sizes[inside] = plan_sizes(self.profile, plan)
+            count = plan.memory.recompute_stages
+            if count is None:
+                self._sizes[inside] = sizes(self.profile, plan)
+            else:
+                again, others = (self._sizes_of(plan.of_stage(stage))[1] for stage in (0, count))
+                self._sizes[inside] = replace(others, again=again)
         return inside, self._sizes[inside]
 
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
@@ -131,17 +114,21 @@ class Model:
             self._working[key] = working(own, plan, self.steps.stage_units(plan), num_micro_batches)
         return memory(self._working[key], own, plan, num_micro_batches)
 
-    def with_stages_that_fit(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:
-        """Returns the plan with the fastest stages with which it fits, named in `pipe.split`; None without such."""
-        choice = self.stage_choice(plan, num_micro_batches, limit_bytes)
-        return None if choice is None else choice.with_stages()
+    @cached_property
+    def _choices(self) -> dict[Any, tuple[Sizes, UnitSeconds, dict[Any, WorkingMemory]]]:
+        return {}
 
-    def stage_choice(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> StageChoice | None:
-        """Returns what chooses the plan's stages by memory; None if the model's blocks are not equal."""
-        if self.steps.units is None:
-            return None
-        sizes, seconds = self._sizes_of(plan)[1], self.steps.unit_seconds(plan)
-        return StageChoice(plan, sizes, self.steps.units, seconds, num_micro_batches, limit_bytes)
+    def stage_choice(
+        self, plan: Plan, num_micro_batches: int, limit_bytes: float, recompute: Recompute = "none"
+    ) -> StageChoice:
+        """Returns what chooses a plan's stages by memory, of which the first may follow the policy `recompute`."""
+        assert self.steps.units is not None  # blocks are equal
+        policy = (plan.memory.recompute, plan.memory.activations, recompute)
+        key = (inner_settings(plan), policy, plan.matmul, plan.pipe, num_micro_batches)
+        if key not in self._choices:
+            some = plan if recompute == "none" else replace(plan, memory=MemoryPolicy(recompute, 1))
+            self._choices[key] = self._sizes_of(some)[1], self.steps.unit_seconds(some), {}
+        return StageChoice(plan, *self._choices[key], self.steps.units, num_micro_batches, limit_bytes, recompute)
 
     def seeker(self, question: Question, keep: int) -> Search:
         """Returns the search over plans for this model."""
@@ -175,6 +162,8 @@ class Search(ABC):
         self._regathers = not any(one.name == REGATHER for one in question.constraints)  # else only if needed to fit
         self._names = frozenset(one.name for one in question.constraints)
         self._of_pipe = [one for one in question.constraints if one.name in ("pipe.schedule", "pipe.chunks")]
+        policies = [one for one in question.constraints if one.name == "memory.recompute"]
+        self._recomputes = [kind for kind in RECOMPUTES if all(one.compare(kind) for one in policies)]
         limits = [one for one in question.constraints if one.name == OFFLOAD]
         self._shares = [share for share in SHARES if all(one.compare(share) for one in limits)]
 
@@ -240,7 +229,7 @@ class Search(ABC):
                 break
             if inner.tile.hand_over == "batch" and micro_batch % inner.tile.degree:
                 continue
-            for recompute in RECOMPUTES[:1] if inner.tensor.regather else RECOMPUTES:
+            for recompute in [kind for kind in self._recomputes if kind == "none" or not inner.tensor.regather]:
                 plan = replace(inner, micro_batch=micro_batch, memory=MemoryPolicy(recompute))
                 if all(one.holds(plan) for one in self._inner):
                     seconds = sum(self.steps.chain(plan))
@@ -354,9 +343,9 @@ class Search(ABC):
                 if held.total_bytes <= self.limit_bytes:
                     self._consider(one, num_micro_batches)
                     break
-                if one is smaller[0]:
+                if one is smaller[0] and self.steps.units is not None:
                     self._try_other_stages(one, held, num_micro_batches)
-                    self._try_recompute(one, num_micro_batches)
+                    self._try_recompute(one, held, num_micro_batches)
 
     def _try_other_stages(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
         """Tries the plan, which needs `held`, with stages that fit, if there are such.
@@ -366,20 +355,23 @@ class Search(ABC):
         """
         if held.total_bytes - held.saved_bytes / 2 > self.limit_bytes or not self._names.isdisjoint(STAGES):
             return
-        found = self.model.with_stages_that_fit(plan, num_micro_batches, self.limit_bytes)
+        found = self.model.stage_choice(plan, num_micro_batches, self.limit_bytes).with_stages()
         if found is not None and self.model.held(found, num_micro_batches).total_bytes <= self.limit_bytes:
             self._consider(found, num_micro_batches)
 
-    def _try_recompute(self, plan: Plan, num_micro_batches: int) -> None:
-        """Tries a plan that does not fit with recompute in as few stages as it fits with."""
+    def _try_recompute(self, plan: Plan, held: RankMemory, num_micro_batches: int) -> None:
+        """Tries the plan, which needs `held`, with recompute in as few stages as it fits with.
+
+        A plan that would not fit if all blocks of its largest rank recomputed is left out.
+        """
         if plan.pipe.degree == 1 or plan.memory.recompute != "none" or not self._names.isdisjoint(STAGES):
             return
-        for kind in RECOMPUTES[1:]:
-            some = replace(plan, memory=replace(plan.memory, recompute=kind, recompute_stages=1))
-            choice = self.model.stage_choice(some, num_micro_batches, self.limit_bytes)
-            if choice is None or not all(one.holds(some) for one in self._inner):
+        slow = min(self.limit_seconds, -self._best[0][0] if len(self._best) >= self._room else math.inf)
+        for kind in self._recomputes[1:]:  # the first is "none", as the plan has it
+            choice = self.model.stage_choice(plan, num_micro_batches, self.limit_bytes, kind)
+            if held.total_bytes - held.saved_bytes * (1 - choice.saved_share) > self.limit_bytes:
                 continue
-            found = choice.with_recompute()
+            found = choice.with_recompute(slow)
             if found is not None and self.model.held(found, num_micro_batches).total_bytes <= self.limit_bytes:
                 self._consider(found, num_micro_batches)
 
