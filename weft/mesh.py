@@ -250,6 +250,19 @@ class Mesh:
             logger.warning(message)
 
 
+class UnconnectedMesh(Mesh):
+    """The mesh as any rank of a plan sees it, without groups: for indices and degrees. Nothing can be sent over it."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank, self.device, self.ledger = plan, rank, torch.device("cpu"), Ledger()
+        self.num_local_ranks = plan.num_ranks
+        self.coordinates = self._coordinates()
+        self.release_groups()
+
+    def __getitem__(self, name: str) -> Axis:
+        return replace(super().__getitem__(name), dry=True)
+
+
 def ranks_of(plan: Plan, name: str) -> Tensor:
     """Returns the global ranks of all groups of an axis, or joint axis: [groups, degree], in the order of the axis."""
     names = list(AXES)

@@ -139,7 +139,6 @@ class Memory:
     """
 
     recompute: Recompute = "none"
-    recompute_stages: int | None = None
     accumulate: Literal["whole", "slice"] = "whole"
     master: bool = True
     state: Literal["master", "bf16", "int8"] = "master"
@@ -147,6 +146,7 @@ class Memory:
     delay: bool = False
     activations: float = 0.0
     weights: float = 0.0
+    recompute_stages: int | None = None
 
     @property
     def keeps_state_on_host(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from weft.cluster.communication import Communication
 from weft.errors import ConfigError, PlanError
-from weft.plan_tables import HOST_SHARES, Context, Memory, Pipe, Recompute, Shard, Tensor, Tile
+from weft.plan.tables import HOST_SHARES, Context, Memory, Pipe, Recompute, Shard, Tensor, Tile
 from weft.schedule.schedules import make_schedule
 from weft.schema import convert, dump_toml, read_toml, to_table
 
