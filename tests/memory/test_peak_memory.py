@@ -63,11 +63,13 @@ PLANS: dict[str, Plan] = {
     # Its first rank holds 8 micro-batches of one block, and one of the results that it has sent.
     "pipe 2, gpipe, full": Plan(pipe=Pipe(2, "gpipe", split=("model.layers.1",)), memory=Memory("full"), micro_batch=2),
     "pipe 2, zero-bubble": Plan(pipe=Pipe(2, "zero-bubble"), micro_batch=4),
-    "pipe 2, first stage": Plan(pipe=Pipe(2), memory=Memory("full", 1), micro_batch=4),
+    "pipe 2, first stage": Plan(pipe=Pipe(2), memory=Memory("full", recompute_stages=1), micro_batch=4),
     "pipe 2, full": Plan(pipe=Pipe(2), memory=Memory("full"), micro_batch=4),
     "pipe 2, by memory": Plan(pipe=Pipe(2, balance="memory"), micro_batch=4),
     "pipe 2, interleaved": Plan(pipe=Pipe(2, "interleaved"), micro_batch=4),
-    "pipe 2, interleaved, 2 stages": Plan(pipe=Pipe(2, "interleaved"), memory=Memory("full", 2), micro_batch=4),
+    "pipe 2, interleaved, 2 stages": Plan(
+        pipe=Pipe(2, "interleaved"), memory=Memory("full", recompute_stages=2), micro_batch=4
+    ),
 }
 # What a pipeline can do to need less memory: a plan, and one that does it.
 SMALLER = {

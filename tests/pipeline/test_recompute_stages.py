@@ -17,14 +17,16 @@ from weft.proof.prove import verify
 
 SHARDED = TensorPlan(2, sequence=True, regather=True)  # the stages without recompute gather again
 PLANS = {
-    "1f1b": Plan(pipe=Pipe(2), memory=Memory("full", 1), micro_batch=1),
-    "interleaved, x": Plan(pipe=Pipe(2, "interleaved"), tensor=SHARDED, memory=Memory("selective", 3), micro_batch=1),
-    "interleaved": Plan(pipe=Pipe(2, "interleaved"), memory=Memory("full", 3), micro_batch=1),
-    "gpipe": Plan(pipe=Pipe(2, "gpipe"), memory=Memory("selective", 1), micro_batch=1),
-    "zero-bubble": Plan(pipe=Pipe(2, "zero-bubble"), memory=Memory("full", 1), micro_batch=1),
-    "bidirectional": Plan(pipe=Pipe(2, "bidirectional"), memory=Memory("full", 1), micro_batch=1),
-    "shadow": Plan(pipe=Pipe(2, shadow=True), memory=Memory("full", 1), micro_batch=1),
-    "1f1b, x": Plan(pipe=Pipe(2), tensor=SHARDED, memory=Memory("full", 1), micro_batch=1),
+    "1f1b": Plan(pipe=Pipe(2), memory=Memory("full", recompute_stages=1), micro_batch=1),
+    "interleaved, x": Plan(
+        pipe=Pipe(2, "interleaved"), tensor=SHARDED, memory=Memory("selective", recompute_stages=3), micro_batch=1
+    ),
+    "interleaved": Plan(pipe=Pipe(2, "interleaved"), memory=Memory("full", recompute_stages=3), micro_batch=1),
+    "gpipe": Plan(pipe=Pipe(2, "gpipe"), memory=Memory("selective", recompute_stages=1), micro_batch=1),
+    "zero-bubble": Plan(pipe=Pipe(2, "zero-bubble"), memory=Memory("full", recompute_stages=1), micro_batch=1),
+    "bidirectional": Plan(pipe=Pipe(2, "bidirectional"), memory=Memory("full", recompute_stages=1), micro_batch=1),
+    "shadow": Plan(pipe=Pipe(2, shadow=True), memory=Memory("full", recompute_stages=1), micro_batch=1),
+    "1f1b, x": Plan(pipe=Pipe(2), tensor=SHARDED, memory=Memory("full", recompute_stages=1), micro_batch=1),
 }
 
 
@@ -70,7 +72,7 @@ def test_each_stage_follows_its_own_plan() -> None:
 )
 def test_what_makes_no_sense_is_refused(pipe: Pipe, recompute: Recompute, count: int, words: str) -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(pipe=pipe, memory=Memory(recompute, count))
+        Plan(pipe=pipe, memory=Memory(recompute, recompute_stages=count))
     assert words in str(caught.value)
 
 
@@ -83,7 +85,7 @@ def test_only_the_first_stages_compute_again() -> None:
         split = split_batch(plan, 4, models.SEQUENCE)
         return [cost(whole, plan, split, {**dict.fromkeys(plan.degrees, 0), "pipe": rank}).flops for rank in (0, 1)]
 
-    none, some, full = flops(Memory()), flops(Memory("full", 1)), flops(Memory("full"))
+    none, some, full = flops(Memory()), flops(Memory("full", recompute_stages=1)), flops(Memory("full"))
     assert some == [full[0], none[1]]
     assert none[0] < some[0]
     assert some[1] < full[1]

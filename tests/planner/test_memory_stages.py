@@ -100,7 +100,7 @@ def test_the_search_uses_them_and_says_so() -> None:
 def test_recompute_in_some_stages_is_the_fastest_that_fits() -> None:
     """Of all stages and numbers of stages that recompute, where stages alone do not fit."""
     least = min(sizes_of(PLAN).values())
-    some = [replace(PLAN, memory=Memory("full", count)) for count in (1, 2, 3)]
+    some = [replace(PLAN, memory=Memory("full", recompute_stages=count)) for count in (1, 2, 3)]
     sizes = {plan: size for one in some for plan, size in sizes_of(one).items()}
     for limit in (least * 0.99, (least + min(sizes.values())) / 2, min(sizes.values()) * 1.001):
         assert model().stage_choice(PLAN, COUNT, limit).with_stages() is None

@@ -126,7 +126,7 @@ class Model:
         policy = (plan.memory.recompute, plan.memory.activations, recompute)
         key = (inner_settings(plan), policy, plan.matmul, plan.pipe, num_micro_batches)
         if key not in self._choices:
-            some = plan if recompute == "none" else replace(plan, memory=MemoryPolicy(recompute, 1))
+            some = plan if recompute == "none" else replace(plan, memory=MemoryPolicy(recompute, recompute_stages=1))
             self._choices[key] = self._sizes_of(some)[1], self.steps.unit_seconds(some), {}
         return StageChoice(plan, *self._choices[key], self.steps.units, num_micro_batches, limit_bytes, recompute)
 
