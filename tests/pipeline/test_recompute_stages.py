@@ -25,7 +25,6 @@ PLANS = {
     "gpipe": Plan(pipe=Pipe(2, "gpipe"), memory=Memory("selective", recompute_stages=1), micro_batch=1),
     "zero-bubble": Plan(pipe=Pipe(2, "zero-bubble"), memory=Memory("full", recompute_stages=1), micro_batch=1),
     "bidirectional": Plan(pipe=Pipe(2, "bidirectional"), memory=Memory("full", recompute_stages=1), micro_batch=1),
-    "shadow": Plan(pipe=Pipe(2, shadow=True), memory=Memory("full", recompute_stages=1), micro_batch=1),
     "1f1b, x": Plan(pipe=Pipe(2), tensor=SHARDED, memory=Memory("full", recompute_stages=1), micro_batch=1),
 }
 
