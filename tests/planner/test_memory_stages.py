@@ -59,18 +59,18 @@ def test_stages_that_fit_are_the_fastest() -> None:
     equal, least = model().held(PLAN, COUNT).total_bytes, min(sizes.values())
     assert least < equal
     for limit in (equal - 1, (equal + least) / 2, least * 1.001):
-        found = model().stage_choice(PLAN, COUNT, limit).with_stages()
+        found = model().with_stages_that_fit(PLAN, COUNT, limit)
         best = min(slowest(one) for one, size in sizes.items() if size <= limit)
         assert found is not None
         assert sizes[found] <= limit
         assert slowest(found) == pytest.approx(best)
-    assert model().stage_choice(PLAN, COUNT, least * 0.99).with_stages() is None
+    assert model().with_stages_that_fit(PLAN, COUNT, least * 0.99) is None
 
 
 def test_interleaved_stages_fit() -> None:
     plan = replace(PLAN, pipe=Pipe(2, "interleaved"))
     sizes, equal = sizes_of(plan), model().held(plan, COUNT).total_bytes
-    found = model().stage_choice(plan, COUNT, equal - 1).with_stages()
+    found = model().with_stages_that_fit(plan, COUNT, equal - 1)
     assert found is not None
     assert sizes[found] < equal
 
@@ -103,24 +103,29 @@ def test_recompute_in_some_stages_is_the_fastest_that_fits() -> None:
     some = [replace(PLAN, memory=Memory("full", recompute_stages=count)) for count in (1, 2, 3)]
     sizes = {plan: size for one in some for plan, size in sizes_of(one).items()}
     for limit in (least * 0.99, (least + min(sizes.values())) / 2, min(sizes.values()) * 1.001):
-        assert model().stage_choice(PLAN, COUNT, limit).with_stages() is None
-        found = model().stage_choice(PLAN, COUNT, limit, "full").with_recompute()
+        assert model().with_stages_that_fit(PLAN, COUNT, limit) is None
+        choice = model().stage_choice(some[0], COUNT, limit)
+        assert choice is not None
+        found = choice.with_recompute()
         assert found is not None
         assert sizes[found] <= limit
         assert slowest(found) == pytest.approx(min(slowest(one) for one, size in sizes.items() if size <= limit))
         if limit == least * 0.99:  # tighter limits leave almost no blocks to early ranks
             assert slowest(found) < slowest(replace(PLAN, memory=Memory("full")))
-    hopeless = model().stage_choice(PLAN, COUNT, 0.99 * min(sizes.values()), "full")
+    hopeless = model().stage_choice(some[0], COUNT, 0.99 * min(sizes.values()))
+    assert hopeless is not None
     assert hopeless.with_recompute() is None
 
 
 def test_interleaved_stages_recompute_where_needed() -> None:
-    nowhere = replace(PLAN, pipe=Pipe(2, "interleaved"))
-    everywhere = replace(nowhere, memory=Memory("full"))
+    plan = replace(PLAN, pipe=Pipe(2, "interleaved"), memory=Memory("full", recompute_stages=1))
+    nowhere, everywhere = replace(plan, memory=Memory()), replace(plan, memory=Memory("full"))
     large, small = (model().held(one, COUNT).total_bytes for one in (nowhere, everywhere))
     counts = []
     for share in (0.9, 0.5, 0.1):
-        found = model().stage_choice(nowhere, COUNT, small + share * (large - small), "full").with_recompute()
+        choice = model().stage_choice(plan, COUNT, small + share * (large - small))
+        assert choice is not None
+        found = choice.with_recompute()
         assert found is not None
         held = model().held(found, COUNT).total_bytes
         assert small < held <= small + share * (large - small)

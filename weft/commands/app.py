@@ -19,9 +19,11 @@ except ImportError:
     sys.exit("weft: the command line needs typer and rich; pip install 'weft[cli]'")
 
 
+from weft.commands import calibrate
 from weft.commands.bench import bench_app
 from weft.commands.bench_serve import EXAMPLE as BENCH_SERVE_EXAMPLE
 from weft.commands.bench_serve import bench_serve_command
+from weft.commands.collector_pause import paused_collector
 from weft.commands.early_stop import stopping_early
 from weft.commands.generate import EXAMPLE as GENERATE_EXAMPLE
 from weft.commands.generate import generate_command
@@ -122,6 +124,7 @@ TimelineOption = Annotated[
     epilog="Example: weft plan --model llama3-70b --cluster h100:32x8 --tokens-per-step 4M --report plan.html; or: "
     "weft plan run.toml plan.data=2 plan.shard=4 cluster=h100:1x8 --json",
 )
+@paused_collector()
 def plan_command(
     run_file: Annotated[Path | None, typer.Argument(help="the run file (TOML)", show_default=False)] = None,
     overrides: Overrides = None,
@@ -160,6 +163,11 @@ def plan_command(
         _plan_like(like, (model, run_file, cluster, tokens_per_step, sequence, where, write, report), as_json)
         return
     _refuse_two_models(model, run_file, (tokens_per_step, sequence, images_per_step, size))
+    if model is not None and (cluster is None or (tokens_per_step is None) == (None in (images_per_step, size))):
+        raise ConfigError(
+            "--model needs --cluster and --tokens-per-step, e.g. --cluster h100:32x8 ... 4M; a model of images "
+            "--cluster, --images-per-step and --size"
+        )
     from weft.run_file import check_run_file, load_run
 
     changes, path = split_off_file(overrides or []) if timeline else (overrides or [], None)
@@ -176,6 +184,7 @@ def plan_command(
     options = PlanOptions(where or [], best, write, report, mtbf, mtbf_cluster, what_if, job)
     with command_fork_server(_run_as_rank, warms=False):
         if model is not None:
+            assert cluster is not None
             run = named_run(model, cluster, tokens_per_step, sequence, images_per_step, size)
         else:
             assert run_file is not None
@@ -310,6 +319,7 @@ def profile_command(
 
 app.command("generate", epilog=GENERATE_EXAMPLE)(generate_command)
 app.command("serve", epilog=SERVE_EXAMPLE)(serve_command)
+app.command("calibrate", epilog=calibrate.EXAMPLE)(calibrate.calibrate_command)
 bench_app.command("serve", epilog=BENCH_SERVE_EXAMPLE)(bench_serve_command)
 
 

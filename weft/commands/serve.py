@@ -63,7 +63,8 @@ WeightsOption = Annotated[
     ),
 ]
 KeysValuesOption = Annotated[
-    str | None, typer.Option(help="keys and values in fewer bytes: int4; changes answers", show_default=False)
+    str | None,
+    typer.Option(help="read fewer bytes of keys and values: int4, or loki=FILE; changes answers", show_default=False),
 ]
 
 

@@ -1,11 +1,12 @@
-"""What a search for plans finds: plans with their costs."""
+"""A plan with its cost, as the search compares plans, and the result of a search."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.plan import Plan
 from weft.planner.closed_form_memory import RankMemory
+from weft.planner.common_costs import CommonCosts
 from weft.planner.step import StepTime
 
 
@@ -23,10 +24,22 @@ class Candidate:
 @dataclass(frozen=True)
 class SearchResult:
     """The best plans, plans that would be as fast but do not fit (the nearest to fit first), and the number of plans
-    tried.
+    tried. `least_device_seconds`: no plan takes fewer seconds times devices.
     """
 
     best: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
     refused: tuple[tuple[str, str], ...]  # (plans that the model does not allow, reason)
     num_considered: int
+    least_device_seconds: float = 0.0
+
+
+def with_share(candidate: Candidate, share: float, common: CommonCosts) -> Candidate:
+    """Returns the candidate with a share of its state in host memory."""
+    plan = replace(candidate.plan, memory=replace(candidate.plan.memory, offload=share))
+    return replace(candidate, plan=plan, memory=common.memory(plan))
+
+
+def rank(candidate: Candidate) -> tuple[float, float, str]:
+    """Returns a sort key: the step time, then the memory, then the name of the plan."""
+    return candidate.seconds, candidate.memory.total_bytes, candidate.plan.describe_axes()

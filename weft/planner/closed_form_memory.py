@@ -178,13 +178,10 @@ def working(
     for rank in range(degree):
         ranks.setdefault(stages[rank::degree], []).append(rank)
     chosen = {rank for same in ranks.values() for rank in (same[0], same[-1])}
-    return tuple(rank_working(sizes, plan, stages[rank::degree], rank, num_micro_batches) for rank in sorted(chosen))
+    return tuple(_working(sizes, plan, stages[rank::degree], rank, num_micro_batches) for rank in sorted(chosen))
 
 
-def rank_working(
-    sizes: Sizes, plan: Plan, own: tuple[StageUnits, ...], rank: int, num_micro_batches: int
-) -> WorkingMemory:
-    """Returns the working memory of one pipeline rank that has these stages."""
+def _working(sizes: Sizes, plan: Plan, own: tuple[StageUnits, ...], rank: int, num_micro_batches: int) -> WorkingMemory:
     per_micro_batch = (plan.micro_batch or 1) / plan.num_parts("tokens")
     compute = COMPUTE_DTYPE[plan.precision].itemsize
     sizes, counts = sizes.of_stages(own)
@@ -228,17 +225,23 @@ def _sent_results(pipe: Pipe, rank: int, alive: float) -> float:
     return alive
 
 
+def rank_memory(
+    sizes: Sizes, plan: Plan, stages: tuple[StageUnits, ...], rank: int, num_micro_batches: int
+) -> RankMemory:
+    """Returns the memory of one pipeline rank that has these stages."""
+    return _of_rank(_working(sizes, plan, stages, rank, num_micro_batches), sizes, plan, num_micro_batches)
+
+
 def memory(ranks: Sequence[WorkingMemory], sizes: Sizes, plan: Plan, num_micro_batches: int) -> RankMemory:
     """Returns the memory, including state, of the rank that needs most among these pipeline ranks."""
-    return max((rank_memory(rank, sizes, plan, num_micro_batches) for rank in ranks), key=_total)
+    return max((_of_rank(rank, sizes, plan, num_micro_batches) for rank in ranks), key=_total)
 
 
 def _total(memory: RankMemory) -> float:
     return memory.total_bytes
 
 
-def rank_memory(rank: WorkingMemory, sizes: Sizes, plan: Plan, num_micro_batches: int) -> RankMemory:
-    """Returns the memory, including state, of one pipeline rank."""
+def _of_rank(rank: WorkingMemory, sizes: Sizes, plan: Plan, num_micro_batches: int) -> RankMemory:
     numel, ends, saved, kept, loss, backward, throughout = rank
     if plan.shard.degree > 1 and plan.shard.stage > 1:
         compute, master = COMPUTE_DTYPE[plan.precision].itemsize, MASTER_DTYPE[plan.precision].itemsize
@@ -303,6 +306,14 @@ def updated_bytes(plan: Plan, numel: float, streamed_numel: float = 0.0) -> floa
     here = replace(plan, memory=replace(plan.memory, offload=0.0, delay=False))
     home = streamed_numel * COMPUTE_DTYPE[plan.precision].itemsize if has_separate_slice(plan) else 0.0
     return sum(state(here, numel, 1)) - sum(state(plan, numel, 1, streamed_numel)) - home
+
+
+def plan_sizes(profile: Profile, plan: Plan) -> Sizes:
+    """Returns the sizes of a rank's part of one block and of both ends, also if only some stages recompute."""
+    count = plan.memory.recompute_stages
+    if count is None:
+        return sizes(profile, plan)
+    return replace(sizes(profile, plan.of_stage(count)), again=sizes(profile, plan.of_stage(0)))
 
 
 def sizes(profile: Profile, plan: Plan) -> Sizes:
