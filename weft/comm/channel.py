@@ -51,9 +51,9 @@ class PairChannel:
             raise self._lost(error) from error
 
     def _lost(self, error: BaseException) -> LostRankError:
-        """The error without the place in Gloo's source that it begins with."""
-        reason = re.sub(r"^\[[^\]]*\] *", "", str(error)).splitlines()
-        return LostRankError(f"lost the connection to {self.peer}: {reason[0] if reason else type(error).__name__}")
+        """The first sentence of the error, without the place in Gloo's source that it begins with."""
+        reason = re.split(r"\. |\n", re.sub(r"^\[[^\]]*\] *", "", str(error)))[0]
+        return LostRankError(f"lost the connection to {self.peer}: {reason}")
 
 
 class PendingMessage:
