@@ -44,6 +44,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 SEQUENCE = 64  # half of the example's, for time
 NARROW = ("model.hidden_size=24", "model.intermediate_size=64")  # where a CPU may be 300 times slower: it has no bf16
 LAW = 0.05
+PIPE_LAW = 0.02  # for pipelines in fp32
 
 PLANS: dict[str, Plan] = {
     "shard 2 stage 3": Plan(shard=Shard(2, 3), micro_batch=4),
@@ -61,6 +62,18 @@ PLANS: dict[str, Plan] = {
     # Its first rank holds 8 micro-batches of one block, and one of the results that it has sent.
     "pipe 2, gpipe, full": Plan(pipe=Pipe(2, "gpipe", split=("model.layers.1",)), memory=Memory("full"), micro_batch=2),
     "pipe 2, zero-bubble": Plan(pipe=Pipe(2, "zero-bubble"), micro_batch=4),
+    "pipe 2, first stage": Plan(pipe=Pipe(2), memory=Memory("full", recompute_stages=1), micro_batch=4),
+    "pipe 2, full": Plan(pipe=Pipe(2), memory=Memory("full"), micro_batch=4),
+    "pipe 2, interleaved": Plan(pipe=Pipe(2, "interleaved"), micro_batch=4),
+    "pipe 2, interleaved, 2 stages": Plan(
+        pipe=Pipe(2, "interleaved"), memory=Memory("full", recompute_stages=2), micro_batch=4
+    ),
+}
+# What a pipeline can do to need less memory: a plan, and one that does it.
+SMALLER = {
+    "recompute in the first stage": ("pipe 2", "pipe 2, first stage"),
+    "a cap of micro-batches in flight": ("pipe 2", "pipe 2, 1 in flight"),
+    "recompute in two of four stages": ("pipe 2, interleaved", "pipe 2, interleaved, 2 stages"),
 }
 
 
@@ -114,6 +127,17 @@ def predicted_bytes(name: str) -> int:
 @pytest.mark.sampled(3)
 def test_predicted_peak_is_what_tensors_take(name: str) -> None:
     assert predicted_bytes(name) == pytest.approx(measured_bytes(name), rel=LAW)
+
+
+@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.sampled(3)
+def test_a_smaller_pipeline_saves_what_is_predicted(name: str) -> None:
+    before, after = ((predicted_bytes(one), measured_bytes(one)) for one in SMALLER[name])
+    for predicted, measured in (before, after):
+        assert predicted == pytest.approx(measured, rel=PIPE_LAW)
+    assert after[1] < before[1]
+    assert before[1] - after[1] == pytest.approx(before[0] - after[0], abs=PIPE_LAW * before[1])
+    assert before[0] != pytest.approx(after[1], rel=PIPE_LAW)  # the law can tell the two plans apart
 
 
 @pytest.mark.soak
