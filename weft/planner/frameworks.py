@@ -76,8 +76,8 @@ AXONN = Software(
     equal_stages=True, optimizer_bytes=FUSED_ADAM_BYTES, gradient_bytes=2, gathers_again=True, stops_early=False
 )
 # Megatron-DeepSpeed: what DeepSpeed adds. With bf16, its BF16_Optimizer casts the gradient of every micro-batch to fp32
-# (6 bytes for each parameter), adds it to a sum in fp32 (12 bytes), and reduces that sum (deepspeed/runtime/
-# bf16_optimizer.py). With fp16, autograd adds gradients in 16 bits (6 bytes).
+# (6 bytes for each parameter), adds it to a sum in fp32 (12 bytes), and reduces that sum (its bf16_optimizer.py; the
+# bytes, and that MT-NLG ran with it, are not re-checked). With fp16, autograd adds gradients in 16 bits (6 bytes).
 DEEPSPEED_BF16 = replace(MEGATRON, gradient_bytes=4, sum_bytes=18)
 DEEPSPEED_FP16 = replace(MEGATRON, sum_bytes=6)
 # The frameworks of famous runs, by the names in `famous_runs.csv`.
