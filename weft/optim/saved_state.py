@@ -25,7 +25,7 @@ from weft.optim.one_bit_adam import OneBitAdam
 from weft.optim.stepper import stepper
 from weft.optim.zero_one_adam import ZeroOneAdam
 from weft.parallel.model_state import all_units, buffers_to_save, named_buffers, named_pieces, parameter_names, refresh
-from weft.plan import AXES, axes_that_split
+from weft.plan import AXES
 from weft.run_tables import TrainConfig
 from weft.sharding.layout import ParameterPart
 
@@ -66,7 +66,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig, data: Axis | None = No
 def pieces_to_save(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> Iterator[Piece]:
     """The pieces that this rank writes. Ranks that hold equal copies (over `data`) share the work."""
     data = mesh["data"]
-    copies = set(AXES) - {"data", *axes_that_split("stages", "weights")}  # their other ranks hold the same state
+    copies = set(AXES) - {
+        "data",
+        *mesh.plan.axes_that_split("stages", "weights"),
+    }  # their other ranks hold the same state
     is_writer = not any(mesh.coordinates[axis] for axis in copies)
     steps = stepper(optimizer)
     steps.synchronize()

@@ -20,6 +20,7 @@ from weft.inspection.memory_traffic import MemoryTraffic
 from weft.mesh import level_degrees
 from weft.parallel.apply import STRATEGIES
 from weft.parallel.context.closed_form import attends_again, key_numel
+from weft.parallel.expert.layers import row_parts
 from weft.parallel.fp8 import MULTIPLE
 from weft.parallel.tensor.closed_form import gathers_again, gathers_fp8
 from weft.plan import Plan
@@ -161,9 +162,9 @@ class MicroBatchModel:
             times = kernels.convolution(one, scale)
             forward, backward = forward + times[0], backward + times[1]
         products = forward
-        uneven = plan.expert > 1 and not part.is_routed_evenly
-        experts = part.expert_flops * (self.software.imbalance if uneven else 1)  # x and y leave them whole
-        experts /= x if plan.tensor.drop_duplicates else 1
+        uneven = plan.num_expert_parts > 1 and not part.is_routed_evenly
+        experts = part.expert_flops * (self.software.imbalance if uneven else 1)
+        experts /= math.prod(row_parts(plan)) * (x if plan.tensor.sequence else 1)
         others = (part.other_flops - part.expert_flops) / (x * y) / OTHER_PRODUCTS + experts / GROUPED_PRODUCTS
         others *= scale / kernels.flops_per_second
         attention = self._attention(part, plan, scale)

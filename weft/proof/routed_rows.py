@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from weft.comm import all_gather
 from weft.mesh import Mesh
-from weft.parallel.expert.layers import distributed_layers, layer_traffics, routed_counts
+from weft.parallel.expert.layers import distributed_layers, routed_counts
+from weft.parallel.expert.traffic import layer_traffics
 from weft.pipeline.rank_model import rank_model
 from weft.profiling import Profile
 
@@ -40,7 +41,8 @@ class RoutedRows:
         """Returns the bytes that this rank sent in addition to those of equal routing; negative if it sent fewer."""
         if not self._counts:
             return 0
-        axis, traffics = self._mesh["expert"], {one.name: one for one in layer_traffics(profile, self._mesh.plan)}
+        axis = self._mesh[self._mesh.plan.expert_axis]
+        traffics = {one.name: one for one in layer_traffics(profile, self._mesh.plan)}
         # The rows for each rank's experts [layers, ranks]; layers may have different numbers of experts.
         own = torch.stack([counts.view(axis.degree, -1).sum(-1) for counts in self._counts.values()])
         whole = own.new_empty(axis.degree, *own.shape)

@@ -111,7 +111,7 @@ def _cuts(config: LanguageConfig, model: nn.Module, place: RankPlace) -> dict[st
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     cuts = parameter_cuts(_inspected(config).pairing, shapes, place.plan, place.coordinates)
     if place.plan.expert > 1:
-        of_experts = expert_cuts(model, shapes, place.plan, place.coordinates["expert"])
+        of_experts = expert_cuts(model, shapes, place.plan, place.coordinates)
         cuts = {name: cut.beside(of_experts[name]) for name, cut in cuts.items()}
     return cuts
 

@@ -1,0 +1,98 @@
+"""Rules that the fields of a plan must keep among each other. A plan that breaks one raises a PlanError in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.errors import PlanError
+
+if TYPE_CHECKING:
+    from weft.plan import Plan
+
+HOST_SHARES = ("offload", "activations", "weights")  # fields of `Memory`: shares that are kept in host memory
+
+
+def check_bits(plan: Plan) -> None:
+    """Check what is kept of weights and moments, in which bits and where."""
+    fewer = ["plan.memory.master = false"] * (not plan.memory.master)
+    fewer += [f"plan.memory.state = '{plan.memory.state}'"] * (plan.memory.state != "master")
+    if plan.memory.delay:
+        check_delay(plan)
+    for name in HOST_SHARES:
+        share = getattr(plan.memory, name)
+        if not 0 <= share <= 1:
+            raise PlanError(f"plan.memory.{name} = {share}; a share lies between 0 and 1")
+    if fewer and plan.exact:
+        raise PlanError(
+            f"{fewer[0]} keeps less of each update than fp32 does, and plan.exact = true; set plan.exact = "
+            f"false to accept it, or leave it out"
+        )
+    if not plan.memory.master and plan.precision != "bf16":
+        raise PlanError(
+            f"plan.memory.master = false leaves out the fp32 weights of precision = 'bf16', and precision is "
+            f"'{plan.precision}'; use bf16, or master = true"
+        )
+
+
+def check_delay(plan: Plan) -> None:
+    """Check that updates can be applied one step late."""
+    if plan.exact:
+        raise PlanError(
+            "plan.memory.delay = true takes gradients at weights one update old, and plan.exact = true; set "
+            "plan.exact = false to accept it, or delay = false"
+        )
+    if not plan.memory.offload:
+        raise PlanError(
+            "plan.memory.delay = true hides the update of state on the host, and plan.memory.offload = 0; raise "
+            "offload, or use delay = false"
+        )
+    if plan.memory.weights:
+        raise PlanError(
+            f"plan.memory.delay = true keeps the weights of two steps, and plan.memory.weights = "
+            f"{plan.memory.weights:g} keeps those of one step, on the host; use weights = 0, or delay = false"
+        )
+    is_freed = plan.shard.degree > 1 and plan.shard.stage == 3
+    if plan.precision != "bf16" or not plan.memory.master or is_freed:
+        raise PlanError(
+            f"plan.memory.delay = true computes with weights that the update does not change: with precision = "
+            f"'bf16', memory.master = true and shard.stage below 3; given '{plan.precision}', "
+            f"{str(plan.memory.master).lower()} and stage {plan.shard.stage} of degree {plan.shard.degree}"
+        )
+
+
+def check_sequence(plan: Plan) -> None:
+    """Check the options of `tensor.sequence`."""
+    if plan.tensor.chunks < 1:
+        raise PlanError(f"plan.tensor.chunks = {plan.tensor.chunks}; it must be at least 1")
+    if plan.tensor.chunks > 1 and not plan.tensor.sequence:
+        raise PlanError(
+            f"plan.tensor.chunks = {plan.tensor.chunks} cuts what tensor.sequence = true gathers and scatters, and "
+            f"sequence is false; set sequence = true, or chunks = 1"
+        )
+    if plan.tensor.regather and not plan.tensor.sequence:
+        raise PlanError(
+            "plan.tensor.regather = true gathers again what tensor.sequence = true splits, and sequence is false; "
+            "set sequence = true, or regather = false"
+        )
+    if plan.tensor.regather and plan.memory.recompute != "none":
+        raise PlanError(
+            f"plan.tensor.regather = true, but memory.recompute = '{plan.memory.recompute}' already gathers the "
+            f"inputs of a block's matmuls again; use regather = false"
+        )
+
+
+def check_folding(plan: Plan) -> None:
+    """Check the axes over which experts are split, too."""
+    given = list(plan.expert_over)
+    if len(set(given)) < len(given):
+        raise PlanError(f"plan.expert_over = {given} names an axis twice; name each once")
+    if "x" in given and plan.tensor.drop_duplicates:
+        raise PlanError(
+            f"plan.expert_over = {given} splits experts over x, whose ranks then send different tokens, and "
+            f"tensor.drop_duplicates = true is for experts that x does not split; use drop_duplicates = false"
+        )
+    if plan.tensor.sequence and plan.tensor.drop_duplicates:
+        raise PlanError(
+            "plan.tensor.sequence = true gives ranks of x different tokens, so there are no duplicates for "
+            "tensor.drop_duplicates = true to drop; use drop_duplicates = false"
+        )
