@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from weft.cluster.communication import Communication
 from weft.errors import ConfigError, PlanError
-from weft.plan_rules import HOST_SHARES, check_bits, check_folding, check_sequence
+from weft.plan_rules import HOST_SHARES, check_bits, check_folding, check_kept, check_sequence
 from weft.schedule.schedules import make_schedule
 from weft.schema import convert, dump_toml, read_toml, to_table
 
@@ -173,6 +173,8 @@ class Memory:
     `delay`: each step's update overlaps with the forward and backward of the next step, which use the weights before
     that update; needs `plan.exact = false`.
 
+    `keep_collectives`: recompute takes the results of a block's collectives from memory, and communicates nothing.
+
     `activations`: the share of blocks, 0 to 1, whose saved activations are kept in host memory until backward.
     `weights`: the share of blocks whose weights, gradients, master weights and moments are kept in host memory.
     """
@@ -185,6 +187,12 @@ class Memory:
     delay: bool = False
     activations: float = 0.0
     weights: float = 0.0
+    keep_collectives: bool = False
+
+    @property
+    def repeats_collectives(self) -> bool:
+        """Does recompute communicate again what a block communicates in forward?"""
+        return self.recompute != "none" and not self.keep_collectives
 
     @property
     def keeps_state_on_host(self) -> bool:
@@ -196,6 +204,7 @@ class Memory:
         """The policy as text, such as `, recompute full, offload 0.35`; empty if nothing is set."""
         again = "" if self.recompute == "none" else f", recompute {self.recompute}"
         shares = {name: getattr(self, name) for name in HOST_SHARES}
+        again += ", collectives kept" * self.keep_collectives
         return again + "".join(f", {name} {share:g}" for name, share in shares.items() if share)
 
 
@@ -253,6 +262,7 @@ class Plan:
         check_bits(self)
         check_sequence(self)
         check_folding(self)
+        check_kept(self)
         self.communication.refuse(self.hierarchical, self.exact)
 
     def degree(self, axis: str) -> int:
@@ -287,17 +297,19 @@ class Plan:
     @property
     def expert_axes(self) -> tuple[str, ...]:
         """The axes with a degree above 1 over which the experts of each layer are split, in the mesh order."""
+        if not self.expert_over:
+            return ("expert",) if self.expert > 1 else ()
         return tuple(axis for axis in AXES if axis in ("expert", *self.expert_over) and self.degree(axis) > 1)
 
     @property
     def expert_axis(self) -> str:
         """The axis, or joint axis, of the mesh over which rows of tokens are sent to their experts."""
-        return "expert" if set(self.expert_axes) <= {"expert"} else "experts"
+        return "expert" if not self.expert_over or set(self.expert_axes) <= {"expert"} else "experts"
 
     @property
     def num_expert_parts(self) -> int:
         """The number of ranks that the experts of each layer are split over."""
-        return math.prod(self.degree(axis) for axis in self.expert_axes)
+        return math.prod(self.degree(axis) for axis in self.expert_axes) if self.expert_over else self.expert
 
     @property
     def num_batch_ranks(self) -> int:

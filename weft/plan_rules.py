@@ -81,6 +81,20 @@ def check_sequence(plan: Plan) -> None:
         )
 
 
+def check_kept(plan: Plan) -> None:
+    """Check that there are collectives of recomputed blocks whose results can be kept."""
+    if plan.memory.keep_collectives and plan.memory.recompute == "none":
+        raise PlanError(
+            "plan.memory.keep_collectives = true keeps what recompute would communicate again, and memory.recompute = "
+            "'none'; set recompute, or keep_collectives = false"
+        )
+    if plan.memory.keep_collectives and plan.is_viewed:
+        raise PlanError(
+            "plan.memory.keep_collectives = true does not keep what tiles and statistics of the whole batch "
+            "communicate; use keep_collectives = false, or neither"
+        )
+
+
 def check_folding(plan: Plan) -> None:
     """Check the axes over which experts are split, too."""
     given = list(plan.expert_over)

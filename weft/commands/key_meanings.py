@@ -218,6 +218,7 @@ PLAN = {
     "micro_batch": "samples of one forward of a rank; by default all of a step",
     "memory": "how memory is saved",
     "memory.recompute": "activations that are computed again in backward",
+    "memory.keep_collectives": "recompute communicates nothing: results of a block's collectives are kept, too",
     "memory.accumulate": "reduce gradients once a step (whole), or after each micro-batch (slice)",
     "memory.master": "keep fp32 weights beside those in bf16",
     "memory.state": "the bits of AdamW's moments",

@@ -248,6 +248,21 @@ class MicroBatchModel:
         for strategy in BLOCK_AXES:
             yield from strategy.block_calls(block, plan)
 
+    def kept_bytes(self, plan: Plan) -> float:
+        """Bytes that `memory.keep_collectives` keeps of a block and a micro-batch: results that recompute would get
+        by communicating again.
+        """
+        if not plan.memory.keep_collectives:
+            return 0.0
+        repeating = replace(plan, memory=replace(plan.memory, keep_collectives=False))
+        fewer, more = (
+            sum(
+                call.num_bytes * call.times for call in self.calls(self.workload.blocks[-1], one, plan.micro_batch or 1)
+            )
+            for one in (plan, repeating)
+        )
+        return more - fewer
+
     def inside(self, part: BlockWork, plan: Plan, micro_batch: float) -> Seconds:
         """Seconds of a block's kernels and of the collectives not hidden; at least the host's time to issue them."""
         calls = list(self.calls(part, plan, micro_batch))
@@ -353,7 +368,8 @@ class MicroBatchModel:
     def _chain(self, plan: Plan) -> tuple[Seconds, Seconds, Seconds]:
         """Seconds of one micro-batch in (the first end, all blocks, the last end)."""
         inner = (inner_settings(plan), plan.matmul)
-        found = self._chains.get((inner, plan.memory.recompute))
+        policy = plan.memory.recompute, plan.memory.keep_collectives
+        found = self._chains.get((inner, policy))
         if found is None:
             assert plan.micro_batch is not None
             blocks = Seconds()
@@ -364,7 +380,7 @@ class MicroBatchModel:
                 ends = (self.workload.first, self.workload.last)
                 self._ends[of_ends] = [self.inside(end, plan, plan.micro_batch) for end in ends]
             first, last = self._ends[of_ends]
-            found = self._chains[inner, plan.memory.recompute] = (first, blocks, last)
+            found = self._chains[inner, policy] = (first, blocks, last)
         return found
 
 

@@ -115,7 +115,7 @@ class Model:
 
     def _sizes_of(self, plan: Plan) -> tuple[Any, Sizes]:
         """The sizes of a rank's part of the model, and the settings that they follow from."""
-        inside = (size_settings(plan), plan.memory.recompute, plan.matmul)
+        inside = (size_settings(plan), plan.num_expert_parts, plan.memory.recompute, plan.matmul)
         if inside not in self._sizes:
             self._sizes[inside] = sizes(self.profile, plan)
         return inside, self._sizes[inside]
@@ -123,9 +123,10 @@ class Model:
     def held(self, plan: Plan, num_micro_batches: int) -> RankMemory:
         """Memory of the rank that needs most."""
         inside, own = self._sizes_of(plan)
-        key = (*inside, inner_settings(plan), plan.memory.activations, plan.pipe, num_micro_batches)
+        kept = self.steps.kept_bytes(plan)
+        key = (*inside, inner_settings(plan), kept, plan.memory.activations, plan.pipe, num_micro_batches)
         if key not in self._working:
-            self._working[key] = working(own, plan, self.steps.stage_units(plan), num_micro_batches)
+            self._working[key] = working(own, plan, self.steps.stage_units(plan), num_micro_batches, kept)
         return memory(self._working[key], own, plan, num_micro_batches)
 
     def with_stages_that_fit(self, plan: Plan, num_micro_batches: int, limit_bytes: float) -> Plan | None:

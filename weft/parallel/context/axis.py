@@ -189,7 +189,7 @@ def _divide(block: Block, degree: int) -> Block:
 def _num_forwards(profile: Profile, plan: Plan, name: str) -> int:
     """Returns how often an attention's forward runs in a micro-batch."""
     block = next((block for block in profile.blocks if name.startswith(f"{block.name}.")), None)
-    return 2 if block is not None and block.in_backward and plan.memory.recompute != "none" else 1
+    return 2 if block is not None and block.in_backward and plan.memory.repeats_collectives else 1
 
 
 def own_tokens(batch: Any, axis: Axis) -> Any:

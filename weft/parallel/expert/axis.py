@@ -134,7 +134,7 @@ class ExpertAxis(Strategy):
         gathers = [gather] * (over_x > 1) + [rows._replace(axis="y")] * (2 * (over_y > 1))
         yield from (*forward, *gathers)
         yield from (call._replace(phase="backward") for call in (*forward[:2], *gathers))
-        if plan.memory.recompute != "none":
+        if plan.memory.repeats_collectives:
             yield from (call._replace(phase="backward") for call in (*forward, *gathers))
 
     def buffer_calls(self, buffer: Buffer, plan: Plan, software: Software) -> Iterable[Call]:

@@ -78,7 +78,7 @@ def layer_traffics(profile: Profile, plan: Plan) -> Iterator[ExpertTraffic]:
             hidden = _hidden_size(block, experts.name)
             tokens = profile.stream_numel // hidden // (plan.tensor.x if plan.tensor.sequence else 1)
             batch = profile.stream_shape[0] if profile.stream_shape else 1
-            is_again = plan.memory.recompute != "none" and block.in_backward
+            is_again = plan.memory.repeats_collectives and block.in_backward
             has_row_gradient = block.in_backward and _is_differentiated(profile, block, experts.name)
             router = f"{experts.name.rpartition('.')[0]}.gate"
             has_router = isinstance(profile.model.get_submodule(router), Router) if over_y > 1 else False
